@@ -1,0 +1,47 @@
+# Two commands on a fresh clone: `make demo` and `make test`. Each sets up .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# On a machine where pip would choose a CUDA build of torch, point this at an index of CPU builds:
+#   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
+
+.PHONY: help install demo lint format type test test-all clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+install: $(STAMP)  ## create .venv and install xtoken with its development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[dev,triton]'
+	@touch $@
+
+demo: $(STAMP)  ## distil a small teacher into a smaller student, all processes real, on this machine
+	$(BIN)/xtoken demo
+
+lint: $(STAMP)  ## formatting, style and the import rule
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## rewrite the files as `make lint` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+type: $(STAMP)  ## static types
+	$(BIN)/mypy
+
+test: $(STAMP)  ## every test that needs no GPU, container engine or browser
+	$(BIN)/pytest
+
+test-all: $(STAMP)  ## the slow ones too
+	$(BIN)/pytest -m 'not gpu and not docker and not browser'
+
+clean:  ## remove what the commands above made
+	rm -rf $(VENV) build runs demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,229 @@
+"""RunSpec: everything a user says about a run, as TOML."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from xtoken_core.config.base import Part
+from xtoken_core.config.loss import LossConfig, NonNegative, Positive
+from xtoken_core.errors import ConfigError, InputError
+
+Count = Annotated[int, Field(ge=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class ModelSpec(Part):
+    """A causal language model: a Hugging Face directory."""
+
+    model: Path
+    tokenizer: Path | None = None
+    """Where the tokenizer is; the model's own directory if left out."""
+    dtype: Dtype = "float32"
+    context_length: Annotated[int, Field(ge=2)]
+    """Tokens of a document beyond this are cut off."""
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The directory the tokenizer is read from."""
+        return self.tokenizer or self.model
+
+
+class TeacherSpec(ModelSpec):
+    """A teacher: a model, and the projection from the student's vocabulary to its own."""
+
+    projection: Path
+    """A projection file built for this student and teacher (`xtoken projection build`)."""
+    weight: Positive = 1.0
+    """Its share in the sum over teachers."""
+
+
+class DataSpec(Part):
+    """The text to train on."""
+
+    path: Path | tuple[Path, ...]
+    """A file or files (`.jsonl`, `.parquet`, `.txt`), or a directory saved by `datasets`."""
+    field: str = "text"
+    """The field of a record that holds the text; `.txt` has none."""
+    epochs: Count = 1
+    on_bad_record: Literal["skip", "fail"] = "skip"
+    """What an empty or undecodable record does: becomes a counted tombstone, or ends the run."""
+    append_eos: bool = True
+    """Close every document that was not cut with the end-of-text token, on both sides."""
+    shuffle: bool = True
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The path or paths, always as a tuple."""
+        return self.path if isinstance(self.path, tuple) else (self.path,)
+
+
+class EvalSpec(Part):
+    """Held-out text, read every so many steps and at the end."""
+
+    path: Path | tuple[Path, ...]
+    field: str = "text"
+    every: Count = 100
+    max_bytes: Count = 1 << 20
+    """How much of the text is read, in UTF-8 bytes."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The path or paths, always as a tuple."""
+        return self.path if isinstance(self.path, tuple) else (self.path,)
+
+
+class TrainSpec(Part):
+    """The optimiser's part."""
+
+    samples_per_step: Count = 32
+    max_steps: Count | None = None
+    """End after so many optimiser steps, if the epochs have not ended before."""
+    micro_batch_tokens: Count = 8192
+    """Padded tokens of one micro-batch at most, on the student's side and on each teacher's."""
+    learning_rate: Positive = 1e-4
+    min_learning_rate: NonNegative = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: NonNegative = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: Positive | None = 1.0
+    checkpoint_every: Count = 100
+    keep_checkpoints: Count = 2
+
+
+class QueueSpec(Part):
+    """The transfer queue of the run."""
+
+    address: str | None = None
+    """`ipc://…` or `tcp://127.0.0.1:PORT`; left out, a socket in a private directory."""
+    memory_limit: Count = 1 << 30
+    """Bytes of samples held at most."""
+    block_size: Count | None = None
+    """Positions that a collator leases at once; divides samples_per_step. Left out: the largest divisor up to 16."""
+    span_steps: Annotated[int, Field(ge=3)] = 3
+    """How many steps' samples collators may work ahead of the trainer."""
+    max_attempts: Count = 3
+    """How often a sample may be refused (nack) before it is a dead letter."""
+    max_dead: Annotated[int, Field(ge=0)] = 0
+    """More dead letters than this end the run."""
+    journal: Path | None = None
+    """A directory that keeps unfinished samples over a restart of the queue; the training does not need it."""
+
+
+class WorkersSpec(Part):
+    """The processes of the run."""
+
+    collators: Count = 2
+    ranks: Count = 1
+    """Student processes; each has a teacher process of its own per teacher."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    signal: Literal["shared_memory"] = "shared_memory"
+    """How the teacher's logits reach the student."""
+    slots: Annotated[int, Field(ge=1, le=64)] = 2
+    """Micro-batches that a teacher may be ahead of its student."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Restarts of a worker without progress in between before the run is given up."""
+    load_timeout_s: Positive = 600.0
+    step_timeout_s: Positive = 600.0
+    """How long a worker may go without progress while loading, and while running."""
+
+
+class RunSpec(Part):
+    """One distillation run. Relative paths are meant relative to the file they stand in."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    output: Path
+    """The directory the run writes: checkpoints, logs, curves, the exported model."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    student: ModelSpec
+    teacher: tuple[TeacherSpec, ...]
+    data: DataSpec
+    eval: EvalSpec | None = None
+    loss: LossConfig = LossConfig()
+    train: TrainSpec = TrainSpec()
+    queue: QueueSpec = QueueSpec()
+    workers: WorkersSpec = WorkersSpec()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_teacher_or_several(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("teacher"), dict):
+            return {**value, "teacher": [value["teacher"]]}
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunSpec:
+        if not self.teacher:
+            raise ValueError("a run needs at least one [teacher]")
+        longest = max(self.student.context_length, *(t.context_length for t in self.teacher))
+        if self.train.micro_batch_tokens < longest:
+            raise ValueError(
+                f"train.micro_batch_tokens = {self.train.micro_batch_tokens} cannot hold one sample of "
+                f"{longest} tokens: raise it or lower the context_length"
+            )
+        block, step = self.queue.block_size, self.train.samples_per_step
+        if block is not None and step % block:
+            raise ValueError(f"queue.block_size = {block} must divide train.samples_per_step = {step}")
+        return self
+
+    @property
+    def block_size(self) -> int:
+        """Positions a collator leases at once."""
+        step = self.train.samples_per_step
+        return self.queue.block_size or max(d for d in range(1, min(step, 16) + 1) if step % d == 0)
+
+    def with_base(self, base: Path) -> RunSpec:
+        """The same run with every relative path made absolute against `base`."""
+        return RunSpec.model_validate(_absolute(self.model_dump(), base))
+
+
+def _absolute(value: Any, base: Path) -> Any:
+    if isinstance(value, Path):
+        return base / value.expanduser()
+    if isinstance(value, dict):
+        return {key: _absolute(item, base) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(_absolute(item, base) for item in value)
+    return value
+
+
+def load_run_spec(path: Path) -> RunSpec:
+    """Read a RunSpec from TOML.
+
+    Raises:
+        InputError: The file is missing or is not TOML.
+        ConfigError: A field is missing, unknown or impossible; the text names it and what it takes.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not TOML: {error}") from error
+    return parse_run_spec(raw, source=str(path)).with_base(path.resolve().parent)
+
+
+def parse_run_spec(raw: object, *, source: str) -> RunSpec:
+    """Check a RunSpec given as plain values.
+
+    Raises:
+        ConfigError: as `load_run_spec`.
+    """
+    try:
+        return RunSpec.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {describe(error)}") from error
+
+
+def describe(error: ValidationError) -> str:
+    """All of pydantic's complaints on one line, each with the name of its field."""
+    complaints = []
+    for item in error.errors(include_url=False, include_context=False):
+        place = ".".join(str(part) for part in item["loc"]) or "the run"
+        text = item["msg"].removeprefix("Value error, ")
+        text = text[:1].lower() + text[1:] if item["type"] != "value_error" else text
+        complaints.append(f"{place}: {text}")
+    return "; ".join(complaints)

@@ -1,0 +1,37 @@
+"""The errors a user meets: one line that names the thing and says what to do."""
+
+from __future__ import annotations
+
+
+class XtokenError(Exception):
+    """An expected failure: its text is the one line a command prints before it exits.
+
+    Attributes:
+        exit_code: The status a command ends with when this error reaches its top.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(XtokenError):
+    """A setting is missing, impossible or unknown. Restarting the process cannot mend it."""
+
+    exit_code = 2
+
+
+class InputError(XtokenError):
+    """A file or directory that the user named is missing, unreadable or of the wrong kind."""
+
+    exit_code = 2
+
+
+class QueueUnreachableError(XtokenError):
+    """Nobody answered at the queue's address within the deadline."""
+
+    exit_code = 3
+
+
+class StaleSessionError(XtokenError):
+    """The queue has ended this worker's session: the worker must exit and be started anew."""
+
+    exit_code = 75
