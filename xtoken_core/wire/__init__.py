@@ -1,0 +1,31 @@
+"""The wire: messages, their typed decoding, columns beside them, and the errors a queue answers with. No torch."""
+
+from xtoken_core.wire.columns import (
+    Column,
+    ColumnHead,
+    concat_columns,
+    pack_columns,
+    select_rows,
+    unpack_columns,
+)
+from xtoken_core.wire.errors import CODES, Code, QueueError
+from xtoken_core.wire.messages import VERSION, decode_reply, decode_request, encode
+from xtoken_core.wire.objects import object_column, object_values
+
+__all__ = [
+    "CODES",
+    "VERSION",
+    "Code",
+    "Column",
+    "ColumnHead",
+    "QueueError",
+    "concat_columns",
+    "decode_reply",
+    "decode_request",
+    "encode",
+    "object_column",
+    "object_values",
+    "pack_columns",
+    "select_rows",
+    "unpack_columns",
+]

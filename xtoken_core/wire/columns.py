@@ -1,0 +1,216 @@
+"""Columns: `dtype, ragged lengths, values`. A header describes them, their buffers travel beside it.
+
+A dense column has one buffer (its values, `rows` times `item_shape`). A jagged or an object column has two: int64
+offsets (`rows + 1` of them, starting at 0, never falling) and values; its offsets count items of `item_shape` along the
+ragged axis, or bytes for an object column, whose rows are one msgpack value each. Numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from xtoken_core.wire.errors import QueueError
+
+Buffer = bytes | bytearray | memoryview
+Kind = Literal["dense", "jagged", "object"]
+
+ITEM_SIZES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+MAX_ROWS = 1 << 20
+MAX_DIMS = 8
+OFFSET_BYTES = 8
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class ColumnHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a header says of a column; its buffers follow in the order of the heads."""
+
+    name: Name
+    kind: Kind
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    rows: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
+    item_shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]], msgspec.Meta(max_length=MAX_DIMS)] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column and its buffers.
+
+    Attributes:
+        kind: `dense`, `jagged` or `object`.
+        dtype: A key of `ITEM_SIZES`; empty for an object column.
+        rows: Number of rows.
+        item_shape: Shape of a row (dense) or of one step along the ragged axis (jagged).
+        values: The values' bytes.
+        offsets: `rows + 1` offsets as a view of int64; None for a dense column.
+    """
+
+    kind: Kind
+    dtype: str
+    rows: int
+    item_shape: tuple[int, ...]
+    values: memoryview
+    offsets: memoryview | None = None
+
+    @property
+    def unit(self) -> int:
+        """Bytes of one item: what an offset (or a dense row) counts."""
+        return unit_bytes(self.kind, self.dtype, self.item_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.values.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
+
+    def row_bounds(self, row: int) -> tuple[int, int]:
+        """First and last (exclusive) byte of a row in `values`."""
+        unit = self.unit
+        if self.offsets is None:
+            return row * unit, (row + 1) * unit
+        return self.offsets[row] * unit, self.offsets[row + 1] * unit
+
+
+def unit_bytes(kind: Kind, dtype: str, item_shape: Sequence[int]) -> int:
+    """Bytes that one step of an offset stands for.
+
+    Raises:
+        QueueError: `bad_request` for an unknown dtype.
+    """
+    if kind == "object":
+        return 1
+    size = ITEM_SIZES.get(dtype)
+    if size is None:
+        raise QueueError("bad_request", f"unknown dtype {dtype!r}: one of {', '.join(ITEM_SIZES)} is possible")
+    for extent in item_shape:
+        size *= extent
+    return size
+
+
+def bytes_view(buffer: Buffer) -> memoryview:
+    """A flat read view of a buffer's bytes."""
+    view = memoryview(buffer)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def int64_view(buffer: Buffer) -> memoryview:
+    """A view of little-endian int64 values (every platform this runs on is little-endian)."""
+    if sys.byteorder != "little":
+        raise RuntimeError("the wire format is little-endian, and so must this machine be")
+    return bytes_view(buffer).cast("q")
+
+
+def offsets_from_lengths(lengths: Sequence[int]) -> memoryview:
+    """`rows + 1` offsets of rows with these lengths."""
+    out = memoryview(bytearray(OFFSET_BYTES * (len(lengths) + 1))).cast("q")
+    total = 0
+    for row, length in enumerate(lengths, start=1):
+        total += length
+        out[row] = total
+    return out
+
+
+def pack_columns(columns: dict[str, Column]) -> tuple[list[ColumnHead], list[memoryview]]:
+    """Heads for a header, and the buffers to send after it."""
+    heads: list[ColumnHead] = []
+    buffers: list[memoryview] = []
+    for name, column in columns.items():
+        heads.append(ColumnHead(name, column.kind, column.dtype, column.rows, list(column.item_shape)))
+        if column.offsets is not None:
+            buffers.append(column.offsets.cast("B"))
+        buffers.append(column.values)
+    return heads, buffers
+
+
+def unpack_columns(heads: Sequence[ColumnHead], buffers: Sequence[Buffer]) -> dict[str, Column]:
+    """Columns from their heads and buffers, every bound checked, nothing copied.
+
+    Raises:
+        QueueError: `bad_request` with the column's name if sizes, offsets or the number of buffers disagree.
+    """
+    columns: dict[str, Column] = {}
+    rest = iter(buffers)
+    for head in heads:
+        if head.name in columns:
+            raise QueueError("bad_request", f"column {head.name!r} is there twice")
+        try:
+            offsets = None if head.kind == "dense" else next(rest)
+            values = next(rest)
+        except StopIteration:
+            raise QueueError("bad_request", f"column {head.name!r} lacks a buffer") from None
+        columns[head.name] = _checked(head, values, offsets)
+    if next(rest, None) is not None:
+        raise QueueError("bad_request", "there are more buffers than the columns need")
+    return columns
+
+
+def _checked(head: ColumnHead, values: Buffer, offsets: Buffer | None) -> Column:
+    unit = unit_bytes(head.kind, head.dtype, head.item_shape)
+    view = bytes_view(values)
+    if offsets is None:
+        if view.nbytes != unit * head.rows:
+            raise QueueError(
+                "bad_request",
+                f"column {head.name!r}: {head.rows} rows of {unit} bytes, but {view.nbytes} came",
+            )
+        return Column(head.kind, head.dtype, head.rows, tuple(head.item_shape), view)
+    if bytes_view(offsets).nbytes != OFFSET_BYTES * (head.rows + 1):
+        raise QueueError("bad_request", f"column {head.name!r}: {head.rows} rows need {head.rows + 1} int64 offsets")
+    bounds = int64_view(offsets)
+    flat = bounds.tolist()
+    if flat[0] != 0 or any(a > b for a, b in itertools.pairwise(flat)) or flat[-1] * unit != view.nbytes:
+        raise QueueError(
+            "bad_request",
+            f"column {head.name!r}: offsets must start at 0, never fall and end with the values",
+        )
+    return Column(head.kind, head.dtype, head.rows, tuple(head.item_shape), view, bounds)
+
+
+def select_rows(column: Column, rows: Sequence[int]) -> Column:
+    """The given rows: a view where they are adjacent, otherwise one gather."""
+    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        start, stop = column.row_bounds(rows[0])[0], column.row_bounds(rows[-1])[1]
+        values = column.values[start:stop]
+    else:
+        values = memoryview(b"".join([column.values[slice(*column.row_bounds(r))] for r in rows]))
+    offsets = None
+    if column.offsets is not None:
+        offsets = offsets_from_lengths([column.offsets[r + 1] - column.offsets[r] for r in rows])
+    return Column(column.kind, column.dtype, len(rows), column.item_shape, values, offsets)
+
+
+def concat_columns(parts: Sequence[Column]) -> Column:
+    """Rows of several columns of the same kind, dtype and item shape, one after the other: one copy of the values.
+
+    Raises:
+        QueueError: `conflict` if they differ.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    key = (first.kind, first.dtype, first.item_shape)
+    if any((p.kind, p.dtype, p.item_shape) != key for p in parts):
+        raise QueueError("conflict", "rows of one field differ in kind, dtype or item shape")
+    offsets = None
+    if first.offsets is not None:
+        lengths = [p.offsets[r + 1] - p.offsets[r] for p in parts if p.offsets is not None for r in range(p.rows)]
+        offsets = offsets_from_lengths(lengths)
+    values = memoryview(b"".join([p.values for p in parts]))
+    return Column(first.kind, first.dtype, sum(p.rows for p in parts), first.item_shape, values, offsets)

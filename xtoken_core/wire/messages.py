@@ -1,0 +1,546 @@
+"""Every message of the protocol, typed and bounded: decoding refuses what does not fit before anything is allocated.
+
+A request is `[header, buffer...]`; so is a reply. The header is one msgpack map with a `type` and an `id`; a reply
+repeats the id of its request. `proto/README.md` tells what each message does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from xtoken_core.wire.columns import MAX_ROWS, ColumnHead, Id, Name
+from xtoken_core.wire.errors import QueueError
+
+VERSION = 1
+MAX_HEADER_BYTES = 64 << 20
+MAX_WAIT_S = 60.0
+
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Ids = Annotated[list[Id], msgspec.Meta(max_length=MAX_ROWS)]
+Names = Annotated[list[Name], msgspec.Meta(max_length=256)]
+Heads = Annotated[list[ColumnHead], msgspec.Meta(max_length=256)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Reasons = Annotated[dict[Id, Text], msgspec.Meta(max_length=MAX_ROWS)]
+Document = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
+
+
+class Request(msgspec.Struct, tag_field="type", kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What every request carries."""
+
+    id: RequestId
+
+
+class SessionRequest(Request, kw_only=True):
+    """A request inside a session."""
+
+    session: SessionId
+
+
+class PartitionRequest(SessionRequest, kw_only=True):
+    """A request about one partition."""
+
+    partition: Name
+
+
+class Reply(msgspec.Struct, tag_field="type", kw_only=True, omit_defaults=True):
+    """What every reply carries."""
+
+    id: RequestId = ""
+
+
+# Sessions
+
+
+class Hello(Request, tag="hello", kw_only=True):
+    """Open a session. It waits up to `wait_s` for a run to be open, if `needs_run`."""
+
+    versions: Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
+    name: Name
+    role: Name
+    incarnation: Id
+    rank: Index = 0
+    silence_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 30.0
+    needs_run: bool = False
+    wait_s: Seconds = 0.0
+
+
+class Welcome(Reply, tag="welcome", kw_only=True):
+    """The session; with a run open, its partition and its resolved specification (JSON)."""
+
+    session: SessionId
+    version: int
+    partition: str = ""
+    run: Document = b""
+
+
+class Heartbeat(SessionRequest, tag="heartbeat", kw_only=True):
+    """The worker lives and makes progress; `progress` counts units of finished work."""
+
+    phase: Name
+    progress: Id = 0
+
+
+class Bye(SessionRequest, tag="bye", kw_only=True):
+    """End the session in order."""
+
+
+class Ok(Reply, tag="ok", kw_only=True):
+    """Done."""
+
+
+class Empty(Reply, tag="empty", kw_only=True):
+    """The wait ended and there was nothing: ask again."""
+
+
+class Failure(Reply, tag="error", kw_only=True):
+    """Refused; `code` is one of `xtoken_core.wire.errors.CODES`."""
+
+    code: Name
+    message: Text
+    detail: dict[str, int] = {}
+
+
+# Partitions
+
+
+class TaskDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A consumer of samples: it sees a sample once all `requires` are produced."""
+
+    name: Name
+    requires: Names
+    order: Annotated[str, msgspec.Meta(pattern="^(strict|arrival|by_id)$")] = "strict"
+
+
+class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What makes a partition the queue of a run: positions `0 .. positions - 1` in steps of `samples_per_step`."""
+
+    positions: Id
+    samples_per_step: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
+    span: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
+    teachers: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    slots: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    max_dead: Id = 0
+    document: Document
+
+
+class OpenPartition(PartitionRequest, tag="open", kw_only=True):
+    """Create a partition; the same one again is no error."""
+
+    tasks: Annotated[list[TaskDef], msgspec.Meta(max_length=64)]
+    volatile: Names = []
+    max_attempts: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 3
+    run: RunDef | None = None
+
+
+class Seal(PartitionRequest, tag="seal", kw_only=True):
+    """Nothing will be put any more."""
+
+
+class Clear(PartitionRequest, tag="clear", kw_only=True):
+    """Forget these samples, or with `everything` the whole partition."""
+
+    ids: Ids = []
+    everything: bool = False
+
+
+# Samples
+
+
+class Put(PartitionRequest, tag="put", kw_only=True):
+    """Store columns for `ids`. With the `lease` of a block: its rows and tombstones, which finish it."""
+
+    ids: Ids
+    columns: Heads
+    lease: Id | None = None
+    tombstones: Reasons = {}
+
+
+class Stored(Reply, tag="stored", kw_only=True):
+    """Stored; `room` is how many bytes are left."""
+
+    room: int
+
+
+class Room(PartitionRequest, tag="room", kw_only=True):
+    """Wait until so many bytes are free."""
+
+    bytes: Id
+    wait_s: Seconds = 0.0
+
+
+class Get(PartitionRequest, tag="get", kw_only=True):
+    """Read fields of samples; waits until all are there."""
+
+    ids: Ids
+    fields: Names
+    wait_s: Seconds = 0.0
+
+
+class Rows(Reply, tag="rows", kw_only=True):
+    """Samples and their columns, in the order of `ids`."""
+
+    ids: Ids
+    columns: Heads
+
+
+class Claim(PartitionRequest, tag="claim", kw_only=True):
+    """Lease samples of a task, by `ids` (all or none) or up to `count` in the task's order."""
+
+    task: Name
+    ids: Ids = []
+    count: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)] = 0
+    fields: Names = []
+    wait_s: Seconds = 0.0
+
+
+class Claimed(Reply, tag="claimed", kw_only=True):
+    """A lease on `ids`. `dead` samples were asked for and stay out. For a teacher: the slot to fill."""
+
+    lease: Id
+    ids: Ids
+    dead: Ids = []
+    columns: Heads = []
+    slot: int = -1
+    generation: int = 0
+
+
+class AlreadyDone(Reply, tag="already_done", kw_only=True):
+    """Nothing to do: the task has done these samples."""
+
+
+class Complete(PartitionRequest, tag="complete", kw_only=True):
+    """Put the lease's result and finish the lease, in one request. Columns are rows of the lease's ids."""
+
+    lease: Id
+    columns: Heads = []
+
+
+class Ack(PartitionRequest, tag="ack", kw_only=True):
+    """The task has done these leased samples."""
+
+    task: Name
+    ids: Ids
+
+
+class Nack(PartitionRequest, tag="nack", kw_only=True):
+    """These samples of the lease could not be done; the others of the lease are given back."""
+
+    lease: Id
+    ids: Ids
+    reason: Text
+
+
+class ListSamples(PartitionRequest, tag="list", kw_only=True):
+    """Ids in a state of a task (`waiting`, `ready`, `leased`, `done`), or `dead` or `skipped`, from `after` on."""
+
+    task: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    state: Name
+    after: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
+    limit: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1024
+
+
+class Listed(Reply, tag="listed", kw_only=True):
+    """Ids, and reasons for those that have one."""
+
+    ids: Ids
+    reasons: Reasons = {}
+
+
+class Peek(PartitionRequest, tag="peek", kw_only=True):
+    """What the queue knows of one sample, without touching it."""
+
+    sample: Id
+
+
+class Peeked(Reply, tag="peeked", kw_only=True):
+    """Fields with their bytes, the status per task, and how often it was refused."""
+
+    fields: dict[str, int]
+    status: dict[str, str]
+    attempts: int
+    reason: str = ""
+
+
+class Stats(SessionRequest, tag="stats", kw_only=True):
+    """Everything the queue counts, as JSON."""
+
+
+class StatsReply(Reply, tag="stats_reply", kw_only=True):
+    """A JSON document."""
+
+    document: Document
+
+
+# The pipeline of a run
+
+
+class LeaseBlock(PartitionRequest, tag="lease_block", kw_only=True):
+    """Lease the lowest free block of positions inside the source's window."""
+
+    wait_s: Seconds = 0.0
+
+
+class Block(Reply, tag="block", kw_only=True):
+    """Positions `first .. first + count - 1`."""
+
+    lease: Id
+    first: Id
+    count: Id
+
+
+class Window(PartitionRequest, tag="window", kw_only=True):
+    """Read columns of a step's rows once every position of it has its row or tombstone."""
+
+    step: Id
+    rewinds: Id
+    fields: Names
+    wait_s: Seconds = 0.0
+
+
+class WindowRows(Reply, tag="window_rows", kw_only=True):
+    """Positions with a row (dead ones included), those without, and their columns."""
+
+    ids: Ids
+    skipped: Ids = []
+    dead: Ids = []
+    columns: Heads = []
+
+
+class AwaitTrainer(PartitionRequest, tag="await_trainer", kw_only=True):
+    """Wait for a trainer's session of a rank that has been rewound into place."""
+
+    rank: Index
+    wait_s: Seconds = 0.0
+
+
+class Trainer(Reply, tag="trainer", kw_only=True):
+    """The trainer's session, the step it is at and the count of rewinds so far."""
+
+    trainer: SessionId
+    step: Id
+    rewinds: Id
+
+
+class AnnounceRing(PartitionRequest, tag="announce_ring", kw_only=True):
+    """A teacher offers its ring of slots to one trainer session."""
+
+    teacher: Index
+    rank: Index
+    trainer: SessionId
+    handle: Annotated[bytes, msgspec.Meta(max_length=4096)]
+
+
+class AwaitRing(PartitionRequest, tag="await_ring", kw_only=True):
+    """A trainer waits for the ring of one of its teachers."""
+
+    teacher: Index
+    wait_s: Seconds = 0.0
+
+
+class Ring(Reply, tag="ring", kw_only=True):
+    """The announced ring's handle, and whether the trainer has said that it opened it."""
+
+    ring: Id
+    handle: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
+
+
+class OpenedRing(PartitionRequest, tag="opened_ring", kw_only=True):
+    """The trainer has opened the ring and read its canary: slots may be claimed."""
+
+    teacher: Index
+    ring: Id
+
+
+class AwaitOpened(PartitionRequest, tag="await_opened", kw_only=True):
+    """The teacher waits until its ring was opened."""
+
+    ring: Id
+    wait_s: Seconds = 0.0
+
+
+class ClaimSlot(PartitionRequest, tag="claim_slot", kw_only=True):
+    """A teacher leases its next micro-batch together with a free slot of its ring."""
+
+    ring: Id
+    rewinds: Id
+    ids: Ids
+    fields: Names = []
+    wait_s: Seconds = 0.0
+
+
+class ClaimBatch(PartitionRequest, tag="claim_batch", kw_only=True):
+    """A trainer leases a micro-batch once every teacher's signal is there."""
+
+    rewinds: Id
+    ids: Ids
+    fields: Names = []
+    wait_s: Seconds = 0.0
+
+
+class Release(PartitionRequest, tag="release", kw_only=True):
+    """The backward that read the slot has completed."""
+
+    ring: Id
+    slot: Index
+    generation: Id
+
+
+class CheckStep(PartitionRequest, tag="check_step", kw_only=True):
+    """May the step be taken? `dead` are the dead positions that its denominators leave out."""
+
+    step: Id
+    rewinds: Id
+    dead: Ids = []
+
+
+class Verdict(Reply, tag="verdict", kw_only=True):
+    """`redo`: a signal was withdrawn while it was read, or a position died."""
+
+    redo: bool
+
+
+class AckWindow(PartitionRequest, tag="ack_window", kw_only=True):
+    """The optimiser has taken the step: its window is done and its memory is free."""
+
+    step: Id
+    rewinds: Id
+
+
+class Rewind(PartitionRequest, tag="rewind", kw_only=True):
+    """Start (again) at a step: the only recovery path. `skipped` and `dead` below it are known to the trainer."""
+
+    step: Id
+    skipped: Reasons = {}
+    dead: Reasons = {}
+
+
+class Rewound(Reply, tag="rewound", kw_only=True):
+    """How many rewinds there were so far: requests of the run name it."""
+
+    rewinds: Id
+
+
+class Giveup(PartitionRequest, tag="give_up", kw_only=True):
+    """End the run for everybody with this reason (too many dead letters, a record that may not be bad)."""
+
+    reason: Text
+
+
+AnyRequest = (
+    Hello
+    | Heartbeat
+    | Bye
+    | OpenPartition
+    | Seal
+    | Clear
+    | Put
+    | Room
+    | Get
+    | Claim
+    | Complete
+    | Ack
+    | Nack
+    | ListSamples
+    | Peek
+    | Stats
+    | LeaseBlock
+    | Window
+    | AwaitTrainer
+    | AnnounceRing
+    | AwaitRing
+    | OpenedRing
+    | AwaitOpened
+    | ClaimSlot
+    | ClaimBatch
+    | Release
+    | CheckStep
+    | AckWindow
+    | Rewind
+    | Giveup
+)
+AnyReply = (
+    Welcome
+    | Ok
+    | Empty
+    | Failure
+    | Stored
+    | Rows
+    | Claimed
+    | AlreadyDone
+    | Listed
+    | Peeked
+    | StatsReply
+    | Block
+    | WindowRows
+    | Trainer
+    | Ring
+    | Verdict
+    | Rewound
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+
+
+class _Envelope(msgspec.Struct):
+    """The part of a request that is read even if the rest is refused."""
+
+    type: str = ""
+    id: str = ""
+
+
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
+REQUEST_TYPES = frozenset(str(member.__struct_config__.tag) for member in AnyRequest.__args__)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The header frame of a message."""
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes | memoryview) -> AnyRequest:
+    """A request from its header frame.
+
+    Raises:
+        QueueError: `bad_frame`, `unknown_message`, `bad_request` or `too_large`, naming what does not fit.
+    """
+    if len(frame) > MAX_HEADER_BYTES:
+        raise QueueError("too_large", f"a header has {len(frame)} bytes; {MAX_HEADER_BYTES} are allowed")
+    try:
+        return _requests.decode(frame)
+    except msgspec.ValidationError as error:
+        kind = envelope(frame).type
+        if kind and kind not in REQUEST_TYPES:
+            raise QueueError("unknown_message", f"unknown message {kind[:64]!r} (version {VERSION})") from error
+        raise QueueError("bad_request", f"{kind[:64] or 'message'}: {error}"[:1000]) from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise QueueError("bad_frame", f"the header is no msgpack message: {error}"[:1000]) from error
+
+
+def decode_reply(frame: bytes | memoryview) -> AnyReply:
+    """A reply from its header frame.
+
+    Raises:
+        QueueError: `bad_frame` if it is none.
+    """
+    try:
+        return _replies.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise QueueError("bad_frame", f"the peer's reply is no message of version {VERSION}: {error}") from error
+
+
+def envelope(frame: bytes | memoryview) -> _Envelope:
+    """Type and id of a message, empty where they cannot be read."""
+    try:
+        found = _envelopes.decode(frame)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return _Envelope()
+    return _Envelope(found.type[:64], found.id[:64])

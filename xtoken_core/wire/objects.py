@@ -1,0 +1,72 @@
+"""Object rows: plain msgpack values, no extension types, bounded in depth and size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
+from xtoken_core.wire.errors import QueueError
+
+MAX_OBJECT_BYTES = 1 << 20
+MAX_OBJECT_DEPTH = 16
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ext_hook=lambda code, data: _refuse(code))
+
+
+def _refuse(code: int) -> Any:
+    raise QueueError("bad_request", f"msgpack extension type {code} is not allowed in an object field")
+
+
+def object_column(values: Sequence[Any]) -> Column:
+    """A column of one msgpack value per row: None, bool, int, float, str, bytes, lists and maps of these.
+
+    Raises:
+        QueueError: `too_large` if a value is nested or sized beyond the bounds; `bad_request` if it is no such value.
+    """
+    rows = []
+    for value in values:
+        _check_depth(value, MAX_OBJECT_DEPTH)
+        try:
+            row = _encoder.encode(value)
+        except TypeError as error:
+            raise QueueError("bad_request", f"an object field cannot hold this value: {error}") from error
+        if len(row) > MAX_OBJECT_BYTES:
+            raise QueueError("too_large", f"an object row has {len(row)} bytes; {MAX_OBJECT_BYTES} are allowed")
+        rows.append(row)
+    offsets = offsets_from_lengths([len(row) for row in rows])
+    return Column("object", "", len(rows), (), memoryview(b"".join(rows)), offsets)
+
+
+def object_values(column: Column) -> list[Any]:
+    """The rows of an object column.
+
+    Raises:
+        QueueError: `bad_request` or `too_large` if a row is no bounded msgpack value.
+    """
+    out = []
+    for row in range(column.rows):
+        start, stop = column.row_bounds(row)
+        if stop - start > MAX_OBJECT_BYTES:
+            raise QueueError("too_large", f"an object row has {stop - start} bytes; {MAX_OBJECT_BYTES} are allowed")
+        try:
+            value = _decoder.decode(bytes_view(column.values[start:stop]))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise QueueError("bad_request", f"an object row is no msgpack value: {error}") from error
+        _check_depth(value, MAX_OBJECT_DEPTH)
+        out.append(value)
+    return out
+
+
+def _check_depth(value: Any, left: int) -> None:
+    if left < 0:
+        raise QueueError("too_large", f"an object row is nested deeper than {MAX_OBJECT_DEPTH} levels")
+    if isinstance(value, dict):
+        for item in value.values():
+            _check_depth(item, left - 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_depth(item, left - 1)
