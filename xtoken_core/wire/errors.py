@@ -18,6 +18,7 @@ Code = Literal[
     "rewound",  # the run was rewound: start again at the step the reply names
     "ring_closed",  # the pair of teacher and student session has ended
     "exhausted",  # nothing will ever come again
+    "run_failed",  # the run was given up, for the reason in the message
     "no_room",  # the memory limit is reached
     "too_large",  # a bound of the protocol is exceeded
     "forbidden",  # this role may not do that

@@ -1,0 +1,45 @@
+"""A set of integers that is stored as its runs: years of finished positions in a few numbers."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+
+class IntervalSet:
+    """Integers kept as sorted, disjoint, non-adjacent half-open intervals."""
+
+    __slots__ = ("_starts", "_stops")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def add(self, start: int, stop: int | None = None) -> None:
+        """Add `start`, or all of `[start, stop)`."""
+        stop = start + 1 if stop is None else stop
+        if stop <= start:
+            return
+        low = bisect_right(self._stops, start - 1)
+        high = bisect_right(self._starts, stop)
+        if low < high:
+            start = min(start, self._starts[low])
+            stop = max(stop, self._stops[high - 1])
+        self._starts[low:high] = [start]
+        self._stops[low:high] = [stop]
+
+    def __contains__(self, value: int) -> bool:
+        at = bisect_right(self._starts, value) - 1
+        return at >= 0 and value < self._stops[at]
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.intervals())
+
+    def first_gap(self, start: int = 0) -> int:
+        """The lowest integer from `start` on that is not in the set."""
+        at = bisect_right(self._starts, start) - 1
+        return self._stops[at] if at >= 0 and start < self._stops[at] else start
+
+    def intervals(self) -> Iterator[tuple[int, int]]:
+        """The runs, ascending."""
+        return zip(self._starts, self._stops, strict=True)

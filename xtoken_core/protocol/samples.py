@@ -1,0 +1,274 @@
+"""Samples and tasks: which fields of a sample are produced, and how far each task is with it.
+
+Per task a sample goes `WAITING -> READY -> LEASED -> DONE`. A lease belongs to a session and has no clock of its own.
+Pure bookkeeping: the columns themselves are kept by `xtoken_core.protocol.store`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+from xtoken_core.protocol.intervals import IntervalSet
+from xtoken_core.wire import QueueError
+
+Order = Literal["strict", "arrival", "by_id"]
+
+
+class Status(IntEnum):
+    """How far a task is with a sample."""
+
+    WAITING = 0
+    READY = 1
+    LEASED = 2
+    DONE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A consumer: it sees a sample once all of `requires` are produced.
+
+    `strict` hands samples out in the order in which they were put, and waits for one that is not ready; `arrival` in
+    the order in which they became ready; a `by_id` task is only claimed by ids.
+    """
+
+    name: str
+    requires: frozenset[str]
+    order: Order = "strict"
+
+
+@dataclass(slots=True)
+class Sample:
+    """What is known of one sample. `put_at` is its place in the order of puts; `status` goes by task name."""
+
+    id: int
+    put_at: int
+    fields: set[str]
+    status: dict[str, Status]
+    attempts: int = 0
+
+
+@dataclass(slots=True)
+class Lease:
+    """Samples of a task that a session works on; `ids` are those not yet acked or given back."""
+
+    id: int
+    session: str
+    task: str
+    ids: tuple[int, ...]
+    claimed: tuple[int, ...] = field(default=())
+
+
+class Samples:
+    """The samples of one partition.
+
+    Attributes:
+        samples: Every sample that is held, by id.
+        dead: Reason of every dead letter; its sample stays held until it is dropped.
+        finished: Ids that every task has done and that were let go.
+    """
+
+    def __init__(self, tasks: Iterable[Task], max_attempts: int = 3) -> None:
+        self.tasks = {task.name: task for task in tasks}
+        self.max_attempts = max_attempts
+        self.samples: dict[int, Sample] = {}
+        self.leases: dict[int, Lease] = {}
+        self.dead: dict[int, str] = {}
+        self.finished = IntervalSet()
+        self._puts = 0
+        self._leased = 0
+        self._ready_count = 0
+        self._heaps: dict[str, list[tuple[int, int]]] = {t.name: [] for t in self.tasks.values() if t.order != "by_id"}
+
+    # What producers do
+
+    def produce(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
+        """Note that `ids` have `fields` now; returns the ids for which this is news (the others are retries)."""
+        new_fields = set(fields)
+        news = []
+        for sample_id in ids:
+            if sample_id in self.finished or sample_id in self.dead:
+                continue
+            sample = self.samples.get(sample_id)
+            if sample is None:
+                sample = Sample(sample_id, self._puts, set(), dict.fromkeys(self.tasks, Status.WAITING))
+                self.samples[sample_id] = sample
+                self._puts += 1
+                self._push(sample, (t.name for t in self.tasks.values() if t.order == "strict"))
+            elif new_fields <= sample.fields:
+                continue
+            sample.fields |= new_fields
+            self._refresh(sample)
+            news.append(sample_id)
+        return news
+
+    def withdraw(self, sample_id: int, name: str) -> None:
+        """Take back a volatile field: tasks that need it and are not at work on the sample wait again."""
+        sample = self.samples.get(sample_id)
+        if sample is not None:
+            sample.fields.discard(name)
+            self._refresh(sample)
+
+    # What consumers do
+
+    def claim_ids(self, session: str, task: str, ids: Sequence[int]) -> Lease | None:
+        """Lease exactly these ids, dead ones left out; None while one of them is not ready.
+
+        The session that holds them already gets the same lease again.
+
+        Raises:
+            QueueError: `unknown_sample` for an id that is not held.
+        """
+        alive = tuple(i for i in ids if i not in self.dead)
+        for lease in self.leases.values():
+            if lease.session == session and lease.task == task and alive and lease.ids == alive:
+                return lease
+        for sample_id in alive:
+            sample = self.samples.get(sample_id)
+            if sample is None:
+                raise QueueError("unknown_sample", f"sample {sample_id} is not here")
+            if sample.status[task] != Status.READY:
+                return None
+        return self._lease(session, task, alive)
+
+    def claim_next(self, session: str, task: str, count: int) -> Lease | None:
+        """Lease up to `count` samples in the task's order; None while there is none."""
+        heap = self._heaps[task]
+        taken: list[int] = []
+        while heap and len(taken) < count:
+            _, sample_id = heap[0]
+            sample = self.samples.get(sample_id)
+            if sample is not None and sample.status[task] == Status.WAITING and self.tasks[task].order == "strict":
+                break
+            heapq.heappop(heap)
+            if sample is not None and sample.status[task] == Status.READY and sample_id not in taken:
+                taken.append(sample_id)
+        return self._lease(session, task, tuple(taken)) if taken else None
+
+    def finish(self, task: str, ids: Iterable[int]) -> list[int]:
+        """The task has done these ids; returns those that every task has done and that are let go."""
+        gone = []
+        done = set(ids)
+        for sample_id in done:
+            sample = self.samples.get(sample_id)
+            if sample is None or sample_id in self.dead:
+                continue
+            sample.status[task] = Status.DONE
+            if all(s == Status.DONE for s in sample.status.values()):
+                gone.append(sample_id)
+        for lease in [lease for lease in self.leases.values() if lease.task == task and done.intersection(lease.ids)]:
+            lease.ids = tuple(i for i in lease.ids if i not in done)
+            if not lease.ids:
+                del self.leases[lease.id]
+        for sample_id in gone:
+            self.finished.add(sample_id)
+            del self.samples[sample_id]
+        return gone
+
+    def give_back(self, lease_id: int) -> Lease | None:
+        """Revoke a lease: what is left of it is ready again (or waits, where a field is gone)."""
+        lease = self.leases.pop(lease_id, None)
+        if lease is None:
+            return None
+        for sample_id in lease.ids:
+            sample = self.samples.get(sample_id)
+            if sample is not None and sample_id not in self.dead:
+                sample.status[lease.task] = Status.WAITING
+                self._refresh(sample)
+                self._push(sample, [lease.task])
+        return lease
+
+    def refuse(self, lease_id: int, ids: Iterable[int], reason: str) -> list[int]:
+        """A nack: count an attempt against `ids`, give the whole lease back; returns the ids that died of it."""
+        lease = self.held(lease_id)
+        self.give_back(lease_id)
+        died = []
+        for sample_id in set(ids).intersection(lease.ids):
+            sample = self.samples[sample_id]
+            sample.attempts += 1
+            if sample.attempts >= self.max_attempts:
+                self.bury(sample_id, reason)
+                died.append(sample_id)
+        return sorted(died)
+
+    def bury(self, sample_id: int, reason: str) -> None:
+        """Make a sample a dead letter: no task gets it any more."""
+        self.dead[sample_id] = reason
+        sample = self.samples.get(sample_id)
+        if sample is not None:
+            sample.status = dict.fromkeys(sample.status, Status.DONE)
+
+    def drop(self, ids: Iterable[int]) -> None:
+        """Forget samples altogether, leases on them included."""
+        gone = set(ids)
+        for sample_id in gone:
+            self.samples.pop(sample_id, None)
+        for lease in list(self.leases.values()):
+            if gone.intersection(lease.ids):
+                lease.ids = tuple(i for i in lease.ids if i not in gone)
+                if not lease.ids:
+                    del self.leases[lease.id]
+
+    def reset(self) -> None:
+        """Every task starts over on the samples that are held; leases are gone."""
+        for lease_id in list(self.leases):
+            self.give_back(lease_id)
+        for sample in self.samples.values():
+            if sample.id not in self.dead:
+                sample.status = dict.fromkeys(sample.status, Status.WAITING)
+                self._refresh(sample)
+                self._push(sample, self._heaps)
+
+    # Looking
+
+    def held(self, lease_id: int, session: str | None = None) -> Lease:
+        """A lease that stands.
+
+        Raises:
+            QueueError: `lease_revoked` if it does not, or not for this session.
+        """
+        lease = self.leases.get(lease_id)
+        if lease is None or (session is not None and lease.session != session):
+            raise QueueError("lease_revoked", f"lease {lease_id} is not held any more")
+        return lease
+
+    def of_session(self, session: str) -> list[Lease]:
+        """The session's leases."""
+        return [lease for lease in self.leases.values() if lease.session == session]
+
+    def next_lease_id(self) -> int:
+        """A number for a lease, unique in this partition."""
+        self._leased += 1
+        return self._leased
+
+    def _lease(self, session: str, task: str, ids: tuple[int, ...]) -> Lease:
+        lease = Lease(self.next_lease_id(), session, task, ids, ids)
+        self.leases[lease.id] = lease
+        for sample_id in ids:
+            self.samples[sample_id].status[task] = Status.LEASED
+        return lease
+
+    def _refresh(self, sample: Sample) -> None:
+        for name, task in self.tasks.items():
+            status = sample.status[name]
+            if status == Status.WAITING and task.requires <= sample.fields:
+                sample.status[name] = Status.READY
+                if task.order == "arrival":
+                    self._push(sample, [name])
+            elif status == Status.READY and not task.requires <= sample.fields:
+                sample.status[name] = Status.WAITING
+
+    def _push(self, sample: Sample, tasks: Iterable[str]) -> None:
+        for name in tasks:
+            if name not in self._heaps:
+                continue
+            if self.tasks[name].order == "arrival":
+                if sample.status[name] != Status.READY:
+                    continue
+                self._ready_count += 1
+                heapq.heappush(self._heaps[name], (self._ready_count, sample.id))
+            else:
+                heapq.heappush(self._heaps[name], (sample.put_at, sample.id))
