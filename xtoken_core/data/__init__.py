@@ -1,0 +1,11 @@
+"""A user's text.
+
+This folder knows which files it lies in, where each record begins, what a usable record is, and in which order
+records are trained. It needs no torch; pyarrow is imported when a parquet or arrow file is read.
+"""
+
+from xtoken_core.data.index import DataIndex
+from xtoken_core.data.order import record_at
+from xtoken_core.data.records import BadRecord, Record
+
+__all__ = ["BadRecord", "DataIndex", "Record", "record_at"]

@@ -1,0 +1,76 @@
+"""Which records can be used, and what is said of the others."""
+
+import json
+
+import pytest
+
+from xtoken_core.data.records import (
+    MAX_RECORD_BYTES,
+    MissingFieldError,
+    UnusableRecordError,
+    decode_utf8,
+    parse_json_line,
+    usable_value,
+)
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "tool_calls": None}]
+
+
+@pytest.mark.parametrize(
+    ("record", "value"),
+    [
+        ({"text": " a ", "other": 1}, {"text": " a "}),
+        ({"prompt": "", "completion": "c"}, {"prompt": "", "completion": "c"}),
+        ({"text": None, "prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "c"}),
+        ({"text": "t", "messages": CHAT}, {"text": "t"}),
+        (
+            {"messages": CHAT},
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        ),
+    ],
+    ids=["text", "prompt", "null-is-missing", "field-first", "messages"],
+)
+def test_usable_records(record: dict, value: dict) -> None:
+    assert parse_json_line(json.dumps(record), "text") == value
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("", "empty line"),
+        ("  \t", "empty line"),
+        ("{", "invalid JSON: .* at column 2"),
+        ('["a"]', "not a JSON object but a list"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"n": ' + "9" * 5000 + "}", "number too long"),
+        ('{"text": 3}', "not a string but a number"),
+        ('{"text": true}', "not a string but a boolean"),
+        ('{"text": ["a"]}', "not a string but a list"),
+        ('{"text": " \\n\\u00a0\\u3000"}', "empty text"),
+        ('{"text": "\\ud83d"}', "half of a surrogate pair"),
+        ('{"prompt": "p", "completion": ""}', "empty completion"),
+        ('{"messages": []}', "not a list with at least one message"),
+        ('{"messages": ["hi"]}', "message 0 is not an object"),
+        ('{"messages": [{"role": "user"}]}', "message 0 has no content"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "no message says anything"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else None,
+)
+def test_unusable_records_say_why(line: str, reason: str) -> None:
+    with pytest.raises(UnusableRecordError, match=reason):
+        parse_json_line(line, "text")
+
+
+@pytest.mark.parametrize("record", [{"body": "x"}, {"prompt": "p"}, {"text": None}])
+def test_a_missing_field_is_told_apart(record: dict) -> None:
+    with pytest.raises(MissingFieldError, match="no field 'text'"):
+        usable_value(record, "text")
+
+
+def test_surrogate_pairs_written_as_escapes_are_whole_characters() -> None:
+    assert parse_json_line('{"text": "\\ud83d\\ude00"}', "text") == {"text": "\N{GRINNING FACE}"}
+
+
+def test_too_long_a_record_is_refused() -> None:
+    with pytest.raises(UnusableRecordError, match="longer than 64 MiB"):
+        decode_utf8(bytes(MAX_RECORD_BYTES + 1))

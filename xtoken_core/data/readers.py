@@ -1,0 +1,196 @@
+"""Reading single records out of a file by row number: one class per kind of file."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from xtoken_core.data.records import (
+    MAX_RECORD_BYTES,
+    UnusableRecordError,
+    decode_utf8,
+    parse_json_line,
+    usable_value,
+)
+from xtoken_core.data.sources import Source
+from xtoken_core.errors import InputError
+
+Offsets = npt.NDArray[np.int64]
+_BLOCK_CACHE_BYTES = 256 << 20
+_UTF8_BOM = "\ufeff"
+
+
+class Reader(Protocol):
+    """Reads rows of one file."""
+
+    def read(self, row: int) -> dict[str, Any]:
+        """The value of a row.
+
+        Raises:
+            UnusableRecordError: It cannot be used.
+        """
+
+
+class LineReader:
+    """Rows of a `.jsonl` or `.txt` file; `offsets[row]` is where a line begins, the last one the file's size."""
+
+    def __init__(self, source: Source, offsets: Offsets, field: str) -> None:
+        self._source = source
+        self._field = field
+        self._offsets = offsets
+        with open_binary(source.path) as file:
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, row: int) -> dict[str, Any]:
+        """See `Reader`."""
+        begin, end = int(self._offsets[row]), int(self._offsets[row + 1])
+        size = min(end - begin, MAX_RECORD_BYTES + 1)
+        raw = os.pread(self._descriptor, size, begin)
+        if len(raw) < size:
+            self._source.check_unchanged()
+        line = decode_utf8(raw).rstrip("\r\n")
+        if row == 0:
+            line = line.removeprefix(_UTF8_BOM)
+        if self._source.kind == "jsonl":
+            return parse_json_line(line, self._field)
+        return usable_value({self._field: line}, self._field)
+
+
+class ColumnReader:
+    """Rows of a `.parquet` or `.arrow` file; `offsets[b]` is the first row of block b (row group or batch).
+
+    Decoded row groups are kept, the latest used first, up to 256 MiB: rows of one row group are cheap to read
+    together, and every visit to another one decodes it whole.
+    """
+
+    def __init__(self, source: Source, offsets: Offsets, field: str) -> None:
+        self._field = field
+        self._offsets = offsets
+        self._blocks = ParquetBlocks(source.path) if source.kind == "parquet" else ArrowBlocks(source.path)
+        self._columns = usable_columns(self._blocks.schema, field, source.path)
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._cached_bytes = 0
+
+    def read(self, row: int) -> dict[str, Any]:
+        """See `Reader`."""
+        number = int(np.searchsorted(self._offsets, row, side="right")) - 1
+        block = self._block(number)
+        within = row - int(self._offsets[number])
+        try:
+            values = {name: block.column(name)[within].as_py() for name in self._columns}
+        except UnicodeDecodeError as error:
+            raise UnusableRecordError(f"invalid UTF-8 at byte {error.start}") from error
+        return usable_value(values, self._field)
+
+    def _block(self, number: int) -> Any:
+        if number not in self._cache:
+            self._cache[number] = self._blocks.read(number, self._columns)
+            self._cached_bytes += self._cache[number].nbytes
+        self._cache.move_to_end(number)
+        while len(self._cache) > 1 and self._cached_bytes > _BLOCK_CACHE_BYTES:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        return self._cache[number]
+
+
+class ParquetBlocks:
+    """The row groups of a parquet file."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa  # type: ignore[import-untyped]  # ships no stubs
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]  # ships no stubs
+
+        self._path = path
+        try:
+            self._file = pq.ParquetFile(path)
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{path} cannot be read as parquet: {one_line(error)}") from error
+        self.schema: Any = self._file.schema_arrow
+        groups = range(self._file.num_row_groups)
+        self.rows: Sequence[int] = [self._file.metadata.row_group(g).num_rows for g in groups]
+
+    def read(self, number: int, columns: Sequence[str]) -> Any:
+        """One row group as a table of these columns."""
+        import pyarrow as pa
+
+        try:
+            return self._file.read_row_group(number, columns=list(columns))
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{self._path}: row group {number} cannot be read: {one_line(error)}") from error
+
+
+class ArrowBlocks:
+    """The record batches of an arrow file, in stream or file format, mapped into memory rather than read."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+
+        try:
+            mapped = pa.memory_map(str(path))
+            try:
+                table = pa.ipc.open_stream(mapped).read_all()
+            except pa.ArrowInvalid:
+                mapped.seek(0)
+                table = pa.ipc.open_file(mapped).read_all()
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{path} cannot be read as an arrow file: {one_line(error)}") from error
+        self.schema: Any = table.schema
+        self._batches = table.to_batches()
+        self.rows: Sequence[int] = [batch.num_rows for batch in self._batches]
+
+    def read(self, number: int, columns: Sequence[str]) -> Any:
+        """One record batch, reduced to these columns."""
+        return self._batches[number].select(list(columns))
+
+
+def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
+    """The columns of an arrow schema that a record's value is made of.
+
+    Raises:
+        InputError: There is none, or the field's column can hold no text.
+    """
+    import pyarrow as pa
+
+    names = set(schema.names)
+    if field in names:
+        kind = schema.field(field).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+        if not (any(test(kind) for test in tests) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+            raise InputError(f"the column {field!r} of {path} holds {kind}, not text: name another field")
+    chat = [("prompt", "completion"), ("messages",)]
+    columns = [name for group in ((field,), *chat) if names.issuperset(group) for name in group]
+    if not columns:
+        raise InputError(f"{path} has no column {field!r}: it has {', '.join(schema.names) or 'none'}")
+    return tuple(dict.fromkeys(columns))
+
+
+def open_reader(source: Source, offsets: Offsets, field: str) -> Reader:
+    """A reader for one file, after a check that it is still the file that was indexed."""
+    source.check_unchanged()
+    kind = LineReader if source.kind in ("jsonl", "txt") else ColumnReader
+    return kind(source, offsets, field)
+
+
+def open_binary(path: Path) -> Any:
+    """The file, open for reading bytes.
+
+    Raises:
+        InputError: It cannot be opened.
+    """
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise InputError(f"cannot read the data file {path}: {error.strerror}") from error
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,148 @@
+"""What a usable record is, and the reason why another one is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_RECORD_BYTES = 64 << 20
+"""A longer record is refused: it would have to be held in memory whole."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One usable record.
+
+    Attributes:
+        number: Its number in the index, from 0.
+        value: `{"text": str}`, or `{"prompt": str, "completion": str}`, or
+            `{"messages": [{"role": str, "content": str, ...}, ...]}`.
+    """
+
+    number: int
+    value: dict[str, Any]
+
+    @property
+    def document(self) -> str:
+        """The record as plain text: what it says, without a chat template."""
+        if "text" in self.value:
+            return str(self.value["text"])
+        if "completion" in self.value:
+            return str(self.value["prompt"]) + str(self.value["completion"])
+        return "\n".join(message["content"] for message in self.value["messages"])
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """One record that cannot be trained on. It keeps its number.
+
+    Attributes:
+        number: Its number in the index, from 0.
+        place: `file:line`, counted from 1 (a row for parquet and arrow files).
+        reason: Why, in a few words.
+    """
+
+    number: int
+    place: str
+    reason: str
+
+
+class UnusableRecordError(ValueError):
+    """Why a record cannot be used."""
+
+
+class MissingFieldError(UnusableRecordError):
+    """The record has neither the field nor prompt + completion nor messages."""
+
+
+def decode_utf8(raw: bytes) -> str:
+    """Bytes as text.
+
+    Raises:
+        UnusableRecordError: They are not UTF-8, or too many.
+    """
+    if len(raw) > MAX_RECORD_BYTES:
+        raise UnusableRecordError(f"longer than {MAX_RECORD_BYTES >> 20} MiB")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnusableRecordError(f"invalid UTF-8 at byte {error.start}") from error
+
+
+def parse_json_line(line: str, field: str) -> dict[str, Any]:
+    """One line of a `.jsonl` file as a record's value.
+
+    Raises:
+        UnusableRecordError: It is not a JSON object with usable text.
+    """
+    if not line.strip():
+        raise UnusableRecordError("empty line")
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UnusableRecordError(f"invalid JSON: {error.msg} at column {error.colno}") from error
+    except (RecursionError, ValueError) as error:
+        raise UnusableRecordError("invalid JSON: nested too deeply or a number too long") from error
+    if not isinstance(value, dict):
+        raise UnusableRecordError(f"not a JSON object but {_json_kind(value)}")
+    return usable_value(value, field)
+
+
+def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """The part of a row that is trained on. A null is no value; whitespace alone is an empty text.
+
+    Args:
+        row: The record's columns.
+        field: Where the text is. Without it, `prompt` and `completion`, then `messages`, are looked for.
+
+    Raises:
+        MissingFieldError: The row has none of these.
+        UnusableRecordError: It has, but not as text.
+    """
+    if row.get(field) is not None:
+        return {"text": _text(row[field], field)}
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        prompt = _text(row["prompt"], "prompt", may_be_empty=True)
+        return {"prompt": prompt, "completion": _text(row["completion"], "completion")}
+    if row.get("messages") is not None:
+        return {"messages": _messages(row["messages"])}
+    raise MissingFieldError(f"no field {field!r}")
+
+
+def _text(value: Any, field: str, *, may_be_empty: bool = False) -> str:
+    if isinstance(value, bytes):
+        value = decode_utf8(value)
+    if not isinstance(value, str):
+        raise UnusableRecordError(f"the field {field!r} is not a string but {_json_kind(value)}")
+    if not may_be_empty and not value.strip():
+        raise UnusableRecordError("empty text" if field != "completion" else "empty completion")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UnusableRecordError(f"the field {field!r} holds half of a surrogate pair") from error
+    return value
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise UnusableRecordError("the field 'messages' is not a list with at least one message")
+    messages = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise UnusableRecordError(f"message {number} is not an object with role and content")
+        kept = {key: item for key, item in message.items() if item is not None}
+        for part in ("role", "content"):
+            if part not in kept:
+                raise UnusableRecordError(f"message {number} has no {part}")
+            kept[part] = _text(kept[part], part, may_be_empty=True)
+        messages.append(kept)
+    if not any(message["content"].strip() for message in messages):
+        raise UnusableRecordError("empty text: no message says anything")
+    return messages
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

@@ -1,0 +1,112 @@
+"""From the paths a user names to the files that are read, in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from xtoken_core.errors import InputError
+
+Kind = Literal["jsonl", "txt", "parquet", "arrow"]
+_SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, as it was when it was looked at.
+
+    Attributes:
+        path: Absolute.
+        kind: How it is read.
+        size: Bytes.
+        mtime_ns: Time of its last change, in nanoseconds.
+    """
+
+    path: Path
+    kind: Kind
+    size: int
+    mtime_ns: int
+
+    def check_unchanged(self) -> None:
+        """Raise an InputError if the file is not the one that was looked at."""
+        now = _source(self.path, self.kind)
+        if now != self:
+            raise InputError(f"{self.path} has changed since it was indexed: start the run again to index it anew")
+
+
+def find_sources(paths: Sequence[Path]) -> tuple[Source, ...]:
+    """The files behind the paths, in the order given; a directory saved by `datasets` gives its shards.
+
+    Raises:
+        InputError: A path is missing, of an unknown kind, or a directory of another sort.
+    """
+    if not paths:
+        raise InputError("no data file was named")
+    sources: list[Source] = []
+    for path in paths:
+        absolute = path.expanduser().absolute()
+        if absolute.is_dir():
+            sources += [_source(shard, "arrow") for shard in _shards(absolute)]
+        else:
+            sources.append(_source(absolute, _kind(absolute)))
+    return tuple(sources)
+
+
+def _kind(path: Path) -> Kind:
+    kind = _SUFFIXES.get(path.suffix.lower())
+    if kind is None and path.exists():
+        found = f"the ending {path.suffix!r}" if path.suffix else "no ending"
+        raise InputError(
+            f"{path} has {found}: data is read from .jsonl, .parquet, .txt or a directory saved by `datasets`"
+        )
+    return kind or "txt"
+
+
+def _source(path: Path, kind: Kind) -> Source:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise InputError(f"cannot read the data file {path}: {error.strerror}") from error
+    if not path.is_file():
+        raise InputError(f"the data file {path} is not a regular file")
+    return Source(path, kind, status.st_size, status.st_mtime_ns)
+
+
+def _shards(directory: Path) -> list[Path]:
+    """The arrow files of a directory written by `datasets` (`save_to_disk`, or one of its cache directories)."""
+    if (directory / "dataset_dict.json").is_file():
+        splits = _read_json(directory / "dataset_dict.json").get("splits", [])
+        names = ", ".join(str(directory / str(split)) for split in splits) or "none"
+        raise InputError(f"{directory} holds several splits: name one of them ({names})")
+    if (directory / "state.json").is_file():
+        state = _read_json(directory / "state.json")
+        if state.get("_indices_data_files"):
+            raise InputError(f"{directory} was saved with an indices mapping: save it again after flatten_indices()")
+        return [_inside(directory, item) for item in state.get("_data_files", [])]
+    if (directory / "dataset_info.json").is_file():
+        return sorted(directory.glob("*.arrow"))
+    raise InputError(
+        f"{directory} is not a directory saved by `datasets` (it has no state.json): name its files instead"
+    )
+
+
+def _inside(directory: Path, item: Any) -> Path:
+    name = item.get("filename") if isinstance(item, dict) else None
+    if not isinstance(name, str) or Path(name).name != name:
+        raise InputError(f"{directory / 'state.json'} names a data file that does not lie beside it: {name!r}")
+    return directory / name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} is not a JSON object")
+    return value
