@@ -109,8 +109,6 @@ class QueueSpec(Part):
     """How often a sample may be refused (nack) before it is a dead letter."""
     max_dead: Annotated[int, Field(ge=0)] = 0
     """More dead letters than this end the run."""
-    journal: Path | None = None
-    """A directory that keeps unfinished samples over a restart of the queue; the training does not need it."""
 
 
 class WorkersSpec(Part):

@@ -6,7 +6,7 @@ repeats the id of its request. `proto/README.md` tells what each message does.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -113,7 +113,7 @@ class TaskDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
 
     name: Name
     requires: Names
-    order: Annotated[str, msgspec.Meta(pattern="^(strict|arrival|by_id)$")] = "strict"
+    order: Literal["strict", "arrival", "by_id"] = "strict"
 
 
 class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

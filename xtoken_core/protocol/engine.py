@@ -1,0 +1,192 @@
+"""The queue itself, without a socket: a request goes in, an answer comes out, or None while it has to wait.
+
+The server and the in-memory client both drive this class; time is whatever their clock says.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xtoken_core.protocol import run_calls, sample_calls
+from xtoken_core.protocol.answers import Answer
+from xtoken_core.protocol.partition import Partition
+from xtoken_core.protocol.sessions import Session, Sessions
+from xtoken_core.protocol.stats import stats_document
+from xtoken_core.wire import QueueError, unpack_columns
+from xtoken_core.wire import messages as m
+from xtoken_core.wire.columns import Buffer
+
+KEPT_REPLIES = 16
+MAX_PARTITIONS = 1024
+
+
+class Engine:
+    """All partitions and sessions of one queue.
+
+    Attributes:
+        changes: Grows with every request that may let a waiting one go on.
+    """
+
+    def __init__(self, *, memory_limit: int, clock: Callable[[], float]) -> None:
+        self.memory_limit = memory_limit
+        self.clock = clock
+        self.sessions = Sessions()
+        self.partitions: dict[str, Partition] = {}
+        self.changes = 0
+        self.started = clock()
+        self.counts: dict[str, int] = {}
+        self._replies: dict[str, OrderedDict[str, Answer]] = {}
+        self.sessions.on_end.append(self._forget)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers held."""
+        return sum(part.store.nbytes for part in self.partitions.values())
+
+    def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer]) -> Answer | None:
+        """Answer a request, or None if it has to wait for a change.
+
+        A request that was answered before (same session, same id) gets the same answer and changes nothing.
+
+        Raises:
+            QueueError: The request is refused.
+        """
+        if isinstance(request, m.Hello):
+            return self._hello(request)
+        session = self.sessions.get(request.session)
+        session.last_seen = self.clock()
+        known = self._replies[session.id].get(request.id) if session.id in self._replies else None
+        if known is not None:
+            return known
+        answer = self._dispatch(request, session, buffers)
+        if answer is not None:
+            kind = type(request)
+            self.counts[kind.__name__] = self.counts.get(kind.__name__, 0) + 1
+            if kind not in READS:
+                self.changes += 1
+                self._remember(session.id, request.id, answer)
+        return answer
+
+    def tick(self) -> None:
+        """End the sessions that have been silent for too long."""
+        for session in self.sessions.silent(self.clock()):
+            self.sessions.end(session.id, f"no sign of life for {session.silence:g} s")
+            self.changes += 1
+
+    def _dispatch(self, request: m.AnyRequest, session: Session, buffers: Sequence[Buffer]) -> Answer | None:
+        match request:
+            case m.Heartbeat():
+                return self._heartbeat(request, session)
+            case m.Bye():
+                self.sessions.end(session.id, "bye")
+                return Answer(m.Ok())
+            case m.OpenPartition():
+                return self._open(request)
+            case m.Stats():
+                return Answer(m.StatsReply(document=stats_document(self)))
+        assert isinstance(request, m.PartitionRequest)
+        part = self._partition(request.partition)
+        match request:
+            case m.Put():
+                columns = unpack_columns(request.columns, buffers)
+                return sample_calls.put(part, request, columns, self.memory_limit - self.nbytes)
+            case m.Complete() if part.run is None:
+                return sample_calls.complete(part, request, unpack_columns(request.columns, buffers))
+            case m.Room():
+                room = self.memory_limit - self.nbytes
+                if request.bytes > self.memory_limit:
+                    raise QueueError("too_large", f"{request.bytes} bytes exceed the limit of {self.memory_limit}")
+                return Answer(m.Stored(room=room)) if room >= request.bytes else None
+            case m.Seal():
+                part.sealed = True
+                return Answer(m.Ok())
+            case m.LeaseBlock():
+                return run_calls.lease_block(part, request, self.sessions)
+            case m.AwaitRing():
+                return run_calls.await_ring(part, request, self.sessions)
+        return CALLS[type(request)](part, request)
+
+    def _hello(self, request: m.Hello) -> Answer | None:
+        if m.VERSION not in request.versions:
+            raise QueueError(
+                "unsupported_version", f"this queue speaks version {m.VERSION}, the worker {request.versions}"
+            )
+        run = next((p for p in self.partitions.values() if p.run is not None), None)
+        if request.needs_run and run is None:
+            return None
+        now = self.clock()
+        session = Session(
+            id=secrets.token_hex(16), name=request.name, role=request.role, incarnation=request.incarnation,
+            rank=request.rank, silence=request.silence_s, last_seen=now, progress_at=now,
+        )  # fmt: skip
+        self.sessions.open(session)
+        self.changes += 1
+        welcome = m.Welcome(session=session.id, version=m.VERSION)
+        if run is not None and run.definition.run is not None:
+            welcome.partition, welcome.run = run.name, run.definition.run.document
+        return Answer(welcome)
+
+    def _heartbeat(self, request: m.Heartbeat, session: Session) -> Answer:
+        session.phase = request.phase
+        if request.progress != session.progress:
+            session.progress, session.progress_at = request.progress, self.clock()
+        return Answer(m.Ok())
+
+    def _open(self, request: m.OpenPartition) -> Answer:
+        known = self.partitions.get(request.partition)
+        if known is not None and not known.same_as(request):
+            raise QueueError("conflict", f"partition {request.partition!r} is open with another definition")
+        if known is None:
+            if len(self.partitions) >= MAX_PARTITIONS:
+                raise QueueError("too_large", f"a queue holds at most {MAX_PARTITIONS} partitions")
+            self.partitions[request.partition] = Partition(request, self.sessions)
+        return Answer(m.Ok())
+
+    def _partition(self, name: str) -> Partition:
+        part = self.partitions.get(name)
+        if part is None:
+            raise QueueError("unknown_partition", f"there is no partition {name!r} here")
+        return part
+
+    def _forget(self, session: str) -> None:
+        self._replies.pop(session, None)
+
+    def _remember(self, session: str, request: str, answer: Answer) -> None:
+        kept = self._replies.setdefault(session, OrderedDict())
+        kept[request] = answer
+        while len(kept) > KEPT_REPLIES:
+            kept.popitem(last=False)
+
+
+READS: frozenset[type[m.Request]] = frozenset(
+    {
+        m.Heartbeat, m.Get, m.Room, m.ListSamples, m.Peek, m.Stats, m.Window, m.AwaitTrainer, m.AwaitRing,
+        m.AwaitOpened, m.CheckStep,
+    }
+)  # fmt: skip
+
+CALLS: dict[type[m.Request], Callable[[Partition, Any], Answer | None]] = {
+    m.Get: sample_calls.get,
+    m.Claim: sample_calls.claim,
+    m.Complete: run_calls.complete,
+    m.Ack: sample_calls.ack,
+    m.Nack: sample_calls.nack,
+    m.Clear: sample_calls.clear,
+    m.ListSamples: sample_calls.list_samples,
+    m.Peek: sample_calls.peek,
+    m.Window: run_calls.window,
+    m.AwaitTrainer: run_calls.await_trainer,
+    m.AnnounceRing: run_calls.announce_ring,
+    m.OpenedRing: run_calls.opened_ring,
+    m.AwaitOpened: run_calls.await_opened,
+    m.ClaimSlot: run_calls.claim_slot,
+    m.ClaimBatch: run_calls.claim_batch,
+    m.Release: run_calls.release,
+    m.CheckStep: run_calls.check_step,
+    m.AckWindow: run_calls.ack_window,
+    m.Rewind: run_calls.rewind,
+    m.Giveup: run_calls.give_up,
+}

@@ -1,0 +1,106 @@
+"""A partition: its samples, where their columns lie, and, if it is a run's queue, the protocol of that run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from xtoken_core.protocol.run import RunProtocol
+from xtoken_core.protocol.samples import Samples, Status, Task
+from xtoken_core.protocol.sessions import Sessions
+from xtoken_core.protocol.store import Store
+from xtoken_core.wire import QueueError
+from xtoken_core.wire.messages import OpenPartition
+
+
+class Partition:
+    """One partition.
+
+    Attributes:
+        definition: The message that opened it; opening it again with the same one is no error.
+        run: The protocol of the run, or None for a generic partition.
+        sealed: Whether nothing will be put any more.
+    """
+
+    def __init__(self, definition: OpenPartition, sessions: Sessions) -> None:
+        self.name = definition.partition
+        self.definition = definition
+        self.store = Store()
+        self.volatile = frozenset(definition.volatile)
+        self.run: RunProtocol | None = None
+        if definition.run is not None:
+            self.run = _run(definition, sessions)
+            self.samples = self.run.samples
+        else:
+            self.samples = Samples(_tasks(definition), definition.max_attempts)
+            sessions.on_end.append(self._give_back)
+        self.sealed = self.run is not None
+
+    def same_as(self, other: OpenPartition) -> bool:
+        """Whether the message defines this very partition."""
+        mine = self.definition
+        return (mine.tasks, mine.volatile, mine.max_attempts, mine.run) == (
+            other.tasks,
+            other.volatile,
+            other.max_attempts,
+            other.run,
+        )
+
+    def let_go(self, ids: Iterable[int]) -> None:
+        """Free the memory of samples that are done."""
+        self.store.drop(ids)
+
+    def the_run(self) -> RunProtocol:
+        """The run's protocol.
+
+        Raises:
+            QueueError: `bad_request` if this is a generic partition.
+        """
+        if self.run is None:
+            raise QueueError("bad_request", f"partition {self.name!r} is not the queue of a run")
+        return self.run
+
+    def task(self, name: str) -> str:
+        """The task's name, if there is such a task.
+
+        Raises:
+            QueueError: `unknown_task`.
+        """
+        if name not in self.samples.tasks:
+            known = ", ".join(self.samples.tasks) or "none"
+            raise QueueError("unknown_task", f"partition {self.name!r} has no task {name!r} (its tasks: {known})")
+        return name
+
+    def exhausted(self, task: str) -> bool:
+        """Whether a task will never get another sample."""
+        if not self.sealed:
+            return False
+        return all(s.status[task] == Status.DONE for s in self.samples.samples.values())
+
+    def _give_back(self, session: str) -> None:
+        for lease in self.samples.of_session(session):
+            self.samples.give_back(lease.id)
+
+
+def _tasks(definition: OpenPartition) -> list[Task]:
+    names = [task.name for task in definition.tasks]
+    if len(set(names)) < len(names):
+        raise QueueError("bad_request", f"partition {definition.partition!r} names a task twice")
+    return [Task(t.name, frozenset(t.requires), t.order) for t in definition.tasks]
+
+
+def _run(definition: OpenPartition, sessions: Sessions) -> RunProtocol:
+    run = definition.run
+    if definition.tasks or run is None:
+        raise QueueError("bad_request", "the tasks of a run's partition are given by the protocol: leave them out")
+    return RunProtocol(
+        sessions,
+        positions=run.positions,
+        samples_per_step=run.samples_per_step,
+        block_size=run.block_size,
+        span=run.span,
+        teachers=run.teachers,
+        ranks=run.ranks,
+        slots=run.slots,
+        max_attempts=definition.max_attempts,
+        max_dead=run.max_dead,
+    )

@@ -1,0 +1,85 @@
+"""What a queue tells of itself: one JSON document for terminals, the control plane and metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from xtoken_core.protocol.rings import SlotState
+from xtoken_core.protocol.samples import Status
+
+if TYPE_CHECKING:
+    from xtoken_core.protocol.engine import Engine
+    from xtoken_core.protocol.partition import Partition
+    from xtoken_core.protocol.run import RunProtocol
+    from xtoken_core.protocol.sessions import Session
+
+
+def stats_document(engine: Engine) -> bytes:
+    """Everything the queue counts, as JSON; ages are seconds."""
+    now = engine.clock()
+    document = {
+        "uptime_s": now - engine.started,
+        "bytes": engine.nbytes,
+        "memory_limit": engine.memory_limit,
+        "requests": engine.counts,
+        "sessions": [_session(s, now) for s in engine.sessions.live.values()],
+        "ended_sessions": [_session(s, now) for s in engine.sessions.ended.values()],
+        "partitions": {name: _partition(part) for name, part in engine.partitions.items()},
+    }
+    return msgspec.json.encode(document)
+
+
+def _session(session: Session, now: float) -> dict[str, Any]:
+    return {
+        "id": session.id,
+        "name": session.name,
+        "role": session.role,
+        "rank": session.rank,
+        "incarnation": session.incarnation,
+        "phase": session.phase,
+        "progress": session.progress,
+        "progress_age_s": now - session.progress_at,
+        "seen_age_s": now - session.last_seen,
+        "ended": session.ended,
+    }
+
+
+def _partition(part: Partition) -> dict[str, Any]:
+    samples = part.samples
+    tasks = {}
+    for task in samples.tasks:
+        counts = Counter(s.status[task] for s in samples.samples.values() if s.id not in samples.dead)
+        tasks[task] = {status.name.lower(): counts[status] for status in Status}
+    document: dict[str, Any] = {
+        "samples": len(samples.samples),
+        "bytes": part.store.nbytes,
+        "leases": len(samples.leases),
+        "dead": len(samples.dead),
+        "sealed": part.sealed,
+        "tasks": tasks,
+    }
+    if part.run is not None:
+        document["run"] = _run(part.run)
+    return document
+
+
+def _run(run: RunProtocol) -> dict[str, Any]:
+    rings = []
+    for ring in run.rings.by_pair.values():
+        counts = Counter(slot.state for slot in ring.slots)
+        slots = {state.name.lower(): counts[state] for state in SlotState}
+        rings.append({"teacher": ring.teacher, "rank": ring.rank, "opened": ring.opened, "slots": slots})
+    return {
+        "positions": run.positions,
+        "samples_per_step": run.samples_per_step,
+        "step": run.cursor,
+        "rewinds": run.rewinds,
+        "skipped": len(run.skipped),
+        "ended": run.ended,
+        "failed": run.failed,
+        "blocks_leased": len(run.source.leases),
+        "rings": rings,
+    }
