@@ -1,0 +1,169 @@
+"""Bits per byte of held-out text."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from xtoken_core.errors import InputError
+from xtoken_core.evaluation import cut_windows, evaluate, sum_nll_and_hits
+
+TEXTS = ["def f(x):\n    return x + 1\n", "é", "", "日本語のテキスト and more of it 🙂" * 3, "a"]
+
+
+def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, and the special tokens asked for."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def llama(head: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=head,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_dropout=0.5,
+        initializer_range=0.4,
+    )
+    return LlamaForCausalLM(config)
+
+
+def brute_force(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str, context: int) -> float:
+    """Predict one token at a time, each from the tokens before it in its own window."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    before = [tokenizer.bos_token_id, *ids]
+    total = 0.0
+    for i, token in enumerate(ids):
+        window = before[i - i % context : i + 1]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([window])).logits[0, -1, : len(tokenizer)]
+        total -= torch.log_softmax(logits.double(), dim=-1)[token].item()
+    return total
+
+
+@pytest.mark.parametrize("head", [259, 320], ids=["exact-head", "wide-head"])
+@pytest.mark.parametrize("context", [1, 7, 500])
+def test_every_token_counts_once(tokenizer: PreTrainedTokenizerFast, head: int, context: int) -> None:
+    model = llama(head).train()
+    result = evaluate(model, tokenizer, TEXTS, context_length=context, batch_tokens=64, device="cpu", max_bytes=10**6)
+    assert model.training
+    model.eval()
+    expected = sum(brute_force(model, tokenizer, text, context) for text in TEXTS)
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert result.nll_nats == pytest.approx(expected, rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(expected / math.log(2) / size, rel=1e-5)
+    assert (result.bytes, result.tokens, result.documents) == (size, size, 4)
+
+
+def test_batches_change_nothing_but_rounding_and_repetition_nothing_at_all(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    model = llama(259)
+
+    def nll(batch_tokens: int) -> float:
+        return evaluate(
+            model, tokenizer, TEXTS, context_length=16, batch_tokens=batch_tokens, device="cpu", max_bytes=10**6
+        ).nll_nats
+
+    assert nll(64) == nll(64)
+    assert nll(1) == pytest.approx(nll(4096), rel=1e-5)
+
+
+class Uniform(nn.Module):
+    """Gives every token the same logit, but token `favourite` a little more."""
+
+    def __init__(self, head: int, favourite: int | None = None) -> None:
+        super().__init__()
+        self.head, self.favourite = head, favourite
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        logits = torch.zeros(*input_ids.shape, self.head)
+        if self.favourite is not None:
+            logits[..., self.favourite] = 1e-6
+        return SimpleNamespace(logits=logits)
+
+
+def test_a_model_that_knows_nothing_needs_the_entropy_of_its_vocabulary(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    result = evaluate(Uniform(400), tokenizer, ["abcd"], context_length=3, batch_tokens=8, device="cpu", max_bytes=99)
+    assert result.bits_per_byte == pytest.approx(math.log2(259), rel=1e-6)
+
+
+def test_accuracy_is_the_share_of_tokens_with_the_highest_logit(tokenizer: PreTrainedTokenizerFast) -> None:
+    (favourite,) = tokenizer("a")["input_ids"]
+    result = evaluate(
+        Uniform(259, favourite), tokenizer, ["abca"], context_length=3, batch_tokens=8, device="cpu", max_bytes=99
+    )
+    assert result.next_token_accuracy == 0.5
+
+
+@pytest.mark.parametrize(("max_bytes", "documents"), [(1, 1), (10, 1), (11, 2), (15, 2), (16, 3), (99, 3)])
+def test_reading_stops_before_the_document_that_does_not_fit(
+    tokenizer: PreTrainedTokenizerFast, max_bytes: int, documents: int
+) -> None:
+    texts = ["0123456789", "x", "", "01234"]
+    result = evaluate(
+        Uniform(259), tokenizer, texts, context_length=8, batch_tokens=8, device="cpu", max_bytes=max_bytes
+    )
+    assert result.documents == documents
+
+
+def test_eos_stands_in_for_a_missing_bos() -> None:
+    only_eos = byte_tokenizer(eos_token="</s>")
+    model = llama(257).eval()
+    result = evaluate(model, only_eos, ["ab"], context_length=8, batch_tokens=8, device="cpu", max_bytes=99)
+    ids = [only_eos.eos_token_id, *only_eos("ab")["input_ids"]]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids[:2]])).logits[0]
+    expected = nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
+    assert result.nll_nats == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_cannot_be_evaluated_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    settings = {"context_length": 8, "batch_tokens": 8, "device": "cpu", "max_bytes": 99}
+    with pytest.raises(InputError, match="no held-out text"):
+        evaluate(Uniform(259), tokenizer, ["", ""], **settings)
+    with pytest.raises(InputError, match="head has 258 rows, its tokenizer 259 tokens"):
+        evaluate(Uniform(258), tokenizer, ["a"], **settings)
+    with pytest.raises(InputError, match="neither a BOS nor an EOS"):
+        evaluate(Uniform(259), byte_tokenizer(), ["a"], **settings)
+
+
+@settings(deadline=None, max_examples=100)
+@given(ids=st.lists(st.integers(0, 99), max_size=40), context=st.integers(1, 45))
+def test_windows_predict_each_token_from_the_one_before(ids: list[int], context: int) -> None:
+    windows = cut_windows(ids, start=-1, context_length=context)
+    assert [t for w in windows for t in w.targets] == ids
+    assert [i for w in windows for i in w.inputs] == [-1, *ids][: len(ids)]
+    assert all(len(w.inputs) == len(w.targets) <= context for w in windows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_long_rows_are_summed_in_pieces_without_loss(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 1000, 11).to(dtype), torch.randint(0, 11, (3, 1000))
+    mask = torch.rand(3, 1000) < 0.7
+    before = logits.clone()
+    nll, hits = sum_nll_and_hits(logits, targets, mask)
+    each = nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none")
+    assert nll.item() == pytest.approx(each[mask.flatten()].sum().item(), rel=1e-6)
+    assert hits.item() == ((logits.argmax(-1) == targets) & mask).sum().item()
+    assert torch.equal(logits, before)

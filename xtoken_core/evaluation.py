@@ -1,0 +1,204 @@
+"""Held-out text in bits per byte: the figure that compares models of different tokenizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from xtoken_core.errors import InputError
+
+_ROWS_IN_FLOAT32 = 1024
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What a model makes of held-out text.
+
+    Attributes:
+        bits_per_byte: `nll_nats / ln 2 / bytes`: what the model needs to encode one byte of the text.
+        nll_nats: Negative log-likelihood of every token of the text, summed, in nats.
+        bytes: UTF-8 bytes of the text.
+        tokens: Tokens of the text, each predicted once.
+        next_token_accuracy: Share of the tokens to which the model gave the highest probability.
+        documents: How many documents were read.
+    """
+
+    bits_per_byte: float
+    nll_nats: float
+    bytes: int
+    tokens: int
+    next_token_accuracy: float
+    documents: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of one document: `targets[i]` follows `inputs[i]`."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[str],
+    *,
+    context_length: int,
+    batch_tokens: int,
+    device: torch.device | str,
+    max_bytes: int,
+) -> EvalResult:
+    """Measure a causal language model on text, every document in full.
+
+    A document is tokenized without special tokens and cut into windows of `context_length` targets. The first
+    window starts with BOS (EOS, if the tokenizer has no BOS), every later one with the token before its first
+    target, so each token of the text is predicted exactly once; what closes a document is not counted. The head is
+    cut to the tokenizer's vocabulary. A tokenizer that normalises its input is measured on what it keeps, per byte
+    of the original.
+
+    Args:
+        model: Maps `input_ids` and `attention_mask` `[B, T]` int64 to `.logits` `[B, T, V_m]`; on `device`.
+        tokenizer: The model's own.
+        documents: Read in order, up to the first one that would exceed `max_bytes` (the first is always read).
+        context_length: Tokens of context at most.
+        batch_tokens: Padded tokens of one forward pass, unless a single window is longer.
+        device: Where the forward pass runs.
+        max_bytes: How much text is read, in UTF-8 bytes.
+
+    Raises:
+        InputError: There is no text, the tokenizer has neither BOS nor EOS, or the head is narrower than it.
+    """
+    start = _start_token(tokenizer)
+    windows: list[Window] = []
+    sizes: list[int] = []
+    for text, size in _up_to(documents, max_bytes):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        windows += cut_windows(ids, start=start, context_length=context_length)
+        sizes.append(size)
+    if not sizes:
+        raise InputError("there is no held-out text to evaluate on")
+
+    nll, hits = _score(model, windows, len(tokenizer), batch_tokens=batch_tokens, device=torch.device(device))
+    tokens = sum(len(window.targets) for window in windows)
+    return EvalResult(
+        bits_per_byte=nll / math.log(2) / sum(sizes),
+        nll_nats=nll,
+        bytes=sum(sizes),
+        tokens=tokens,
+        next_token_accuracy=hits / max(tokens, 1),
+        documents=len(sizes),
+    )
+
+
+def cut_windows(ids: list[int], *, start: int, context_length: int) -> list[Window]:
+    """A document's windows: every token is a target once, `context_length` of them per window.
+
+    >>> [(w.inputs, w.targets) for w in cut_windows([5, 6, 7], start=1, context_length=2)]
+    [([1, 5], [5, 6]), ([6], [7])]
+    """
+    if context_length < 1:
+        raise ValueError(f"context_length must be positive, not {context_length}")
+    inputs = [start, *ids[:-1]]
+    cuts = range(0, len(ids), context_length)
+    return [Window(inputs[i : i + context_length], ids[i : i + context_length]) for i in cuts]
+
+
+def _start_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if isinstance(token, int):
+            return token
+    raise InputError(
+        f"the tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token: "
+        "without one, a document's first token cannot be predicted"
+    )
+
+
+def _up_to(documents: Iterable[str], max_bytes: int) -> Iterator[tuple[str, int]]:
+    """Documents that are not empty, each with its size, while they fit in."""
+    total = 0
+    for text in documents:
+        size = len(text.encode("utf-8"))
+        if total and total + size > max_bytes:
+            return
+        if size:
+            yield text, size
+        total += size
+
+
+def _batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]:
+    """Windows of similar length together, longest first; the order is the same every time."""
+    ordered = sorted(windows, key=lambda window: -len(window.inputs))
+    while ordered:
+        rows = max(1, batch_tokens // len(ordered[0].inputs))
+        yield ordered[:rows]
+        ordered = ordered[rows:]
+
+
+def _score(
+    model: nn.Module, windows: list[Window], vocabulary: int, *, batch_tokens: int, device: torch.device
+) -> tuple[float, int]:
+    """The summed negative log-likelihood in nats, and how many targets had the highest logit."""
+    was_training = model.training
+    model.eval()
+    nll = torch.zeros((), dtype=torch.float64, device=device)
+    hits = torch.zeros((), dtype=torch.int64, device=device)
+    try:
+        with torch.inference_mode():
+            for batch in _batches(windows, batch_tokens):
+                inputs, mask = _pad([window.inputs for window in batch], device)
+                targets, _ = _pad([window.targets for window in batch], device)
+                logits = model(input_ids=inputs, attention_mask=mask.long(), use_cache=False).logits
+                if logits.shape[-1] < vocabulary:
+                    raise InputError(
+                        f"the model's head has {logits.shape[-1]} rows, its tokenizer {vocabulary} tokens: "
+                        "they do not belong together"
+                    )
+                batch_nll, batch_hits = sum_nll_and_hits(logits[..., :vocabulary], targets, mask)
+                nll += batch_nll
+                hits += batch_hits
+    finally:
+        model.train(was_training)
+    return float(nll), int(hits)
+
+
+def _pad(rows: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Rows padded on the right with 0, and where they are not."""
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = torch.tensor(row)
+    mask = torch.arange(padded.shape[1]) < lengths[:, None]
+    return padded.to(device), mask.to(device)
+
+
+def sum_nll_and_hits(
+    logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+    """The cross-entropy of the targets, in float32 and summed in float64, and the hits, where the mask is set.
+
+    Args:
+        logits: `[B, T, V]`, any floating dtype; only 1024 rows at a time are held in float32.
+        targets: `[B, T]` int64; ids under an unset mask only need to be valid.
+        mask: `[B, T]` bool.
+
+    Returns:
+        Nats, a float64 scalar; number of targets with the largest logit, an int64 scalar.
+    """
+    nll = torch.zeros((), dtype=torch.float64, device=logits.device)
+    hits = torch.zeros((), dtype=torch.int64, device=logits.device)
+    flat_logits, flat_targets, flat_mask = logits.flatten(0, 1), targets.flatten(), mask.flatten()
+    for i in range(0, len(flat_targets), _ROWS_IN_FLOAT32):
+        rows = slice(i, i + _ROWS_IN_FLOAT32)
+        some = flat_logits[rows].float()  # [R, V]
+        chosen = some.gather(1, flat_targets[rows, None]).squeeze(1)
+        losses = torch.where(flat_mask[rows], some.logsumexp(dim=-1) - chosen, 0.0)
+        nll += losses.double().sum()
+        hits += ((some.argmax(dim=-1) == flat_targets[rows]) & flat_mask[rows]).sum()
+    return nll, hits
