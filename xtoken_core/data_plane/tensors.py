@@ -1,0 +1,147 @@
+"""Between TensorDicts and the wire's columns: buffers are shared where dtype and layout allow it."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from xtoken_core.data_plane.codec import object_rows
+from xtoken_core.data_plane.jagged import is_ragged_along_dim1, jagged_from_values, row_bounds
+from xtoken_core.wire.columns import ITEM_SIZES, Column, offsets_from_lengths
+from xtoken_core.wire.objects import object_column, object_values
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES}
+"""Every dtype that travels, by its name on the wire."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+with warnings.catch_warnings():
+    # torch says once per process that a tensor over read-only bytes is not protected; received columns are such
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+def columns_from_tensordict(td: TensorDictBase) -> dict[str, Column]:
+    """The columns of a TensorDict: rectangular ones dense, nested ones jagged, non-tensor ones objects.
+
+    Host tensors that are contiguous are shared, not copied: leave them alone until the columns were sent.
+
+    Args:
+        td: One batch dimension; its leaves are tensors or `NonTensorData` / `NonTensorStack` of plain values.
+
+    Raises:
+        TypeError: If a leaf is a TensorDict, or a tensor of a dtype that does not travel.
+        QueueError: If an object is no bounded msgpack value.
+    """
+    return {name: _column(name, value) for name, value in td.items()}
+
+
+def tensordict_from_columns(columns: Mapping[str, Column]) -> TensorDict:
+    """A TensorDict over the columns' own memory, with `batch_size=[rows]`.
+
+    Tensors over bytes that came from the wire are to be read only; `materialize` makes padded columns anew.
+
+    Raises:
+        ValueError: If columns differ in their number of rows.
+    """
+    counts = {name: column.rows for name, column in columns.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"the columns of a batch differ in their number of rows: {counts}")
+    leaves = {name: _leaf(column) for name, column in columns.items()}
+    return TensorDict(leaves, batch_size=[next(iter(counts.values()), 0)])
+
+
+def column_from_rows(rows: Sequence[Tensor]) -> Column:
+    """A jagged column of rows `[L_i, ...]`, equal in dtype and in every dimension but the first; one copy.
+
+    Raises:
+        ValueError: If there is no row, a row has no dimension, or rows differ.
+        TypeError: If their dtype does not travel.
+    """
+    if not rows:
+        raise ValueError("a column of no rows has no dtype")
+    if any(row.dim() == 0 for row in rows) or len({(row.dtype, row.shape[1:]) for row in rows}) > 1:
+        raise ValueError("the rows of a jagged column have a length, one dtype and one item shape")
+    return _jagged_column("rows", torch.cat([row.detach() for row in rows]), [row.shape[0] for row in rows])
+
+
+def rows_from_column(column: Column) -> list[Tensor]:
+    """The rows of a dense or jagged column as tensors over its memory.
+
+    Raises:
+        TypeError: If it is an object column.
+    """
+    values = _values(column)
+    if column.offsets is None:
+        return list(values.unbind(0))
+    return [values[column.offsets[row] : column.offsets[row + 1]] for row in range(column.rows)]
+
+
+def _column(name: str, value: Any) -> Column:
+    if not isinstance(value, Tensor):
+        return object_column(list(object_rows(name, value)))
+    value = value.detach()
+    if not value.is_nested:
+        return Column("dense", _dtype_name(name, value), value.shape[0], tuple(value.shape[1:]), _bytes(value))
+    if not is_ragged_along_dim1(value):
+        rows = list(value.unbind())
+        return _jagged_column(name, torch.cat(rows), [row.shape[0] for row in rows])
+    bounds, values = row_bounds(value), value.values()
+    lengths = [stop - start for start, stop in bounds]
+    if any(a[1] != b[0] for a, b in itertools.pairwise([(0, 0), *bounds, (len(values), 0)])):  # rows with holes between
+        values = torch.cat([values[:0], *(values[start:stop] for start, stop in bounds)])
+    return _jagged_column(name, values, lengths)
+
+
+def _jagged_column(name: str, values: Tensor, lengths: Sequence[int]) -> Column:
+    shape = tuple(values.shape[1:])
+    return Column(
+        "jagged",
+        _dtype_name(name, values),
+        len(lengths),
+        shape,
+        _bytes(values),
+        offsets_from_lengths(lengths),
+    )
+
+
+def _dtype_name(name: str, value: Tensor) -> str:
+    if value.dtype not in NAMES:
+        raise TypeError(f"column {name!r}: {value.dtype} does not travel; one of {', '.join(NAMES.values())} does")
+    return NAMES[value.dtype]
+
+
+def _bytes(value: Tensor) -> memoryview:
+    flat = value.cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _leaf(column: Column) -> Tensor | NonTensorStack | NonTensorData:
+    if column.kind == "object":
+        rows = object_values(column)
+        if not rows:
+            return NonTensorData([], batch_size=[0])
+        return NonTensorStack(*(NonTensorData(row) for row in rows))
+    values = _values(column)
+    if column.offsets is None:
+        return values
+    return jagged_from_values(values, [column.offsets[r + 1] - column.offsets[r] for r in range(column.rows)])
+
+
+def _values(column: Column) -> Tensor:
+    """`[rows or steps, *item_shape]` over the column's bytes; a copy only where they are not aligned."""
+    if column.kind == "object":
+        raise TypeError("an object column holds no tensors")
+    steps = column.rows if column.offsets is None else column.offsets[column.rows]
+    dtype = DTYPES[column.dtype]
+    if not column.values.nbytes:
+        return torch.empty((steps, *column.item_shape), dtype=dtype)
+    flat = torch.frombuffer(column.values, dtype=dtype)
+    if flat.data_ptr() % flat.element_size():
+        flat = flat.clone()
+    return flat.view(steps, *column.item_shape)
