@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -11,19 +12,25 @@ from xtoken_core.config.base import Part
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
+LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm"]
+"""How a chunk of the student is compared with its teacher's, by short name."""
+
 
 class LossConfig(Part):
     """Which loss compares student and teacher, and how its parts are weighed.
 
     The default is P-KL. `gold_loss` compares common tokens by KL and the rest by sorted L1; `xtoken_loss` on top
-    of it (H-KL) widens what counts as common.
+    of it (H-KL) widens what counts as common; `uld_loss` compares everything by sorted L1; `alm_loss` compares the
+    likelihoods of the chunks' own tokens. A teacher with the student's own tokenizer is compared token by token.
     """
 
     gold_loss: bool = False
     xtoken_loss: bool = False
+    uld_loss: bool = False
+    alm_loss: bool = False
     temperature: Positive = 1.0
-    vocab_topk: Annotated[int, Field(ge=1)] = 8192
-    """P-KL: how many teacher tokens are compared; as many as the vocabulary has, if it has fewer."""
+    vocab_topk: Annotated[int, Field(ge=1)] | None = 8192
+    """P-KL: how many teacher tokens are compared; all of them if None or if the vocabulary has fewer."""
     uncommon_topk: Annotated[int, Field(ge=1)] = 8192
     """gold, H-KL: where the sorted lists of uncommon tokens are cut."""
     reverse_kl: bool = False
@@ -31,27 +38,114 @@ class LossConfig(Part):
     """P-KL: leave out chunks whose two sides do not spell the same bytes."""
     teacher_chunk_average: Literal["log_prob", "prob"] = "log_prob"
     """P-KL: how a chunk's teacher positions are averaged; `prob` keeps a true distribution."""
+    alm_temperature: Positive = 100.0
+    """ALM: the root that is taken of both chunk likelihoods before they are compared."""
     kl_loss_weight: NonNegative = 1.0
     ce_loss_scale: NonNegative = 0.1
     dynamic_loss_scaling: bool = False
     """Scale the KD term to the cross-entropy's size at every micro-batch; replaces both weights above."""
     dynamic_loss_scale_cap: Positive | None = None
 
+    teacher_aggregation: Literal["sum", "averaged_logits", "select_teacher"] = "sum"
+    """Several teachers: add their losses, average their logits, or follow the best one of each micro-batch."""
+    teacher_modes: tuple[LossMode | None, ...] = ()
+    """`sum`: each teacher's own mode, in the teachers' order; None or an empty list: the mode set above."""
+    dynamic_teacher_weights: Literal["ce", "entropy", "max_prob"] | None = None
+    """`sum`: weigh teachers by a softmax of this score of theirs on the micro-batch, not by static weights."""
+    dynamic_weight_alpha: Positive = 1.0
+    """How sharply `dynamic_teacher_weights` tells teachers apart."""
+    normalize_teacher_by_vocab: bool = False
+    """`sum`: weigh a teacher's loss and score by the logarithm of its vocabulary relative to the smallest."""
+
     @property
-    def mode(self) -> Literal["p_kl", "gold", "h_kl"]:
-        """The loss's short name."""
+    def mode(self) -> LossMode:
+        """The short name of the mode that the flags select."""
+        if self.uld_loss:
+            return "uld"
+        if self.alm_loss:
+            return "alm"
         if self.gold_loss:
             return "h_kl" if self.xtoken_loss else "gold"
         return "p_kl"
 
+    def mode_of(self, teacher: int) -> LossMode:
+        """The mode of one teacher, by its place in the run's list."""
+        own = self.teacher_modes[teacher] if teacher < len(self.teacher_modes) else None
+        return own or self.mode
+
+    @property
+    def modes(self) -> frozenset[LossMode]:
+        """Every mode that some teacher uses."""
+        return frozenset(own or self.mode for own in self.teacher_modes or (None,))
+
+    def check_teachers(self, weights: Sequence[float], same_tokenizer: Sequence[bool]) -> None:
+        """Refuse what these teachers make impossible.
+
+        Args:
+            weights: Each teacher's static weight.
+            same_tokenizer: Whether each teacher has the student's own tokenizer.
+
+        Raises:
+            ValueError: With the reason and what to change.
+        """
+        count = len(weights)
+        if self.teacher_modes and len(self.teacher_modes) != count:
+            raise ValueError(f"teacher_modes names {len(self.teacher_modes)} teachers, the run has {count}")
+        if self.teacher_aggregation == "averaged_logits" and not all(same_tokenizer):
+            raise ValueError(
+                'teacher_aggregation = "averaged_logits" adds logits id by id: every teacher must have the '
+                'student\'s tokenizer; use "sum"'
+            )
+        weightless = self.dynamic_teacher_weights or self.teacher_aggregation == "select_teacher"
+        if weightless and any(weight != 1.0 for weight in weights):
+            raise ValueError(
+                "static teacher weights are not used with dynamic_teacher_weights or select_teacher: unset them"
+            )
+        for teacher, same in enumerate(same_tokenizer):
+            own = self.teacher_modes[teacher] if self.teacher_modes else None
+            if same and own is not None:
+                raise ValueError(
+                    f"teacher {teacher} has the student's tokenizer and is compared token by token: "
+                    f'its teacher_modes entry "{own}" must be left out'
+                )
+
     @model_validator(mode="after")
     def _refuse_impossible(self) -> LossConfig:
-        if self.xtoken_loss and not self.gold_loss:
-            raise ValueError("xtoken_loss widens the gold loss's common tokens: set gold_loss = true as well")
-        if self.gold_loss and self.exact_token_match_only:
-            raise ValueError("exact_token_match_only belongs to P-KL: unset it or gold_loss")
-        if self.gold_loss and self.teacher_chunk_average == "prob":
-            raise ValueError('teacher_chunk_average = "prob" belongs to P-KL: unset it or gold_loss')
-        if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
-            raise ValueError("dynamic_loss_scale_cap needs dynamic_loss_scaling = true")
+        reason = self._conflict_of_flags() or self._option_without_its_mode() or self._conflict_of_teachers()
+        if reason:
+            raise ValueError(reason)
         return self
+
+    def _conflict_of_flags(self) -> str | None:
+        if self.xtoken_loss and not self.gold_loss:
+            return "xtoken_loss widens the gold loss's common tokens: set gold_loss = true as well"
+        if self.gold_loss + self.uld_loss + self.alm_loss > 1:
+            return "gold_loss, uld_loss and alm_loss exclude each other: set one of them"
+        if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
+            return "dynamic_loss_scale_cap needs dynamic_loss_scaling = true"
+        return None
+
+    def _option_without_its_mode(self) -> str | None:
+        if "p_kl" not in self.modes:
+            if self.exact_token_match_only:
+                return f"exact_token_match_only belongs to P-KL, the mode is {self.mode}: unset one of them"
+            if self.teacher_chunk_average == "prob":
+                return f'teacher_chunk_average = "prob" belongs to P-KL, the mode is {self.mode}: unset one of them'
+        if self.modes == {"uld"} and self.reverse_kl:
+            return "reverse_kl has no meaning for uld_loss, which compares sorted probabilities: unset it"
+        if self.modes == {"alm"} and self.temperature != 1.0:
+            return "alm_loss compares likelihoods at temperature 1: use alm_temperature"
+        if "alm" not in self.modes and self.alm_temperature != 100.0:
+            return "alm_temperature belongs to alm_loss: set alm_loss = true or unset it"
+        return None
+
+    def _conflict_of_teachers(self) -> str | None:
+        if self.teacher_aggregation != "sum":
+            for name in ("teacher_modes", "dynamic_teacher_weights", "normalize_teacher_by_vocab"):
+                if getattr(self, name):
+                    return f'{name} belongs to teacher_aggregation = "sum", not "{self.teacher_aggregation}"'
+        if self.teacher_aggregation == "averaged_logits" and self.mode != "p_kl":
+            return 'teacher_aggregation = "averaged_logits" compares token by token: unset the mode\'s flag'
+        if self.dynamic_weight_alpha != 1.0 and self.dynamic_teacher_weights is None:
+            return "dynamic_weight_alpha needs dynamic_teacher_weights"
+        return None

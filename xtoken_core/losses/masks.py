@@ -1,0 +1,116 @@
+"""Which positions and chunks count: the one place that the loss and the collator's counts share."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from xtoken_core.config.loss import LossConfig, LossMode
+from xtoken_core.ops.chunk_mean.reference import chunk_sizes
+
+
+def shifted_chunk_ids(chunk_id: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """Chunk ids moved from each token to the position that predicts it: one to the left, the last is -1.
+
+    Args:
+        chunk_id: Chunk of each token, -1 = none.
+    """
+    return torch.cat([chunk_id[:, 1:], torch.full_like(chunk_id[:, :1], -1)], dim=1)
+
+
+def valid_chunk_mask(
+    s_sizes: Float[Tensor, "B P"], t_sizes: Float[Tensor, "B P"], pair_valid: Bool[Tensor, "B P"]
+) -> Bool[Tensor, "B P"]:
+    """True where both sides of a chunk are non-empty and the pair is valid.
+
+    Args:
+        s_sizes: Student positions of each chunk.
+        t_sizes: Teacher positions of each chunk.
+        pair_valid: False on padding.
+    """
+    return (s_sizes > 0) & (t_sizes > 0) & pair_valid
+
+
+def comparable_chunks(
+    student_chunk_id: Int[Tensor, "B T_s"],
+    teacher_chunk_id: Int[Tensor, "B T_t"],
+    pair_valid: Bool[Tensor, "B P"],
+    pair_is_correct: Bool[Tensor, "B P"],
+    *,
+    exact_only: bool,
+) -> Bool[Tensor, "B P"]:
+    """The chunks a loss compares, whatever the sample mask says.
+
+    Args:
+        student_chunk_id: Chunk of each student position after `shifted_chunk_ids`.
+        teacher_chunk_id: Likewise.
+        pair_valid: False on padding.
+        pair_is_correct: Whether both sides spell the same bytes.
+        exact_only: Leave out pairs that do not.
+    """
+    P = pair_valid.shape[1]
+    valid = valid_chunk_mask(chunk_sizes(student_chunk_id, P), chunk_sizes(teacher_chunk_id, P), pair_valid)
+    return valid & pair_is_correct if exact_only else valid
+
+
+def keeps_exact_only(config: LossConfig, mode: LossMode) -> bool:
+    """Whether incorrect pairs are left out: a setting of P-KL alone."""
+    return config.exact_token_match_only and mode == "p_kl"
+
+
+def kd_chunk_counts(
+    student_chunk_id: Int[Tensor, "B T_s"],
+    teacher_chunk_id: Int[Tensor, "B T_t"],
+    pair_valid: Bool[Tensor, "B P"],
+    pair_is_correct: Bool[Tensor, "B P"],
+    config: LossConfig,
+    *,
+    teacher: int = 0,
+) -> Int[Tensor, " B"]:
+    """Each sample's share of a teacher's KD denominator: its chunks valid after the next-token shift.
+
+    Args:
+        student_chunk_id: Chunk of each student token as aligned, not yet shifted.
+        teacher_chunk_id: Likewise.
+        pair_valid: False on padding.
+        pair_is_correct: Whether both sides spell the same bytes.
+        config: The run's loss settings.
+        teacher: The teacher's place in the run's list.
+
+    Returns:
+        int64 counts, with every sample's mask taken as 1.
+    """
+    valid = comparable_chunks(
+        shifted_chunk_ids(student_chunk_id),
+        shifted_chunk_ids(teacher_chunk_id),
+        pair_valid,
+        pair_is_correct,
+        exact_only=keeps_exact_only(config, config.mode_of(teacher)),
+    )
+    return valid.sum(dim=1)
+
+
+def next_token_mask(
+    token_mask: Int[Tensor, "B T"], sample_mask: Float[Tensor, " B"] | None = None
+) -> Float[Tensor, "B T_minus_1"]:
+    """The weight of each next-token prediction: position i counts if token i + 1 does.
+
+    Args:
+        token_mask: 1 for tokens to learn.
+        sample_mask: 0 for samples to leave out; None: none.
+    """
+    mask = token_mask[:, 1:].float()
+    return mask if sample_mask is None else mask * sample_mask.float().unsqueeze(1)
+
+
+def ce_token_counts(token_mask: Int[Tensor, "B T_s"]) -> Int[Tensor, " B"]:
+    """Each sample's share of the cross-entropy's denominator, its sample mask taken as 1.
+
+    Args:
+        token_mask: 1 for tokens to learn.
+
+    Returns:
+        int64 counts of next-token predictions.
+    """
+    return next_token_mask(token_mask).sum(dim=1).long()

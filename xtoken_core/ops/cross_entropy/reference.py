@@ -1,0 +1,42 @@
+"""The reference of `cross_entropy`, in plain PyTorch."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from xtoken_core.ops.numerics import upcast
+
+
+def cross_entropy(
+    logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Per position `-log softmax(logits)[target]`, and whether the target has the largest logit.
+
+    Args:
+        logits: Any floating dtype; computed in float32 (float64 stays).
+        targets: Ids in `[0, V)`.
+
+    Returns:
+        The losses in nats and the hits; ties of the largest logit count for the lowest id.
+    """
+    V = logits.shape[-1]
+    losses = functional.cross_entropy(upcast(logits).reshape(-1, V), targets.reshape(-1), reduction="none")
+    return losses.view(targets.shape), logits.detach().argmax(dim=-1) == targets
+
+
+class NativeCrossEntropyOp(nn.Module):
+    """Reference backend."""
+
+    def forward(
+        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """As `cross_entropy`; the gradient comes in the dtype of `logits`."""
+        return cross_entropy(logits, targets)
+
+    def forward_fp32(
+        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """As `cross_entropy` on logits upcast first: the ground truth."""
+        return cross_entropy(upcast(logits), targets)

@@ -1,0 +1,136 @@
+"""The reference of `p_kl`, in plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
+from xtoken_core.ops.numerics import EPSILON, kl_terms, upcast
+from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
+from xtoken_core.ops.sparse_projection.reference import NativeSparseProjectionOp
+
+
+@dataclass(frozen=True)
+class PKLOptions:
+    """How `p_kl` compares.
+
+    Attributes:
+        max_chunks: `P`.
+        temperature: `T`.
+        reverse: Weigh by the student's distribution instead of the teacher's.
+        teacher_average: How a chunk's teacher positions are averaged: their log-probabilities or probabilities.
+    """
+
+    max_chunks: int
+    temperature: float = 1.0
+    reverse: bool = False
+    teacher_average: Literal["log_prob", "prob"] = "log_prob"
+
+
+class PKLResult(NamedTuple):
+    """What `p_kl` says about each chunk; chunks with an empty side hold finite, meaningless values.
+
+    Attributes:
+        kl: The divergence in nats, without the factor `T^2`.
+        agrees: Whether both sides' largest entry among the compared columns is the same.
+        mass: The teacher's mass `sum exp(L)`; no gradient.
+    """
+
+    kl: Float[Tensor, "B P"]
+    agrees: Bool[Tensor, "B P"]
+    mass: Float[Tensor, "B P"]
+
+
+def p_kl(
+    student_logits: Float[Tensor, "B T_s V_s"],
+    teacher_logits: Float[Tensor, "B T_t V_m"],
+    projection: ProjectionMatrix,
+    columns: Int[Tensor, " K"],
+    student_chunk_id: Int[Tensor, "B T_s"],
+    teacher_chunk_id: Int[Tensor, "B T_t"],
+    options: PKLOptions,
+) -> PKLResult:
+    """P-KL of every chunk.
+
+    With `c(x)` the mean over a chunk's positions and `eps = 1e-10`: `q = softmax(z_s/T) W[:, K]`, `Q = c(q)`
+    normalised by `sum Q + eps`; `L = c(log_softmax(z_t[K]/T))`, or the logarithm of the mean probability. The chunk's
+    value is `sum_K exp(L) (L - log(Q + eps))`, reversed `sum_K exp(log Q) (log Q - L)`. The mean over positions is
+    taken before the (linear) projection, which is then done once per chunk.
+
+    Args:
+        student_logits: Cut to the student's vocabulary.
+        teacher_logits: At least as wide as the largest of `columns`; no gradient is wanted for it.
+        projection: `W [V_s, V_t]`.
+        columns: The compared teacher ids.
+        student_chunk_id: Chunk of each student position, already shifted to the predicting position; -1 = none.
+        teacher_chunk_id: Likewise.
+        options: How to compare.
+    """
+    P, T = options.max_chunks, options.temperature
+    q, _ = chunk_average_log_probs(torch.softmax(upcast(student_logits) / T, dim=-1), student_chunk_id, P)
+    Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)
+    log_q = torch.log(Q / (Q.sum(-1, keepdim=True) + EPSILON) + EPSILON)
+    log_p = _teacher_log_probs(upcast(teacher_logits.index_select(-1, columns)) / T, teacher_chunk_id, options)
+    terms = kl_terms(log_q, log_p) if options.reverse else kl_terms(log_p, log_q)
+    agrees = Q.detach().argmax(-1) == log_p.detach().argmax(-1)
+    return PKLResult(terms.sum(-1), agrees, log_p.detach().exp().sum(-1))
+
+
+def _teacher_log_probs(
+    scaled: Float[Tensor, "B T_t K"], chunk_id: Int[Tensor, "B T_t"], options: PKLOptions
+) -> Float[Tensor, "B P K"]:
+    P = options.max_chunks
+    if options.teacher_average == "log_prob":
+        return chunk_average_log_probs(torch.log_softmax(scaled, dim=-1), chunk_id, P)[0]
+    return torch.log(chunk_average_log_probs(torch.softmax(scaled, dim=-1), chunk_id, P)[0] + EPSILON)
+
+
+class NativePKLOp(nn.Module):
+    """Reference backend: float32 inside from the first operation on; the gradient in the logits' dtype."""
+
+    def forward(
+        self,
+        student_logits: Float[Tensor, "B T_s V_s"],
+        teacher_logits: Float[Tensor, "B T_t V_m"],
+        projection: ProjectionMatrix,
+        columns: Int[Tensor, " K"],
+        student_chunk_id: Int[Tensor, "B T_s"],
+        teacher_chunk_id: Int[Tensor, "B T_t"],
+        options: PKLOptions,
+    ) -> PKLResult:
+        """As `p_kl`."""
+        return p_kl(
+            student_logits,
+            teacher_logits,
+            projection,
+            columns,
+            student_chunk_id,
+            teacher_chunk_id,
+            options,
+        )
+
+    def forward_fp32(
+        self,
+        student_logits: Float[Tensor, "B T_s V_s"],
+        teacher_logits: Float[Tensor, "B T_t V_m"],
+        projection: ProjectionMatrix,
+        columns: Int[Tensor, " K"],
+        student_chunk_id: Int[Tensor, "B T_s"],
+        teacher_chunk_id: Int[Tensor, "B T_t"],
+        options: PKLOptions,
+    ) -> PKLResult:
+        """As `p_kl` on logits upcast first: the ground truth."""
+        return p_kl(
+            upcast(student_logits),
+            upcast(teacher_logits),
+            projection,
+            columns,
+            student_chunk_id,
+            teacher_chunk_id,
+            options,
+        )

@@ -1,0 +1,121 @@
+"""Which backend of an op runs on which kind of device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal, Protocol, cast
+
+import torch
+
+from xtoken_core.errors import ConfigError
+
+DeviceKind = Literal["cuda", "rocm", "cpu"]
+ENVIRONMENT = "XTOKEN_OPS"
+
+
+class Op(Protocol):
+    """What every backend of an op offers: a pure function, called like an `nn.Module`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op."""
+
+
+class OpBackend(Enum):
+    """Every backend, as the place of its class: `module:Class`."""
+
+    PYTORCH_NATIVE_EMBEDDING = "xtoken_core.ops.embedding.reference:NativeEmbeddingOp"
+    PYTORCH_NATIVE_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.reference:NativeIndicesToMultihotOp"
+    PYTORCH_NATIVE_SPARSE_PROJECTION = "xtoken_core.ops.sparse_projection.reference:NativeSparseProjectionOp"
+    PYTORCH_NATIVE_SELECT_TOPK_COLUMNS = "xtoken_core.ops.select_topk_columns.reference:NativeSelectTopkColumnsOp"
+    PYTORCH_NATIVE_CHUNK_MEAN = "xtoken_core.ops.chunk_mean.reference:NativeChunkMeanOp"
+    PYTORCH_NATIVE_CROSS_ENTROPY = "xtoken_core.ops.cross_entropy.reference:NativeCrossEntropyOp"
+    PYTORCH_NATIVE_P_KL = "xtoken_core.ops.p_kl.reference:NativePKLOp"
+    PYTORCH_NATIVE_GOLD = "xtoken_core.ops.gold.reference:NativeGoldOp"
+
+
+BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
+    "embedding": {"reference": OpBackend.PYTORCH_NATIVE_EMBEDDING},
+    "indices_to_multihot": {"reference": OpBackend.PYTORCH_NATIVE_INDICES_TO_MULTIHOT},
+    "sparse_projection": {"reference": OpBackend.PYTORCH_NATIVE_SPARSE_PROJECTION},
+    "select_topk_columns": {"reference": OpBackend.PYTORCH_NATIVE_SELECT_TOPK_COLUMNS},
+    "chunk_mean": {"reference": OpBackend.PYTORCH_NATIVE_CHUNK_MEAN},
+    "cross_entropy": {"reference": OpBackend.PYTORCH_NATIVE_CROSS_ENTROPY},
+    "p_kl": {"reference": OpBackend.PYTORCH_NATIVE_P_KL},
+    "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD},
+}
+"""Every op's backends by the short name that `XTOKEN_OPS` uses."""
+
+_REFERENCE_ONLY: Mapping[str, tuple[str, ...]] = dict.fromkeys(BACKENDS, ("reference",))
+PRIORITY: Mapping[DeviceKind, Mapping[str, tuple[str, ...]]] = {
+    "cuda": {**_REFERENCE_ONLY},
+    "rocm": {**_REFERENCE_ONLY},
+    "cpu": {**_REFERENCE_ONLY},
+}
+"""Per kind of device and op, the backends from first to last choice. ROCm is listed and untested."""
+
+
+def op_names() -> tuple[str, ...]:
+    """Every op's name."""
+    return tuple(BACKENDS)
+
+
+def device_kind(device: torch.device) -> DeviceKind:
+    """The registry's name for a device's kind: ROCm builds of torch call their devices `cuda` too."""
+    if device.type == "cuda":
+        return "rocm" if torch.version.hip else "cuda"
+    return "cpu"
+
+
+def priority(name: str, device: torch.device | str) -> tuple[OpBackend, ...]:
+    """The op's backends for a device, best first, with `XTOKEN_OPS` applied.
+
+    Args:
+        name: One of `op_names()`.
+        device: Where the op's tensors are.
+
+    Raises:
+        ConfigError: No such op, or `XTOKEN_OPS` names an op or backend that does not exist.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"there is no op {name!r}: there are {', '.join(BACKENDS)}")
+    chosen = _overrides(os.environ.get(ENVIRONMENT, "")).get(name)
+    if chosen:
+        return (BACKENDS[name][chosen],)
+    return tuple(BACKENDS[name][short] for short in PRIORITY[device_kind(torch.device(device))][name])
+
+
+def get_op(name: str, device: torch.device | str) -> Op:
+    """The best backend of an op for tensors on `device`; one shared instance per backend.
+
+    Raises:
+        ConfigError: As `priority`; or the backend that `XTOKEN_OPS` asks for cannot be loaded here.
+    """
+    errors = []
+    for backend in priority(name, device):
+        try:
+            return _load(backend)
+        except ImportError as error:
+            errors.append(f"{backend.name}: {error}")
+    raise ConfigError(f"no backend of op {name!r} can be loaded: {'; '.join(errors)}")
+
+
+@cache
+def _overrides(text: str) -> dict[str, str]:
+    chosen = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, backend = part.partition("=")
+        if name not in BACKENDS or backend not in BACKENDS[name]:
+            offered = ", ".join(f"{op}={short}" for op, all_ in BACKENDS.items() for short in all_)
+            raise ConfigError(f"{ENVIRONMENT} holds {part!r}, which is none of {offered}")
+        chosen[name] = backend
+    return chosen
+
+
+@cache
+def _load(backend: OpBackend) -> Op:
+    module, _, name = backend.value.partition(":")
+    return cast(Op, getattr(import_module(module), name)())

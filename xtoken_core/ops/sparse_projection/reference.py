@@ -1,0 +1,64 @@
+"""The reference of `sparse_projection`, in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
+
+
+class Fp32SparseMM(torch.autograd.Function):
+    """`M^T @ dense` for a frozen sparse `M`, in float32 whatever autocast surrounds it.
+
+    PyTorch has no bfloat16 sparse product, and `backward()` usually runs inside the caller's autocast: both
+    directions therefore switch autocast off themselves. float64 stays float64.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sparse_M: Tensor, dense: Float[Tensor, "V_s N"]) -> Float[Tensor, "V_t N"]:
+        """`M^T @ dense`.
+
+        Args:
+            ctx: autograd's context.
+            sparse_M: `[V_s, V_t]` sparse COO matrix; it gets no gradient.
+            dense: Columns to project, any floating dtype.
+
+        Returns:
+            float32 (float64 if `dense` is).
+        """
+        ctx.matrix, ctx.dtype = sparse_M, dense.dtype
+        with torch.autocast(dense.device.type, enabled=False):
+            x = upcast(dense)
+            product: Tensor = torch.sparse.mm(sparse_M.to(x.dtype).t(), x)
+            return product
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Float[Tensor, "V_t N"]) -> tuple[None, Float[Tensor, "V_s N"]]:
+        """`M @ grad_out`, in the dtype of the forward's `dense`."""
+        with torch.autocast(grad_out.device.type, enabled=False):
+            gradient = upcast(grad_out)
+            return None, torch.sparse.mm(ctx.matrix.to(gradient.dtype), gradient).to(ctx.dtype)
+
+
+class NativeSparseProjectionOp(nn.Module):
+    """Reference backend: `x W` for rows `x`, through `Fp32SparseMM`."""
+
+    def forward(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
+        """`x W`, accumulated in float32 and rounded once to the dtype of `x`.
+
+        Args:
+            x: Rows over the student's vocabulary.
+            projection: `W`.
+        """
+        return self.forward_fp32(x, projection).to(x.dtype)
+
+    def forward_fp32(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
+        """`x W` in float32 (float64 stays): the ground truth."""
+        rows = x.reshape(-1, x.shape[-1])
+        out: Tensor = Fp32SparseMM.apply(projection.sparse, rows.t())  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return out.t().reshape(*x.shape[:-1], projection.teacher_vocab_size)
