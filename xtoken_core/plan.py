@@ -1,0 +1,190 @@
+"""Positions to windows to ranks to micro-batches: pure functions, so that teacher and student compute the same plan.
+
+Step `s` of a run trains exactly the positions of its window. Their rows are sorted by length and cut into runs of
+neighbours (micro-batches), as few per rank as the token budget allows, then dealt to the ranks in rounds: the i-th
+micro-batches of all ranks cost about the same, and so do the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xtoken_core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """A row of a window.
+
+    Attributes:
+        id: Its position.
+        lengths: Its tokens on each side: the student's first, then each teacher's.
+    """
+
+    id: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that go through the models at once.
+
+    Attributes:
+        ids: Their positions, ascending; a row's index here is its row in a padded batch and in a teacher's slot.
+        widths: The padded width of each side. Zeros without rows.
+    """
+
+    ids: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of all sides, padding included."""
+        return len(self.ids) * sum(self.widths)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The micro-batches of every rank: the same number for each, filled up with empty ones at the end."""
+
+    ranks: tuple[tuple[MicroBatch, ...], ...]
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of every rank; 0 for an empty window."""
+        return len(self.ranks[0])
+
+
+def window_positions(step: int, *, samples_per_step: int, positions: int, group: int = 0, groups: int = 1) -> range:
+    """The positions that a node group owns of a step's window.
+
+    Args:
+        step: The optimiser step, from 0.
+        samples_per_step: Positions of a window, over all groups.
+        positions: Positions of the run; its last window is cut there, and windows beyond are empty.
+        group: The node group, `0 .. groups - 1`.
+        groups: Number of node groups.
+    """
+    if step < 0 or samples_per_step < 1 or not 0 <= group < groups:
+        raise ValueError(f"no window {step} of {samples_per_step} positions for group {group} of {groups}")
+    first = step * samples_per_step
+    start = first + group * samples_per_step // groups
+    stop = first + (group + 1) * samples_per_step // groups
+    return range(min(start, positions), min(stop, positions))
+
+
+def plan(
+    rows: Sequence[RowLengths],
+    *,
+    ranks: int,
+    token_budget: int,
+    pad_multiple: int = 8,
+    max_widths: tuple[int, ...],
+    micro_batches: int | None = None,
+) -> Plan:
+    """Divide a window's rows among ranks and micro-batches. The order of `rows` does not matter.
+
+    Args:
+        rows: The rows that are to be trained, each with as many lengths as `max_widths` has.
+        ranks: Number of ranks.
+        token_budget: Padded tokens of a micro-batch at most, on each side.
+        pad_multiple: Every width is a multiple of it.
+        max_widths: The width of each side at most: its context length rounded up to `pad_multiple`.
+        micro_batches: Fill every rank up to this number (the largest of all node groups) with empty micro-batches;
+            the others stay as they are.
+
+    Raises:
+        ConfigError: If a single row is wider than the budget or than its side's `max_widths`.
+        ValueError: If rows or sides are inconsistent, or more micro-batches are needed than `micro_batches`.
+    """
+    if ranks < 1 or pad_multiple < 1 or any(width % pad_multiple for width in max_widths):
+        raise ValueError(f"no plan for {ranks} ranks and widths up to {max_widths} in multiples of {pad_multiple}")
+    if len({row.id for row in rows}) != len(rows):
+        raise ValueError("a row is in the window twice")
+    padded = [_padded(row, token_budget, pad_multiple, max_widths) for row in rows]
+    padded.sort(key=lambda row: (-sum(row.lengths), row.lengths, row.id))
+    rounds = -(-len(_cut(padded, token_budget, None)) // ranks)
+    batches = _even_cut(padded, token_budget, rounds * ranks)
+    dealt = _deal(batches, ranks, rounds, len(max_widths))
+    if micro_batches is None:
+        return Plan(dealt)
+    if micro_batches < rounds:
+        raise ValueError(f"the window needs {rounds} micro-batches per rank, not {micro_batches}")
+    filler = (_empty(len(max_widths)),) * (micro_batches - rounds)
+    return Plan(tuple(own + filler for own in dealt))
+
+
+def _padded(row: RowLengths, budget: int, multiple: int, max_widths: tuple[int, ...]) -> RowLengths:
+    """The row with its lengths rounded up to widths."""
+    if len(row.lengths) != len(max_widths):
+        raise ValueError(f"sample {row.id} has {len(row.lengths)} lengths, the run {len(max_widths)} sides")
+    widths = tuple(max(1, -(-length // multiple)) * multiple for length in row.lengths)
+    for side, (length, width, most) in enumerate(zip(row.lengths, widths, max_widths, strict=True)):
+        name = "the student's side" if side == 0 else f"the side of teacher {side - 1}"
+        if width > most:
+            raise ConfigError(
+                f"sample {row.id} has {length} tokens on {name}, whose context length allows {most}: "
+                "collators and trainer do not run the same settings"
+            )
+        if width > budget:
+            raise ConfigError(
+                f"sample {row.id} is {width} tokens wide on {name}, more than train.micro_batch_tokens = {budget}: "
+                "raise it or lower the context_length"
+            )
+    return RowLengths(row.id, widths)
+
+
+def _cut(rows: Sequence[RowLengths], budget: int, cost_limit: int | None) -> list[MicroBatch]:
+    """Cut sorted rows into the fewest runs of neighbours that keep the budget (and the cost, where one row can)."""
+    batches: list[MicroBatch] = []
+    ids: list[int] = []
+    widths: tuple[int, ...] = ()
+    for row in rows:
+        grown = tuple(map(max, widths, row.lengths)) if ids else row.lengths
+        count = len(ids) + 1
+        over_cost = cost_limit is not None and count * sum(grown) > cost_limit
+        if ids and (count * max(grown) > budget or over_cost):
+            batches.append(MicroBatch(tuple(sorted(ids)), widths))
+            ids, grown = [], row.lengths
+        ids.append(row.id)
+        widths = grown
+    if ids:
+        batches.append(MicroBatch(tuple(sorted(ids)), widths))
+    return batches
+
+
+def _even_cut(rows: Sequence[RowLengths], budget: int, most: int) -> list[MicroBatch]:
+    """The cut into at most `most` micro-batches whose dearest is cheapest, found by bisection."""
+    if not rows:
+        return []
+    low = max(sum(row.lengths) for row in rows)
+    high = max(batch.padded_tokens for batch in _cut(rows, budget, None))
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut(rows, budget, middle)) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    return _cut(rows, budget, high)
+
+
+def _deal(batches: list[MicroBatch], ranks: int, rounds: int, sides: int) -> tuple[tuple[MicroBatch, ...], ...]:
+    """One micro-batch to every rank in each round, dearest to the rank that has least.
+
+    So two ranks never differ by more than the dearest micro-batch.
+    """
+    ordered = sorted(batches, key=lambda batch: (-batch.padded_tokens, batch.ids))
+    ordered += [_empty(sides)] * (rounds * ranks - len(ordered))
+    dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for start in range(0, len(ordered), ranks):
+        by_load = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
+        for rank, batch in zip(by_load, ordered[start : start + ranks], strict=True):
+            dealt[rank].append(batch)
+            loads[rank] += batch.padded_tokens
+    return tuple(tuple(own) for own in dealt)
+
+
+def _empty(sides: int) -> MicroBatch:
+    return MicroBatch((), (0,) * sides)
