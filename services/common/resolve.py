@@ -1,0 +1,119 @@
+"""From a RunSpec to a ResolvedRun: every file is looked at before a process starts. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.common.vocabulary import vocabulary_size
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
+from xtoken_core.config.spec import ModelSpec, RunSpec
+from xtoken_core.data import DataIndex
+from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.projection.fingerprint import check_projection_pair, file_fingerprint, tokenizer_fingerprint
+
+STUDENT_TOKEN_BYTES = 25  # id and mask int64, exact bool, chunk id int64
+TEACHER_TOKEN_BYTES = 25
+PAIR_BYTES = 2
+ROW_BYTES = 128  # scalars and offsets
+
+
+def resolve_run(spec: RunSpec) -> ResolvedRun:
+    """Check every file of a run, index its data and count its positions.
+
+    Raises:
+        InputError: A file is missing, unreadable or does not fit the others.
+        ConfigError: Settings that only the files show to be impossible.
+    """
+    student = _model("student", spec.student)
+    teachers = tuple(_model(f"teacher {i}", teacher) for i, teacher in enumerate(spec.teacher))
+    for teacher in spec.teacher:
+        check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
+    _writable(spec.output)
+    index = open_index(spec, spec.data.paths, spec.data.field)
+    records = len(index)
+    if records == 0:
+        raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
+    if spec.eval is not None:
+        open_index(spec, spec.eval.paths, spec.eval.field)
+    positions = spec.data.epochs * records
+    if spec.train.max_steps is not None:
+        positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
+    resolved = ResolvedRun(
+        spec=spec,
+        student=student,
+        teachers=teachers,
+        projection_fingerprints=tuple(file_fingerprint(t.projection) for t in spec.teacher),
+        data_fingerprint=index.fingerprint,
+        records=records,
+        positions=positions,
+    )
+    _check_memory(resolved)
+    return resolved
+
+
+def open_index(spec: RunSpec, paths: Sequence[Path], field: str) -> DataIndex:
+    """The index of a run's text, from the run's own cache."""
+    return DataIndex.build(paths, field=field, cache_dir=spec.output / "cache" / "index")
+
+
+def largest_row(spec: RunSpec) -> int:
+    """Bytes of the largest row that a collator can put."""
+    student = spec.student.context_length
+    sides = sum(t.context_length * TEACHER_TOKEN_BYTES + student * PAIR_BYTES + student * 9 for t in spec.teacher)
+    return student * STUDENT_TOKEN_BYTES + sides + ROW_BYTES
+
+
+def _check_memory(resolved: ResolvedRun) -> None:
+    spec = resolved.spec
+    need = resolved.span * largest_row(spec)
+    if need > spec.queue.memory_limit:
+        raise ConfigError(
+            f"queue.memory_limit = {spec.queue.memory_limit} bytes cannot hold queue.span_steps = "
+            f"{spec.queue.span_steps} steps of {spec.train.samples_per_step} samples: {need} bytes are needed"
+        )
+
+
+def _model(what: str, spec: ModelSpec) -> ResolvedModel:
+    config = _config(what, spec.model)
+    text = config.get("text_config", config)
+    width = text.get("vocab_size") if isinstance(text, dict) else None
+    if not isinstance(width, int):
+        raise InputError(f"{spec.model / 'config.json'} of the {what} names no vocab_size")
+    if not any(spec.model.glob("*.safetensors")):
+        raise InputError(f"the {what}'s directory {spec.model} holds no .safetensors weights")
+    vocabulary = vocabulary_size(spec.tokenizer_dir)
+    if width < vocabulary:
+        raise InputError(
+            f"the {what}'s head has {width} rows, its tokenizer {spec.tokenizer_dir} has {vocabulary} ids: "
+            "they do not belong together"
+        )
+    fingerprint = tokenizer_fingerprint(spec.tokenizer_dir)
+    return ResolvedModel(vocab_size=vocabulary, head_width=width, tokenizer_fingerprint=fingerprint)
+
+
+def _config(what: str, directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"cannot read the {what}'s model: {path}: {error.strerror}: it takes a Hugging Face directory"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no model configuration")
+    return found
+
+
+def _writable(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise XtokenError(f"cannot make the output directory {output}: {error.strerror}") from error
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise XtokenError(f"cannot write into the output directory {output}")

@@ -1,0 +1,44 @@
+"""How many token ids a tokenizer has, found without importing torch into the asking process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from xtoken_core.errors import InputError
+
+
+def vocabulary_size(directory: Path) -> int:
+    """The highest token id of the tokenizer in a directory, plus one.
+
+    Raises:
+        InputError: There is no tokenizer, or it cannot be read.
+    """
+    fast = directory / "tokenizer.json"
+    if not directory.is_dir():
+        raise InputError(f"no tokenizer: {directory} is not a directory")
+    if fast.is_file():
+        try:
+            vocabulary = Tokenizer.from_file(str(fast)).get_vocab(with_added_tokens=True)
+        except Exception as error:  # the library raises a bare Exception
+            raise InputError(f"cannot read the tokenizer {fast}: {error}") from error
+        return max(vocabulary.values(), default=-1) + 1
+    return _ask_transformers(directory)
+
+
+def _ask_transformers(directory: Path) -> int:
+    """Let a process of its own load the tokenizer: transformers brings torch with it."""
+    program = (
+        "import json, sys; from transformers import AutoTokenizer; "
+        "t = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True); "
+        "print(json.dumps(max(t.get_vocab().values()) + 1))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(directory)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise InputError(f"cannot read the tokenizer in {directory}: {last[0]}")
+    return int(json.loads(done.stdout.strip().splitlines()[-1]))

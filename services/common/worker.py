@@ -1,0 +1,141 @@
+"""A worker's life on the queue: connect, open a session, beat, make progress, leave in order."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from setproctitle import setproctitle
+
+from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
+from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.run_client import RunClient
+from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.errors import QueueUnreachableError, StaleSessionError, XtokenError
+from xtoken_core.wire import QueueError
+
+log = logging.getLogger("xtoken.worker")
+
+SILENCE_S = 15.0
+BEAT_S = 3.0
+EARLY_S = 120.0
+WAIT_S = 2.0
+"""How long one waiting call lasts: between two of them a worker looks whether it shall stop."""
+
+
+class StopRequested(Exception):  # noqa: N818 - asked for by SIGTERM or SIGINT, not a failure
+    """Leave at the next safe place."""
+
+
+class Worker:
+    """A worker's session.
+
+    Attributes:
+        run: The run it works for.
+        queue: The run's calls.
+        stopping: Set once the process was asked to leave.
+    """
+
+    def __init__(self, client: ZmqDataPlaneClient, name: str) -> None:
+        self.client = client
+        self.name = name
+        self.queue = RunClient(client)
+        self.run: ResolvedRun = parse_resolved_run(client.run_document, source=f"the queue at {client.address.url}")
+        self.stopping = threading.Event()
+        self._phase = "load"
+        self._limit = self.run.spec.workers.load_timeout_s
+        self._units = 0
+        self._alive_at = time.monotonic()
+        self._done = threading.Event()
+
+    def phase(self, name: str) -> None:
+        """Enter a phase: `load`, then `run`; each has its own limit for going without progress."""
+        workers = self.run.spec.workers
+        self._phase, self._limit = name, workers.load_timeout_s if name == "load" else workers.step_timeout_s
+        self.alive()
+
+    def alive(self, units: int = 0) -> None:
+        """The main loop lives, and has finished `units` of work.
+
+        Raises:
+            StopRequested: The process was asked to leave.
+        """
+        self._units += units
+        self._alive_at = time.monotonic()
+        if self.stopping.is_set():
+            raise StopRequested
+
+    def beat_until_done(self) -> None:
+        """Heartbeats, as long as the main loop lives: the body of the background thread."""
+        while not self._done.wait(BEAT_S):
+            if time.monotonic() - self._alive_at > self._limit:
+                log.error("no progress for %g s in phase %s: heartbeats stop", self._limit, self._phase)
+                return
+            try:
+                self.client.heartbeat(self._phase, self._units)
+            except StaleSessionError as error:
+                log.error("%s", error)
+                self.stopping.set()
+                return
+            except (XtokenError, QueueError) as error:
+                log.warning("heartbeat failed: %s", error)
+
+    def finish(self) -> None:
+        """No more heartbeats."""
+        self._done.set()
+
+
+@contextmanager
+def worker_session(
+    queue: str, *, role: str, name: str, rank: int = 0, incarnation: int | None = None, token_file: Path | None = None
+) -> Iterator[Worker]:
+    """Connect, wait for the run, open a session; beat in the background; say bye at the end.
+
+    SIGTERM and SIGINT set `stopping`; the body leaves by `StopRequested` from its next `alive()`.
+
+    Raises:
+        QueueUnreachableError: Nobody answers at the address, or no run was opened there in time.
+    """
+    setproctitle(f"xtoken {name}")
+    client = ZmqDataPlaneClient(Address.parse(queue, token_file))
+    stopping = threading.Event()
+
+    def ask_to_stop(number: int, _frame: FrameType | None) -> None:
+        log.info("%s: leaving", signal.Signals(number).name)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask_to_stop)
+    incarnation = time.time_ns() if incarnation is None else incarnation
+    try:
+        if not client.hello(
+            name, role, incarnation=incarnation, rank=rank, silence_s=SILENCE_S, needs_run=True, wait_s=EARLY_S
+        ):
+            raise QueueUnreachableError(f"the queue at {queue} answers, but no run was opened there in {EARLY_S:g} s")
+        worker = Worker(client, name)
+        worker.stopping = stopping
+        thread = threading.Thread(target=worker.beat_until_done, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield worker
+        except StopRequested:
+            log.info("stopped")
+        finally:
+            worker.finish()
+            thread.join()
+            _leave(client)
+    finally:
+        client.close()
+
+
+def _leave(client: ZmqDataPlaneClient) -> None:
+    try:
+        client.bye()
+    except (XtokenError, QueueError) as error:
+        log.info("the queue did not hear the goodbye: %s", error)

@@ -1,0 +1,85 @@
+"""`xtoken queue`: serve a queue, with a run's partition opened if one is given."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+from setproctitle import setproctitle
+
+from services.common.resolve import resolve_run
+from services.queue.server import Server
+from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
+from xtoken_core.config.spec import load_run_spec
+from xtoken_core.data_plane.address import Address
+from xtoken_core.errors import InputError
+from xtoken_core.protocol.engine import Engine
+from xtoken_core.wire import messages as m
+
+log = logging.getLogger("xtoken.queue")
+
+DEFAULT_MEMORY = 1 << 30
+
+
+def serve(bind: str, *, run: Path | None, token_file: Path | None, memory_limit: int | None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        XtokenError: The address cannot be served, or the run cannot be opened.
+    """
+    setproctitle("xtoken queue")
+    resolved = None if run is None else load_resolved(run)
+    limit = memory_limit or (resolved.spec.queue.memory_limit if resolved else DEFAULT_MEMORY)
+    engine = Engine(memory_limit=limit, clock=time.monotonic)
+    if resolved is not None:
+        open_run(engine, resolved)
+    server = Server(engine, Address.parse(bind, token_file))
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        server.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    log.info("serving at %s, up to %d bytes", bind, limit)
+    server.serve()
+
+
+def load_resolved(path: Path) -> ResolvedRun:
+    """A run from a RunSpec (`.toml`, resolved here) or from an already resolved one (`.json`)."""
+    if path.suffix == ".toml":
+        return resolve_run(load_run_spec(path))
+    try:
+        return parse_resolved_run(path.read_bytes(), source=str(path))
+    except OSError as error:
+        raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
+
+
+def open_run(engine: Engine, resolved: ResolvedRun) -> None:
+    """Open the run's partition in an engine of this process."""
+    spec = resolved.spec
+    hello = m.Hello(id="open", versions=[m.VERSION], name="queue", role="opener", incarnation=0)
+    welcome = engine.handle(hello, ())
+    assert welcome is not None
+    assert isinstance(welcome.reply, m.Welcome)
+    session = welcome.reply.session
+    run = m.RunDef(
+        positions=resolved.positions,
+        samples_per_step=spec.train.samples_per_step,
+        block_size=spec.block_size,
+        span=resolved.span,
+        teachers=len(spec.teacher),
+        ranks=spec.workers.ranks,
+        slots=spec.workers.slots,
+        max_dead=spec.queue.max_dead,
+        document=resolved.model_dump_json().encode(),
+    )
+    engine.handle(
+        m.OpenPartition(
+            id="run", session=session, partition=spec.name, tasks=[], max_attempts=spec.queue.max_attempts, run=run
+        ),
+        (),
+    )
+    engine.handle(m.Bye(id="bye", session=session), ())

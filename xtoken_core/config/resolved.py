@@ -1,0 +1,70 @@
+"""A run with everything filled in that its files decide: what the queue hands to every worker."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from xtoken_core.config.base import Part
+from xtoken_core.config.spec import RunSpec, describe
+from xtoken_core.errors import ConfigError
+
+
+class ResolvedModel(Part):
+    """What a model's files say.
+
+    Attributes:
+        vocab_size: Token ids of its tokenizer: the highest plus one.
+        head_width: Rows of its head, at least `vocab_size`.
+        tokenizer_fingerprint: Hash of the tokenizer's files.
+    """
+
+    vocab_size: int
+    head_width: int
+    tokenizer_fingerprint: str
+
+
+class ResolvedRun(Part):
+    """A RunSpec and what its files say.
+
+    Attributes:
+        records: Records of the training data, bad ones included (`N`).
+        positions: Positions of the run (`P`).
+    """
+
+    spec: RunSpec
+    student: ResolvedModel
+    teachers: tuple[ResolvedModel, ...]
+    projection_fingerprints: tuple[str, ...]
+    data_fingerprint: str
+    records: int
+    positions: int
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the run; the last may be short."""
+        return -(-self.positions // self.spec.train.samples_per_step)
+
+    @property
+    def span(self) -> int:
+        """Positions that collators may be ahead of the lowest one that is not done."""
+        return self.spec.queue.span_steps * self.spec.train.samples_per_step
+
+    def fingerprints(self) -> dict[str, str]:
+        """What must be the same for a checkpoint to be resumed."""
+        found = {"data": self.data_fingerprint, "student tokenizer": self.student.tokenizer_fingerprint}
+        for index, (teacher, projection) in enumerate(zip(self.teachers, self.projection_fingerprints, strict=True)):
+            found[f"tokenizer of teacher {index}"] = teacher.tokenizer_fingerprint
+            found[f"projection of teacher {index}"] = projection
+        return found
+
+
+def parse_resolved_run(document: bytes, *, source: str) -> ResolvedRun:
+    """Read a resolved run from JSON.
+
+    Raises:
+        ConfigError: It is none, or of another version.
+    """
+    try:
+        return ResolvedRun.model_validate_json(document)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {describe(error)}") from error
