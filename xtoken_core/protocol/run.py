@@ -254,8 +254,9 @@ class RunProtocol:
         ring, slot = self._slot_of(session, lease_id)
         slot.state = SlotState.FULL
         self._free_if_dead(slot)
-        self.samples.finish(lease.task, lease.ids)
-        self.samples.produce(lease.ids, {self.signals[ring.teacher]})
+        ids = lease.ids
+        self.samples.finish(lease.task, ids)
+        self.samples.produce(ids, {self.signals[ring.teacher]})
         return lease
 
     def refuse(self, session: str, lease_id: int, ids: Sequence[int], reason: str) -> list[int]:

@@ -1,0 +1,221 @@
+"""Breadth-first exploration of the model: canonical states, shortest counterexamples, and what can still reach the end."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from dataclasses import dataclass, field
+
+from .model import Config, Model, ViolationError, World, Worker
+
+
+@dataclass
+class Outcome:
+    """What an exploration saw."""
+
+    states: int = 0
+    moves: int = 0
+    finals: int = 0
+    violation: str = ""
+    trace: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        head = f"{self.states} states, {self.moves} moves, {self.finals} ends; {self.violation or 'no violation'}"
+        return "\n".join([head, *self.trace])
+
+
+class Exploration:
+    """All states that a configuration can reach."""
+
+    def __init__(self, config: Config, limit: int = 2_000_000) -> None:
+        self.model = Model(config)
+        self.limit = limit
+        self.index: dict[object, int] = {}
+        self.origin: list[tuple[int, str]] = []
+        self.before: list[list[int]] = []
+        self.finals: list[int] = []
+        self.moves = 0
+
+    def run(self) -> Outcome:
+        """Explore everything, or up to the first violation."""
+        start = World(self.model.config)
+        frontier = deque([(self._number(start, -1, ""), pickle.dumps(start, -1))])
+        try:
+            while frontier:
+                at, blob = frontier.popleft()
+                self._expand(at, blob, frontier)
+                if len(self.index) > self.limit:
+                    raise RuntimeError(f"more than {self.limit} states")
+            self._check_every_state_can_end()
+        except _FoundError as found:
+            return self._outcome(found.kind, found.at, found.label)
+        return self._outcome()
+
+    def _expand(self, at: int, blob: bytes, frontier: deque[tuple[int, bytes]]) -> None:
+        world = pickle.loads(blob)
+        if world.finished:
+            self.finals.append(at)
+            return
+        productive = False
+        for move in list(self.model.moves(world)):
+            try:
+                if not self.model.perform(world, move):
+                    continue
+                self.moves += 1
+                key = key_of(world)
+                to = self.index.get(key)
+                if to is None:
+                    self.model.check(world)
+                    to = self._number(world, at, move.label, key)
+                    frontier.append((to, pickle.dumps(world, -1)))
+            except ViolationError as violation:
+                raise _FoundError(str(violation), at, move.label) from violation
+            if not move.fault:
+                productive = productive or to != at
+                self.before[to].append(at)
+            world = pickle.loads(blob)
+        if not productive:
+            raise _FoundError("stuck: nobody can do anything", at, "")
+
+    def _number(self, world: World, origin: int, label: str, key: object = None) -> int:
+        self.index[key_of(world) if key is None else key] = number = len(self.origin)
+        self.origin.append((origin, label))
+        self.before.append([])
+        return number
+
+    def _check_every_state_can_end(self) -> None:
+        reaches = bytearray(len(self.origin))
+        todo = list(self.finals)
+        for at in todo:
+            reaches[at] = 1
+        while todo:
+            for earlier in self.before[todo.pop()]:
+                if not reaches[earlier]:
+                    reaches[earlier] = 1
+                    todo.append(earlier)
+        stuck = reaches.find(0)
+        if stuck >= 0:
+            raise _FoundError("stuck: no end can be reached any more", stuck, "")
+
+    def _outcome(self, violation: str = "", at: int = -1, label: str = "") -> Outcome:
+        trace = [label] if label else []
+        while at > 0:
+            at, made_by = self.origin[at]
+            trace.append(made_by)
+        return Outcome(len(self.origin), self.moves, len(self.finals), violation, trace[::-1])
+
+
+class _FoundError(Exception):
+    def __init__(self, kind: str, at: int, label: str) -> None:
+        super().__init__(kind)
+        self.kind, self.at, self.label = kind, at, label
+
+
+def explore(config: Config) -> Outcome:
+    """Explore a configuration."""
+    return Exploration(config).run()
+
+
+def key_of(world: World) -> tuple[object, ...]:
+    """The state without its arbitrary numbers: leases, rings, generations, sessions and rewinds by what they refer to.
+
+    Collators are interchangeable, and so are teachers: their parts are sorted.
+    """
+    protocol = world.protocol
+    samples, source = protocol.samples, protocol.source
+    count = len(world.trainers)
+    teachers = [
+        tuple(_pair_key(world, world.teachers[i * count + r], world.trainers[r]) for r in range(count))
+        + _task_key(world, i)
+        for i in range(len(world.teachers) // count)
+    ]
+    saved = world.checkpoint
+    return (
+        tuple(sorted(teachers, key=repr)),
+        tuple(sorted((_collator_key(world, c) for c in world.collators), key=repr)),
+        tuple(_trainer_key(world, t) for t in world.trainers),
+        tuple((p, s.status["train"], s.attempts) for p, s in sorted(samples.samples.items())),
+        tuple(sorted(samples.dead)),
+        tuple(sorted(protocol.skipped)),
+        tuple(protocol.finished.intervals()),
+        tuple(source.done.intervals()),
+        tuple(sorted((lease.block, lease.session in protocol.sessions.live) for lease in source.leases.values())),
+        tuple(sorted(source.refused.items())),
+        protocol.cursor,
+        protocol.failed,
+        world.chain,
+        (saved.step, saved.chain, tuple(saved.skipped), tuple(saved.dead)),
+        (world.crashes, world.lapses, world.nacks, world.losses, world.duplicates),
+    )
+
+
+def _collator_key(world: World, worker: Worker) -> tuple[object, ...]:
+    held = [lease.block for lease in world.protocol.source.leases.values() if lease.session == worker.session]
+    return worker.phase, world.alive(worker), worker.todo, tuple(held), worker.lease in world.protocol.source.leases
+
+
+def _trainer_key(world: World, worker: Worker) -> tuple[object, ...]:
+    protocol = world.protocol
+    readings = [
+        (protocol.samples.leases[lease].claimed if lease in protocol.samples.leases else None, reading.withdrawn)
+        for lease, reading in protocol.readings.items()
+    ]
+    return (
+        worker.phase,
+        world.alive(worker),
+        worker.incarnation == protocol.trainers,
+        worker.rewinds == protocol.rewinds,
+        worker.step,
+        worker.todo,
+        (worker.counted, worker.told, worker.trained, worker.clean),
+        worker.lease in protocol.samples.leases,
+        tuple(sorted(readings, key=repr)),
+        tuple(sorted((lease.ids for lease in protocol.samples.of_session(worker.session)))),
+    )
+
+
+def _task_key(world: World, teacher: int) -> tuple[object, ...]:
+    task, signal = f"teacher_{teacher}", world.protocol.signals[teacher]
+    held = sorted(world.protocol.samples.samples.items())
+    leases = sorted(lease.ids for lease in world.protocol.samples.leases.values() if lease.task == task)
+    return tuple((s.status[task], signal in s.fields) for _, s in held), tuple(leases)
+
+
+def _pair_key(world: World, worker: Worker, trainer: Worker) -> tuple[object, ...]:
+    protocol = world.protocol
+    ring = protocol.rings.by_pair.get((worker.index, worker.rank))
+    live = protocol.sessions.live
+
+    def place(ring_id: int, slot: int, generation: int) -> tuple[object, ...]:
+        if ring is None or ring.id != ring_id:
+            return (slot,)
+        return slot, generation == ring.slots[slot].generation
+
+    mine = (
+        worker.phase,
+        world.alive(worker),
+        worker.rewinds == protocol.rewinds,
+        worker.step,
+        worker.todo,
+        ring is not None and ring.id == worker.ring,
+        worker.trainer == trainer.session,
+        worker.lease in protocol.samples.leases,
+        place(worker.ring, worker.slot, worker.generation),
+    )
+    reading = tuple(place(*ref[1:]) for ref in trainer.refs if ref[0] == worker.index)
+    late = sorted(
+        (session in live, *place(*where)) for teacher, session, *where in world.late
+        if teacher == worker.index and session == trainer.session
+    )  # fmt: skip
+    if ring is None:
+        return mine, reading, tuple(late)
+    memory = world.memory.get(ring.id)
+    slots = []
+    for index, slot in enumerate(ring.slots):
+        content = memory[index] if memory else None
+        found = content and (content[0] == slot.generation, content[1])
+        readers = [lease for lease, reads in protocol.readings.items() if (ring.id, index) in reads.pending]
+        claimed = sorted(protocol.samples.leases[lease].claimed for lease in readers if lease in protocol.samples.leases)
+        slots.append((slot.state, slot.ids, slot.lease in protocol.samples.leases, found, tuple(claimed)))
+    known = ring.teacher_session in live, ring.teacher_session == worker.session, ring.trainer_session == trainer.session
+    return mine, reading, tuple(late), known, ring.trainer_session in live, ring.opened, memory is None, tuple(slots)
