@@ -6,6 +6,7 @@ With several teachers each teacher's fields carry its index: `teacher_input_ids`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +52,8 @@ NUM_CHUNKS = Field("alignment_num_chunks", "int64", "sample", per_teacher=True)
 
 CE_TOKENS = Field("ce_tokens", "int64", "sample")
 """Next-token targets of the row: its share of the step's cross-entropy denominator."""
+TRUNCATED = Field("truncated", "bool", "sample", False)
+"""Whether the document was longer than a context and was cut on some side."""
 KD_CHUNKS = Field("kd_chunks", "int64", "sample", per_teacher=True)
 """Chunks valid after the next-token shift under the run's loss settings: its share of the KD denominator."""
 
@@ -91,15 +94,34 @@ def teacher_indices(teachers: int) -> tuple[int | None, ...]:
     return (None,) if teachers == 1 else tuple(range(teachers))
 
 
-def run_fields(teachers: int) -> tuple[str, ...]:
-    """The columns that a collator puts for a run with so many teachers that each have their own tokenizer."""
-    own = [field.name for field in (*STUDENT_FIELDS, CE_TOKENS)]
-    for index in teacher_indices(teachers):
-        own += [field_name(f, index) for f in (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)]
-    return tuple(own)
+def teacher_fields(index: int | None) -> tuple[str, ...]:
+    """The columns that a teacher with a tokenizer of its own adds to a row."""
+    return tuple(field_name(f, index) for f in (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS))
+
+
+def run_fields(same_tokenizer: Sequence[bool]) -> tuple[str, ...]:
+    """The columns of a run's rows.
+
+    Args:
+        same_tokenizer: Per teacher, whether it shares the student's tokenizer and so adds no column.
+    """
+    own = [field.name for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED)]
+    indices = teacher_indices(len(same_tokenizer))
+    added = [teacher_fields(i) for i, same in zip(indices, same_tokenizer, strict=True) if not same]
+    return (*own, *(name for names in added for name in names))
+
+
+def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
+    """For every column of such a run, by name: what it has one value for, and which teacher it belongs to."""
+    fields = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
+    return {
+        field_name(f, i): (f.axis, place if f.per_teacher else None)
+        for f in fields
+        for place, i in enumerate(teacher_indices(teachers))
+    }
 
 
 def pad_values(teachers: int) -> dict[str, int | float | bool]:
     """The pad value of every column of such a run, by name (token ids are padded by their tokenizer's own id)."""
-    fields = (*STUDENT_FIELDS, CE_TOKENS, *TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
+    fields = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
     return {field_name(f, i): f.pad for f in fields for i in teacher_indices(teachers)}

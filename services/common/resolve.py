@@ -30,8 +30,14 @@ def resolve_run(spec: RunSpec) -> ResolvedRun:
     """
     student = _model("student", spec.student)
     teachers = tuple(_model(f"teacher {i}", teacher) for i, teacher in enumerate(spec.teacher))
-    for teacher in spec.teacher:
-        check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
+    for index, teacher in enumerate(spec.teacher):
+        if teacher.projection is not None:
+            check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
+        elif teachers[index].tokenizer_fingerprint != student.tokenizer_fingerprint:
+            raise ConfigError(
+                f"teacher.{index}.projection: this teacher's tokenizer is not the student's: build a projection by "
+                f"xtoken projection build --student {spec.student.tokenizer_dir} --teacher {teacher.tokenizer_dir}"
+            )
     _writable(spec.output)
     index = open_index(spec, spec.data.paths, spec.data.field)
     records = len(index)
@@ -46,7 +52,7 @@ def resolve_run(spec: RunSpec) -> ResolvedRun:
         spec=spec,
         student=student,
         teachers=teachers,
-        projection_fingerprints=tuple(file_fingerprint(t.projection) for t in spec.teacher),
+        projection_fingerprints=tuple(file_fingerprint(t.projection) if t.projection else "" for t in spec.teacher),
         data_fingerprint=index.fingerprint,
         records=records,
         positions=positions,

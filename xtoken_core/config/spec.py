@@ -16,6 +16,15 @@ Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
+PAD_MULTIPLE = 8
+"""Padded lengths are rounded up to a multiple of this."""
+
+
+def padded_length(length: int) -> int:
+    """The length rounded up to the padding's multiple."""
+    return -(-length // PAD_MULTIPLE) * PAD_MULTIPLE
+
+
 class ModelSpec(Part):
     """A causal language model: a Hugging Face directory."""
 
@@ -35,8 +44,9 @@ class ModelSpec(Part):
 class TeacherSpec(ModelSpec):
     """A teacher: a model, and the projection from the student's vocabulary to its own."""
 
-    projection: Path
-    """A projection file built for this student and teacher (`xtoken projection build`)."""
+    projection: Path | None = None
+    """A projection file built for this student and teacher (`xtoken projection build`); none: it shares the student's
+    tokenizer."""
     weight: Positive = 1.0
     """Its share in the sum over teachers."""
 
@@ -156,16 +166,24 @@ class RunSpec(Part):
     def _consistent(self) -> RunSpec:
         if not self.teacher:
             raise ValueError("a run needs at least one [teacher]")
-        longest = max(self.student.context_length, *(t.context_length for t in self.teacher))
+        longest = max(padded_length(m.context_length) for m in (self.student, *self.teacher))
         if self.train.micro_batch_tokens < longest:
             raise ValueError(
                 f"train.micro_batch_tokens = {self.train.micro_batch_tokens} cannot hold one sample of "
-                f"{longest} tokens: raise it or lower the context_length"
+                f"{longest} padded tokens: raise it or lower the context_length"
             )
         block, step = self.queue.block_size, self.train.samples_per_step
         if block is not None and step % block:
             raise ValueError(f"queue.block_size = {block} must divide train.samples_per_step = {step}")
+        if self.loss.teacher_aggregation == "select_teacher":
+            raise ValueError("loss.teacher_aggregation: a run takes sum or averaged_logits, not yet select_teacher")
+        self.loss.check_teachers([t.weight for t in self.teacher], [t.projection is None for t in self.teacher])
         return self
+
+    @property
+    def same_tokenizer(self) -> tuple[bool, ...]:
+        """Per teacher, whether it shares the student's tokenizer."""
+        return tuple(teacher.projection is None for teacher in self.teacher)
 
     @property
     def block_size(self) -> int:

@@ -1,0 +1,51 @@
+"""From columns to the padded batch that a model reads: every axis at the width the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xtoken_core import schema
+from xtoken_core.data_plane.codec import materialize
+from xtoken_core.data_plane.tensors import tensordict_from_columns
+from xtoken_core.wire import Column
+
+
+def padded_batch(
+    columns: Mapping[str, Column],
+    *,
+    widths: Sequence[int],
+    pad_ids: Sequence[int],
+    dead_rows: Sequence[int] = (),
+) -> dict[str, Any]:
+    """A micro-batch as tensors, right-padded.
+
+    Args:
+        columns: Rows of the micro-batch, in the plan's order.
+        widths: Padded width of each side: the student's, then each teacher's.
+        pad_ids: The token id that pads each side.
+        dead_rows: Rows that keep their place and count for nothing: their sample mask is 0.
+
+    Returns:
+        `[B, width]` tensors for per-token columns, `[B, P]` for pairs, `[B]` for scalars, object columns as arrays.
+    """
+    teachers = len(widths) - 1
+    axes, pads = schema.axis_of(teachers), dict(schema.pad_values(teachers))
+    pads[schema.INPUT_IDS.name] = pad_ids[0]
+    for place, index in enumerate(schema.teacher_indices(teachers)):
+        pads[schema.field_name(schema.TEACHER_INPUT_IDS, index)] = pad_ids[place + 1]
+    batch: dict[str, Any] = {}
+    by_width: dict[int, dict[str, Column]] = {}
+    for name, column in columns.items():
+        axis, place = axes.get(name, ("sample", None))
+        width = {"student": widths[0], "teacher": widths[(place or 0) + 1]}.get(axis, 0)
+        by_width.setdefault(width, {})[name] = column
+    for width, group in by_width.items():
+        batch.update(materialize(tensordict_from_columns(group), "padded", pads, width))
+    if dead_rows:
+        mask = batch[schema.SAMPLE_MASK.name].clone()
+        mask[torch.tensor(list(dead_rows))] = 0.0
+        batch[schema.SAMPLE_MASK.name] = mask
+    return batch

@@ -1,0 +1,109 @@
+"""What teacher and student must agree on about a step: its plan and its denominators, from metadata alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xtoken_core import schema
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import PAD_MULTIPLE, padded_length
+from xtoken_core.data_plane.run_client import StepRows
+from xtoken_core.plan import Plan, RowLengths, plan
+from xtoken_core.wire import Column
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+        step: Its number, from 0.
+        plan: The micro-batches of every rank.
+        ids: Positions that are trained: with a row, and not dead.
+        skipped: Positions without a row.
+        dead: Dead positions; one with a row keeps its place in the plan, masked.
+        ce_tokens: Next-token predictions of the step: the cross-entropy's denominator.
+        kd_chunks: Per teacher, the step's valid chunks: its denominator (next-token predictions if it shares the
+            student's tokenizer).
+        tokens: Student tokens of the step, without padding.
+        truncated: Documents of the step that were cut.
+    """
+
+    step: int
+    plan: Plan
+    ids: tuple[int, ...]
+    skipped: tuple[int, ...]
+    dead: tuple[int, ...]
+    ce_tokens: int
+    kd_chunks: tuple[int, ...]
+    tokens: int
+    truncated: int
+
+
+def length_fields(run: ResolvedRun) -> list[str]:
+    """The column with each side's lengths: the student's, then each teacher's."""
+    same = run.spec.same_tokenizer
+    own = schema.INPUT_LENGTHS.name
+    indices = schema.teacher_indices(len(same))
+    others = [
+        own if shared else schema.field_name(schema.TEACHER_INPUT_LENGTHS, index)
+        for index, shared in zip(indices, same, strict=True)
+    ]
+    return [own, *others]
+
+
+def count_fields(run: ResolvedRun) -> list[str]:
+    """The column with each teacher's share of its denominator."""
+    same = run.spec.same_tokenizer
+    indices = schema.teacher_indices(len(same))
+    return [
+        schema.CE_TOKENS.name if shared else schema.field_name(schema.KD_CHUNKS, index)
+        for index, shared in zip(indices, same, strict=True)
+    ]
+
+
+def plan_fields(run: ResolvedRun) -> list[str]:
+    """Every column that `plan_step` reads."""
+    own = [schema.CE_TOKENS.name, schema.TRUNCATED.name]
+    return list(dict.fromkeys([*length_fields(run), *count_fields(run), *own]))
+
+
+def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
+    """The plan of a step; the same rows give every process the same plan."""
+    spec = run.spec
+    columns = {name: _integers(column) for name, column in rows.columns.items()}
+    lengths = [columns.get(name, []) for name in length_fields(run)]
+    table = [RowLengths(i, tuple(side[row] for side in lengths)) for row, i in enumerate(rows.ids)]
+    dead = set(rows.dead)
+    alive = [row for row, i in enumerate(rows.ids) if i not in dead]
+
+    def total(name: str) -> int:
+        return sum(columns[name][row] for row in alive) if rows.ids else 0
+
+    return StepPlan(
+        step=step,
+        plan=plan(
+            table,
+            ranks=spec.workers.ranks,
+            token_budget=spec.train.micro_batch_tokens,
+            pad_multiple=PAD_MULTIPLE,
+            max_widths=max_widths(run),
+        ),
+        ids=tuple(rows.ids[row] for row in alive),
+        skipped=tuple(i for i in rows.skipped if i not in dead),
+        dead=tuple(rows.dead),
+        ce_tokens=total(schema.CE_TOKENS.name),
+        kd_chunks=tuple(total(name) for name in count_fields(run)),
+        tokens=total(schema.INPUT_LENGTHS.name),
+        truncated=total(schema.TRUNCATED.name),
+    )
+
+
+def max_widths(run: ResolvedRun) -> tuple[int, ...]:
+    """The widest padded row of each side."""
+    return tuple(padded_length(m.context_length) for m in (run.spec.student, *run.spec.teacher))
+
+
+def _integers(column: Column) -> Sequence[int]:
+    return column.values.cast("q" if column.dtype == "int64" else "?").tolist()
