@@ -12,7 +12,7 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.losses.masks import comparable_chunks, shifted_chunk_ids
 
-Scalar = float | Tensor
+Scalar = int | float | Tensor
 """A denominator: a number, or a tensor without dimensions on the logits' device."""
 
 CE_EPSILON = 1e-8

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -17,11 +17,8 @@ DeviceKind = Literal["cuda", "rocm", "cpu"]
 ENVIRONMENT = "XTOKEN_OPS"
 
 
-class Op(Protocol):
-    """What every backend of an op offers: a pure function, called like an `nn.Module`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the op."""
+Op = Callable[..., Any]
+"""What every backend of an op is: a pure function of tensors, called like the op's reference."""
 
 
 class OpBackend(Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -76,6 +77,8 @@ def p_kl(
     Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)
     log_q = torch.log(Q / (Q.sum(-1, keepdim=True) + EPSILON) + EPSILON)
     log_p = _teacher_log_probs(upcast(teacher_logits.index_select(-1, columns)) / T, teacher_chunk_id, options)
+    # What both sides rule out costs nothing, although eps gives the student a little of it.
+    log_p = log_p.masked_fill((Q == 0) & (log_p == -torch.inf), math.log(EPSILON))
     terms = kl_terms(log_q, log_p) if options.reverse else kl_terms(log_p, log_q)
     agrees = Q.detach().argmax(-1) == log_p.detach().argmax(-1)
     return PKLResult(terms.sum(-1), agrees, log_p.detach().exp().sum(-1))

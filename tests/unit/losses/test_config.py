@@ -1,0 +1,67 @@
+"""Impossible combinations of loss settings are refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from xtoken_core.config import LossConfig
+
+REFUSED = {
+    "xtoken_without_gold": ({"xtoken_loss": True}, "set gold_loss = true"),
+    "two_modes": ({"gold_loss": True, "uld_loss": True}, "exclude each other"),
+    "alm_and_gold": ({"gold_loss": True, "alm_loss": True}, "exclude each other"),
+    "cap_without_scaling": ({"dynamic_loss_scale_cap": 2.0}, "needs dynamic_loss_scaling"),
+    "exact_only_gold": ({"gold_loss": True, "exact_token_match_only": True}, "belongs to P-KL, the mode is gold"),
+    "prob_gold": ({"gold_loss": True, "teacher_chunk_average": "prob"}, "belongs to P-KL, the mode is gold"),
+    "reverse_uld": ({"uld_loss": True, "reverse_kl": True}, "no meaning for uld_loss"),
+    "temperature_alm": ({"alm_loss": True, "temperature": 2.0}, "use alm_temperature"),
+    "alm_temperature_elsewhere": ({"alm_temperature": 10.0}, "set alm_loss = true"),
+    "modes_select": ({"teacher_aggregation": "select_teacher", "teacher_modes": ("gold",)}, "teacher_modes belongs to"),
+    "dynamic_weights_averaged": (
+        {"teacher_aggregation": "averaged_logits", "dynamic_teacher_weights": "ce"},
+        "dynamic_teacher_weights belongs to",
+    ),
+    "normalised_select": (
+        {"teacher_aggregation": "select_teacher", "normalize_teacher_by_vocab": True},
+        "normalize_teacher_by_vocab belongs to",
+    ),
+    "averaged_gold": ({"teacher_aggregation": "averaged_logits", "gold_loss": True}, "compares token by token"),
+    "alpha_alone": ({"dynamic_weight_alpha": 2.0}, "needs dynamic_teacher_weights"),
+    "zero_temperature": ({"temperature": 0.0}, "temperature"),
+    "zero_topk": ({"vocab_topk": 0}, "vocab_topk"),
+    "unknown": ({"vocab_top_k": 5}, "vocab_top_k"),
+}
+
+
+@pytest.mark.parametrize(("settings", "reason"), REFUSED.values(), ids=REFUSED)
+def test_impossible_settings_are_refused(settings, reason):
+    with pytest.raises(ValidationError, match=reason):
+        LossConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({}, "p_kl"),
+        ({"gold_loss": True}, "gold"),
+        ({"gold_loss": True, "xtoken_loss": True}, "h_kl"),
+        ({"uld_loss": True}, "uld"),
+        ({"alm_loss": True}, "alm"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_flags_name_one_mode(settings, mode):
+    assert LossConfig(**settings).mode == mode
+
+
+def test_a_setting_of_one_teachers_mode_is_allowed():
+    config = LossConfig(gold_loss=True, teacher_modes=("p_kl", None), exact_token_match_only=True)
+    assert [config.mode_of(i) for i in range(2)] == ["p_kl", "gold"]
+    assert config.modes == {"p_kl", "gold"}
+
+
+def test_a_dumped_config_can_be_read_back():
+    config = LossConfig(alm_loss=True, alm_temperature=7.0, teacher_modes=("alm", "gold"))
+    assert LossConfig.model_validate(config.model_dump()) == config
+    assert LossConfig.model_validate_json(config.model_dump_json()) == config

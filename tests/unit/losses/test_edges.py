@@ -1,0 +1,200 @@
+"""What the losses do at the edges: nothing to compare, certain models, infinite logits, bad heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_cases import V_S, make_case
+
+from xtoken_core.config import LossConfig
+from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
+
+CONFIGS = {
+    "p_kl": LossConfig(vocab_topk=6),
+    "p_kl_prob": LossConfig(teacher_chunk_average="prob"),
+    "p_kl_reverse_dynamic": LossConfig(reverse_kl=True, dynamic_loss_scaling=True),
+    "gold": LossConfig(gold_loss=True),
+    "gold_reverse": LossConfig(gold_loss=True, reverse_kl=True),
+    "h_kl_dynamic": LossConfig(gold_loss=True, xtoken_loss=True, dynamic_loss_scaling=True),
+    "uld": LossConfig(uld_loss=True),
+    "alm": LossConfig(alm_loss=True),
+}
+every_mode = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def run(case, config, **denominators):
+    logits = case.student_logits.clone().requires_grad_()
+    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss, metrics = loss_fn(case.batch, logits, case.teacher_logits, **denominators)
+    loss.backward()
+    return loss.detach(), logits.grad, metrics
+
+
+def self_case(lengths=(9, 6)):
+    """Student and teacher are the same model; every chunk is one token on each side."""
+    case = make_case(lengths=lengths)
+    ids = torch.arange(10).where(case.batch["token_mask"] == 1, -1)
+    case.batch |= {
+        "alignment_student_chunk_id": ids,
+        "alignment_teacher_chunk_id": ids,
+        "alignment_pair_valid": ids >= 0,
+        "alignment_pair_is_correct": ids >= 0,
+        "teacher_input_ids": case.batch["input_ids"],
+        "teacher_token_mask": case.batch["token_mask"],
+    }
+    indices = torch.stack([torch.arange(V_S), torch.full((V_S,), -1)], dim=1)
+    likelihoods = torch.tensor([[1.0, 0.0]]).repeat(V_S, 1)
+    case.teachers[0] = LossTeacher(V_S, indices, likelihoods)
+    case.teacher_logits[0] = case.student_logits.clone()
+    return case
+
+
+@every_mode
+def test_a_batch_without_a_valid_sample_costs_nothing(config):
+    case = make_case(sample_mask=(0.0, 0.0, 0.0, 0.0))
+    loss, gradient, metrics = run(case, config)
+    assert loss == 0
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+    assert all(torch.isfinite(value) for value in metrics.values())
+
+
+@every_mode
+def test_an_empty_micro_batch_of_a_filled_up_plan_costs_nothing(config):
+    loss, gradient, _ = run(make_case(lengths=(1, 1)), config, global_valid_toks=40, global_valid_chunks=[17])
+    assert loss == 0
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@every_mode
+def test_what_a_masked_sample_holds_has_no_effect(config):
+    case = make_case(sample_mask=(1.0, 0.0, 1.0, 1.0))
+    loss, gradient, _ = run(case, config)
+    case.student_logits[1] *= 0.5
+    changed_loss, changed, _ = run(case, config)
+    torch.testing.assert_close(changed_loss, loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(changed, gradient, rtol=1e-12, atol=0)
+    assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))
+
+
+@every_mode
+def test_a_model_costs_nothing_against_itself(config):
+    case = self_case()
+    kd = run(case, config)[2]["kl_loss"]
+    assert abs(kd) < 1e-7
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 10**6), k=st.sampled_from([1, 3, 8, 31]))
+def test_with_prob_average_every_chunk_is_a_true_divergence(seed, k):
+    case = make_case(seed=seed)
+    metrics = run(case, LossConfig(teacher_chunk_average="prob", vocab_topk=k))[2]
+    assert metrics["kl_loss"] >= -1e-8
+    assert abs(metrics["chunk_mass_t0"] - 1) < 1e-6
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 10**6), k=st.sampled_from([1, 3, 8, 31]))
+def test_log_prob_average_is_bounded_by_its_mass_and_never_clamped(seed, k):
+    case = make_case(seed=seed)
+    _, gradient, metrics = run(case, LossConfig(vocab_topk=k, ce_loss_scale=0.0))
+    assert metrics["kl_loss"] >= -0.37
+    assert 0 < metrics["chunk_mass_t0"] <= 1 + 1e-6
+    assert k == 1 or gradient.abs().max() > 0
+
+
+INFINITE = {
+    ("student", "gold"),
+    ("student", "h_kl_dynamic"),
+    ("teacher", "gold_reverse"),
+    ("teacher", "p_kl_reverse_dynamic"),
+}
+"""Where one side rules out what the other does not, and the divergence itself is infinite."""
+
+
+@every_mode
+@pytest.mark.parametrize("side", ["student", "teacher", "both"])
+def test_infinite_logits_cost_what_the_divergence_says(config, side):
+    case = self_case()
+    targets = case.batch["input_ids"]
+    banned = next(v for v in range(V_S) if v not in targets)
+    if side != "teacher":
+        case.student_logits[..., banned] = -torch.inf
+    if side != "student":
+        case.teacher_logits[0][..., banned] = -torch.inf
+    loss, gradient, metrics = run(case, config)
+    name = next(name for name, each in CONFIGS.items() if each is config)
+    if (side, name) in INFINITE:
+        assert metrics["kl_loss"] == torch.inf
+    else:
+        assert torch.isfinite(loss)
+        assert torch.isfinite(gradient).all()
+
+
+@every_mode
+def test_half_precision_logits_give_a_float32_loss_and_a_gradient_in_their_dtype(config):
+    case = make_case(dtype=torch.float32)
+    exact, exact_gradient, _ = run(case, config)
+    case.student_logits, case.teacher_logits = case.student_logits.bfloat16(), [case.teacher_logits[0].bfloat16()]
+    loss, gradient, _ = run(case, config)
+    assert loss.dtype == torch.float32
+    assert gradient.dtype == torch.bfloat16
+    assert abs(loss - exact) <= 0.05 * abs(exact)
+    assert (gradient - exact_gradient).norm() <= 0.1 * exact_gradient.norm()
+
+
+@every_mode
+def test_nothing_is_mutated_and_no_gradient_reaches_the_teacher(config):
+    case = make_case()
+    case.teacher_logits[0].requires_grad_()
+    before = {name: column.clone() for name, column in case.batch.items()}
+    teacher_before = case.teacher_logits[0].detach().clone()
+    run(case, config)
+    assert all(torch.equal(case.batch[name], column) for name, column in before.items())
+    assert torch.equal(case.teacher_logits[0].detach(), teacher_before)
+    assert case.teacher_logits[0].grad is None
+
+
+def test_padding_and_masked_samples_take_part_in_choosing_k():
+    case = make_case(lengths=(9, 9), sample_mask=(1.0, 0.0))
+    _, before, _ = run(case, LossConfig(vocab_topk=2))
+    case.teacher_logits[0][1, -1, 5] = 50.0
+    _, after, _ = run(case, LossConfig(vocab_topk=2))
+    assert not torch.equal(before, after)
+
+
+def test_a_head_narrower_than_its_vocabulary_is_refused():
+    case = make_case()
+    loss_fn = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    with pytest.raises(InputError, match="teacher 0: its head gives 30 logits, its tokenizer has 31"):
+        loss_fn(case.batch, case.student_logits, [case.teacher_logits[0][..., :30]])
+    with pytest.raises(InputError, match="student's head gives 22 logits"):
+        loss_fn(case.batch, case.student_logits[..., :22], case.teacher_logits)
+    with pytest.raises(InputError, match="2 teachers' logits were given for 1"):
+        loss_fn(case.batch, case.student_logits, case.teacher_logits * 2)
+    with pytest.raises(InputError, match="2 chunk denominators were given for 1"):
+        loss_fn(case.batch, case.student_logits, case.teacher_logits, global_valid_chunks=[1, 2])
+
+
+REFUSED_TEACHERS = {
+    "none": ({}, [], "at least one teacher"),
+    "modes_for_other_teachers": ({"teacher_modes": ("p_kl", "gold")}, [False], "names 2 teachers, the run has 1"),
+    "averaging_mixed": ({"teacher_aggregation": "averaged_logits"}, [True, False], "every teacher must have"),
+    "mode_of_a_same_tokenizer": ({"teacher_modes": ("gold", "gold")}, [False, True], "teacher 1 has the student's"),
+}
+
+
+@pytest.mark.parametrize(("changes", "same", "reason"), REFUSED_TEACHERS.values(), ids=REFUSED_TEACHERS)
+def test_impossible_teachers_are_refused(changes, same, reason):
+    teachers = make_case(same_tokenizer=tuple(same)).teachers if same else []
+    with pytest.raises(ConfigError, match=reason):
+        CrossTokenizerDistillationLoss(LossConfig(**changes), student_vocab_size=V_S, teachers=teachers)
+
+
+@pytest.mark.parametrize("changes", [{"dynamic_teacher_weights": "ce"}, {"teacher_aggregation": "select_teacher"}])
+def test_static_weights_that_would_be_ignored_are_refused(changes):
+    teachers = make_case(same_tokenizer=(True, True), weights=(1.0, 2.0)).teachers
+    with pytest.raises(ConfigError, match="static teacher weights are not used"):
+        CrossTokenizerDistillationLoss(LossConfig(**changes), student_vocab_size=V_S, teachers=teachers)
