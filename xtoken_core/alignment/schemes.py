@@ -1,0 +1,139 @@
+"""How a tokenizer's token strings write bytes: one function per convention, and the choice between them.
+
+The convention is recognised by what it does, not by class names: every candidate decodes a few encoded probe texts,
+and the one that gives the texts back wins. The tokenizer's own description only orders the candidates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Decode = Callable[[str], bytes]
+
+PROBES = (
+    "hello",
+    " hello",
+    "a b",
+    "Hello World, it's antidisestablishmentarianism: qwrtzpsd!",
+    "x = 10  # y\n\tz",
+    "é",
+    "naïve Ärger",
+    "日本語",
+    "مرحبا",
+    "\U0001f600",
+)
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of every byte in byte-level BPE vocabularies, as published with GPT-2.
+
+    Bytes that print stand for themselves; the other 68 get the code points from 256 upward, in order.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+_ALPHABET = str.maketrans({char: chr(byte) for char, byte in byte_alphabet().items()})
+
+
+def byte_level(token: str) -> bytes:
+    """GPT-2, Llama-3, Qwen, tekken: one printable character per byte."""
+    try:
+        return token.translate(_ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode("utf-8", "replace")
+
+
+def sentencepiece(token: str) -> bytes:
+    """SentencePiece: `▁` is a space, `<0xNN>` a byte."""
+    if found := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(found[1], 16)])
+    return token.replace("▁", " ").encode("utf-8", "replace")
+
+
+def wordpiece(token: str) -> bytes:
+    """WordPiece: `##` marks a continuation; the spaces between words are nowhere."""
+    return (token[2:] if token.startswith("##") and len(token) > 2 else token).encode("utf-8", "replace")
+
+
+def end_of_word(token: str) -> bytes:
+    """The original BPE: `</w>` marks the end of a word; the spaces between words are nowhere."""
+    return token.removesuffix("</w>").encode("utf-8", "replace")
+
+
+def byte_characters(token: str) -> bytes:
+    """Byte tokenizers such as ByT5's: character n is byte n."""
+    try:
+        return token.encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode("utf-8", "replace")
+
+
+def plain(token: str) -> bytes:
+    """Character and word tokenizers: the token is its own text."""
+    return token.encode("utf-8", "replace")
+
+
+_SCHEMES: tuple[Decode, ...] = (byte_level, sentencepiece, wordpiece, end_of_word, plain, byte_characters)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One text and the tokens it became; `tokens` is None where the tokenizer used its unknown token."""
+
+    text: str
+    tokens: Sequence[str] | None
+
+
+def choose(probes: Sequence[Probe], description: str) -> Decode:
+    """The scheme that best gives the probes' texts back from their tokens.
+
+    Args:
+        probes: Texts and their tokens.
+        description: The tokenizer's JSON (`""` if it has none); breaks ties.
+    """
+    ordered = sorted(_SCHEMES, key=lambda scheme: not _hinted(scheme, description))
+    known = [probe for probe in probes if probe.tokens is not None]
+    return max(ordered, key=lambda scheme: sum(_likeness(scheme, probe) for probe in known))
+
+
+def _hinted(scheme: Decode, description: str) -> bool:
+    if not description:
+        return False
+    parts: dict[str, Any] = json.loads(description)
+    model = parts.get("model") or {}
+    steps = [parts.get("pre_tokenizer"), parts.get("decoder"), parts.get("normalizer")]
+    pipeline = json.dumps(steps, ensure_ascii=False)
+    hints = {
+        byte_level: '"ByteLevel"' in pipeline,
+        sentencepiece: '"Metaspace"' in pipeline or "▁" in pipeline,
+        wordpiece: model.get("type") == "WordPiece",
+        end_of_word: bool(model.get("end_of_word_suffix")),
+    }
+    return hints.get(scheme, False)
+
+
+def _likeness(scheme: Decode, probe: Probe) -> float:
+    assert probe.tokens is not None
+    spelled = b"".join(scheme(token) for token in probe.tokens)
+    text = probe.text.encode()
+    if spelled == text:
+        return 1.0
+    if spelled == b" " + text:
+        return 0.9
+    if b"".join(spelled.split()) == b"".join(text.split()):
+        return 0.7
+    return 0.5 if _folded(spelled) == _folded(text) else 0.0
+
+
+def _folded(data: bytes) -> str:
+    text = unicodedata.normalize("NFKD", data.decode("utf-8", "replace")).casefold()
+    return "".join(char for char in text if not char.isspace() and not unicodedata.combining(char))

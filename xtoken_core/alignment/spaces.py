@@ -1,0 +1,72 @@
+"""Which leading spaces a tokenizer put there itself (SentencePiece's dummy prefix), and which were in the text."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xtoken_core.alignment.sides import Side
+from xtoken_core.alignment.tables import TEXT
+
+
+def own_spaces(
+    student: Side,
+    teacher: Side,
+    student_ids: np.ndarray,
+    teacher_ids: np.ndarray,
+    student_mask: np.ndarray | None,
+    teacher_mask: np.ndarray | None,
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """`[B, T]` bool per side: tokens whose leading space is the tokenizer's own; None if it never adds one.
+
+    Those are the first text token of a row and of every separately tokenized stretch (one after a gap in the mask)
+    and, for some tokenizers, those after a special. A tokenizer that adds a space only where it is missing has added
+    none to a row that begins with a space on the other side too.
+    """
+    habits = student.table.prefix, teacher.table.prefix
+    if habits == ("none", "none"):
+        return None, None
+    s, t = (student, student_ids, student_mask), (teacher, teacher_ids, teacher_mask)
+    result = []
+    for (side, ids, mask), other in ((s, t), (t, s)):
+        if side.table.prefix == "none":
+            result.append(None)
+            continue
+        led = _candidates(side, ids, mask)
+        if side.table.prefix == "missing" and other[0].table.prefix != "missing":
+            rows = np.flatnonzero(_begins_with_space(*other))
+            led[rows, _first_text(side, ids, mask)[rows]] = False
+        result.append(led)
+    return result[0], result[1]
+
+
+def _candidates(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    there = np.ones(ids.shape, dtype=bool) if mask is None else mask
+    text = there & (side.table.kinds[ids] == TEXT)
+    before = np.zeros(ids.shape, dtype=bool)
+    before[:, 1:] = text[:, :-1] if side.table.prefix_after_special else there[:, :-1]
+    begins = text & ~before
+    if ids.size:
+        rows = np.flatnonzero(text.any(axis=1))
+        begins[rows, text[rows].argmax(axis=1)] = True
+    return begins & side.leading_space[ids]
+
+
+def _first_text(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """`[B]`: index of each row's first text token, 0 if it has none."""
+    if not ids.size:
+        return np.zeros(len(ids), dtype=np.int64)
+    text = side.table.kinds[ids] == TEXT
+    return np.argmax(text if mask is None else text & mask, axis=1)
+
+
+def _begins_with_space(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """`[B]` bool: the text itself begins with a space, the one that the tokenizer always adds not counted."""
+    if not ids.size:
+        return np.zeros(len(ids), dtype=bool)
+    rows = np.arange(len(ids))
+    first = _first_text(side, ids, mask)
+    token = ids[rows, first]
+    if side.table.prefix == "none":
+        return side.leading_space[token]
+    after = ids[rows, np.minimum(first + 1, ids.shape[1] - 1)]
+    return side.two_spaces[token] | ((side.pool.lengths[token] == 1) & side.leading_space[after])

@@ -1,0 +1,248 @@
+"""What every token of a tokenizer spells: its bytes, or its role if it spells nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from xtoken_core.alignment import schemes
+from xtoken_core.alignment.normalizing import Normalizer, character_normalizer
+from xtoken_core.errors import InputError
+
+TEXT, SPECIAL, UNKNOWN = 0, 1, 2
+"""What a token is: it spells its bytes, it spells nothing, or it stands for bytes that it does not tell."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The spellings of all tokens one after the other, then those of specials written out.
+
+    Attributes:
+        data: uint8.
+        ends: `[V]` int64: where a token's spelling ends in `data`.
+        lengths: `[V]` int64: its length.
+        literal_ends: `[V]` int64: the same for tokens written out; for all but specials as `ends`.
+        literal_lengths: `[V]` int64.
+    """
+
+    data: np.ndarray
+    ends: np.ndarray
+    lengths: np.ndarray
+    literal_ends: np.ndarray
+    literal_lengths: np.ndarray
+
+
+def spelling_pool(pieces: Sequence[bytes], literals: Mapping[int, bytes]) -> Pool:
+    """Put the spellings of tokens by id, and of specials by id, into one array."""
+    lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+    ends = np.cumsum(lengths)
+    literal_ends, literal_lengths = ends.copy(), lengths.copy()
+    at = int(ends[-1]) if len(ends) else 0
+    for index, literal in literals.items():
+        at += len(literal)
+        literal_ends[index], literal_lengths[index] = at, len(literal)
+    data = np.frombuffer(b"".join([*pieces, *literals.values(), b"\0"]), dtype=np.uint8)
+    return Pool(data, ends, lengths, literal_ends, literal_lengths)
+
+
+def spread(ends: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The positions `[end - length, end)` of every stretch, one stretch after the other; int64."""
+    total = np.cumsum(lengths)
+    positions = np.repeat(ends - total, lengths)
+    positions += np.arange(len(positions))
+    return positions
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Every token of one tokenizer.
+
+    Attributes:
+        pieces: By id, the bytes it spells in running text; empty for specials and the unknown token.
+        kinds: `[V]` uint8: `TEXT`, `SPECIAL` or `UNKNOWN`.
+        roles: Id of a special -> its role: `bos`, `eos`, `pad`, `bos|eos` or, for all others, its own string.
+        literals: Id of a special -> the bytes of its own string.
+        prefix: Whether the tokenizer puts a space before a text: `none`, `always`, or only where it is `missing`.
+        prefix_after_special: Whether it does so after every special as well.
+        drops_whitespace: Spaces between words are not spelled by any token.
+        normalizer: What it does to the characters of a text before it tokenizes them; None if nothing.
+    """
+
+    pieces: tuple[bytes, ...]
+    kinds: np.ndarray
+    roles: Mapping[int, str]
+    literals: Mapping[int, bytes]
+    prefix: str = "none"
+    prefix_after_special: bool = False
+    drops_whitespace: bool = False
+    normalizer: Normalizer | None = field(default=None, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    @cached_property
+    def pool(self) -> Pool:
+        """All spellings in one array."""
+        return spelling_pool(self.pieces, self.literals)
+
+    def spell(self, ids: Any) -> bytes:
+        """The bytes that these ids spell, one after the other, the space that was put before them included."""
+        return b"".join(map(self.pieces.__getitem__, np.asarray(ids).ravel().tolist()))
+
+
+def token_table(tokenizer: Any) -> TokenTable:
+    """Read the table off a tokenizer: Hugging Face fast or slow, or mistral-common's.
+
+    Raises:
+        InputError: The tokenizer does not tell its vocabulary, or its tokens do not spell the texts it is given.
+    """
+    tokens = _mistral_pieces(tokenizer) or _token_strings(tokenizer)
+    size = max(max(tokens, default=-1) + 1, _length(tokenizer))
+    specials = _special_strings(tokenizer, tokens)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    decode = _scheme(tokenizer, tokens, unknown)
+    written = {i: t.encode("utf-8", "replace") for i, t in _added_strings(tokenizer).items() if i not in specials}
+    pieces = [b""] * size
+    for index, token in tokens.items():
+        if index not in specials and index != unknown:
+            pieces[index] = written.get(index) or (token if isinstance(token, bytes) else decode(token))
+    kinds = np.zeros(size, dtype=np.uint8)
+    kinds[[i for i in specials if i != unknown]] = SPECIAL
+    if unknown is not None and unknown not in _bos_eos_pad(tokenizer):
+        kinds[unknown] = UNKNOWN
+    bare = TokenTable(
+        pieces=tuple(pieces),
+        kinds=kinds,
+        roles=_roles(tokenizer, {i: s for i, s in specials.items() if kinds[i] == SPECIAL}),
+        literals={i: s.encode("utf-8", "replace") for i, s in specials.items() if kinds[i] == SPECIAL},
+    )
+    return _with_habits(bare, tokenizer)
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text alone, without the specials a tokenizer puts around it."""
+    return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _scheme(tokenizer: Any, tokens: Mapping[int, str | bytes], unknown: int | None) -> schemes.Decode:
+    probes = []
+    for text in schemes.PROBES:
+        ids = encode_plain(tokenizer, text)
+        strings = [tokens.get(i, "") for i in ids if i != unknown]
+        known = len(strings) == len(ids) and all(isinstance(s, str) for s in strings)
+        probes.append(schemes.Probe(text, [str(s) for s in strings] if known else None))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return schemes.choose(probes, _pipeline(backend) if backend is not None else "")
+
+
+def _pipeline(backend: Any) -> str:
+    """The backend's JSON without its vocabulary."""
+    parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    described = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
+    model = {"type": type(backend.model).__name__}
+    if suffix := getattr(backend.model, "end_of_word_suffix", None):
+        model["end_of_word_suffix"] = suffix
+    return json.dumps(described | {"model": model})
+
+
+def _token_strings(tokenizer: Any) -> dict[int, str | bytes]:
+    if hasattr(tokenizer, "get_vocab"):
+        return {index: token for token, index in tokenizer.get_vocab().items()}
+    size = _length(tokenizer)
+    if not size or not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise InputError(f"{type(tokenizer).__name__} does not tell its vocabulary: get_vocab() is missing")
+    return dict(enumerate(tokenizer.convert_ids_to_tokens(list(range(size)))))
+
+
+def _mistral_pieces(tokenizer: Any) -> dict[int, str | bytes] | None:
+    """The vocabulary of a tokenizer that wraps mistral-common, which knows its tokens' bytes itself."""
+    inner = getattr(getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None), "tokenizer", None)
+    if inner is None:
+        return None
+    if not hasattr(inner, "_tekken_token2id_nospecial"):
+        return {index: inner.id_to_piece(index) for index in range(inner.n_words)}
+    offset = inner.num_special_tokens
+    pieces: dict[int, str | bytes] = {i + offset: p for p, i in inner._tekken_token2id_nospecial.items()}
+    return pieces | {index: inner.id_to_piece(index) for index in range(offset)}
+
+
+def _length(tokenizer: Any) -> int:
+    return len(tokenizer) if hasattr(tokenizer, "__len__") else int(getattr(tokenizer, "vocab_size", 0))
+
+
+def _added(tokenizer: Any) -> Mapping[int, Any]:
+    added = getattr(tokenizer, "added_tokens_decoder", None)
+    return added if isinstance(added, Mapping) else {}
+
+
+def _added_strings(tokenizer: Any) -> dict[int, str]:
+    return {int(i): str(t) for i, t in _added(tokenizer).items()}
+
+
+def _special_strings(tokenizer: Any, tokens: Mapping[int, str | bytes]) -> dict[int, str]:
+    ids = {int(i) for i in getattr(tokenizer, "all_special_ids", None) or ()} | _bos_eos_pad(tokenizer)
+    ids |= {int(i) for i, token in _added(tokenizer).items() if getattr(token, "special", False)}
+    model = getattr(tokenizer, "sp_model", None)
+    if model is not None:
+        ids |= {i for i in range(model.get_piece_size()) if model.IsControl(i) and i in tokens}
+    names = {i: tokens.get(i, b"") for i in ids}
+    return {i: t.decode("utf-8", "replace") if isinstance(t, bytes) else t for i, t in names.items()}
+
+
+def _bos_eos_pad(tokenizer: Any) -> set[int]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
+    ids = (getattr(tokenizer, name, None) for name in names)
+    return {int(i) for i in ids if i is not None}
+
+
+def _roles(tokenizer: Any, specials: Mapping[int, str]) -> dict[int, str]:
+    def first(*names: str) -> int | None:
+        ids = (getattr(tokenizer, name, None) for name in names)
+        return next((int(i) for i in ids if i is not None), None)
+
+    bos, eos = first("bos_token_id", "cls_token_id"), first("eos_token_id", "sep_token_id")
+    roles = dict(specials)
+    if (pad := first("pad_token_id")) in roles:
+        roles[pad] = "pad"
+    if bos in roles:
+        roles[bos] = "bos"
+    if eos in roles:
+        roles[eos] = "bos|eos" if bos == eos else "eos"
+    return roles
+
+
+def _with_habits(table: TokenTable, tokenizer: Any) -> TokenTable:
+    """Fill in what the tokenizer does to a text, seen from what it makes of a few."""
+
+    def spelled(text: str) -> bytes | None:
+        ids = encode_plain(tokenizer, text)
+        return None if any(table.kinds[i] == UNKNOWN for i in ids) else table.spell(ids)
+
+    word, spaced, two = spelled("hello"), spelled(" hello"), spelled("hello you")
+    if all(s is None for s in map(spelled, schemes.PROBES)):
+        word = spaced = two = None
+    prefix = "none"
+    if word == b" hello":
+        prefix = "always" if spaced == b"  hello" else "missing"
+    drops = two is not None and two == b"helloyou"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    after = False
+    if prefix != "none" and table.literals:
+        literal = next(iter(table.literals.values())).decode("utf-8", "replace")
+        after = (spelled(f"hello{literal}you") or b"").endswith(b"hello you")
+    normalizer = character_normalizer(tokenizer, backend)
+    return TokenTable(
+        pieces=table.pieces,
+        kinds=table.kinds,
+        roles=table.roles,
+        literals=table.literals,
+        prefix=prefix,
+        prefix_after_special=after,
+        drops_whitespace=drops,
+        normalizer=normalizer,
+    )
