@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
+from xtoken_core.data_plane.buffers import tensor_over
 from xtoken_core.data_plane.codec import object_rows
 from xtoken_core.data_plane.jagged import is_ragged_along_dim1, jagged_from_values, row_bounds
 from xtoken_core.wire.columns import ITEM_SIZES, Column, offsets_from_lengths
@@ -19,11 +19,6 @@ from xtoken_core.wire.objects import object_column, object_values
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES}
 """Every dtype that travels, by its name on the wire."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-with warnings.catch_warnings():
-    # torch says once per process that a tensor over read-only bytes is not protected; received columns are such
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def columns_from_tensordict(td: TensorDictBase) -> dict[str, Column]:
@@ -139,9 +134,7 @@ def _values(column: Column) -> Tensor:
         raise TypeError("an object column holds no tensors")
     steps = column.rows if column.offsets is None else column.offsets[column.rows]
     dtype = DTYPES[column.dtype]
-    if not column.values.nbytes:
-        return torch.empty((steps, *column.item_shape), dtype=dtype)
-    flat = torch.frombuffer(column.values, dtype=dtype)
+    flat = tensor_over(column.values, dtype)
     if flat.data_ptr() % flat.element_size():
         flat = flat.clone()
     return flat.view(steps, *column.item_shape)

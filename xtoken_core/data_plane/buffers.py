@@ -1,0 +1,28 @@
+"""Tensors over memory that something else owns: a received frame, a mapped file."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+
+import torch
+from torch import Tensor
+
+with warnings.catch_warnings():
+    # torch says once per process that a tensor over read-only bytes is not protected; ours are read by contract
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+def tensor_over(buffer: memoryview | mmap.mmap, dtype: torch.dtype, *, count: int = -1, offset: int = 0) -> Tensor:
+    """A flat tensor over a buffer's bytes, without a copy; it keeps the buffer alive.
+
+    Args:
+        buffer: The bytes; where they are read-only, the tensor must not be written.
+        dtype: What they hold.
+        count: Number of items; all that there are if -1.
+        offset: Bytes before the first item.
+    """
+    if count == 0 or memoryview(buffer).nbytes == offset:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)

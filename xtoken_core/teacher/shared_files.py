@@ -1,0 +1,127 @@
+"""Files in shared memory: made, opened and swept so that no other user and no crash can do harm. No torch.
+
+A file's owner holds a lock on it (`flock`) for as long as it lives: the kernel lets go of it however the process ends,
+so a file that can be locked has lost its owner. A process id could be another's by now, or mean nothing in a container.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from xtoken_core.errors import InputError
+from xtoken_core.teacher.ring import SignalError
+
+DIRECTORY = Path("/dev/shm")
+PREFIX = "xtoken-ring-"
+_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def create_file(size: int, *, run: str, session: str, directory: Path = DIRECTORY) -> tuple[int, Path]:
+    """A new file of `size` bytes, mode 0600, its memory reserved, locked by this process until the descriptor closes.
+
+    Args:
+        size: Bytes, all reserved now, so that a full directory shows here and not as a SIGBUS later.
+        run: Name of the run, for the people who look into the directory.
+        session: The producer's session, likewise.
+        directory: Where to make it.
+
+    Returns:
+        The open descriptor (the lock belongs to it) and the path.
+
+    Raises:
+        InputError: If the directory is missing, not writable, or has no room for `size` bytes.
+    """
+    label = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", part)[:40] for part in (run, session))
+    while True:
+        path = directory / f"{PREFIX}{label}-{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            fd = os.open(path, _OPEN | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise InputError(f"cannot make a file in {directory}: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink == 0:  # a sweep took it in the moment before the lock
+                os.close(fd)
+                continue
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            raise _no_room(size, directory, error) from error
+        return fd, path
+
+
+def _no_room(size: int, directory: Path, error: OSError) -> InputError:
+    if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
+        return InputError(f"cannot reserve {size} bytes in {directory}: {error.strerror}")
+    room = os.statvfs(directory)
+    free = room.f_bavail * room.f_frsize
+    return InputError(
+        f"{directory} has {free} bytes free but the teacher's ring needs {size} bytes: enlarge it (in a container "
+        "--shm-size), or lower workers.slots or train.micro_batch_tokens"
+    )
+
+
+def open_file(name: str, size: int, *, directory: Path = DIRECTORY) -> int:
+    """Open another process's file for reading, if it is a regular file of ours, private and of this size.
+
+    Raises:
+        SignalError: Naming what is wrong with it.
+    """
+    if not re.fullmatch(re.escape(PREFIX) + r"[A-Za-z0-9_.-]+", name):
+        raise SignalError(f"{name!r} is not the name of a ring in shared memory")
+    path = directory / name
+    try:
+        fd = os.open(path, _OPEN | os.O_RDONLY)
+    except OSError as error:
+        reason = "is a link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        raise SignalError(f"{path} {reason}") from error
+    complaint = _complaint(os.fstat(fd), size)
+    if complaint:
+        os.close(fd)
+        raise SignalError(f"{path} {complaint}")
+    return fd
+
+
+def _complaint(found: os.stat_result, size: int) -> str:
+    if not stat.S_ISREG(found.st_mode):
+        return "is no regular file"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, this process to user {os.geteuid()}"
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        return f"is open to other users (mode {stat.S_IMODE(found.st_mode):04o})"
+    if found.st_size != size:
+        return f"has {found.st_size} bytes instead of {size}"
+    return ""
+
+
+def sweep(directory: Path = DIRECTORY) -> list[Path]:
+    """Remove this user's ring files whose owner is gone.
+
+    Returns:
+        What was removed.
+    """
+    removed = []
+    for path in sorted(directory.glob(f"{PREFIX}*")) if directory.is_dir() else []:
+        try:
+            fd = os.open(path, _OPEN | os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path)
+        except BlockingIOError:  # its owner lives
+            continue
+        finally:
+            os.close(fd)
+    return removed
