@@ -1,113 +1,153 @@
-"""Which tokenizers a projection belongs to: hashes of files, found without loading them into a library. No torch."""
+"""Which tokenizers a projection file was built for, told without torch or transformers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 from xtoken_core.errors import InputError
 
-STUDENT_KEY = "student_fingerprint"
-TEACHER_KEY = "teacher_fingerprint"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-)
-MAX_HEADER_BYTES = 100 << 20
+STUDENT_KEY, TEACHER_KEY = "student_fingerprint", "teacher_fingerprint"
+FORMAT_KEY, FORMAT = "format", "xtoken-projection-1"
+_MAX_HEADER = 1 << 20
+_ALTERNATIVES = ("tokenizer.json", "tekken.json")
+_OTHERS = ("*.model", "*.model.v*", "vocab.json", "merges.txt", "vocab.txt", "*.tiktoken", "added_tokens.json")
 
 
-def tokenizer_fingerprint(directory: Path) -> str:
-    """Hash of the files that decide how a tokenizer splits text.
+def tokenizer_fingerprint(tokenizer_or_dir: Any) -> str:
+    """The sha256, in hex, of what makes a tokenizer: vocabulary, merges, added tokens, splitting and normalising.
+
+    Padding, truncation, templates and the order of JSON keys do not enter, so that saving a tokenizer again does not
+    change it.
+
+    Args:
+        tokenizer_or_dir: A Hugging Face directory (or a single tokenizer file), or a loaded tokenizer; one that was
+            loaded from a directory is told by that directory.
 
     Raises:
-        InputError: The directory holds none of them.
+        InputError: The directory is missing, unreadable or holds no tokenizer.
     """
-    digest = hashlib.sha256()
-    found = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
-    if not found:
-        raise InputError(f"no tokenizer in {directory}: it takes a Hugging Face directory with tokenizer.json")
-    fast = directory / "tokenizer.json"
-    for path in [fast] if fast in found else found:
-        digest.update(path.name.encode() + b"\0" + _canonical(path) + b"\0")
-    return digest.hexdigest()
+    if isinstance(tokenizer_or_dir, (str, Path)):
+        return _of_directory(Path(tokenizer_or_dir))
+    origin = getattr(tokenizer_or_dir, "name_or_path", "")
+    if origin and Path(origin).is_dir() and _files(Path(origin)):
+        return _of_directory(Path(origin))
+    backend = getattr(tokenizer_or_dir, "backend_tokenizer", None)
+    if backend is not None:
+        return _digest([("tokenizer.json", _canonical(json.loads(backend.to_str())))])
+    vocabulary = json.dumps(sorted(tokenizer_or_dir.get_vocab().items(), key=lambda item: item[1]))
+    return _digest([("vocabulary", vocabulary.encode())])
 
 
-def file_fingerprint(path: Path) -> str:
-    """Hash of a file's bytes.
+def file_fingerprint(path: str | Path) -> str:
+    """The sha256 of a file's content, in hex.
 
     Raises:
-        InputError: It cannot be read.
+        InputError: The file cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with Path(path).open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
-def safetensors_metadata(path: Path) -> dict[str, str] | None:
-    """The metadata of a safetensors file; None if it is another kind of file.
+def projection_header(path: str | Path) -> dict[str, str] | None:
+    """What an xtoken projection file says about itself; None for a file of another format.
 
     Raises:
-        InputError: The file cannot be read, or its header is damaged.
+        InputError: The file cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if path.suffix != ".safetensors":
+        with Path(path).open("rb") as stream:
+            start = stream.read(9)
+            if len(start) < 9 or start[8:] != b"{":
                 return None
-            if not 2 <= size <= MAX_HEADER_BYTES:
-                raise InputError(f"{path} is no safetensors file")
-            header: Any = json.loads(file.read(size))
+            (size,) = struct.unpack("<Q", start[:8])
+            header = json.loads(b"{" + stream.read(size - 1)) if 1 < size <= _MAX_HEADER else {}
     except OSError as error:
-        raise InputError(f"cannot read the projection file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{path} is no safetensors file: {error}") from error
-    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else {}
-    return {str(key): str(value) for key, value in metadata.items()}
+        raise InputError(f"cannot read the projection {path}: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        return None
+    said = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(said, dict) or said.get(FORMAT_KEY) != FORMAT:
+        return None
+    return {str(key): str(value) for key, value in said.items()}
 
 
-def check_projection_pair(path: Path, student: Path, teacher: Path) -> None:
-    """Refuse a projection that was built for other tokenizers; a file without fingerprints passes.
+def check_projection_pair(path: str | Path, student: Any, teacher: Any) -> None:
+    """Refuse a projection file that was built for another pair of tokenizers.
+
+    Files of the public formats do not say what they were built for and pass.
 
     Args:
         path: The projection file.
-        student: Directory of the student's tokenizer.
-        teacher: Directory of the teacher's tokenizer.
+        student: The student's tokenizer or its directory.
+        teacher: The teacher's.
 
     Raises:
-        InputError: The file is missing, damaged or of another pair.
+        InputError: The file cannot be read, or belongs to another student or teacher.
     """
-    metadata = safetensors_metadata(path)
-    if not metadata or STUDENT_KEY not in metadata:
+    said = projection_header(path)
+    if said is None:
         return
-    for key, directory in ((STUDENT_KEY, student), (TEACHER_KEY, teacher)):
-        if metadata.get(key) != tokenizer_fingerprint(directory):
+    for name, key, tokenizer in (("student", STUDENT_KEY, student), ("teacher", TEACHER_KEY, teacher)):
+        if key in said and said[key] != tokenizer_fingerprint(tokenizer):
+            where = tokenizer if isinstance(tokenizer, (str, Path)) else "given"
             raise InputError(
-                f"the projection {path} was built for another tokenizer than {directory}: build it anew by "
-                f"xtoken projection build --student {student} --teacher {teacher} --out {path}"
+                f"the projection {path} was built for another {name}'s tokenizer than {where}: "
+                "build it again with xtoken projection build"
             )
 
 
-def _canonical(path: Path) -> bytes:
-    """JSON without its layout, anything else as it is."""
-    raw = path.read_bytes()
-    if path.suffix != ".json":
-        return raw
+def _of_directory(path: Path) -> str:
+    if not path.exists():
+        raise InputError(f"no tokenizer at {path}: it takes a Hugging Face directory")
+    files = [path] if path.is_file() else _files(path)
+    if not files:
+        raise InputError(f"{path} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json, …)")
     try:
-        document = json.loads(raw)
-    except ValueError as error:
-        raise InputError(f"cannot read the tokenizer {path}: {error}") from error
-    if isinstance(document, dict):
-        document.pop("truncation", None)
-        document.pop("padding", None)
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+        return _digest([(file.name, _content(file)) for file in files])
+    except OSError as error:
+        raise InputError(f"cannot read the tokenizer in {path}: {error.strerror}") from error
+
+
+def _files(directory: Path) -> list[Path]:
+    for name in _ALTERNATIVES:
+        if (directory / name).is_file():
+            return [directory / name]
+    return sorted({file for pattern in _OTHERS for file in directory.glob(pattern)})
+
+
+def _content(file: Path) -> bytes:
+    data = file.read_bytes()
+    if file.name != "tokenizer.json":
+        return data
+    try:
+        return _canonical(json.loads(data))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not a tokenizer: {error}") from error
+
+
+def _canonical(tokenizer: Any) -> bytes:
+    """The part of a `tokenizer.json` that decides which ids a text becomes."""
+    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("model"), dict):
+        raise InputError("a tokenizer.json must be an object with a model")
+    model = dict(tokenizer["model"])
+    if "merges" in model:
+        model["merges"] = [m if isinstance(m, str) else " ".join(m) for m in model["merges"] or ()]
+    added = [(t.get("id"), t.get("content"), t.get("special")) for t in tokenizer.get("added_tokens") or ()]
+    kept = {key: tokenizer.get(key) for key in ("normalizer", "pre_tokenizer")}
+    content = {"model": model, "added": sorted(added, key=str), **kept}
+    return json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _digest(parts: list[tuple[str, bytes]]) -> str:
+    digest = hashlib.sha256()
+    for name, content in parts:
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
