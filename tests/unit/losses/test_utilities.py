@@ -1,0 +1,153 @@
+"""The loss utilities: projection product under autocast, chunk means, sums over ranks, the exact-token map."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_cases import V_S, make_case
+from loss_loops import token_map
+
+from xtoken_core.config import LossConfig
+from xtoken_core.losses import (
+    CrossTokenizerDistillationLoss,
+    Fp32SparseMM,
+    LossTeacher,
+    ce_token_counts,
+    chunk_average_log_probs,
+    dp_all_reduce_sum,
+    exact_token_map,
+    kd_chunk_counts,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def sparse_matrix(device="cpu"):
+    torch.manual_seed(1)
+    dense = torch.rand(12, 17).masked_fill(torch.rand(12, 17) < 0.7, 0.0)
+    return dense.to(device), dense.to_sparse().coalesce().to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sparse_product_stays_in_float32_with_the_backward_inside_autocast(device):
+    dense, sparse = sparse_matrix(device)
+    x = torch.randn(12, 5, device=device, requires_grad=True)
+    upstream = torch.randn(17, 5, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = Fp32SparseMM.apply(sparse, x)
+        (y * upstream).sum().backward()
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, dense.t() @ x.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad, dense @ upstream, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sparse_product_returns_the_gradient_in_the_inputs_dtype(dtype):
+    dense, sparse = sparse_matrix()
+    x = torch.randn(12, 5, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = Fp32SparseMM.apply(sparse, x)
+        y.sum().backward()
+    torch.testing.assert_close(y, dense.t() @ x.detach().float())
+    assert x.grad.dtype == dtype
+
+
+def test_sparse_product_in_float64_passes_gradcheck():
+    _, sparse = sparse_matrix()
+    x = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: Fp32SparseMM.apply(sparse, x), x)
+
+
+def test_chunk_average_divides_by_the_chunks_size():
+    log_probs = torch.arange(8.0).view(1, 4, 2)
+    means, sizes = chunk_average_log_probs(log_probs, torch.tensor([[0, 0, -1, 2]]), 4)
+    assert sizes.tolist() == [[2.0, 0.0, 1.0, 0.0]]
+    assert means.tolist() == [[[1.0, 2.0], [0.0, 0.0], [6.0, 7.0], [0.0, 0.0]]]
+
+
+def test_chunk_average_ignores_what_is_in_no_chunk():
+    log_probs = torch.full((1, 3, 2), -torch.inf)
+    log_probs[0, 1] = 1.0
+    means, _ = chunk_average_log_probs(log_probs, torch.tensor([[-1, 0, 7]]), 2)
+    assert means.tolist() == [[[1.0, 1.0], [0.0, 0.0]]]
+
+
+def test_a_sum_without_process_group_is_a_fresh_float32_copy():
+    local = torch.tensor(5)
+    total = dp_all_reduce_sum(local)
+    assert total.dtype == torch.float32
+    assert total == 5
+    same = torch.tensor(5.0)
+    dp_all_reduce_sum(same).add_(1)
+    assert same == 5
+
+
+def _rank(rank, path, rows):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    config = LossConfig(vocab_topk=None)
+    case = make_case(lengths=(9, 4, 1, 12), seed=5).rows(rows[rank])
+    columns = ("student_chunk_id", "teacher_chunk_id", "pair_valid", "pair_is_correct")
+    chunks = kd_chunk_counts(*(case.batch[f"alignment_{name}"] for name in columns), config).sum()
+    toks = ce_token_counts(case.batch["token_mask"]).sum()
+    logits = case.student_logits.requires_grad_()
+    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss, metrics = loss_fn(
+        case.batch,
+        logits,
+        case.teacher_logits,
+        global_valid_toks=dp_all_reduce_sum(toks),
+        global_valid_chunks=[dp_all_reduce_sum(chunks)],
+    )
+    loss.backward()
+    torch.save({"gradient": logits.grad, "kl_loss": metrics["kl_loss"]}, f"{path}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_make_the_same_step_as_one(tmp_path):
+    rows = [[0, 2], [1, 3]]
+    mp.spawn(_rank, args=(str(tmp_path), rows), nprocs=2)
+    case = make_case(lengths=(9, 4, 1, 12), seed=5)
+    logits = case.student_logits.clone().requires_grad_()
+    loss_fn = CrossTokenizerDistillationLoss(
+        LossConfig(vocab_topk=None), student_vocab_size=V_S, teachers=case.teachers
+    )
+    loss, metrics = loss_fn(case.batch, logits, case.teacher_logits)
+    loss.backward()
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for rank, chosen in zip(ranks, rows, strict=True):
+        torch.testing.assert_close(rank["gradient"], logits.grad[chosen], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(ranks[0]["kl_loss"] + ranks[1]["kl_loss"], metrics["kl_loss"])
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 10**6), relaxed=st.booleans())
+def test_the_exact_map_is_the_plain_loops(seed, relaxed):
+    torch.manual_seed(seed)
+    indices = torch.randint(-1, 9, (V_S, 3))
+    likelihoods = torch.tensor([1.0, 0.7, 0.6, 0.4, 0.0])[torch.randint(5, (V_S, 3))]
+    indices[::2, 1:], likelihoods[::2, 1:] = -1, 0.0
+    expected = token_map(LossTeacher(7, indices, likelihoods), V_S, relaxed)
+    parts = exact_token_map(indices, likelihoods, relaxed=relaxed, teacher_vocab_size=7)
+    names = ("common_student", "common_teacher", "uncommon_student", "uncommon_teacher")
+    assert [parts[name].tolist() for name in names] == list(expected)
+
+
+def test_the_exact_map_of_one_slot_needs_only_the_weight():
+    indices, likelihoods = torch.tensor([[3], [3], [9], [-1]]), torch.tensor([[1.0], [1.0], [1.0], [1.0]])
+    parts = exact_token_map(indices, likelihoods, relaxed=False, teacher_vocab_size=5)
+    assert parts["common_student"].tolist() == [0]
+    assert parts["common_teacher"].tolist() == [3]
+    assert parts["uncommon_student"].tolist() == [1, 2, 3]
+    assert parts["uncommon_teacher"].tolist() == [0, 1, 2, 4]
+
+
+def test_the_relaxed_map_prefers_the_heavier_row_then_the_lower():
+    indices = torch.tensor([[0, 1], [0, 2], [0, 3]])
+    likelihoods = torch.tensor([[0.7, 0.3], [0.9, 0.1], [0.9, 0.1]])
+    parts = exact_token_map(indices, likelihoods, relaxed=True, teacher_vocab_size=4)
+    assert parts["common_student"].tolist() == [1]
