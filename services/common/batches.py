@@ -39,8 +39,8 @@ def padded_batch(
     batch: dict[str, Any] = {}
     by_width: dict[int, dict[str, Column]] = {}
     for name, column in columns.items():
-        axis, place = axes.get(name, ("sample", None))
-        width = {"student": widths[0], "teacher": widths[(place or 0) + 1]}.get(axis, 0)
+        axis, owner = axes.get(name, ("sample", None))
+        width = {"student": widths[0], "teacher": widths[(owner or 0) + 1]}.get(axis, 0)
         by_width.setdefault(width, {})[name] = column
     for width, group in by_width.items():
         batch.update(materialize(tensordict_from_columns(group), "padded", pads, width))

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import ConfigError, InputError
 
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def pick_device(wanted: str, rank: int) -> torch.device:
@@ -46,7 +46,8 @@ def load_model(spec: ModelSpec, what: str, device: torch.device, directory: Path
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise InputError(f"cannot load the {what}'s model from {place}: {_first_line(error)}") from error
-    return model.to(device)
+    model.to(device)  # type: ignore[arg-type]  # the stub's decorator loses `self`
+    return model
 
 
 def load_tokenizer(directory: Path, what: str) -> Any:
@@ -63,7 +64,7 @@ def load_tokenizer(directory: Path, what: str) -> Any:
 
 def head_width(model: PreTrainedModel) -> int:
     """Rows of the model's head."""
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return int(head.weight.shape[0])
 
 

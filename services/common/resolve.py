@@ -30,12 +30,12 @@ def resolve_run(spec: RunSpec) -> ResolvedRun:
     """
     student = _model("student", spec.student)
     teachers = tuple(_model(f"teacher {i}", teacher) for i, teacher in enumerate(spec.teacher))
-    for index, teacher in enumerate(spec.teacher):
+    for place, teacher in enumerate(spec.teacher):
         if teacher.projection is not None:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
-        elif teachers[index].tokenizer_fingerprint != student.tokenizer_fingerprint:
+        elif teachers[place].tokenizer_fingerprint != student.tokenizer_fingerprint:
             raise ConfigError(
-                f"teacher.{index}.projection: this teacher's tokenizer is not the student's: build a projection by "
+                f"teacher.{place}.projection: this teacher's tokenizer is not the student's: build a projection by "
                 f"xtoken projection build --student {spec.student.tokenizer_dir} --teacher {teacher.tokenizer_dir}"
             )
     _writable(spec.output)

@@ -10,6 +10,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, padded_length
 from xtoken_core.data_plane.run_client import StepRows
 from xtoken_core.plan import Plan, RowLengths, plan
+from xtoken_core.teacher.ring import RingShape
 from xtoken_core.wire import Column
 
 
@@ -103,6 +104,18 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
 def max_widths(run: ResolvedRun) -> tuple[int, ...]:
     """The widest padded row of each side."""
     return tuple(padded_length(m.context_length) for m in (run.spec.student, *run.spec.teacher))
+
+
+def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
+    """The shape of a teacher's ring, which both its sides take from the run, never from a message."""
+    model = run.teachers[teacher]
+    return RingShape(
+        slots=run.spec.workers.slots,
+        slot_tokens=run.spec.train.micro_batch_tokens,
+        head_width=model.head_width,
+        vocab=model.vocab_size,
+        dtype=run.spec.teacher[teacher].dtype,
+    )
 
 
 def _integers(column: Column) -> Sequence[int]:

@@ -1,0 +1,47 @@
+"""`xtoken teacher`: connect to a queue, load one teacher, and serve its rank until the run ends."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from services.common.models import load_model, load_tokenizer, pad_id, pick_device
+from services.common.worker import worker_session
+from services.teacher.loop import TeacherLoop
+from xtoken_core.errors import ConfigError
+from xtoken_core.protocol.run import TEACHER
+
+log = logging.getLogger("xtoken.teacher")
+
+
+def work(
+    queue: str, *, teacher: int, rank: int, name: str | None, incarnation: int | None, token_file: Path | None
+) -> None:
+    """Serve one teacher to one rank.
+
+    Raises:
+        ConfigError: The run has no such teacher or rank.
+        InputError: The model cannot be loaded, or its head is narrower than its vocabulary.
+    """
+    name = name or f"teacher-{teacher}-{rank}"
+    with worker_session(
+        queue, role=TEACHER, name=name, rank=rank, incarnation=incarnation, token_file=token_file
+    ) as worker:
+        spec = worker.run.spec
+        if teacher >= len(spec.teacher) or rank >= spec.workers.ranks:
+            raise ConfigError(
+                f"--teacher {teacher} --rank {rank}: the run {spec.name!r} has {len(spec.teacher)} teachers "
+                f"and {spec.workers.ranks} ranks"
+            )
+        mine = spec.teacher[teacher]
+        device = pick_device(spec.workers.device, rank)
+        model = load_model(mine, f"teacher {teacher}", device)
+        model.eval()  # type: ignore[no-untyped-call]
+        worker.alive()
+        tokenizer = load_tokenizer(mine.tokenizer_dir, f"teacher {teacher}")
+        worker.phase("run")
+        log.info("teacher %d loaded from %s on %s", teacher, mine.model, device)
+        with torch.inference_mode():
+            TeacherLoop(worker, model, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer)).serve()

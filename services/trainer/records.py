@@ -1,0 +1,74 @@
+"""What a run writes down: `steps.jsonl`, `eval.jsonl`, `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.errors import XtokenError
+
+
+class JsonLines:
+    """A file of one JSON object per line, each with a `step`, written line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def cut_back(self, step: int, *, inclusive: bool) -> None:
+        """Drop the lines of later steps, and a torn last one: the run goes on from `step`.
+
+        Args:
+            step: Where the run goes on.
+            inclusive: Whether a line of that very step stays.
+        """
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                at = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                break
+            if at < step or (inclusive and at == step):
+                kept.append(line + "\n")
+        replace_file(self.path, "".join(kept))
+
+    def last_step(self) -> int | None:
+        """The step of the last line."""
+        if not self.path.exists():
+            return None
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return int(json.loads(lines[-1])["step"]) if lines else None
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a line and hand it to the system.
+
+        Raises:
+            XtokenError: It cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise XtokenError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        XtokenError: It cannot be written; what was there stays.
+    """
+    scratch = path.with_name(f".{path.name}.tmp")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise XtokenError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,119 @@
+"""One optimiser step: its micro-batches in plan order, forward, loss, backward, release."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.common.batches import padded_batch
+from services.common.steps import StepPlan
+from services.common.worker import WAIT_S, Worker
+from services.trainer.rings import OpenRings
+from xtoken_core import schema
+from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.plan import MicroBatch
+from xtoken_core.protocol.run import signal_fields
+from xtoken_core.teacher.signal import rebuild_teacher_full_logits_from_ipc
+from xtoken_core.wire import Column
+from xtoken_core.wire.messages import Claimed
+
+
+class StepRunner:
+    """Gradients of one rank's part of a step.
+
+    Args:
+        worker: The session.
+        model: The student.
+        loss: The run's loss.
+        rings: The teachers' rings.
+        rank: This rank.
+        pad_id: The token id that fills the student's padding.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        model: PreTrainedModel,
+        loss: CrossTokenizerDistillationLoss,
+        rings: OpenRings,
+        *,
+        rank: int,
+        pad_id: int,
+    ) -> None:
+        self.worker, self.queue, self.run = worker, worker.queue, worker.run
+        self.model, self.loss, self.rings = model, loss, rings
+        self.rank, self.pad_id = rank, pad_id
+        self.fields = list(schema.run_fields(self.run.spec.same_tokenizer))
+        self.signals = signal_fields(len(self.run.spec.teacher))
+
+    def run_step(self, step: StepPlan, rewinds: int) -> list[dict[str, Tensor]]:
+        """Add the gradients of this rank's micro-batches; returns their metrics."""
+        metrics = []
+        for index, batch in enumerate(step.plan.ranks[self.rank]):
+            if batch.ids:
+                torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.rank, index))
+                metrics += self._micro_batch(step, batch, rewinds)
+        return metrics
+
+    def _micro_batch(self, step: StepPlan, batch: MicroBatch, rewinds: int) -> list[dict[str, Tensor]]:
+        claimed, columns = self._claim(batch, rewinds)
+        if any(name not in columns for name in self.signals):
+            return []  # every sample has died
+        data = self._padded(batch, claimed, columns)
+        slots = {(ref["ring"], ref["slot"], ref["generation"]) for name in self.signals for ref in data[name]}
+        metrics = self._backward(step, data)
+        self.rings.release(slots)
+        self.worker.alive(1)
+        return [metrics]
+
+    def _backward(self, step: StepPlan, data: dict[str, Any]) -> dict[str, Tensor]:
+        """Forward, loss and backward of a micro-batch; no view of a teacher's memory outlives it."""
+        signals = [
+            rebuild_teacher_full_logits_from_ipc(data, index)
+            for index in schema.teacher_indices(len(self.run.spec.teacher))
+        ]
+        device = self.model.device
+        on_device = {name: value.to(device) for name, value in data.items() if isinstance(value, Tensor)}
+        logits = self.model(input_ids=on_device[schema.INPUT_IDS.name], use_cache=False).logits
+        loss, metrics = self.loss(
+            on_device,
+            logits,
+            [signal.to(device) for signal in signals],
+            global_valid_toks=step.ce_tokens,
+            global_valid_chunks=list(step.kd_chunks),
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        return metrics
+
+    def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:
+        """Lease a micro-batch; meanwhile open the rings of teachers that come (back)."""
+        while True:
+            self.worker.alive()
+            self.rings.look_after()
+            found = self.queue.claim_batch(batch.ids, self.fields, rewinds=rewinds, wait_s=WAIT_S)
+            if found is not None:
+                return found
+
+    def _padded(self, batch: MicroBatch, claimed: Claimed, columns: dict[str, Column]) -> dict[str, Any]:
+        dead = set(claimed.dead)
+        data = padded_batch(
+            columns,
+            widths=batch.widths,
+            pad_ids=[self.pad_id] * len(batch.widths),
+            dead_rows=[row for row, sample in enumerate(batch.ids) if sample in dead],
+        )
+        indices = schema.teacher_indices(len(self.run.spec.teacher))
+        for index, same in zip(indices, self.run.spec.same_tokenizer, strict=True):
+            if same:
+                data[schema.field_name(schema.TEACHER_INPUT_IDS, index)] = data[schema.INPUT_IDS.name]
+        return data
+
+
+def seed_of(seed: int, step: int, rank: int, micro_batch: int) -> int:
+    """The random state of a micro-batch, so that a repeated step repeats its dropout and none need be stored."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}/{micro_batch}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
