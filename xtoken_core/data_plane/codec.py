@@ -34,15 +34,20 @@ def to_nested_by_length(padded: Shaped[Tensor, ...], lengths: Integer[Tensor, ..
     """
     if padded.dim() < 2:
         raise ValueError(f"a per-token tensor has the shape (N, S, ...), not {tuple(padded.shape)}")
-    n, s = padded.shape[:2]
+    n = padded.shape[0]
     if lengths.shape != (n,):
         raise ValueError(f"{n} rows need lengths of the shape ({n},), not {tuple(lengths.shape)}")
-    host = lengths.tolist()
-    if any(not 0 <= length <= s for length in host):
-        raise ValueError(f"lengths must lie in 0 .. {s}, the width of the rows; got {host}")
-    if all(length == s for length in host):
-        return jagged_from_values(padded.flatten(0, 1), host)
-    return jagged_from_rows([padded[row, :length] for row, length in enumerate(host)], empty=padded.flatten(0, 1)[:0])
+    return _strip(padded, lengths.tolist())
+
+
+def _strip(padded: Tensor, lengths: list[int]) -> Tensor:
+    n, s = padded.shape[:2]
+    if any(not 0 <= length <= s for length in lengths):
+        raise ValueError(f"lengths must lie in 0 .. {s}, the width of the rows; got {lengths}")
+    if lengths == [s] * n:
+        return jagged_from_values(padded.flatten(0, 1), lengths)
+    rows = [padded[row, :length] for row, length in enumerate(lengths)]
+    return jagged_from_rows(rows, empty=padded.new_empty((0, *padded.shape[2:])))
 
 
 def stack_or_nest(tensors: list[Tensor]) -> Tensor:
@@ -87,10 +92,7 @@ def maybe_pack_jagged(val: Shaped[Tensor, ...], lengths: Integer[Tensor, " N"]) 
     Returns:
         The jagged tensor, or `val` as it is (detached, contiguous) where the shape does not fit.
     """
-    n, longest = _extent(lengths)
-    if n == 0 or val.dim() < 2 or val.shape[0] != n or val.shape[1] != longest:
-        return val.detach().contiguous()
-    return to_nested_by_length(val.detach(), lengths.cpu())
+    return _strip_if_fits(val, lengths.tolist(), exact=True)
 
 
 def pack_per_token_field(val: Shaped[Tensor, ...], lengths: Integer[Tensor, " N"]) -> Tensor:
@@ -106,15 +108,16 @@ def pack_per_token_field(val: Shaped[Tensor, ...], lengths: Integer[Tensor, " N"
         The jagged tensor, or `val` as it is (detached, contiguous) if it has fewer than two dimensions, another number
         of rows, or is too narrow.
     """
-    n, longest = _extent(lengths)
-    if n == 0 or val.dim() < 2 or val.shape[0] != n or val.shape[1] < longest:
-        return val.detach().contiguous()
-    return to_nested_by_length(val.detach(), lengths.cpu())
+    return _strip_if_fits(val, lengths.tolist(), exact=False)
 
 
-def _extent(lengths: Tensor) -> tuple[int, int]:
-    n = lengths.shape[0]
-    return n, int(lengths.max()) if n else 0
+def _strip_if_fits(val: Tensor, lengths: list[int], *, exact: bool) -> Tensor:
+    val = val.detach()
+    if lengths and val.dim() >= 2 and val.shape[0] == len(lengths):
+        longest = max(lengths)
+        if val.shape[1] == longest or (val.shape[1] > longest and not exact):
+            return _strip(val, lengths)
+    return val.contiguous()
 
 
 def pack_jagged_fields(fields: dict[str, Tensor | np.ndarray], *, lengths: Tensor | None) -> TensorDict:
@@ -132,17 +135,17 @@ def pack_jagged_fields(fields: dict[str, Tensor | np.ndarray], *, lengths: Tenso
     Raises:
         TypeError: If a column is neither a tensor nor an object array.
     """
-    host = lengths.cpu() if lengths is not None else None
+    host = lengths.tolist() if lengths is not None else None
     packed: dict[str, Any] = {}
-    rows = host.shape[0] if host is not None else 0
+    rows = len(host) if host is not None else 0
     for name, value in fields.items():
         if isinstance(value, Tensor):
-            packed[name] = value.detach().contiguous() if host is None else maybe_pack_jagged(value, host)
+            packed[name] = value.detach().contiguous() if host is None else _strip_if_fits(value, host, exact=True)
         elif isinstance(value, np.ndarray) and value.dtype == object:
             packed[name] = value
         else:
             kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-            raise TypeError(f"column {name!r} must be a tensor or an array of objects, not an {kind}")
+            raise TypeError(f"column {name!r} must be a tensor or an array of objects, not {kind}")
         if host is None and value.ndim:
             rows = max(rows, value.shape[0])
     return TensorDict(packed, batch_size=[rows])
@@ -242,7 +245,7 @@ def _payload(item: Any) -> Any:
     return item.tolist() if isinstance(item, NonTensorStack) else unwrap_wire_stripped_payload(item)
 
 
-def _padded(value: Tensor, fill: float, width: int) -> Tensor:
+def _padded(value: Tensor, fill: int | float, width: int) -> Tensor:
     if not value.is_nested:
         missing = width - value.shape[1] if value.dim() > 1 else 0
         if missing <= 0:

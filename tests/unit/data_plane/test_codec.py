@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from torch.overrides import TorchFunctionMode
 
 from xtoken_core.data_plane import (
     BatchedDataDict,
@@ -80,6 +81,35 @@ def test_gradients_flow_through_stripping():
 def test_lengths_that_do_not_fit_are_refused(shape, lengths):
     with pytest.raises((ValueError, TypeError)):
         to_nested_by_length(torch.zeros(shape), torch.tensor(lengths))
+
+
+class Reads(TorchFunctionMode):
+    """Counts what would copy from a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += getattr(func, "__name__", "") in {"tolist", "item", "cpu", "__int__", "__bool__", "__index__"}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        to_nested_by_length,
+        maybe_pack_jagged,
+        pack_per_token_field,
+        lambda val, lengths: pack_jagged_fields({str(i): val for i in range(5)}, lengths=lengths),
+    ],
+    ids=["to_nested_by_length", "maybe_pack_jagged", "pack_per_token_field", "pack_jagged_fields"],
+)
+def test_lengths_are_read_once_however_many_rows_and_columns(pack):
+    with Reads() as reads:
+        packed = pack(torch.ones(16, 9), torch.arange(16).clamp(max=9))
+    assert reads.count == 1
+    assert (packed if isinstance(packed, torch.Tensor) else packed["4"]).is_nested
 
 
 @pytest.mark.gpu
@@ -194,7 +224,7 @@ def test_jagged_layout_passes_through():
 
 def test_a_view_with_holes_is_padded_like_any_other():
     holes = torch.nested.narrow(torch.arange(8).view(2, 4), 1, torch.tensor([1, 0]), torch.tensor([2, 4]), torch.jagged)
-    assert materialize({"x": holes})["x"].tolist() == [[1, 2, 0, 0], [4, 5, 6, 7]]
+    assert materialize(TensorDict({"x": holes}, batch_size=[2]))["x"].tolist() == [[1, 2, 0, 0], [4, 5, 6, 7]]
 
 
 def test_object_columns_become_object_arrays():
