@@ -80,13 +80,13 @@ def rows_from_column(column: Column) -> list[Tensor]:
 def _column(name: str, value: Any) -> Column:
     if not isinstance(value, Tensor):
         return object_column(list(object_rows(name, value)))
-    value = value.detach()
     if not value.is_nested:
+        value = value.detach()
         return Column("dense", _dtype_name(name, value), value.shape[0], tuple(value.shape[1:]), _bytes(value))
     if not is_ragged_along_dim1(value):
-        rows = list(value.unbind())
+        rows = list(value.detach().unbind())
         return _jagged_column(name, torch.cat(rows), [row.shape[0] for row in rows])
-    bounds, values = row_bounds(value), value.values()
+    bounds, values = row_bounds(value), value.values().detach()
     lengths = [stop - start for start, stop in bounds]
     if any(a[1] != b[0] for a, b in itertools.pairwise([(0, 0), *bounds, (len(values), 0)])):  # rows with holes between
         values = torch.cat([values[:0], *(values[start:stop] for start, stop in bounds)])
