@@ -30,7 +30,7 @@ def columns_from_tensordict(td: TensorDictBase) -> dict[str, Column]:
         td: One batch dimension; its leaves are tensors or `NonTensorData` / `NonTensorStack` of plain values.
 
     Raises:
-        TypeError: If a leaf is a TensorDict, or a tensor of a dtype that does not travel.
+        TypeError: If a leaf is a TensorDict, or a tensor of a dtype or raggedness that does not travel.
         QueueError: If an object is no bounded msgpack value.
     """
     return {name: _column(name, value) for name, value in td.items()}
@@ -85,6 +85,8 @@ def _column(name: str, value: Any) -> Column:
         return Column("dense", _dtype_name(name, value), value.shape[0], tuple(value.shape[1:]), _bytes(value))
     if not is_ragged_along_dim1(value):
         rows = list(value.detach().unbind())
+        if len({row.shape[1:] for row in rows}) > 1:
+            raise TypeError(f"column {name!r} is ragged along another dimension than the first of its rows")
         return _jagged_column(name, torch.cat(rows), [row.shape[0] for row in rows])
     bounds, values = row_bounds(value), value.values().detach()
     lengths = [stop - start for start, stop in bounds]

@@ -137,6 +137,9 @@ def test_what_does_not_travel_is_refused_by_name():
     with pytest.raises(TypeError, match="'inner'"):
         inner = TensorDict({"y": torch.ones(2)}, batch_size=[2])
         columns_from_tensordict(TensorDict({"inner": inner}, batch_size=[2]))
+    with pytest.raises(TypeError, match="'late'"):
+        late = torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(3, 4)], layout=torch.jagged)
+        columns_from_tensordict(TensorDict({"late": late}, batch_size=[2]))
     with pytest.raises(TypeError, match="no tensors"):
         rows_from_column(object_column(["a"]))
     with pytest.raises(ValueError, match="number of rows"):
