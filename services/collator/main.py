@@ -1,0 +1,140 @@
+"""`xtoken collator`: connect to a queue and collate blocks of its run until the run ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from services.common.models import load_tokenizer
+from services.common.resolve import open_index
+from services.common.worker import WAIT_S, Worker, worker_session
+from xtoken_core.collate import CollatedRow, CrossTokenizerCollator, loss_counts
+from xtoken_core.data import BadRecord, DataIndex, record_at
+from xtoken_core.errors import ConfigError
+from xtoken_core.protocol.run import COLLATOR
+from xtoken_core.wire import Column, QueueError
+from xtoken_core.wire.columns import Kind, bytes_view, offsets_from_lengths
+from xtoken_core.wire.messages import Block
+
+log = logging.getLogger("xtoken.collator")
+
+MAX_REASON = 2000
+
+
+def work(queue: str, *, name: str | None, incarnation: int | None, token_file: Path | None) -> None:
+    """Collate until the run ends.
+
+    Raises:
+        ConfigError: The data is not what the run was opened with.
+        InputError: A tokenizer or the data cannot be read.
+    """
+    name = name or "collator-0"
+    with worker_session(queue, role=COLLATOR, name=name, incarnation=incarnation, token_file=token_file) as worker:
+        loop = CollatorLoop(worker, make_collator(worker), open_data(worker))
+        worker.phase("run")
+        loop.serve()
+
+
+def make_collator(worker: Worker) -> CrossTokenizerCollator:
+    """The run's collator: every tokenizer of it, and an aligner per teacher with its own."""
+    spec = worker.run.spec
+    student = load_tokenizer(spec.student.tokenizer_dir, "student")
+    teachers = [
+        None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {place}")
+        for place, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True))
+    ]
+    worker.alive()
+    return CrossTokenizerCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=teachers,
+        aligner=[None] * len(teachers),
+        ctx_length_student=spec.student.context_length,
+        ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
+        append_eos=spec.data.append_eos,
+    )
+
+
+def open_data(worker: Worker) -> DataIndex:
+    """The run's text, which must still be what the run was opened with.
+
+    Raises:
+        ConfigError: It has changed.
+    """
+    run = worker.run
+    index = open_index(run.spec, run.spec.data.paths, run.spec.data.field)
+    if index.fingerprint != run.data_fingerprint:
+        raise ConfigError("the training data has changed since the run was opened: restore it, or start a new run")
+    return index
+
+
+class CollatorLoop:
+    """Block after block: lease, read, collate, put."""
+
+    def __init__(self, worker: Worker, collator: CrossTokenizerCollator, index: DataIndex) -> None:
+        self.worker, self.queue, self.run = worker, worker.queue, worker.run
+        self.collator, self.index = collator, index
+        self.counts = loss_counts(self.run.spec.loss, self.run.spec.same_tokenizer)
+
+    def serve(self) -> None:
+        """Until the run ends."""
+        while True:
+            self.worker.alive()
+            try:
+                block = self.queue.lease_block(wait_s=WAIT_S)
+                if block is not None:
+                    self._collate(block)
+            except QueueError as error:
+                if error.code == "exhausted":
+                    log.info("the run is over")
+                    return
+                if error.code != "lease_revoked":
+                    raise
+                log.info("%s", error)
+
+    def _collate(self, block: Block) -> None:
+        data = self.run.spec.data
+        positions = range(block.first, block.first + block.count)
+        numbers = [
+            record_at(p, records=self.run.records, seed=self.run.spec.seed, shuffle=data.shuffle) for p in positions
+        ]
+        rows, tombstones = self._rows(positions, numbers)
+        if tombstones and data.on_bad_record == "fail":
+            position, reason = next(iter(tombstones.items()))
+            self.queue.give_up(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
+        self.queue.put_block(block.lease, list(rows), columns_of(list(rows.values())), tombstones)
+        self.worker.alive(1)
+
+    def _rows(self, positions: Sequence[int], numbers: Sequence[int]) -> tuple[dict[int, CollatedRow], dict[int, str]]:
+        """Rows by position, and the reason of every position that has none."""
+        rows: dict[int, CollatedRow] = {}
+        tombstones: dict[int, str] = {}
+        readable = []
+        for position, record in zip(positions, self.index.read(numbers), strict=True):
+            if isinstance(record, BadRecord):
+                tombstones[position] = f"{record.place}: {record.reason}"[:MAX_REASON]
+            else:
+                readable.append((position, record))
+        results = self.collator.rows([record.value for _, record in readable], self.counts)
+        for (position, record), result in zip(readable, results, strict=True):
+            if isinstance(result, CollatedRow):
+                rows[position] = result
+            else:
+                tombstones[position] = f"record {record.number}: {result.reason}"[:MAX_REASON]
+        for position, reason in tombstones.items():
+            log.warning("position %d is skipped: %s", position, reason)
+        return rows, tombstones
+
+
+def columns_of(rows: Sequence[CollatedRow]) -> dict[str, Column]:
+    """The rows as columns for the queue: jagged where a row has a length of its own, dense otherwise."""
+    columns = {}
+    for name in rows[0].fields if rows else ():
+        parts = [row.fields[name] for row in rows]
+        values = np.concatenate([np.atleast_1d(part) for part in parts])
+        offsets = offsets_from_lengths([len(part) for part in parts]) if parts[0].ndim else None
+        kind: Kind = "jagged" if offsets is not None else "dense"
+        columns[name] = Column(kind, str(values.dtype), len(rows), (), bytes_view(values.data), offsets)
+    return columns
