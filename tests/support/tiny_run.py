@@ -1,0 +1,110 @@
+"""A whole run, tiny: two different tokenizers, two small models, a projection, some text. Made in seconds, all real."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
+from xtoken_core.config.spec import RunSpec
+
+WORDS = (
+    "def return value import self class for in range print result number list dict 12 345 2024 7 x = ( ) : + - * "
+    "日本 naïve Größe مرحبا 👍🏽 while yield lambda None True"
+).split()
+
+
+def documents(count: int, *, seed: int, words: int = 24) -> list[str]:
+    """Texts of a few dozen words, all different."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(words // 2, words))) + f"\n# {n}\n" for n in range(count)]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    """One record per text, under `text`."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class TinyAssets:
+    """What a tiny run reads."""
+
+    student: Path
+    teacher: Path
+    other_teacher: Path
+    projection: Path
+    other_projection: Path
+
+
+def make_assets(directory: Path) -> TinyAssets:
+    """Tokenizers, models with random weights and projections."""
+    from xtoken_core.projection import build_projection_file
+
+    texts = documents(400, seed=1)
+    student, teacher, other = directory / "student", directory / "teacher", directory / "other-teacher"
+    train_student_tokenizer(texts, student, vocabulary=420)
+    train_teacher_tokenizer(texts, teacher, vocabulary=500)
+    train_teacher_tokenizer(texts, other, vocabulary=360)
+    for seed, place in enumerate((student, teacher, other)):
+        make_model(place, seed=seed, extra_rows=16 if place is teacher else 0)
+    projections = directory / "to-teacher.safetensors", directory / "to-other.safetensors"
+    for target, file in zip((teacher, other), projections, strict=True):
+        build_projection_file(student, target, file)
+    return TinyAssets(student, teacher, other, *projections)
+
+
+def make_model(directory: Path, *, seed: int, extra_rows: int) -> None:
+    """A one-layer Llama beside the tokenizer in a directory; its head may be wider than the vocabulary."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(directory)) + extra_rows,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def tiny_spec(assets: TinyAssets, directory: Path, *, records: int = 96, **changes: Any) -> RunSpec:
+    """A run over `records` texts in steps of 8; `changes` replace parts of it, given as nested dicts."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = directory / "train.jsonl"
+    if not data.exists():
+        write_jsonl(data, documents(records, seed=2))
+    raw: dict[str, Any] = {
+        "name": "tiny",
+        "output": directory / "out",
+        "seed": 7,
+        "student": {"model": assets.student, "context_length": 64},
+        "teacher": [{"model": assets.teacher, "context_length": 96, "projection": assets.projection}],
+        "data": {"path": data},
+        "train": {
+            "samples_per_step": 8,
+            "micro_batch_tokens": 320,
+            "learning_rate": 3e-3,
+            "warmup_steps": 2,
+            "checkpoint_every": 4,
+        },
+        "loss": {"vocab_topk": 64},
+        "queue": {"block_size": 4},
+        "workers": {"collators": 2, "device": "cpu"},
+    }
+    for part, value in changes.items():
+        raw[part] = {**raw[part], **value} if isinstance(value, dict) and part in raw else value
+    return RunSpec.model_validate(raw)
+
+
+def steps_of(output: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `steps.jsonl`."""
+    path = output / "steps.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
