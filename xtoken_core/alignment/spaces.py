@@ -19,8 +19,8 @@ def own_spaces(
     """`[B, T]` bool per side: tokens whose leading space is the tokenizer's own; None if it never adds one.
 
     Those are the first text token of a row and of every separately tokenized stretch (one after a gap in the mask)
-    and, for some tokenizers, those after a special. A tokenizer that adds a space only where it is missing has added
-    none to a row that begins with a space on the other side too.
+    and, for some tokenizers, those after a special. A tokenizer that adds a space only where it is missing, or whose
+    row begins behind a gap, has added none to a row that begins with a space on the other side too.
     """
     habits = student.table.prefix, teacher.table.prefix
     if habits == ("none", "none"):
@@ -32,9 +32,13 @@ def own_spaces(
             result.append(None)
             continue
         led = _candidates(side, ids, mask)
-        if side.table.prefix == "missing" and other[0].table.prefix != "missing":
-            rows = np.flatnonzero(_begins_with_space(*other))
-            led[rows, _first_text(side, ids, mask)[rows]] = False
+        first = _first_text(side, ids, mask)
+        unsure = np.full(len(ids), side.table.prefix == "missing" and other[0].table.prefix != "missing")
+        if mask is not None:
+            rows = np.flatnonzero(first > 0)
+            unsure[rows] |= ~mask[rows, first[rows] - 1]
+        rows = np.flatnonzero(unsure & _begins_with_space(*other)) if unsure.any() else np.flatnonzero(unsure)
+        led[rows, first[rows]] = False
         result.append(led)
     return result[0], result[1]
 

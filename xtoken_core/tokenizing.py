@@ -1,0 +1,144 @@
+"""Texts to token ids with one tokenizer: whole texts, continuations of a text, and the stretches of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from xtoken_core.alignment.tables import TokenTable, token_table
+from xtoken_core.errors import InputError
+
+_SENTINELS = ("\n", ":", "x", "。")
+"""Texts to set before a continuation, so that a tokenizer adds its own space to them and not to it."""
+
+
+class ConversationError(ValueError):
+    """Why a conversation cannot be rendered for training."""
+
+
+class TextTokenizer:
+    """One side's tokenizer, as a collator uses it.
+
+    Attributes:
+        tokenizer: The Hugging Face tokenizer.
+        name: `student`, `teacher` or `teacher 1`: for messages.
+        pad_id: What fills padded rows: the pad token, or else eos, or else 0.
+        eos_id: The end-of-text token, None if there is none.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, table: TokenTable | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.name = name
+        self.eos_id: int | None = getattr(tokenizer, "eos_token_id", None)
+        pad = getattr(tokenizer, "pad_token_id", None)
+        self.pad_id: int = next((i for i in (pad, self.eos_id) if i is not None), 0)
+        self._table = table
+
+    @cached_property
+    def table(self) -> TokenTable:
+        """What the tokens spell."""
+        return self._table or token_table(self.tokenizer)
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """The specials that the tokenizer puts before and after a text by default."""
+        bare, whole = (self.encode(["a"], specials=s)[0].tolist() for s in (False, True))
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return whole[:start], whole[start + len(bare) :]
+        return [], []
+
+    def encode(self, texts: Sequence[str], *, specials: bool) -> list[np.ndarray]:
+        """Token ids of every text, int64, uncut, with or without the tokenizer's default specials."""
+        if not texts:
+            return []
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            found = self.tokenizer(list(texts), add_special_tokens=specials)["input_ids"]
+            return [np.asarray(ids, dtype=np.int64) for ids in found]
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = bool(getattr(self.tokenizer, "split_special_tokens", False))
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=specials)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def begin(self, text: str) -> np.ndarray:
+        """A text that is to be continued: the default specials before it, none after it."""
+        before, _ = self._ends
+        return np.concatenate([np.array(before, dtype=np.int64), *self.encode([text], specials=False)])
+
+    def proceed(self, text: str) -> np.ndarray:
+        """A text that continues another: without the space that some tokenizers put before every text."""
+        if self.table.prefix == "none" or not text:
+            return self.encode([text], specials=False)[0]
+        for sentinel in _SENTINELS:
+            alone, both = self.encode([sentinel, sentinel + text], specials=False)
+            if len(both) > len(alone) and np.array_equal(both[: len(alone)], alone):
+                return both[len(alone) :]
+        return self.encode([text], specials=False)[0]
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, dict[int, tuple[int, int]]]:
+        """A conversation as its chat template writes it, and where each assistant message's content is in it.
+
+        Returns:
+            The text, and (begin, end) character positions by the number of the message, whitespace around the content
+            left out; a message whose content the template does not show as it is is missing.
+
+        Raises:
+            InputError: The tokenizer has no chat template.
+            ConversationError: The template refuses the conversation.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InputError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
+        text = self._apply(messages)
+        spans: dict[int, tuple[int, int]] = {}
+        at = 0
+        for number, message in enumerate(messages):
+            content = str(message["content"]).strip()
+            if message["role"] != "assistant" or not content:
+                continue
+            begin = text.find(content, max(at, self._opening(messages[:number], text)))
+            if begin >= 0:
+                at = begin + len(content)
+                spans[number] = (begin, at)
+        return text, spans
+
+    def tokenize_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of a rendered conversation, and 1 for those of the given character spans.
+
+        Every span is tokenized by itself, as a model that is asked to answer meets it. Where the tokenizer writes
+        words with the space before them, a space before a span belongs to the span's first token.
+        """
+        stretches: list[tuple[str, int]] = []
+        at = 0
+        for begin, end in spans:
+            own = int(self.table.prefix != "none" and begin > at and text[begin - 1] == " ")
+            stretches += [(text[at : begin - own], 0), (text[begin - own : end], 1)]
+            at = end
+        stretches.append((text[at:], 0))
+        ids, learn = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for number, (part, learned) in enumerate(stretches):
+            if part:
+                ids.append(self.proceed(part) if number else self.encode([part], specials=False)[0])
+                learn.append(np.full(len(ids[-1]), learned, dtype=np.int64))
+        return np.concatenate(ids), np.concatenate(learn)
+
+    def _opening(self, messages: Sequence[Mapping[str, Any]], text: str) -> int:
+        """Where the answer to these messages begins in the whole text; 0 if the template does not tell."""
+        try:
+            before = self._apply(messages, add_generation_prompt=True) if messages else ""
+        except ConversationError:
+            return 0
+        return len(before) if text.startswith(before) else 0
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options))
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            line = " ".join(str(error).split())
+            raise ConversationError(f"the {self.name}'s chat template refuses the messages: {line}") from error
