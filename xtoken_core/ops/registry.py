@@ -32,16 +32,33 @@ class OpBackend(Enum):
     PYTORCH_NATIVE_CROSS_ENTROPY = "xtoken_core.ops.cross_entropy.reference:NativeCrossEntropyOp"
     PYTORCH_NATIVE_P_KL = "xtoken_core.ops.p_kl.reference:NativePKLOp"
     PYTORCH_NATIVE_GOLD = "xtoken_core.ops.gold.reference:NativeGoldOp"
+    TRITON_EMBEDDING = "xtoken_core.ops.embedding.triton:TritonEmbeddingOp"
+    TRITON_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.triton:TritonIndicesToMultihotOp"
+    TRITON_SELECT_TOPK_COLUMNS = "xtoken_core.ops.select_topk_columns.triton:TritonSelectTopkColumnsOp"
+    TRITON_CROSS_ENTROPY = "xtoken_core.ops.cross_entropy.triton:TritonCrossEntropyOp"
+    TRITON_P_KL = "xtoken_core.ops.p_kl.triton:TritonPKLOp"
 
 
 BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
-    "embedding": {"reference": OpBackend.PYTORCH_NATIVE_EMBEDDING},
-    "indices_to_multihot": {"reference": OpBackend.PYTORCH_NATIVE_INDICES_TO_MULTIHOT},
+    "embedding": {
+        "reference": OpBackend.PYTORCH_NATIVE_EMBEDDING,
+        "triton": OpBackend.TRITON_EMBEDDING,
+    },
+    "indices_to_multihot": {
+        "reference": OpBackend.PYTORCH_NATIVE_INDICES_TO_MULTIHOT,
+        "triton": OpBackend.TRITON_INDICES_TO_MULTIHOT,
+    },
     "sparse_projection": {"reference": OpBackend.PYTORCH_NATIVE_SPARSE_PROJECTION},
-    "select_topk_columns": {"reference": OpBackend.PYTORCH_NATIVE_SELECT_TOPK_COLUMNS},
+    "select_topk_columns": {
+        "reference": OpBackend.PYTORCH_NATIVE_SELECT_TOPK_COLUMNS,
+        "triton": OpBackend.TRITON_SELECT_TOPK_COLUMNS,
+    },
     "chunk_mean": {"reference": OpBackend.PYTORCH_NATIVE_CHUNK_MEAN},
-    "cross_entropy": {"reference": OpBackend.PYTORCH_NATIVE_CROSS_ENTROPY},
-    "p_kl": {"reference": OpBackend.PYTORCH_NATIVE_P_KL},
+    "cross_entropy": {
+        "reference": OpBackend.PYTORCH_NATIVE_CROSS_ENTROPY,
+        "triton": OpBackend.TRITON_CROSS_ENTROPY,
+    },
+    "p_kl": {"reference": OpBackend.PYTORCH_NATIVE_P_KL, "triton": OpBackend.TRITON_P_KL},
     "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD},
 }
 """Every op's backends by the short name that `XTOKEN_OPS` uses."""
@@ -52,7 +69,11 @@ PRIORITY: Mapping[DeviceKind, Mapping[str, tuple[str, ...]]] = {
     "rocm": {**_REFERENCE_ONLY},
     "cpu": {**_REFERENCE_ONLY},
 }
-"""Per kind of device and op, the backends from first to last choice. ROCm is listed and untested."""
+"""Per kind of device and op, the backends from first to last choice.
+
+A kernel enters a list once its tests have passed on such a device; until then `XTOKEN_OPS` reaches it. ROCm is listed
+and untested.
+"""
 
 
 def op_names() -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Int
@@ -18,12 +18,18 @@ class ProjectionMatrix:
         offsets: `[V_t + 1]` int64; the entries of teacher id `t` are `offsets[t] .. offsets[t + 1]` of the next two.
         sources: `[nnz]` int32 student ids, ascending within a teacher id.
         weights: `[nnz]` float32.
+        student_offsets: `[V_s + 1]` int64; the same entries by student id, for the way back.
+        targets: `[nnz]` int32 teacher ids, ascending within a student id.
+        student_weights: `[nnz]` float32.
     """
 
     sparse: Tensor
     offsets: Int[Tensor, " V_t_1"]
     sources: Int[Tensor, " nnz"]
     weights: Float[Tensor, " nnz"]
+    student_offsets: Int[Tensor, " V_s_1"]
+    targets: Int[Tensor, " nnz"]
+    student_weights: Float[Tensor, " nnz"]
 
     @property
     def student_vocab_size(self) -> int:
@@ -52,13 +58,15 @@ class ProjectionMatrix:
         size = (teacher_vocab_size, student_vocab_size)
         transposed = torch.sparse_coo_tensor(places, weights[inside].float(), size, check_invariants=True)
         transposed = transposed.coalesce()
-        teacher, student = transposed.indices()
-        counts = torch.bincount(teacher, minlength=teacher_vocab_size)
+        sparse = transposed.t().coalesce()
         return cls(
-            sparse=transposed.t().coalesce(),
-            offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
-            sources=student.int(),
+            sparse=sparse,
+            offsets=_offsets(transposed.indices()[0], teacher_vocab_size),
+            sources=transposed.indices()[1].int(),
             weights=transposed.values(),
+            student_offsets=_offsets(sparse.indices()[0], student_vocab_size),
+            targets=sparse.indices()[1].int(),
+            student_weights=sparse.values(),
         )
 
     @classmethod
@@ -92,9 +100,10 @@ class ProjectionMatrix:
         """The same matrix on another device; itself if it is there already."""
         if self.sparse.device == torch.device(device):
             return self
-        return ProjectionMatrix(
-            sparse=self.sparse.to(device),
-            offsets=self.offsets.to(device),
-            sources=self.sources.to(device),
-            weights=self.weights.to(device),
-        )
+        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        return ProjectionMatrix(**moved)
+
+
+def _offsets(sorted_ids: Tensor, size: int) -> Tensor:
+    counts = torch.bincount(sorted_ids, minlength=size)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])

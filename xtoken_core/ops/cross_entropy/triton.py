@@ -1,0 +1,84 @@
+"""The Triton backend of `cross_entropy`: each row is read once forward and once backward, in its own dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from xtoken_core.ops.cross_entropy.kernels import cross_entropy_bwd_kernel
+from xtoken_core.ops.cross_entropy.reference import cross_entropy
+from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.row_kernels import row_statistics_kernel
+from xtoken_core.ops.triton_support import accumulates_in_float32, power_of_2, require_runnable
+
+BLOCK = 4096
+
+
+class TritonCrossEntropy(torch.autograd.Function):
+    """Per-position cross-entropy and hits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """As the reference's `cross_entropy`."""
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        targets = targets.long().contiguous()
+        B, T, V = logits.shape
+        lse, own = (torch.empty((B, T), dtype=torch.float32, device=logits.device) for _ in range(2))
+        best = torch.empty((B, T), dtype=torch.int64, device=logits.device)
+        if B * T:
+            block = min(BLOCK, power_of_2(V))
+            row_statistics_kernel[(B * T,)](
+                logits, targets, lse, own, best, T, V, logits.stride(0), logits.stride(1), block
+            )
+        hits = best == targets
+        ctx.save_for_backward(logits, targets, lse)
+        ctx.mark_non_differentiable(hits)
+        return lse - own, hits
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Float[Tensor, "B T"], grad_hits: Tensor | None) -> tuple[Tensor, None]:
+        """The gradient in the dtype of the logits."""
+        logits, targets, lse = ctx.saved_tensors
+        B, T, V = logits.shape
+        gradient = torch.empty((B, T, V), dtype=logits.dtype, device=logits.device)
+        if gradient.numel():
+            block = min(BLOCK, power_of_2(V))
+            cross_entropy_bwd_kernel[(B * T, triton.cdiv(V, block))](
+                logits,
+                targets,
+                lse,
+                grad_losses.contiguous(),
+                gradient,
+                T,
+                V,
+                logits.stride(0),
+                logits.stride(1),
+                block,
+            )
+        return gradient, None
+
+
+class TritonCrossEntropyOp(nn.Module):
+    """Triton backend: float32 inside, no copy of the logits, deterministic."""
+
+    def forward(
+        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """As the reference's `cross_entropy`; float64 takes that path."""
+        if not accumulates_in_float32(logits):
+            return cross_entropy(logits, targets)
+        require_runnable(logits)
+        result: tuple[Tensor, Tensor] = TritonCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return result
+
+    def forward_fp32(
+        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """As `forward` on logits upcast first."""
+        return self.forward(upcast(logits), targets)

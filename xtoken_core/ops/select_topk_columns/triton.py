@@ -1,0 +1,64 @@
+"""The Triton backend of `select_topk_columns`."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from xtoken_core.ops.select_topk_columns.kernels import column_maxima_kernel
+from xtoken_core.ops.select_topk_columns.reference import select_topk_columns
+from xtoken_core.ops.triton_support import accumulates_in_float32, require_runnable
+
+COLUMN_BLOCK = 1024
+ROW_BLOCK = 128
+"""Rows and columns of which a program takes the maximum."""
+
+
+def column_maxima(logits: Float[Tensor, "B T V"]) -> Float[Tensor, " V"]:
+    """The largest value of each column over all rows, in float32, read once.
+
+    Args:
+        logits: float32, bfloat16 or float16; the last dimension contiguous, a cut view of a wider head included.
+    """
+    require_runnable(logits)
+    B, T, V = logits.shape
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    blocks = triton.cdiv(B * T, ROW_BLOCK)
+    partial = torch.empty((blocks, V), dtype=torch.float32, device=logits.device)
+    column_maxima_kernel[(blocks, triton.cdiv(V, COLUMN_BLOCK))](
+        logits, partial, B * T, T, V, logits.stride(0), logits.stride(1), ROW_BLOCK, COLUMN_BLOCK
+    )
+    return partial.amax(dim=0)
+
+
+def largest_by_unique_keys(maxima: Float[Tensor, " V"], k: int) -> Int[Tensor, " K"]:
+    """As `largest_columns`: value and id are packed into one integer, so that no two keys are equal.
+
+    Args:
+        maxima: float32; NaN counts as the largest, -0.0 equals 0.0.
+        k: How many.
+    """
+    V = maxima.shape[0]
+    clean = torch.where(maxima.isnan(), torch.nan, maxima + 0.0)
+    bits = clean.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ids = torch.arange(V, device=maxima.device)
+    keys = (ordered << 32) | (V - 1 - ids)
+    return keys.topk(min(k, V), sorted=False).indices.sort().values
+
+
+class TritonSelectTopkColumnsOp(nn.Module):
+    """Triton backend: the same ids as the reference."""
+
+    def forward(self, logits: Float[Tensor, "B T V"], k: int) -> Int[Tensor, " K"]:
+        """As the reference's `select_topk_columns`; float64 takes that path."""
+        V = logits.shape[-1]
+        if k >= V or not logits.numel() or not accumulates_in_float32(logits):
+            return select_topk_columns(logits, k)
+        return largest_by_unique_keys(column_maxima(logits.detach()), k)
+
+    def forward_fp32(self, logits: Float[Tensor, "B T V"], k: int) -> Int[Tensor, " K"]:
+        """As `forward`: upcasting keeps every order."""
+        return self.forward(logits, k)
