@@ -8,6 +8,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from xtoken_core.errors import InputError
 
 STUDENT_KEY, TEACHER_KEY = "student_fingerprint", "teacher_fingerprint"
@@ -37,7 +39,7 @@ def tokenizer_fingerprint(tokenizer_or_dir: Any) -> str:
         return _of_directory(Path(origin))
     backend = getattr(tokenizer_or_dir, "backend_tokenizer", None)
     if backend is not None:
-        return _digest([("tokenizer.json", _canonical(json.loads(backend.to_str())))])
+        return _digest([("tokenizer.json", _canonical(backend.to_str().encode()))])
     vocabulary = json.dumps(sorted(tokenizer_or_dir.get_vocab().items(), key=lambda item: item[1]))
     return _digest([("vocabulary", vocabulary.encode())])
 
@@ -127,22 +129,23 @@ def _content(file: Path) -> bytes:
     if file.name != "tokenizer.json":
         return data
     try:
-        return _canonical(json.loads(data))
-    except (ValueError, RecursionError) as error:
+        return _canonical(data)
+    except (ValueError, RecursionError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not a tokenizer: {error}") from error
 
 
-def _canonical(tokenizer: Any) -> bytes:
+def _canonical(data: bytes) -> bytes:
     """The part of a `tokenizer.json` that decides which ids a text becomes."""
+    tokenizer = msgspec.json.decode(data)
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("model"), dict):
-        raise InputError("a tokenizer.json must be an object with a model")
+        raise ValueError("it must be an object with a model")
     model = dict(tokenizer["model"])
     if "merges" in model:
         model["merges"] = [m if isinstance(m, str) else " ".join(m) for m in model["merges"] or ()]
     added = [(t.get("id"), t.get("content"), t.get("special")) for t in tokenizer.get("added_tokens") or ()]
     kept = {key: tokenizer.get(key) for key in ("normalizer", "pre_tokenizer")}
     content = {"model": model, "added": sorted(added, key=str), **kept}
-    return json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return msgspec.json.encode(content, order="deterministic")
 
 
 def _digest(parts: list[tuple[str, bytes]]) -> str:

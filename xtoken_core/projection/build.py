@@ -1,0 +1,239 @@
+"""Building a projection: which teacher tokens write a student token, and with what weight.
+
+Weights are kept as coordinates until the rows are cut; every step is a function of its own, and the same tokenizers
+give the same projection to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
+from xtoken_core.errors import ConfigError
+from xtoken_core.projection.files import TopKProjection
+from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+from xtoken_core.projection.retokenize import Retokenizer, piece_ranks
+from xtoken_core.projection.specials import special_entries
+
+FIRST_WEIGHT, DECAY, PIECES = 0.9, 0.1, 4
+ROW_LIMIT = 32
+REFERENCE_LAST_WEIGHT = 0.2
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a projection is built.
+
+    Attributes:
+        forward: Student tokens re-tokenized by the teacher.
+        reverse: Teacher tokens re-tokenized by the student, added to it.
+        specials: Specials by the likeness of their names.
+        exact: Pin tokens of equal bytes, and the bos and eos of both sides, to each other.
+        top_k: Entries of a row, at most.
+        as_reference: Build as the public tools do, for comparison: slot 32 of every row weighs 0.2 and is kept in
+            the cut, and tokens match by their raw strings.
+    """
+
+    forward: bool = True
+    reverse: bool = False
+    specials: bool = True
+    exact: bool = True
+    top_k: int = 4
+    as_reference: bool = False
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Weights by coordinates: `student` and `teacher` int64 `[n]`, `weight` float64 `[n]`."""
+
+    student: np.ndarray
+    teacher: np.ndarray
+    weight: np.ndarray
+
+    @staticmethod
+    def join(*parts: Entries) -> Entries:
+        """All entries, those of one coordinate added up, in ascending order of coordinates."""
+        student, teacher, weight = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("student", "teacher", "weight")
+        )
+        width = int(teacher.max(initial=0)) + 1
+        keys, inverse = np.unique(student * width + teacher, return_inverse=True)
+        return Entries(keys // width, keys % width, np.bincount(inverse, weights=weight, minlength=len(keys)))
+
+
+def build_projection(
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    options: BuildOptions | None = None,
+    *,
+    student_rows: int | None = None,
+) -> TopKProjection:
+    """Build the projection from a student's vocabulary to a teacher's.
+
+    Args:
+        student_tokenizer: A Hugging Face tokenizer.
+        teacher_tokenizer: Likewise.
+        options: How; the default has forward, specials and exact, and rows of 4.
+        student_rows: Width of the student's head, where it is wider than the vocabulary; the added rows are empty.
+
+    Raises:
+        ConfigError: `top_k` or `student_rows` is impossible.
+    """
+    options = options or BuildOptions()
+    student, teacher = token_table(student_tokenizer), token_table(teacher_tokenizer)
+    rows = len(student) if student_rows is None else student_rows
+    if not 1 <= options.top_k <= ROW_LIMIT:
+        raise ConfigError(f"top_k = {options.top_k}: it takes 1 to {ROW_LIMIT}")
+    if rows < len(student):
+        raise ConfigError(f"student_rows = {rows}: the student's tokenizer has {len(student)} ids")
+    pins = exact_pins(student, teacher, (student_tokenizer, teacher_tokenizer), options)
+    parts = [_no_entries()]
+    if options.forward:
+        parts.append(forward_entries(student, Retokenizer(teacher_tokenizer, teacher), skip=pins[0]))
+    if options.reverse:
+        parts.append(reverse_entries(teacher, Retokenizer(student_tokenizer, student)))
+    if options.specials:
+        settled = set() if options.as_reference else set(pins[1].tolist())
+        free = {index: literal for index, literal in teacher.literals.items() if index not in settled}
+        parts.append(Entries(*special_entries(student.literals, free)))
+    indices, weights = cut_rows(Entries.join(*parts), rows, pins, options)
+    return TopKProjection(
+        indices=torch.from_numpy(indices),
+        likelihoods=torch.from_numpy(weights),
+        student_fingerprint=tokenizer_fingerprint(student_tokenizer),
+        teacher_fingerprint=tokenizer_fingerprint(teacher_tokenizer),
+        about={name: str(value).lower() for name, value in asdict(options).items()},
+    )
+
+
+def forward_entries(student: TokenTable, by_teacher: Retokenizer, *, skip: np.ndarray | None = None) -> Entries:
+    """Every student token's bytes re-tokenized by the teacher: piece i weighs `0.9 * 0.1^i`, first 4 normalised.
+
+    Args:
+        student: The student's tokens.
+        by_teacher: The teacher's tokenizer.
+        skip: Student ids to leave out (they are pinned later).
+    """
+    ids = _sources(student, skip)
+    students, teachers, weights = _pieces(student, ids, by_teacher)
+    return Entries(students, teachers, weights)
+
+
+def reverse_entries(teacher: TokenTable, by_student: Retokenizer) -> Entries:
+    """Every teacher token re-tokenized by the student: weight i at (piece i, teacher token)."""
+    ids = _sources(teacher, None)
+    teachers, students, weights = _pieces(teacher, ids, by_student)
+    return Entries(students, teachers, weights)
+
+
+def exact_pins(
+    student: TokenTable, teacher: TokenTable, tokenizers: tuple[Any, Any], options: BuildOptions
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (student ids, teacher ids) of tokens that are the same, ascending by student id.
+
+    Text tokens of equal bytes, specials of one name, bos with bos and eos with eos. If several teacher tokens have
+    the same bytes, the lowest id is taken. The public tools match equal raw strings and nothing else.
+    """
+    if not options.exact:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    if options.as_reference:
+        theirs = tokenizers[1].get_vocab()
+        found = {i: theirs[token] for token, i in tokenizers[0].get_vocab().items() if token in theirs}
+    else:
+        found = _same_roles(student, teacher)
+        found |= _same(dict(student.literals), dict(teacher.literals))
+        found |= _same(dict(enumerate(student.pieces)), dict(enumerate(teacher.pieces)))
+    ids = np.array(sorted(found), dtype=np.int64)
+    return ids, np.array([found[i] for i in ids.tolist()], dtype=np.int64)
+
+
+def _same(ours: Mapping[int, bytes], theirs: Mapping[int, bytes]) -> dict[int, int]:
+    """Ids of equal, non-empty bytes; the lowest of several teacher ids."""
+    by_bytes = {spelling: index for index, spelling in sorted(theirs.items(), reverse=True) if spelling}
+    return {index: by_bytes[spelling] for index, spelling in ours.items() if spelling in by_bytes}
+
+
+def _same_roles(student: TokenTable, teacher: TokenTable) -> dict[int, int]:
+    """Bos with bos, eos with eos; a token that is both meets the other side's eos first."""
+    meant = {part: index for index, role in teacher.roles.items() for part in role.split("|")}
+    wanted = {index: role.split("|")[-1] for index, role in student.roles.items()}
+    return {index: meant[role] for index, role in wanted.items() if role in ("bos", "eos") and role in meant}
+
+
+def cut_rows(
+    entries: Entries, rows: int, pins: tuple[np.ndarray, np.ndarray], options: BuildOptions
+) -> tuple[np.ndarray, np.ndarray]:
+    """Normalise the rows, keep the best 32, pin exact matches, cut to `top_k` and normalise again.
+
+    Returns:
+        `[rows, top_k]` int64 teacher ids, -1 in empty slots, and float32 weights; equal weights by ascending id.
+    """
+    order = np.lexsort((entries.teacher, -entries.weight, entries.student))
+    student, teacher, weight = entries.student[order], entries.teacher[order], entries.weight[order]
+    counts = np.bincount(student, minlength=rows)
+    rank = np.arange(len(student)) - np.repeat(np.cumsum(counts) - counts, counts)
+    kept = (rank < ROW_LIMIT) & (weight > 0)
+    indices = np.full((rows, ROW_LIMIT), -1, dtype=np.int64)
+    weights = np.zeros((rows, ROW_LIMIT))
+    indices[student[kept], rank[kept]] = teacher[kept]
+    weights[student[kept], rank[kept]] = weight[kept]
+    weights = _normalised(weights)
+    if options.as_reference:
+        indices, weights = _reference_last_slot(indices, weights)
+    indices[pins[0]], weights[pins[0]] = -1, 0.0
+    indices[pins[0], 0], weights[pins[0], 0] = pins[1], 1.0
+    slots = list(range(options.top_k))
+    if options.as_reference:
+        slots[-1] = ROW_LIMIT - 1 if options.top_k > 1 else 0
+    return np.ascontiguousarray(indices[:, slots]), _normalised(weights[:, slots]).astype(np.float32)
+
+
+def _reference_last_slot(indices: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What the public tools do to rows: slot 32 weighs 0.2, whatever token (here: the lowest free id) is in it."""
+    used = weights.sum(axis=1) > 0
+    free = np.zeros(len(indices), dtype=np.int64)
+    for candidate in range(ROW_LIMIT):
+        taken = (indices == free[:, None]).any(axis=1)
+        free[taken] = candidate + 1
+    last = indices[:, -1]
+    indices[:, -1] = np.where(used & (last < 0), free, last)
+    weights[used, -1] = REFERENCE_LAST_WEIGHT
+    return indices, _normalised(weights)
+
+
+def _pieces(table: TokenTable, ids: np.ndarray, other: Retokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sources, their pieces by the other tokenizer and the pieces' weights."""
+    pieces, counts = other([table.pieces[i] for i in ids.tolist()])
+    source = np.repeat(ids, counts)
+    rank = piece_ranks(counts)
+    sums = np.cumsum(FIRST_WEIGHT * DECAY ** np.arange(PIECES))
+    kept = rank < PIECES
+    total = np.repeat(sums[np.clip(counts, 1, PIECES) - 1], counts)
+    weight = FIRST_WEIGHT * DECAY ** rank[kept] / total[kept]
+    return source[kept], pieces[kept], weight
+
+
+def _sources(table: TokenTable, skip: np.ndarray | None) -> np.ndarray:
+    """Ids of the tokens that spell text and do not look like the specials, which have a step of their own."""
+    chosen = table.kinds == TEXT
+    chosen &= table.pool.lengths > 0
+    marked = [index for index, p in enumerate(table.pieces) if p[:2] == b"<|" and p[-2:] == b"|>"]
+    chosen[marked] = False
+    if skip is not None:
+        chosen[skip] = False
+    return np.flatnonzero(chosen)
+
+
+def _normalised(weights: np.ndarray) -> np.ndarray:
+    total = weights.sum(axis=1, keepdims=True)
+    result: np.ndarray = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    return result
+
+
+def _no_entries() -> Entries:
+    return Entries(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))

@@ -1,0 +1,253 @@
+"""Projection files: dense top-k and sparse as the public tools write them, and xtoken's own, which names its pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from xtoken_core.errors import InputError
+from xtoken_core.projection.fingerprint import FORMAT, FORMAT_KEY, STUDENT_KEY, TEACHER_KEY, projection_header
+
+MAX_ID = 1 << 26
+"""A token id beyond this is taken for a damaged or hostile file."""
+
+
+class ProjectionFileError(InputError, ValueError):
+    """A file is no projection, or a damaged one."""
+
+
+class MissingProjectionError(InputError, FileNotFoundError):
+    """There is no such file."""
+
+
+@dataclass(frozen=True)
+class TopKProjection:
+    """A projection by rows.
+
+    Attributes:
+        indices: `[V_s, k]` int64 teacher ids of each student token, -1 = empty slot.
+        likelihoods: `[V_s, k]` float32 weights, 0 in empty slots.
+        student_fingerprint: The tokenizer it was built for; empty if the file does not say.
+        teacher_fingerprint: Likewise.
+        about: Whatever else the file says about itself.
+    """
+
+    indices: Int64[Tensor, "V_s k"]
+    likelihoods: Float[Tensor, "V_s k"]
+    student_fingerprint: str = ""
+    teacher_fingerprint: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_projection_file(
+    path: str | os.PathLike[str],
+) -> tuple[Int64[Tensor, "2 nnz"], Float[Tensor, " nnz"], int, int]:
+    """Read a projection file of any format as coordinates.
+
+    No policy is applied: -1 entries of dense files stay in, and the sizes are what the file alone shows.
+
+    Args:
+        path: Dense top-k or sparse `{(s, t): count}` as written by `torch.save`, or xtoken's own.
+
+    Returns:
+        indices: int64 `[2, nnz]`, student ids and teacher ids.
+        values: float32 `[nnz]`.
+        v_student_inferred: Rows of a dense file; the largest student id + 1 of a sparse one.
+        v_teacher_inferred: The largest teacher id + 1; 0 if there is none.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        ValueError: The file is in none of these formats, or damaged.
+    """
+    content = _read(Path(path))
+    if isinstance(content, TopKProjection):
+        V_s, k = content.indices.shape
+        students = torch.arange(V_s).repeat_interleave(k)
+        indices = torch.stack([students, content.indices.reshape(-1)])
+        values, rows = content.likelihoods.reshape(-1), V_s
+    else:
+        indices, values = content
+        rows = int(indices[0].max()) + 1
+    return indices, values, rows, _largest(indices[1]) + 1
+
+
+def read_topk(path: str | os.PathLike[str]) -> TopKProjection:
+    """Read a dense top-k file, a public one or xtoken's own.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        ValueError: The file is sparse, or no projection at all.
+    """
+    content = _read(Path(path))
+    if not isinstance(content, TopKProjection):
+        raise ProjectionFileError(
+            f"the projection {path} is sparse and has no rows of weights: this loss takes a dense top-k file "
+            "(xtoken projection build)"
+        )
+    return content
+
+
+def write_projection(projection: TopKProjection, path: str | os.PathLike[str], *, bfloat16: bool = False) -> None:
+    """Write a projection; the file appears whole or not at all, and the same projection gives the same bytes.
+
+    Args:
+        projection: What to write.
+        path: `.safetensors` for xtoken's own format, which names the two tokenizers, anything else for the public
+            dense top-k one.
+        bfloat16: Store the weights in bfloat16, as the public tools do.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    target = Path(path)
+    weights = projection.likelihoods.to(torch.bfloat16 if bfloat16 else torch.float32).contiguous()
+    indices = projection.indices.contiguous()
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as directory:
+            written = Path(directory) / target.name
+            if target.suffix == ".safetensors":
+                written.write_bytes(_safetensors(projection, indices, weights))
+            else:
+                torch.save({"indices": indices, "likelihoods": weights}, written)
+            with written.open("rb") as stream:
+                os.fsync(stream.fileno())
+            written.replace(target)
+    except OSError as error:
+        raise InputError(f"cannot write the projection {target}: {error.strerror}") from error
+
+
+def write_sparse(counts: Mapping[tuple[int, int], float], path: str | os.PathLike[str]) -> None:
+    """Write the public sparse form, `{(student id, teacher id): count}`.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    try:
+        torch.save({(int(s), int(t)): float(c) for (s, t), c in sorted(counts.items())}, path)
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"cannot write the projection {path}: {error}") from error
+
+
+def _safetensors(projection: TopKProjection, indices: Tensor, weights: Tensor) -> bytes:
+    """The safetensors layout, written by hand: the library orders its metadata differently from run to run."""
+    blobs = {
+        "indices": ("I64", indices),
+        "likelihoods": ("BF16" if weights.dtype == torch.bfloat16 else "F32", weights),
+    }
+    said = {
+        FORMAT_KEY: FORMAT,
+        STUDENT_KEY: projection.student_fingerprint,
+        TEACHER_KEY: projection.teacher_fingerprint,
+        **projection.about,
+    }
+    header: dict[str, Any] = {"__metadata__": dict(sorted(said.items()))}
+    data, at = [], 0
+    for name, (dtype, tensor) in blobs.items():
+        raw = tensor.view(torch.uint8).numpy().tobytes()
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + len(raw)]}
+        data.append(raw)
+        at += len(raw)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(data)
+
+
+def _read(path: Path) -> TopKProjection | tuple[Tensor, Tensor]:
+    if not path.exists():
+        raise MissingProjectionError(f"there is no projection file {path}: build it with xtoken projection build")
+    if (said := projection_header(path)) is not None:
+        return _own(path, said)
+    try:
+        if not zipfile.is_zipfile(path):
+            raise ProjectionFileError(f"{path} is no projection file: neither torch.save's format nor xtoken's own")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ProjectionFileError(
+            f"{path} holds more than tensors and numbers and is not read: {_line(error)}"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        if isinstance(error, ProjectionFileError):
+            raise
+        raise ProjectionFileError(f"the projection {path} is damaged: {_line(error)}") from error
+    if isinstance(content, dict) and {"indices", "likelihoods"} <= content.keys():
+        return TopKProjection(*_checked(path, content["indices"], content["likelihoods"]))
+    if isinstance(content, dict) and content and all(_is_pair(key) for key in content):
+        return _sparse(path, content)
+    raise ProjectionFileError(
+        f"{path} is no projection: it takes indices and likelihoods, or weights by (student id, teacher id)"
+    )
+
+
+def _own(path: Path, said: Mapping[str, str]) -> TopKProjection:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in ("indices", "likelihoods")}
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise ProjectionFileError(f"the projection {path} is damaged: {_line(error)}") from error
+    known = (FORMAT_KEY, STUDENT_KEY, TEACHER_KEY)
+    indices, likelihoods = _checked(path, tensors["indices"], tensors["likelihoods"])
+    about = {key: value for key, value in said.items() if key not in known}
+    return TopKProjection(indices, likelihoods, said.get(STUDENT_KEY, ""), said.get(TEACHER_KEY, ""), about)
+
+
+def _checked(path: Path, indices: Any, likelihoods: Any) -> tuple[Tensor, Tensor]:
+    """The two tables of a dense file, as int64 and float32, if they are what they should be."""
+    both = (indices, likelihoods)
+    if not all(isinstance(x, Tensor) and x.layout == torch.strided and not x.is_quantized for x in both):
+        raise ProjectionFileError(f"the projection {path}: indices and likelihoods must be plain tensors")
+    if indices.ndim != 2 or indices.shape != likelihoods.shape or not indices.numel():
+        shapes = f"{list(indices.shape)} and {list(likelihoods.shape)}"
+        raise ProjectionFileError(f"the projection {path}: indices and likelihoods must be [V_s, k], not {shapes}")
+    if indices.is_floating_point() or indices.is_complex() or not likelihoods.is_floating_point():
+        raise ProjectionFileError(f"the projection {path}: indices must be integers, likelihoods floats")
+    for tensor in both:
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ProjectionFileError(f"the projection {path} is damaged: a tensor is larger than its data")
+    indices, likelihoods = indices.long().contiguous(), likelihoods.float().contiguous()
+    _check_values(path, indices, likelihoods)
+    return indices, likelihoods
+
+
+def _check_values(path: Path, teachers: Tensor, values: Tensor) -> None:
+    if int(teachers.min()) < -1 or int(teachers.max()) >= MAX_ID:
+        raise ProjectionFileError(f"the projection {path} is damaged: teacher ids must be from -1 to {MAX_ID - 1}")
+    if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+        raise ProjectionFileError(f"the projection {path} is damaged: weights must be finite and not negative")
+
+
+def _is_pair(key: Any) -> bool:
+    return isinstance(key, tuple) and len(key) == 2 and all(type(i) is int for i in key)
+
+
+def _sparse(path: Path, counts: Mapping[tuple[int, int], Any]) -> tuple[Tensor, Tensor]:
+    try:
+        indices = torch.tensor(list(counts), dtype=torch.int64).t().contiguous()
+        values = torch.tensor([float(count) for count in counts.values()], dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ProjectionFileError(f"the projection {path} is damaged: {_line(error)}") from error
+    if int(indices[0].min()) < 0 or int(indices[0].max()) >= MAX_ID:
+        raise ProjectionFileError(f"the projection {path} is damaged: student ids must be from 0 to {MAX_ID - 1}")
+    _check_values(path, indices[1], values)
+    return indices, values
+
+
+def _largest(ids: Tensor) -> int:
+    return max(int(ids.max()), -1) if ids.numel() else -1
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

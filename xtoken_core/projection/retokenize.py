@@ -1,0 +1,125 @@
+"""The pieces that one tokenizer makes of another's tokens, from their bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xtoken_core.alignment.schemes import byte_alphabet, byte_level
+from xtoken_core.alignment.tables import TEXT, TokenTable, encode_plain, spread
+
+_SENTINELS = ("\n", ":", "x", "。")
+
+
+class Retokenizer:
+    """Tokenizes the bytes of single tokens as they stand inside a text: no specials, no space put before them.
+
+    Bytes that are no whole characters are tokenized too: by the merges themselves where the vocabulary is byte-level,
+    else byte by byte.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        table: What its tokens spell.
+    """
+
+    def __init__(self, tokenizer: Any, table: TokenTable) -> None:
+        self.table = table
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = _inside_text(backend) if backend is not None else None
+        self._bytes = {piece: index for index, piece in enumerate(table.pieces) if len(piece) == 1}
+        self._printable = {byte: char for char, byte in byte_alphabet().items()}
+
+    def __call__(self, spellings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokenize every spelling.
+
+        Returns:
+            `ids`: int64, all pieces one after the other; `counts`: `[n]` int64, how many each spelling became. A
+            spelling that the tokenizer cannot write without its unknown token has none.
+        """
+        pieces: list[list[int]] = [[]] * len(spellings)
+        whole: list[int] = []
+        texts: list[str] = []
+        for place, spelling in enumerate(spellings):
+            try:
+                texts.append(spelling.decode())
+                whole.append(place)
+            except UnicodeDecodeError:
+                pieces[place] = self._broken(spelling)
+        for place, ids in zip(whole, self._texts(texts), strict=True):
+            pieces[place] = ids
+        counts = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+        ids = np.fromiter((i for row in pieces for i in row), dtype=np.int64, count=int(counts.sum()))
+        unknown = np.bincount(
+            np.repeat(np.arange(len(pieces)), counts)[self.table.kinds[ids] != TEXT], minlength=len(counts)
+        )
+        if unknown.any():
+            kept = unknown == 0
+            ids = ids[np.repeat(kept, counts)]
+            counts = np.where(kept, counts, 0)
+        return ids, counts
+
+    def _texts(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._backend is None:
+            return [self._continued(text) for text in texts]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _continued(self, text: str) -> list[int]:
+        """One text by a slow tokenizer, behind another text where it would put a space before it."""
+        if self.table.prefix == "none":
+            return encode_plain(self._tokenizer, text)
+        for sentinel in _SENTINELS:
+            alone, both = encode_plain(self._tokenizer, sentinel), encode_plain(self._tokenizer, sentinel + text)
+            if both[: len(alone)] == alone:
+                return both[len(alone) :]
+        return encode_plain(self._tokenizer, text)
+
+    def _broken(self, spelling: bytes) -> list[int]:
+        if self._backend is not None:
+            shown = "".join(self._printable[byte] for byte in spelling)
+            ids = [token.id for token in self._backend.model.tokenize(shown)]
+            if ids and byte_level(shown) == spelling == self.table.spell(ids):
+                return ids
+        found = [self._bytes.get(spelling[i : i + 1]) for i in range(len(spelling))]
+        return [] if any(i is None for i in found) else [int(i) for i in found if i is not None]
+
+
+def _inside_text(backend: Any) -> Any:
+    """A copy that puts no space before a text and takes specials' names for text."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(backend.to_str())
+    state["truncation"] = state["padding"] = None
+    state["normalizer"] = _without_prepend(state.get("normalizer"))
+    _never_prefix(state.get("pre_tokenizer"))
+    copy = Tokenizer.from_str(json.dumps(state))
+    copy.encode_special_tokens = True
+    return copy
+
+
+def _without_prepend(normalizer: Any) -> Any:
+    if not normalizer or normalizer["type"] == "Prepend":
+        return None
+    if normalizer["type"] == "Sequence":
+        parts = [_without_prepend(part) for part in normalizer["normalizers"]]
+        return normalizer | {"normalizers": [part for part in parts if part is not None]}
+    return normalizer
+
+
+def _never_prefix(pre_tokenizer: Any) -> None:
+    if not pre_tokenizer:
+        return
+    if pre_tokenizer["type"] == "Metaspace":
+        pre_tokenizer["prepend_scheme"] = "never"
+    if "add_prefix_space" in pre_tokenizer:
+        pre_tokenizer["add_prefix_space"] = False
+    for part in pre_tokenizer.get("pretokenizers", ()):
+        _never_prefix(part)
+
+
+def piece_ranks(counts: np.ndarray) -> np.ndarray:
+    """For pieces laid out one spelling after the other: each piece's place within its spelling, from 0."""
+    return spread(counts, counts) if len(counts) else np.zeros(0, dtype=np.int64)

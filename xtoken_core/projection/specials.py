@@ -1,0 +1,88 @@
+"""Specials of two tokenizers that mean the same, by the likeness of their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+
+import numpy as np
+
+LEAST, BEST, WEIGHT = 0.3, 32, 0.8
+_RATIO, _JACCARD = 0.6, 0.4
+_SPECIAL = re.compile(r"<.+>", re.DOTALL)
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def is_special_name(name: str) -> bool:
+    """`<...>`, but no byte token such as `<0x0A>`."""
+    return bool(_SPECIAL.fullmatch(name)) and not _BYTE.fullmatch(name)
+
+
+def similarity(a: str, b: str) -> float:
+    """`0.6 * difflib ratio + 0.4 * Jaccard index` of the words longer than two letters."""
+    return _RATIO * SequenceMatcher(None, a, b, autojunk=False).ratio() + _JACCARD * _jaccard(_words(a), _words(b))
+
+
+def special_entries(
+    student: Mapping[int, bytes], teacher: Mapping[int, bytes]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For every student special its best 32 teacher specials, if they are alike by 0.3 at least.
+
+    Args:
+        student: Names of the student's specials by id.
+        teacher: Likewise.
+
+    Returns:
+        Student ids, teacher ids (int64) and weights `0.8 * similarity` (float64).
+    """
+    ours, theirs = _named(student), _named(teacher)
+    profiles = _profiles([name for _, name in ours + theirs])
+    found: list[tuple[int, int, float]] = []
+    for row, (index, name) in enumerate(ours):
+        likeness = _best(name, [name for _, name in theirs], profiles[row], profiles[len(ours) :])
+        found += [(index, theirs[place][0], WEIGHT * value) for place, value in likeness]
+    students, teachers, weights = zip(*found, strict=True) if found else ((), (), ())
+    return np.array(students, dtype=np.int64), np.array(teachers, dtype=np.int64), np.array(weights, dtype=np.float64)
+
+
+def _best(name: str, others: list[str], profile: np.ndarray, profiles: np.ndarray) -> list[tuple[int, float]]:
+    """The best places among the others; likeness is computed only where the letters in common allow enough of it."""
+    words = _words(name)
+    if not others:
+        return []
+    sizes = np.fromiter(map(len, others), dtype=np.int64, count=len(others)) + len(name)
+    bound = _RATIO * 2.0 * np.minimum(profiles, profile).sum(axis=1) / sizes
+    bound += _JACCARD * np.fromiter((_jaccard(words, _words(o)) for o in others), dtype=np.float64, count=len(others))
+    matcher = SequenceMatcher(None, "", name, autojunk=False)
+    best: list[tuple[float, int]] = []
+    for place in np.argsort(-bound, kind="stable").tolist():
+        if bound[place] < LEAST or (len(best) == BEST and bound[place] < best[-1][0]):
+            break
+        matcher.set_seq1(others[place])
+        value = _RATIO * matcher.ratio() + _JACCARD * _jaccard(words, _words(others[place]))
+        if value >= LEAST:
+            best = sorted([*best, (value, place)], key=lambda item: (-item[0], item[1]))[:BEST]
+    return [(place, value) for value, place in best]
+
+
+def _named(specials: Mapping[int, bytes]) -> list[tuple[int, str]]:
+    names = [(index, literal.decode("utf-8", "replace")) for index, literal in sorted(specials.items())]
+    return [(index, name) for index, name in names if is_special_name(name)]
+
+
+def _profiles(names: list[str]) -> np.ndarray:
+    """`[n, letters]` int64: how often every letter occurs in every name."""
+    letters = {letter: place for place, letter in enumerate(sorted(set("".join(names))))}
+    counts = np.zeros((len(names), len(letters)), dtype=np.int64)
+    for row, name in enumerate(names):
+        np.add.at(counts[row], [letters[letter] for letter in name], 1)
+    return counts
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(word.lower() for word in re.findall(r"[A-Za-z]{3,}", name))
+
+
+def _jaccard(a: frozenset[str], b: frozenset[str]) -> float:
+    return len(a & b) / len(a | b) if a or b else 0.0
