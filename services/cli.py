@@ -1,0 +1,234 @@
+"""The `xtoken` command. Each command imports what it needs when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xtoken_core.errors import XtokenError
+from xtoken_core.wire.errors import QueueError
+
+DEBUG_VARIABLE = "XTOKEN_DEBUG"
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="xtoken",
+    help="Distil a language model into a student that does not share its tokenizer.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+QueueOption = Annotated[
+    str, typer.Option("--queue", metavar="ADDR", help="The queue's address: ipc://PATH or tcp://127.0.0.1:PORT.")
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option("--token-file", help="The file with the queue's token, for a tcp address.", show_default=False),
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="The worker's name in the queue.", show_default="by its kind and place")
+]
+IncarnationOption = Annotated[
+    int | None,
+    typer.Option(
+        "--incarnation",
+        help="Which start of this worker it is; a higher one replaces a lower.",
+        show_default="the time",
+    ),
+]
+RankOption = Annotated[int, typer.Option("--rank", min=0, help="The rank of the trainer that it is, or works for.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show tracebacks, and log more.")
+    ] = False,
+) -> None:
+    """Read the options that all commands share."""
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where the models, runs and report go.")] = Path("demo-out"),
+) -> None:
+    """Train a small teacher, distil it into a smaller student with another tokenizer, and show what it gained."""
+    from services.demo.run import run_demo
+
+    run_demo(out)
+
+
+@app.command()
+def run(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's specification.")],
+    control: Annotated[
+        str | None,
+        typer.Option("--control", metavar="URL", help="A control plane to run it on.", show_default="one of its own"),
+    ] = None,
+) -> None:
+    """Distil: start a run, show its progress, and stay until it ends. Ctrl-C stops it in order."""
+    from xtoken_core.config import load_run_spec
+
+    spec = load_run_spec(run_file)
+    from services.control.client import run_at, run_in_place
+
+    outcome = run_at(control, spec) if control else run_in_place(spec)
+    if outcome.error:
+        _complain(outcome.error)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def queue(
+    bind: Annotated[
+        str, typer.Option("--bind", metavar="ADDR", help="Where to serve: ipc://PATH or tcp://127.0.0.1:PORT.")
+    ],
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="RUN.toml|resolved.json", help="A run to open.", show_default=False),
+    ] = None,
+    token_file: TokenFileOption = None,
+    memory_limit: Annotated[
+        int | None,
+        typer.Option("--memory-limit", min=1, metavar="BYTES", help="Bytes held at most.", show_default="the run's"),
+    ] = None,
+) -> None:
+    """Serve a transfer queue."""
+    _log()
+    from services.queue.main import serve
+
+    serve(bind, run=run, token_file=token_file, memory_limit=memory_limit)
+
+
+@app.command()
+def collator(
+    queue: QueueOption,
+    name: NameOption = None,
+    incarnation: IncarnationOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Tokenize and align a run's text."""
+    _log()
+    from services.collator.main import work
+
+    work(queue, name=name or "collator-0", incarnation=incarnation, token_file=token_file)
+
+
+@app.command()
+def teacher(
+    queue: QueueOption,
+    teacher: Annotated[int, typer.Option("--teacher", min=0, help="Which of the run's teachers it is.")] = 0,
+    rank: RankOption = 0,
+    name: NameOption = None,
+    incarnation: IncarnationOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Serve a teacher's logits to one trainer."""
+    _log()
+    from services.teacher.main import work
+
+    work(queue, teacher=teacher, rank=rank, name=name, incarnation=incarnation, token_file=token_file)
+
+
+@app.command()
+def trainer(
+    queue: QueueOption,
+    rank: RankOption = 0,
+    name: NameOption = None,
+    incarnation: IncarnationOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Train the student, from the run's newest checkpoint if there is one."""
+    _log()
+    from services.trainer.main import work
+
+    work(queue, rank=rank, name=name, incarnation=incarnation, token_file=token_file)
+
+
+@app.command()
+def control(
+    host: Annotated[str, typer.Option(help="A loopback address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8400,
+    runs_dir: Annotated[
+        Path, typer.Option(help="Where runs are remembered, and made if their output is relative.")
+    ] = Path("runs"),
+) -> None:
+    """Serve the control plane: start, list, show and stop runs over HTTP."""
+    _log()
+    from services.control.serve import serve
+
+    serve(host, port, runs_dir)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as version_of
+
+    typer.echo(version_of("xtoken"))
+
+
+def main() -> None:
+    """Run a command; an expected failure becomes one line on standard error and the error's exit status."""
+    sys.exit(_status_of(sys.argv[1:]))
+
+
+def _status_of(arguments: list[str]) -> int:
+    try:
+        status = app(arguments, prog_name="xtoken", standalone_mode=False)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except typer.Abort:
+        return INTERRUPTED
+    except Exception as error:
+        return _fail(error)
+    return status if isinstance(status, int) else 0
+
+
+def _fail(error: Exception) -> int:
+    """Say what went wrong; returns the exit status."""
+    show = getattr(error, "show", None)  # a mistake on the command line, which knows its usage line
+    if show is not None:
+        show()
+        return int(getattr(error, "exit_code", 2))
+    line = _expected(error)
+    if line is None or os.environ.get(DEBUG_VARIABLE):
+        traceback.print_exception(error)
+    if line is not None:
+        _complain(line)
+    return int(getattr(error, "exit_code", 1))
+
+
+def _expected(error: Exception) -> str | None:
+    """The one line for a failure that is not a fault of the program's; None for one that is."""
+    if isinstance(error, (XtokenError, QueueError)):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        place = f" while writing {error.filename}" if error.filename else ""
+        return f"no space is left on the device{place}: free some and start again"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
+def _complain(line: str) -> None:
+    typer.echo(f"error: {line}", err=True)
+
+
+def _log() -> None:
+    from services.common.logs import set_up
+
+    set_up(debug=bool(os.environ.get(DEBUG_VARIABLE)))
+
+
+if __name__ == "__main__":
+    main()

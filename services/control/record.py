@@ -1,0 +1,49 @@
+"""A run's own account of itself: `run.json` in its output directory, replaced atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+FILE = "run.json"
+
+
+class RunState(StrEnum):
+    """Where a run stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def over(self) -> bool:
+        """Whether it will not change any more."""
+        return self in (RunState.COMPLETED, RunState.FAILED, RunState.STOPPED)
+
+
+def write_record(output: Path, document: dict[str, Any]) -> None:
+    """Replace a run's `run.json`."""
+    partial = output / f".{FILE}.{os.getpid()}"
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(document, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(output / FILE)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_record(output: Path) -> dict[str, Any]:
+    """A run's `run.json`; empty if there is none that can be read."""
+    try:
+        found = json.loads((output / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,320 @@
+"""The one place that starts the processes of a run, watches them, restarts them and ends them in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.control.account import attempts_of, status_of
+from services.control.fleet import STOP_ORDER, Member
+from services.control.groups import Group, GroupState, Worker, describe_exit, end_all, next_incarnation
+from services.control.launcher import Launcher
+from services.control.observer import Observer, why_gone
+from services.control.policy import FIRST_DELAY_S, RestartPolicy
+from services.control.record import RunState, write_record
+from xtoken_core.data_plane.address import Address
+from xtoken_core.errors import ConfigError
+
+log = logging.getLogger("xtoken.control")
+
+TICK_S = 0.1
+LOOK_S = 1.0
+QUEUE_SILENCE_S = 30.0
+GRACE_S = 30.0
+QUEUE_GRACE_S = 5.0
+RESTART_GRACE_S = 5.0
+
+
+class GivenUp(Exception):  # noqa: N818 - how the loop ends, told to the caller as an Ending
+    """The run cannot go on.
+
+    Attributes:
+        exit_code: What a command that ran it exits with.
+    """
+
+    def __init__(self, reason: str, exit_code: int = 1) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended.
+
+    Attributes:
+        error: Why, in one line, if it failed.
+        exit_code: 0 if it completed, the fatal worker's status or 1 if it failed, 130 if it was stopped.
+    """
+
+    state: RunState
+    error: str = ""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How patient a supervisor is; times are seconds."""
+
+    max_restarts: int = 3
+    load_timeout_s: float = 600.0
+    grace_s: float = GRACE_S
+    first_delay_s: float = FIRST_DELAY_S
+
+
+class Supervisor:
+    """Runs the processes of one run until it is complete, fails or is stopped.
+
+    The queue comes first; the workers once it answers. A worker that exits with 0 has finished, with a ConfigError's
+    or InputError's status it is fatal, with any other it is restarted. The run is complete when all trainers have
+    finished and the queue says that every position is done.
+
+    Args:
+        members: The processes, the queue among them.
+        queue: Its address.
+        output: The run's directory; logs and `run.json` are written there.
+        steps: Optimiser steps of the whole run, for `status`.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], queue: Address, output: Path, launcher: Launcher, limits: Limits, *,
+        steps: int = 0,
+    ) -> None:  # fmt: skip
+        self._logs = output / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        first = next_incarnation(self._logs)
+        names = dict.fromkeys(member.group for member in members)
+        self._groups = [
+            Group(
+                [m for m in members if m.group == name],
+                RestartPolicy(limits.max_restarts, first_delay_s=limits.first_delay_s), first,
+            )
+            for name in names
+        ]  # fmt: skip
+        self._queue = next(group for group in self._groups if group.kind == "queue")
+        self._workers = [group for group in self._groups if group is not self._queue]
+        self._output = output
+        self._launcher = launcher
+        self._limits = limits
+        self._steps = steps
+        self._observer = Observer(queue)
+        self._looked_at = 0.0
+        self._wake = threading.Event()
+        self._stop_asked = False
+        self._hurry = False
+        self._ending: Ending | None = None
+        self._identity = {
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
+            "supervisor": {"pid": os.getpid(), "created": psutil.Process().create_time()},
+        }
+        self._recorded: dict[str, Any] = {}
+        self._status: dict[str, Any] = {}
+        self.ticked_at = time.monotonic()
+        self._tell()
+
+    # What others may call, from any thread
+
+    def stop(self, *, now: bool = False) -> None:
+        """End the run in order; `now` leaves nobody any time to do so."""
+        self._stop_asked = True
+        self._hurry = self._hurry or now
+        self._wake.set()
+
+    def status(self) -> dict[str, Any]:
+        """Where the run stands, as last looked at; asks no other process. Ages are seconds."""
+        return self._status
+
+    # The loop
+
+    def run(self) -> Ending:
+        """Start everything and stay until the run has ended; nothing of it is left then."""
+        ending = Ending(RunState.FAILED, "its supervisor has failed: this is an error in xtoken, see the log", 1)
+        try:
+            while not self._stop_asked:
+                self._tick()
+                if self._complete():
+                    ending = Ending(RunState.COMPLETED)
+                    break
+                self._wake.wait(TICK_S)
+            else:
+                ending = Ending(RunState.STOPPED, "", 130)
+        except GivenUp as error:
+            ending = Ending(RunState.FAILED, str(error), error.exit_code)
+        except OSError as error:
+            ending = Ending(RunState.FAILED, f"cannot keep the run going: {error}", 1)
+        finally:
+            self._end(ending)
+        return ending
+
+    def _tick(self) -> None:
+        self.ticked_at = time.monotonic()
+        self._watch_queue()
+        for group in self._workers:
+            if group.state == GroupState.RUNNING:
+                failed = group.settle()
+                if failed is not None:
+                    self._fail(group, failed, describe_exit(failed.exit_code))
+        if self._observer.connected and self.ticked_at - self._looked_at >= LOOK_S:
+            self._look()
+        for group in self._workers:
+            if self._observer.connected and group.state == GroupState.WAITING and group.due <= time.monotonic():
+                self._start(group)
+        self._tell()
+
+    def _complete(self) -> bool:
+        trainers = [group for group in self._workers if group.kind == "trainer"]
+        if any(group.state != GroupState.FINISHED for group in trainers):
+            return False
+        return self._observer.look() and bool(self._observer.run.get("ended"))
+
+    # The queue
+
+    def _watch_queue(self) -> None:
+        queue = self._queue
+        if queue.state == GroupState.RUNNING:
+            worker = queue.workers[0]
+            if not worker.alive:
+                self._observer.disconnect()
+                self._fail(queue, worker, describe_exit(worker.exit_code))
+                self._restart_trainers_after_queue()
+            elif not self._observer.connected:
+                self._await_queue(worker)
+        if queue.state == GroupState.WAITING and queue.due <= time.monotonic():
+            self._start(queue)
+
+    def _await_queue(self, worker: Worker) -> None:
+        if self._observer.connect():
+            log.info("the queue answers")
+            self._looked_at = time.monotonic()
+        elif time.monotonic() - self._queue.started_at > self._limits.load_timeout_s:
+            worker.kill()
+            self._fail(self._queue, worker, f"did not answer within {self._limits.load_timeout_s:g} s")
+
+    def _restart_trainers_after_queue(self) -> None:
+        # What the new queue knows comes from a trainer's rewind; the other workers find their sessions gone.
+        for group in self._workers:
+            if group.kind == "trainer" and group.state in (GroupState.RUNNING, GroupState.FINISHED):
+                end_all([group], self._grace)
+                group.wait_until(time.monotonic())
+
+    # Looking at the run through the queue
+
+    def _look(self) -> None:
+        self._looked_at = time.monotonic()
+        if not self._observer.look():
+            if self._observer.connected and time.monotonic() - self._observer.answered_at > QUEUE_SILENCE_S:
+                log.error("the queue has not answered for %g s: it is killed", QUEUE_SILENCE_S)
+                self._queue.workers[0].kill()
+            return
+        self._check_given_up()
+        for group in self._workers:
+            if group.state == GroupState.RUNNING:
+                self._check_sessions(group)
+            elif group.state == GroupState.FINISHED and not self._observer.run.get("ended"):
+                # It left too early, or a trainer went back behind the end for its checkpoint's sake.
+                self._fail(group, group.workers[0], "left before the end of the run")
+
+    def _check_sessions(self, group: Group) -> None:
+        for worker in group.workers:
+            if not worker.alive:
+                continue
+            waited = time.monotonic() - group.started_at
+            unseen = waited > self._limits.load_timeout_s
+            why = why_gone(self._observer.stats, worker.member.name, group.incarnation, unseen_for_long=unseen)
+            if why:
+                worker.kill()
+                self._fail(group, worker, f"was killed: {why}")
+                return
+
+    # Failures
+
+    def _fail(self, group: Group, worker: Worker, why: str) -> None:
+        """Restart a group after its policy's delay.
+
+        Raises:
+            GivenUp: Starting again cannot mend it, the queue has ended the run, or it has failed too often.
+        """
+        line = worker.last_line()
+        if worker.exit_code == ConfigError.exit_code:
+            raise GivenUp(f"{worker.member.name}: {line}", ConfigError.exit_code)
+        self._observer.look()
+        self._check_given_up()
+        said = f": {line}" if line else ""
+        delay = group.policy.failed(int(self._observer.run.get("step", 0)))
+        if delay is None:
+            count = group.policy.limit
+            restarts = f"after {count} restart{'s' if count != 1 else ''} without progress"
+            raise GivenUp(f"{worker.member.name} {why}, {restarts}{self._leased(worker.member)}{said}")
+        log.warning("%s %s: starting it again in %.1f s%s", worker.member.name, why, delay, said)
+        end_all([group], lambda: min(self._grace(), RESTART_GRACE_S))
+        group.wait_until(time.monotonic() + delay)
+
+    def _check_given_up(self) -> None:
+        if self._observer.run.get("failed"):
+            raise GivenUp(str(self._observer.run["failed"]))
+
+    def _leased(self, member: Member) -> str:
+        """What the worker's kind holds, for the message that ends the run."""
+        if member.kind == "collator":
+            blocks = self._observer.run.get("blocks_leased", 0)
+            return f" (collators hold {blocks} block{'s' if blocks != 1 else ''} of positions)"
+        ids = self._observer.leased(member.task) if member.task else []
+        return f" (leased: {', '.join(map(str, ids))})" if ids else ""
+
+    # Processes
+
+    def _start(self, group: Group) -> None:
+        group.start(self._launcher, self._logs)
+        for worker in group.workers:
+            assert worker.handle is not None
+            log.info("%s started as process %d, log %s", worker.member.name, worker.handle.pid, worker.log)
+
+    def _grace(self) -> float:
+        return 0.0 if self._hurry else self._limits.grace_s
+
+    def _end(self, ending: Ending) -> None:
+        """End every process: workers first, in order, the queue last."""
+        if ending.state == RunState.FAILED:
+            self._observer.give_up(ending.error)
+        ordered = sorted(self._workers, key=lambda group: STOP_ORDER.index(group.kind))
+        end_all(ordered, self._grace)
+        self._observer.look()
+        self._observer.close()
+        end_all([self._queue], lambda: QUEUE_GRACE_S)
+        for group in self._groups:
+            group.state = GroupState.FINISHED if ending.state == RunState.COMPLETED else GroupState.STOPPED
+        self._ending = ending
+        try:
+            self._tell()
+        except OSError as error:
+            log.error("the run's record cannot be written: %s", error)
+
+    # Telling
+
+    def _state(self) -> RunState:
+        if self._ending is not None:
+            return self._ending.state
+        started = any(group.state != GroupState.WAITING for group in self._workers)
+        return RunState.RUNNING if started else RunState.STARTING
+
+    def _tell(self) -> None:
+        """Renew `status`, and `run.json` if it would say something new.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        common = {"state": self._state(), "error": self._ending.error if self._ending else ""}
+        self._status = common | status_of(self._groups, self._observer, self._steps)
+        exit_code = self._ending.exit_code if self._ending else None
+        record = common | {"exit_code": exit_code, **self._identity, "workers": attempts_of(self._groups)}
+        if record != self._recorded:
+            write_record(self._output, record)
+            self._recorded = record

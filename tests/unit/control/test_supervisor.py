@@ -1,0 +1,176 @@
+"""The supervisor, over a real queue and real processes that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+
+from tests.unit.control.scripted_run import ScriptedRun
+
+from services.control.record import RunState
+from services.control.supervisor import Limits
+from xtoken_core.data_plane.address import Address
+
+
+def attempts(run: ScriptedRun, name: str) -> int:
+    return len(list((run.output / "logs").glob(f"{name}.*.log")))
+
+
+def record(run: ScriptedRun) -> dict:
+    return json.loads((run.output / "run.json").read_text())
+
+
+def test_a_run_completes(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6)
+    ending = scripted.wait()
+    assert (ending.state, ending.error, ending.exit_code) == (RunState.COMPLETED, "", 0)
+    assert scripted.steps_done() == list(range(6))
+    written = record(scripted)
+    assert written["state"] == "completed"
+    assert {name: (w["pid"], w["attempt"]) for name, w in written["workers"].items()} == {
+        name: (None, 1) for name in ("queue", "collator-0", "teacher-0-0", "trainer-0")
+    }
+    status = scripted.supervisor.status()
+    assert (status["step"], status["steps"], status["skipped"]) == (6, 6, 24)
+
+
+def test_every_kind_of_worker_may_be_killed(scripted: ScriptedRun) -> None:
+    scripted.start(
+        steps=8, collator_0=["work:kill"], teacher_0_0=["work:kill"], trainer_0=["work:kill"],
+    )  # fmt: skip
+    assert scripted.wait().state == RunState.COMPLETED
+    assert scripted.steps_done() == list(range(8))
+    for name in ("collator-0", "teacher-0-0", "trainer-0"):
+        assert attempts(scripted, name) == 2, name
+        assert record(scripted)["workers"][name]["attempt"] == 2
+
+
+def test_a_killed_queue_is_started_again_and_the_trainer_puts_it_right(scripted: ScriptedRun) -> None:
+    scripted.start(steps=60)
+    scripted.until(lambda s: s["step"] >= 3)
+    before = scripted.pid("trainer-0")
+    os.kill(scripted.pid("queue"), signal.SIGKILL)
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "queue") == 2
+    assert attempts(scripted, "trainer-0") >= 2
+    assert scripted.pid("trainer-0") != before
+    assert sorted(set(scripted.steps_done())) == list(range(60))
+
+
+def test_a_worker_that_keeps_failing_ends_the_run_with_its_last_words(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6, trainer_0=["step2:always exit 7"])
+    ending = scripted.wait()
+    assert (ending.state, ending.exit_code) == (RunState.FAILED, 1)
+    assert ending.error == "trainer-0 ended with status 7, after 2 restarts without progress: told to leave"
+    assert attempts(scripted, "trainer-0") == 3
+    assert record(scripted)["error"] == ending.error
+
+
+def test_progress_forgives_earlier_failures(scripted: ScriptedRun) -> None:
+    scripted.start(steps=12, trainer_0=[f"step{step}:kill {step}" for step in (2, 4, 6, 8)])
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "trainer-0") == 5
+    assert scripted.steps_done() == list(range(12))
+
+
+def test_a_given_up_run_ends_with_the_reason_the_queue_has(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6, collator_0=["work:always give_up too much is dead"])
+    ending = scripted.wait()
+    assert (ending.state, ending.error) == (RunState.FAILED, "too much is dead")
+
+
+def test_a_configuration_error_is_fatal_at_once(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6, trainer_0=["work:exit 2"])
+    ending = scripted.wait()
+    assert (ending.state, ending.exit_code, ending.error) == (RunState.FAILED, 2, "trainer-0: told to leave")
+    assert attempts(scripted, "trainer-0") == 1
+
+
+def test_a_frozen_worker_is_killed_and_replaced(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6, collator_0=["work:freeze"])
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "collator-0") == 2
+
+
+def test_a_worker_that_opens_no_session_is_killed(scripted: ScriptedRun) -> None:
+    limits = Limits(max_restarts=1, load_timeout_s=3, grace_s=1, first_delay_s=0.05)
+    scripted.start(steps=4, collator_0=["start:freeze"], limits=limits)
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "collator-0") == 2
+
+
+def test_a_dead_rank_restarts_all_trainers_under_one_incarnation(scripted: ScriptedRun) -> None:
+    scripted.start(steps=30, ranks=2)
+    scripted.until(lambda s: s["step"] >= 2)
+    os.kill(scripted.pid("trainer-1"), signal.SIGKILL)
+    assert scripted.wait().state == RunState.COMPLETED
+    assert [attempts(scripted, f"trainer-{rank}") for rank in (0, 1)] == [2, 2]
+    assert scripted.steps_done() == list(range(30))
+    environments = [
+        dict(
+            line.split("=", 1)
+            for line in (scripted.state / f"trainer-{rank}.2.env").read_text().splitlines()
+            if "=" in line
+        )
+        for rank in (0, 1)
+    ]
+    assert {env["MASTER_ADDR"] for env in environments} == {"127.0.0.1"}
+    assert len({env["MASTER_PORT"] for env in environments}) == 1
+
+
+def test_a_worker_that_leaves_early_is_started_again(scripted: ScriptedRun) -> None:
+    scripted.start(steps=20, collator_0=["work:exit 0"])
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "collator-0") == 2
+
+
+def test_stop_ends_everything_in_order(scripted: ScriptedRun) -> None:
+    supervisor = scripted.start(steps=1000)
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    ending = scripted.wait()
+    assert (ending.state, ending.exit_code) == (RunState.STOPPED, 130)
+    assert all(worker["pid"] is None for worker in supervisor.status()["workers"])
+    assert record(scripted)["state"] == "stopped"
+
+
+def test_stop_kills_who_ignores_sigterm_and_the_children_of_all(scripted: ScriptedRun) -> None:
+    deeds = ["start:deaf", "start:child group", "start:child own"]
+    supervisor = scripted.start(steps=1000, teacher_0_0=deeds, collator_0=["start:child group"])
+    scripted.until(lambda s: s["step"] >= 2)
+    assert len(scripted.left_behind()) > 4, "the run's processes and their children live"
+    supervisor.stop()
+    assert scripted.wait().state == RunState.STOPPED
+
+
+def test_stop_now_waits_for_nobody(scripted: ScriptedRun) -> None:
+    limits = Limits(grace_s=3600)
+    supervisor = scripted.start(steps=1000, trainer_0=["start:deaf"], limits=limits)
+    scripted.until(lambda s: s["step"] >= 1)
+    supervisor.stop()
+    supervisor.stop(now=True)
+    assert scripted.wait().state == RunState.STOPPED
+
+
+def test_a_later_supervisor_counts_on_from_the_logs_it_finds(scripted: ScriptedRun) -> None:
+    (scripted.output / "logs").mkdir()
+    (scripted.output / "logs" / "collator-0.7.log").write_text("older\n")
+    scripted.start(steps=3)
+    assert scripted.wait().state == RunState.COMPLETED
+    assert (scripted.output / "logs" / "collator-0.7.log").read_text() == "older\n"
+    assert {worker["attempt"] for worker in record(scripted)["workers"].values()} == {8}
+
+
+def test_an_address_in_use_ends_the_run_with_one_line(scripted: ScriptedRun) -> None:
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        scripted.address = Address.parse(f"tcp://127.0.0.1:{occupied.getsockname()[1]}", scripted.output / "token")
+        scripted.start(steps=3)
+        ending = scripted.wait()
+    assert (ending.state, ending.exit_code) == (RunState.FAILED, 1)
+    assert ending.error.startswith(
+        "queue ended with status 1, after 2 restarts without progress: cannot serve at tcp://"
+    )

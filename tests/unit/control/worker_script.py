@@ -1,0 +1,151 @@
+"""A worker under test: it speaks the real protocol to a real queue, trains nothing, and misbehaves as told.
+
+    worker_script.py KIND --queue ADDR --name NAME --incarnation N [--rank R] [--do DEED] [--state DIR]
+
+Every position becomes a tombstone, so a run of any length needs no models. The trainer keeps its cursor in a file of
+its own, as a checkpoint would. Each DEED leaves a mark in DIR, and is done once, or every time where it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.client import AlreadyDone
+from xtoken_core.data_plane.run_client import RunClient
+from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.errors import XtokenError
+from xtoken_core.wire import QueueError
+
+SPEED_S = 0.03
+
+
+class Script:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.state: Path = options.state
+        self.client = ZmqDataPlaneClient(Address.parse(options.queue, options.token_file), patience_s=3)
+        self.run = RunClient(self.client)
+
+    def main(self) -> None:
+        options = self.options
+        (self.state / f"{options.name}.{options.incarnation}.env").write_text(
+            "\n".join(f"{k}={v}" for k, v in os.environ.items())
+        )
+        self.deed("start")
+        self.client.hello(
+            options.name, options.kind, incarnation=options.incarnation, rank=options.rank, silence_s=1.5,
+            needs_run=True, wait_s=20,
+        )  # fmt: skip
+        self.run = RunClient(self.client)
+        try:
+            {"collator": self.collate, "teacher": self.wait_for_end, "trainer": self.train}[options.kind]()
+        except QueueError as error:
+            if error.code != "exhausted":
+                raise
+        self.client.bye()
+
+    def collate(self) -> None:
+        while True:
+            block = self.run.lease_block(wait_s=0.5)
+            if block is not None:
+                self.deed("work")
+                self.run.put_block(
+                    block.lease, [], {}, {p: "empty" for p in range(block.first, block.first + block.count)}
+                )
+
+    def wait_for_end(self) -> None:
+        while True:
+            self.deed("work")
+            if self.partition()["run"]["ended"]:
+                return
+            time.sleep(SPEED_S)
+
+    def partition(self) -> dict:
+        return self.client.stats()["partitions"][self.client.partition]
+
+    def train(self) -> None:
+        cursor = self.state / "cursor"
+        step = int(cursor.read_text()) if cursor.exists() else 0
+        rewinds = self.run.rewind(step, {}, {}) if self.options.rank == 0 else 0
+        while self.options.rank == 0:
+            rows = self.run.window(step, [], rewinds=rewinds, wait_s=0.5)
+            if rows is None:
+                continue
+            self.deed("work")
+            self.deed(f"step{step}")
+            try:
+                self.run.ack_window(step, rewinds=rewinds)
+            except AlreadyDone:
+                pass
+            step += 1
+            cursor.write_text(str(step))
+            with (self.state / "steps").open("a") as file:
+                file.write(f"{step - 1}\n")
+            time.sleep(SPEED_S)
+        self.wait_for_end()
+
+    def deed(self, when: str) -> None:
+        """Do what `--do WHEN:DEED` says."""
+        for told in self.options.do:
+            moment, _, deed = told.partition(":")
+            if moment != when:
+                continue
+            mark = self.state / f"{self.options.name}.{deed.replace(' ', '_').replace('/', '_')}"
+            if deed.startswith("always "):
+                deed = deed.removeprefix("always ")
+            elif mark.exists():
+                continue
+            mark.write_text(str(os.getpid()))
+            verb, _, argument = deed.partition(" ")
+            {
+                "exit": self.leave, "kill": self.kill_self, "freeze": self.freeze, "deaf": self.be_deaf,
+                "child": self.have_child, "give_up": self.run.give_up,
+            }[verb](argument)  # fmt: skip
+
+    def leave(self, status: str) -> None:
+        sys.stderr.write("error: told to leave\n")
+        sys.stderr.flush()
+        os._exit(int(status))
+
+    def kill_self(self, _: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def freeze(self, _: str) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def be_deaf(self, _: str) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def have_child(self, kind: str) -> None:
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=kind == "own"
+        )
+        (self.state / f"{self.options.name}.child.{kind}").write_text(str(child.pid))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind")
+    parser.add_argument("--queue", required=True)
+    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--incarnation", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--do", action="append", default=[])
+    parser.add_argument("--state", type=Path, required=True)
+    try:
+        Script(parser.parse_args()).main()
+    except XtokenError as error:
+        sys.stderr.write(f"error: {error}\n")
+        os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
