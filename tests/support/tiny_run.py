@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.projection import build_projection, write_projection
 
-WORDS = (
+WORDS = re.split(
+    " ",
     "def return value import self class for in range print result number list dict 12 345 2024 7 x = ( ) : + - * "
-    "日本 naïve Größe مرحبا 👍🏽 while yield lambda None True"
-).split()
+    "日本 naïve Größe مرحبا 👍🏽 while yield lambda None True",
+)
 
 
 def documents(count: int, *, seed: int, words: int = 24) -> list[str]:
@@ -45,8 +48,6 @@ class TinyAssets:
 
 def make_assets(directory: Path) -> TinyAssets:
     """Tokenizers, models with random weights and projections."""
-    from xtoken_core.projection import build_projection_file
-
     texts = documents(400, seed=1)
     student, teacher, other = directory / "student", directory / "teacher", directory / "other-teacher"
     train_student_tokenizer(texts, student, vocabulary=420)
@@ -56,7 +57,8 @@ def make_assets(directory: Path) -> TinyAssets:
         make_model(place, seed=seed, extra_rows=16 if place is teacher else 0)
     projections = directory / "to-teacher.safetensors", directory / "to-other.safetensors"
     for target, file in zip((teacher, other), projections, strict=True):
-        build_projection_file(student, target, file)
+        tokenizers = [AutoTokenizer.from_pretrained(place) for place in (student, target)]
+        write_projection(build_projection(*tokenizers), file)
     return TinyAssets(student, teacher, other, *projections)
 
 

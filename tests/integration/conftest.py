@@ -1,0 +1,124 @@
+"""Runs of real processes, and what must be gone after each."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.common.resolve import resolve_run
+from services.control.fleet import fleet_of
+from services.control.launcher import LocalLauncher
+from services.control.supervisor import Ending, Limits, Supervisor
+from tests.support.tiny_run import TinyAssets, make_assets, steps_of
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.data_plane.address import Address
+
+DEADLINE_S = 240.0
+
+
+class Crew:
+    """The processes of one run under their supervisor, in a thread of the test."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self.sockets = Path(tempfile.mkdtemp(prefix="xtoken-test-"))
+        resolved = resolve_run(spec)
+        file = spec.output / "resolved.json"
+        file.write_text(resolved.model_dump_json(), encoding="utf-8")
+        address = Address.parse(f"ipc://{self.sockets}/queue")
+        self.launcher = LocalLauncher(tied=True)
+        self.supervisor = Supervisor(
+            fleet_of(resolved, file, address),
+            address,
+            spec.output,
+            self.launcher,
+            Limits(max_restarts=spec.workers.max_restarts, first_delay_s=0.05),
+            steps=resolved.steps,
+        )
+        self.ending: Ending | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.ending = self.supervisor.run()
+
+    def pid(self, name: str) -> int:
+        """The process id of a worker by its name, once it runs."""
+        found: list[int] = []
+
+        def running() -> bool:
+            found[:] = [w["pid"] for w in self.supervisor.status()["workers"] if w["name"] == name and w["pid"]]
+            return bool(found)
+
+        self.wait(running)
+        return found[0]
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until the condition holds; fails if the run ends before."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self._thread.is_alive(), f"the run ended early: {self.ending}"
+            assert time.monotonic() < deadline, "the condition never held"
+            time.sleep(0.01)
+
+    def wait_for_steps(self, count: int) -> None:
+        """Until so many steps are taken."""
+        self.wait(lambda: len(steps_of(self.spec.output)) >= count)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a worker, by the pid that its supervisor knows."""
+        psutil.Process(self.pid(name)).kill()
+
+    def join(self) -> Ending:
+        """The run's end."""
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the run does not end"
+        assert self.ending is not None
+        return self.ending
+
+    def stop(self) -> Ending:
+        """Stop it in order."""
+        self.supervisor.stop()
+        return self.join()
+
+    def close(self) -> None:
+        """Nothing of it may be left."""
+        if self._thread.is_alive():
+            self.supervisor.stop(now=True)
+            self._thread.join(60)
+        self.launcher.close()
+        left = list(self.sockets.iterdir())
+        shutil.rmtree(self.sockets)
+        assert left == [], f"sockets are left: {left}"
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
+    return make_assets(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunSpec], Crew]]:
+    """Start runs; at the end no process and no shared memory of theirs may be left."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = set(Path("/dev/shm").iterdir())
+    crews: list[Crew] = []
+
+    def make(spec: RunSpec) -> Crew:
+        crews.append(Crew(spec))
+        return crews[-1]
+
+    yield make
+    for crew in crews:
+        crew.close()
+    children = [p for p in psutil.Process().children(recursive=True) if "services.cli" in " ".join(p.cmdline())]
+    assert children == [], f"processes are left: {children}"
+    left = [path for path in Path("/dev/shm").iterdir() if path not in before and "xtoken" in path.name]
+    assert left == [], f"shared memory is left: {left}"

@@ -1,0 +1,141 @@
+"""The whole pipeline with real processes: complete, killed in mid-run, resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.control.record import RunState
+from tests.integration.conftest import Crew
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from xtoken_core.config.spec import RunSpec
+
+Start = Callable[[RunSpec], Crew]
+
+
+def trained_ids(output: Path) -> list[int]:
+    return [i for line in steps_of(output) for i in line["ids"]]
+
+
+def summary_of(output: Path) -> dict[str, Any]:
+    return dict(json.loads((output / "summary.json").read_text()))
+
+
+def test_a_run_trains_every_position_once_and_leaves_a_model(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(12, seed=5))
+    spec = tiny_spec(assets, tmp_path, eval={"path": held_out, "every": 6})
+    crew = start(spec)
+    ending = crew.join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    assert trained_ids(spec.output) == list(range(96))
+    assert {k: summary_of(spec.output)[k] for k in ("positions", "trained", "skipped", "dead")} == {
+        "positions": 96,
+        "trained": 96,
+        "skipped": 0,
+        "dead": 0,
+    }
+    lines = steps_of(spec.output)
+    assert [line["step"] for line in lines] == list(range(12))
+    assert lines[-1]["kl_loss"] < lines[0]["kl_loss"]
+    evaluations = [json.loads(line) for line in (spec.output / "eval.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evaluations] == [0, 6, 12]
+    assert evaluations[-1]["bits_per_byte"] < evaluations[0]["bits_per_byte"]
+    tokenizer = AutoTokenizer.from_pretrained(spec.output / "model")
+    model = AutoModelForCausalLM.from_pretrained(spec.output / "model")
+    prompt = tokenizer("def x", return_tensors="pt")
+    out = model.generate(prompt["input_ids"], max_new_tokens=4, do_sample=False)
+    assert out.shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_killed_collator_and_teacher_lose_and_double_nothing(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    spec = tiny_spec(assets, tmp_path, records=400)
+    crew = start(spec)
+    crew.wait_for_steps(3)
+    crew.kill("collator-0")
+    crew.wait_for_steps(10)
+    crew.kill("teacher-0-0")
+    ending = crew.join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    assert trained_ids(spec.output) == list(range(400))
+    attempts = {w["name"]: len(list((spec.output / "logs").glob(f"{w['name']}.*.log"))) for w in workers(crew)}
+    assert attempts["collator-0"] >= 2
+    assert attempts["teacher-0-0"] >= 2
+
+
+def workers(crew: Crew) -> list[dict[str, Any]]:
+    return list(crew.supervisor.status()["workers"])
+
+
+def test_killed_student_resumes_bit_for_bit(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    whole = tiny_spec(assets, tmp_path / "whole", records=160)
+    assert start(whole).join().state == RunState.COMPLETED
+    broken = tiny_spec(assets, tmp_path / "broken", records=160)
+    crew = start(broken)
+    crew.wait_for_steps(7)
+    crew.kill("trainer-0")
+    ending = crew.join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    expected, found = steps_of(whole.output), steps_of(broken.output)
+    assert [line["ids"] for line in found] == [line["ids"] for line in expected]
+    assert [line["loss"] for line in found] == [line["loss"] for line in expected]
+    weights = [load_file(spec.output / "model" / "model.safetensors") for spec in (whole, broken)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert len(list((broken.output / "logs").glob("trainer-0.*.log"))) == 2
+
+
+def test_killed_queue_is_filled_again_from_the_checkpoint(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    spec = tiny_spec(assets, tmp_path, records=240)
+    crew = start(spec)
+    crew.wait_for_steps(9)
+    crew.kill("queue")
+    ending = crew.join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    assert trained_ids(spec.output) == list(range(240))
+
+
+def test_two_teachers_two_epochs_and_bad_records(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    texts = documents(44, seed=3)
+    data = tmp_path / "train.jsonl"
+    lines = [json.dumps({"text": text}).encode() for text in texts]
+    lines[5] = json.dumps({"text": "  "}).encode()
+    lines[17] = b'{"text": "\xff\xfe"}'
+    lines[30] = json.dumps({"text": " ".join(texts)}).encode()
+    data.write_bytes(b"\n".join(lines) + b"\n")
+    teacher = {"model": assets.other_teacher, "context_length": 80, "projection": assets.other_projection}
+    first = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "weight": 0.5}
+    spec = tiny_spec(assets, tmp_path, data={"path": data, "epochs": 2}, teacher=[first, teacher])
+    ending = start(spec).join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    summary = summary_of(spec.output)
+    assert (summary["positions"], summary["trained"], summary["skipped"], summary["truncated"]) == (88, 84, 4, 2)
+    assert all("train.jsonl:" in reason for reason in summary["skipped_reasons"].values())
+    skipped = {int(i) for i in summary["skipped_reasons"]}
+    assert sorted(trained_ids(spec.output)) == sorted(set(range(88)) - skipped)
+    assert {"kl_loss_t0", "kl_loss_t1"} <= set(steps_of(spec.output)[0])
+
+
+def test_two_ranks_train_as_one(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    one = tiny_spec(assets, tmp_path / "one", records=64, loss={"vocab_topk": None})
+    two = tiny_spec(assets, tmp_path / "two", records=64, loss={"vocab_topk": None}, workers={"ranks": 2})
+    for spec in (one, two):
+        ending = start(spec).join()
+        assert ending.state == RunState.COMPLETED, ending.error
+    losses = [[line["loss"] for line in steps_of(spec.output)] for spec in (one, two)]
+    assert trained_ids(two.output) == list(range(64))
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_bad_record_ends_a_run_that_says_so(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    data = tmp_path / "train.jsonl"
+    write_jsonl(data, [*documents(10, seed=4), "", *documents(10, seed=5)])
+    spec = tiny_spec(assets, tmp_path, data={"path": data, "on_bad_record": "fail"})
+    ending = start(spec).join()
+    assert ending.state == RunState.FAILED
+    assert "train.jsonl:11" in ending.error
+    assert "\n" not in ending.error
