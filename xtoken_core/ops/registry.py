@@ -115,7 +115,7 @@ def get_op(name: str, device: torch.device | str) -> Op:
     errors = []
     for backend in priority(name, device):
         try:
-            return _load(backend)
+            return load_backend(backend)
         except ImportError as error:
             errors.append(f"{backend.name}: {error}")
     raise ConfigError(f"no backend of op {name!r} can be loaded: {'; '.join(errors)}")
@@ -134,6 +134,11 @@ def _overrides(text: str) -> dict[str, str]:
 
 
 @cache
-def _load(backend: OpBackend) -> Op:
+def load_backend(backend: OpBackend) -> Op:
+    """The one instance of a backend.
+
+    Raises:
+        ImportError: What it stands on is not installed.
+    """
     module, _, name = backend.value.partition(":")
     return cast(Op, getattr(import_module(module), name)())

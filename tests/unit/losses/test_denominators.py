@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import V_S, make_case
 
+from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import (
     CrossTokenizerDistillationLoss,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import loss_loops as loops
 import pytest
 import torch
-from loss_cases import V_S, make_case
 
+from tests.unit.losses import loss_loops as loops
+from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 

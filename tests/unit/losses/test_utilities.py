@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import V_S, make_case
-from loss_loops import token_map
 
+from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.loss_loops import token_map
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import (
     CrossTokenizerDistillationLoss,

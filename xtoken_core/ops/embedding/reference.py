@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,7 +16,7 @@ class NativeEmbeddingOp(nn.Module):
     respect to `weight` adds the rows of repeated ids; see the op's page for where that is reproducible.
     """
 
-    def forward(self, token_ids: Int[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "*shape H"]:
+    def forward(self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "*shape H"]:
         """The rows in the dtype of `weight`.
 
         Args:
@@ -25,6 +25,8 @@ class NativeEmbeddingOp(nn.Module):
         """
         return functional.embedding(token_ids.long(), weight)
 
-    def forward_fp32(self, token_ids: Int[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "*shape H"]:
+    def forward_fp32(
+        self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]
+    ) -> Float[Tensor, "*shape H"]:
         """The rows in float32 (float64 stays): the ground truth and source of golden gradients."""
         return upcast(functional.embedding(token_ids.long(), weight))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,7 +19,7 @@ PIECE = 64
 HIDDEN_BLOCK = 1024
 
 
-def embedding_backward(token_ids: Int[Tensor, " N"], grad: Float[Tensor, "N H"], rows: int) -> Float[Tensor, "V H"]:
+def embedding_backward(token_ids: Integer[Tensor, " N"], grad: Float[Tensor, "N H"], rows: int) -> Float[Tensor, "V H"]:
     """The gradient of a table from the gradients of gathered rows, bitwise the same on every run.
 
     Ids are sorted stably; the rows of one id are added in float32, in their order, in pieces of 64, and rounded once.
@@ -55,7 +55,7 @@ class DeterministicEmbedding(torch.autograd.Function):
     """`weight[token_ids]` with `embedding_backward`."""
 
     @staticmethod
-    def forward(ctx: Any, token_ids: Int[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Tensor:
+    def forward(ctx: Any, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Tensor:
         """The rows, in the dtype of `weight`."""
         ids = token_ids.long()
         ctx.save_for_backward(ids)
@@ -72,7 +72,7 @@ class DeterministicEmbedding(torch.autograd.Function):
 class TritonEmbeddingOp(nn.Module):
     """Triton backend: the reference's forward, a deterministic backward."""
 
-    def forward(self, token_ids: Int[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "*shape H"]:
+    def forward(self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "*shape H"]:
         """The rows in the dtype of `weight`.
 
         Args:
@@ -85,6 +85,8 @@ class TritonEmbeddingOp(nn.Module):
         rows: Tensor = DeterministicEmbedding.apply(token_ids, weight)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return rows
 
-    def forward_fp32(self, token_ids: Int[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "*shape H"]:
+    def forward_fp32(
+        self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]
+    ) -> Float[Tensor, "*shape H"]:
         """The rows in float32."""
         return upcast(self.forward(token_ids, weight))

@@ -1,0 +1,203 @@
+"""For every op: small odd inputs, how its batch is cut, how it is padded, and which input has a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xtoken_core.ops.gold import GoldOptions, TokenPartition
+from xtoken_core.ops.p_kl import PKLOptions
+from xtoken_core.ops.sparse_projection import ProjectionMatrix
+
+Inputs = dict[str, Any]
+B, T_S, T_T, P, V_S, V_T = 3, 7, 9, 5, 37, 41
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One op. `batched` inputs have the batch first; `seen` is the part of a padded call that must not change."""
+
+    make: Callable[[torch.dtype, torch.device], Inputs]
+    batched: tuple[str, ...]
+    padded: Callable[[Inputs], Inputs]
+    seen: Callable[[Tensor], Tensor]
+    differentiable: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def outputs(op: Any, inputs: Inputs, *, fp32: bool = False) -> tuple[Tensor, ...]:
+    """The op's outputs, always as a tuple."""
+    result = (op.forward_fp32 if fp32 else op)(*inputs.values())
+    return tuple(result) if isinstance(result, tuple) else (result,)
+
+
+def gradient(op: Any, inputs: Inputs, name: str, *, fp32: bool = False, seed: int = 3) -> Tensor:
+    """The gradient of a fixed random combination of the differentiable outputs."""
+    leaf = inputs[name].detach().clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64, device=leaf.device)
+    generator = torch.Generator().manual_seed(seed)
+    for value in outputs(op, {**inputs, name: leaf}, fp32=fp32):
+        if value.requires_grad:
+            weights = torch.rand(value.shape, generator=generator).to(value)
+            total = total + (value * weights).double().sum()
+    return torch.autograd.grad(total, leaf)[0]
+
+
+def rand(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def ids(*shape: int, high: int, device: torch.device, seed: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def chunk_ids(T: int, device: torch.device) -> Tensor:
+    rows = torch.full((B, T), -1)
+    rows[0] = torch.arange(T) // 2
+    rows[1, : T - 2] = torch.tensor([0, -1, 1, 1, 1, 2, 2, 4, 4])[: T - 2]
+    rows[2, 1:3] = torch.tensor([0, 3])
+    return rows.clamp(max=P - 1).to(device)
+
+
+def projection(device: torch.device) -> ProjectionMatrix:
+    indices = ids(V_S, 3, high=V_T, device=torch.device("cpu"), seed=11)
+    indices[::4, 1:], indices[5] = -1, -1
+    weights = torch.rand(V_S, 3, generator=torch.Generator().manual_seed(12))
+    return ProjectionMatrix.from_topk(indices, weights, student_vocab_size=V_S, teacher_vocab_size=V_T).to(device)
+
+
+def partition(device: torch.device) -> TokenPartition:
+    common_s, common_t = torch.tensor([1, 4, 6, 20]), torch.tensor([3, 0, 40, 11])
+    rest_s = torch.tensor([v for v in range(V_S) if v not in common_s])
+    rest_t = torch.tensor([v for v in range(V_T) if v not in common_t])
+    return TokenPartition(common_s, common_t, rest_s, rest_t).to(device)
+
+
+def extend(x: Tensor, amount: int, dim: int, fill: float) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = amount
+    return torch.cat([x, x.new_full(shape, fill)], dim=dim)
+
+
+def _pad_chunked(inputs: Inputs) -> Inputs:
+    padded = dict(inputs)
+    for name in ("student_logits", "teacher_logits", "x"):
+        if name in padded:
+            padded[name] = extend(extend(padded[name], 4, 1, 3.0), 2, 0, -1.0)
+    for name in ("student_chunk_id", "teacher_chunk_id", "chunk_id"):
+        if name in padded:
+            padded[name] = extend(extend(padded[name], 4, 1, -1), 2, 0, 1)
+    return padded
+
+
+def _logits(dtype: torch.dtype, device: torch.device) -> Inputs:
+    return {
+        "student_logits": rand(B, T_S, V_S, dtype=dtype, device=device, seed=1),
+        "teacher_logits": rand(B, T_T, V_T, dtype=dtype, device=device, seed=2),
+    }
+
+
+def _chunks(device: torch.device) -> Inputs:
+    return {"student_chunk_id": chunk_ids(T_S, device), "teacher_chunk_id": chunk_ids(T_T, device)}
+
+
+def _p_kl(**settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
+    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
+        columns = torch.tensor([0, 2, 3, 5, 8, 13, 21, 34, 40], device=device)
+        W = {"projection": projection(device), "columns": columns}
+        return _logits(dtype, device) | W | _chunks(device) | {"options": PKLOptions(P, **settings)}
+
+    return make
+
+
+def _gold(**settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
+    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
+        chunks = {"partition": partition(device)} | _chunks(device)
+        return _logits(dtype, device) | chunks | {"options": GoldOptions(P, **settings)}
+
+    return make
+
+
+def _chunked(make: Callable[[torch.dtype, torch.device], Inputs]) -> OpCase:
+    batched = ("student_logits", "teacher_logits", "student_chunk_id", "teacher_chunk_id")
+    return OpCase(make, batched, _pad_chunked, lambda out: out[:B], "student_logits")
+
+
+CASES: dict[str, dict[str, OpCase]] = {
+    "embedding": {
+        "": OpCase(
+            lambda dtype, device: {
+                "token_ids": ids(5, 6, high=9, device=device, seed=4),
+                "weight": rand(13, 33, dtype=dtype, device=device, seed=5),
+            },
+            ("token_ids",),
+            lambda inputs: inputs | {"token_ids": extend(inputs["token_ids"], 3, 1, 0)},
+            lambda out: out[:, :6],
+            "weight",
+        )
+    },
+    "indices_to_multihot": {
+        "": OpCase(
+            lambda dtype, device: {
+                "indices": ids(11, 3, high=9, device=device, seed=6) - 1,
+                "probs": rand(11, 3, dtype=dtype, device=device, seed=7),
+                "num_experts": 7,
+            },
+            ("indices", "probs"),
+            lambda inputs: inputs | {n: extend(inputs[n], 5, 0, 1) for n in ("indices", "probs")},
+            lambda out: out[:11],
+            "probs",
+        )
+    },
+    "sparse_projection": {
+        "": OpCase(
+            lambda dtype, device: {
+                "x": rand(5, 3, V_S, dtype=dtype, device=device, seed=8),
+                "projection": projection(device),
+            },
+            ("x",),
+            lambda inputs: inputs | {"x": extend(inputs["x"], 2, 0, 1.0)},
+            lambda out: out[:5],
+            "x",
+        )
+    },
+    "chunk_mean": {
+        "": OpCase(
+            lambda dtype, device: {
+                "x": rand(B, T_T, 19, dtype=dtype, device=device, seed=9),
+                "chunk_id": chunk_ids(T_T, device),
+                "max_chunks": P,
+            },
+            ("x", "chunk_id"),
+            _pad_chunked,
+            lambda out: out[:B],
+            "x",
+        )
+    },
+    "cross_entropy": {
+        "": OpCase(
+            lambda dtype, device: {
+                "logits": rand(B, T_S, V_S, dtype=dtype, device=device, seed=1),
+                "targets": ids(B, T_S, high=V_S, device=device, seed=10),
+            },
+            ("logits", "targets"),
+            lambda inputs: {name: extend(extend(x, 3, 1, 1), 1, 0, 0) for name, x in inputs.items()},
+            lambda out: out[:B, :T_S],
+            "logits",
+        )
+    },
+    "p_kl": {
+        "": _chunked(_p_kl()),
+        "reverse_T2": _chunked(_p_kl(reverse=True, temperature=2.0)),
+        "prob": _chunked(_p_kl(teacher_average="prob")),
+    },
+    "gold": {
+        "cut": _chunked(_gold(uncommon_topk=6)),
+        "reverse_T2": _chunked(_gold(uncommon_topk=100, reverse=True, temperature=2.0)),
+        "untruncated": _chunked(_gold()),
+    },
+}

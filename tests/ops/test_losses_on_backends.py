@@ -1,0 +1,49 @@
+"""The reference vectors through the losses with their ops on Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.unit.losses.test_vectors import CASES, batch_of, loss_of
+
+TRITON = "p_kl=triton,cross_entropy=triton,select_topk_columns=triton"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_vectors_in_the_interpreter(case, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("XTOKEN_OPS", TRITON)
+    check(case, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ops", ["", TRITON], ids=["reference", "triton"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_vectors_on_the_gpu_without_a_host_synchronisation(case, ops, monkeypatch):
+    monkeypatch.setenv("XTOKEN_OPS", ops)
+    check(case, torch.device("cuda"))
+
+
+def check(case, device):
+    inputs, expected = case["inputs"], case["expected"]
+    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    loss_fn = loss_of({**case, "inputs": moved})
+    logits = moved["student_logits"].clone().requires_grad_()
+    toks = torch.tensor(float(inputs["global_valid_toks"]), device=device)
+    batch = batch_of(moved)
+    if device.type == "cuda":
+        loss_fn(batch, logits, [moved["teacher_logits"]])  # compiles kernels, which synchronises
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, metrics = loss_fn(batch, logits, [moved["teacher_logits"]], global_valid_toks=toks)
+        loss.backward()
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    bound = OUTPUT["chunk", torch.float32]
+    for name, value in expected["metrics"].items():
+        assert_within(metrics[name].cpu(), torch.tensor(value), bound, name)
+    assert_within(logits.grad.cpu(), expected["grad_student_logits"], GRADIENT["chunk", torch.float32], "gradient")
