@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from services.common.models import load_tokenizer
 from services.common.resolve import open_index
+from services.common.tokenizers import load_tokenizer
 from services.common.worker import WAIT_S, Worker, worker_session
 from xtoken_core.collate import CollatedRow, CrossTokenizerCollator, loss_counts
 from xtoken_core.data import BadRecord, DataIndex, record_at

@@ -1,14 +1,14 @@
-"""Loading models and tokenizers from Hugging Face directories, with errors that name the directory."""
+"""Loading models from Hugging Face directories, with errors that name the directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from services.common.vocabulary import first_line
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import ConfigError, InputError
 
@@ -45,37 +45,12 @@ def load_model(spec: ModelSpec, what: str, device: torch.device, directory: Path
             trust_remote_code=False,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise InputError(f"cannot load the {what}'s model from {place}: {_first_line(error)}") from error
+        raise InputError(f"cannot load the {what}'s model from {place}: {first_line(error)}") from error
     model.to(device)  # type: ignore[arg-type]  # the stub's decorator loses `self`
     return model
-
-
-def load_tokenizer(directory: Path, what: str) -> Any:
-    """The tokenizer in a directory.
-
-    Raises:
-        InputError: It cannot be loaded.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise InputError(f"cannot load the {what}'s tokenizer from {directory}: {_first_line(error)}") from error
 
 
 def head_width(model: PreTrainedModel) -> int:
     """Rows of the model's head."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return int(head.weight.shape[0])
-
-
-def pad_id(tokenizer: Any) -> int:
-    """The id that fills padding: the tokenizer's own, or else its end-of-text token, or else 0."""
-    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(value, int):
-            return value
-    return 0
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

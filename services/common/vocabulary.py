@@ -42,3 +42,9 @@ def _ask_transformers(directory: Path) -> int:
         last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise InputError(f"cannot read the tokenizer in {directory}: {last[0]}")
     return int(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, on one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from services.common.models import load_model, load_tokenizer, pad_id, pick_device
+from services.common.models import load_model, pick_device
+from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import worker_session
 from services.teacher.loop import TeacherLoop
 from xtoken_core.errors import ConfigError

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from services.common.models import head_width, load_model, load_tokenizer, pad_id, pick_device
+from services.common.models import head_width, load_model, pick_device
+from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import Worker, worker_session
 from services.trainer.checkpoint import Cursor
 from services.trainer.evaluate import Evaluator

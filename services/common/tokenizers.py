@@ -1,0 +1,31 @@
+"""Loading tokenizers from Hugging Face directories, without the models' code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from services.common.vocabulary import first_line
+from xtoken_core.errors import InputError
+
+
+def load_tokenizer(directory: Path, what: str) -> Any:
+    """The tokenizer in a directory.
+
+    Raises:
+        InputError: It cannot be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise InputError(f"cannot load the {what}'s tokenizer from {directory}: {first_line(error)}") from error
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The id that fills padding: the tokenizer's own, or else its end-of-text token, or else 0."""
+    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(value, int):
+            return value
+    return 0
