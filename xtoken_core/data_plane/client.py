@@ -5,8 +5,10 @@ Nothing here imports torch: rows are `xtoken_core.wire.Column`s; `data_plane.sam
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -21,9 +23,20 @@ R = TypeVar("R", bound=m.Reply)
 POLL_S = 5.0
 
 
+class _Lane(threading.local):
+    """A thread has one request open at a time: its ids say so, and the queue need not keep older answers."""
+
+    def __init__(self) -> None:
+        self.name = secrets.token_hex(8)
+        self.numbers = itertools.count(1)
+
+
+_lane = _Lane()
+
+
 def new_id() -> str:
-    """A request id that nobody else uses."""
-    return secrets.token_hex(8)
+    """A request id that nobody else uses: this thread's lane and the next number in it."""
+    return f"{_lane.name}.{next(_lane.numbers)}"
 
 
 class DataPlaneClient(ABC):
@@ -205,7 +218,7 @@ class DataPlaneClient(ABC):
 
     def ask(self, request: m.Request, kind: type[R], buffers: Sequence[Buffer] = ()) -> tuple[R, list[Buffer]]:
         """One call that is answered at once; its reply must be of this kind."""
-        reply, frames = self.exchange(request, buffers, 0.0)
+        reply, frames = self._send(request, buffers, 0.0)
         return self._expect(reply, kind), frames
 
     def wait(self, ask: Callable[[float], m.Request], kind: type[R], wait_s: float) -> tuple[R, list[Buffer]] | None:
@@ -213,7 +226,7 @@ class DataPlaneClient(ABC):
         left = wait_s
         while True:
             slice_s = min(left, POLL_S)
-            reply, frames = self.exchange(ask(slice_s), (), slice_s)
+            reply, frames = self._send(ask(slice_s), (), slice_s)
             if not isinstance(reply, m.Empty):
                 return self._expect(reply, kind), frames
             left -= slice_s
@@ -224,6 +237,11 @@ class DataPlaneClient(ABC):
         """A call that waits for a lease, and the columns that come with it."""
         found = self.wait(ask, m.Claimed, wait_s)
         return (found[0], unpack_columns(found[0].columns, found[1])) if found else None
+
+    def _send(self, request: m.Request, buffers: Sequence[Buffer], wait_s: float) -> tuple[m.AnyReply, list[Buffer]]:
+        if isinstance(request, m.SessionRequest) and not request.session:
+            raise StaleSessionError("this client has no session: say hello first")
+        return self.exchange(request, buffers, wait_s)
 
     @staticmethod
     def _expect(reply: m.AnyReply, kind: type[R]) -> R:

@@ -6,21 +6,21 @@ The server and the in-memory client both drive this class; time is whatever thei
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from xtoken_core.protocol import run_calls, sample_calls
 from xtoken_core.protocol.answers import Answer
 from xtoken_core.protocol.partition import Partition
+from xtoken_core.protocol.replies import Replies
 from xtoken_core.protocol.sessions import Session, Sessions
 from xtoken_core.protocol.stats import stats_document
 from xtoken_core.wire import QueueError, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
 
-KEPT_REPLIES = 16
 MAX_PARTITIONS = 1024
+MAX_SESSIONS = 16384
 
 
 class Engine:
@@ -38,7 +38,8 @@ class Engine:
         self.changes = 0
         self.started = clock()
         self.counts: dict[str, int] = {}
-        self._replies: dict[str, OrderedDict[str, Answer]] = {}
+        self._replies = Replies()
+        self._hellos: dict[str, str] = {}
         self.sessions.on_end.append(self._forget)
 
     @property
@@ -49,7 +50,7 @@ class Engine:
     def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer]) -> Answer | None:
         """Answer a request, or None if it has to wait for a change.
 
-        A request that was answered before (same session, same id) gets the same answer and changes nothing.
+        The last request of a lane (see `xtoken_core.protocol.replies`) gets the same answer again and changes nothing.
 
         Raises:
             QueueError: The request is refused.
@@ -58,16 +59,17 @@ class Engine:
             return self._hello(request)
         session = self.sessions.get(request.session)
         session.last_seen = self.clock()
-        known = self._replies[session.id].get(request.id) if session.id in self._replies else None
+        known = self._replies.recall(session.id, request.id)
         if known is not None:
-            return known
+            return self._again(request, known)
         answer = self._dispatch(request, session, buffers)
         if answer is not None:
             kind = type(request)
             self.counts[kind.__name__] = self.counts.get(kind.__name__, 0) + 1
             if kind not in READS:
                 self.changes += 1
-                self._remember(session.id, request.id, answer)
+                if kind not in NATURAL:
+                    self._replies.remember(session.id, request.id, answer)
         return answer
 
     def tick(self) -> None:
@@ -117,17 +119,31 @@ class Engine:
         run = next((p for p in self.partitions.values() if p.run is not None), None)
         if request.needs_run and run is None:
             return None
+        session = self._opened_by(request) or self._new_session(request)
+        welcome = m.Welcome(session=session.id, version=m.VERSION)
+        if run is not None and run.definition.run is not None:
+            welcome.partition, welcome.run = run.name, run.definition.run.document
+        return Answer(welcome)
+
+    def _opened_by(self, request: m.Hello) -> Session | None:
+        """The session that this very hello has opened before."""
+        for session in self.sessions.live.values():
+            if session.name == request.name and self._hellos.get(session.id) == request.id:
+                return session
+        return None
+
+    def _new_session(self, request: m.Hello) -> Session:
+        if len(self.sessions.live) >= MAX_SESSIONS:
+            raise QueueError("too_large", f"a queue holds at most {MAX_SESSIONS} sessions")
         now = self.clock()
         session = Session(
             id=secrets.token_hex(16), name=request.name, role=request.role, incarnation=request.incarnation,
             rank=request.rank, silence=request.silence_s, last_seen=now, progress_at=now,
         )  # fmt: skip
         self.sessions.open(session)
+        self._hellos[session.id] = request.id
         self.changes += 1
-        welcome = m.Welcome(session=session.id, version=m.VERSION)
-        if run is not None and run.definition.run is not None:
-            welcome.partition, welcome.run = run.name, run.definition.run.document
-        return Answer(welcome)
+        return session
 
     def _heartbeat(self, request: m.Heartbeat, session: Session) -> Answer:
         session.phase = request.phase
@@ -151,14 +167,15 @@ class Engine:
             raise QueueError("unknown_partition", f"there is no partition {name!r} here")
         return part
 
-    def _forget(self, session: str) -> None:
-        self._replies.pop(session, None)
+    def _again(self, request: m.AnyRequest, known: Answer) -> Answer:
+        """An answer once more; the columns of a claim are read anew."""
+        if isinstance(request, m.Claim) and isinstance(known.reply, m.Claimed):
+            return Answer(known.reply, self._partition(request.partition).store.read(known.reply.ids, request.fields))
+        return known
 
-    def _remember(self, session: str, request: str, answer: Answer) -> None:
-        kept = self._replies.setdefault(session, OrderedDict())
-        kept[request] = answer
-        while len(kept) > KEPT_REPLIES:
-            kept.popitem(last=False)
+    def _forget(self, session: str) -> None:
+        self._replies.forget(session)
+        self._hellos.pop(session, None)
 
 
 READS: frozenset[type[m.Request]] = frozenset(
@@ -167,6 +184,9 @@ READS: frozenset[type[m.Request]] = frozenset(
         m.AwaitOpened, m.CheckStep,
     }
 )  # fmt: skip
+
+NATURAL: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})
+"""Calls whose repetition finds what they made before, so that their answers need not be kept."""
 
 CALLS: dict[type[m.Request], Callable[[Partition, Any], Answer | None]] = {
     m.Get: sample_calls.get,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from xtoken_core.protocol.run import RunProtocol
 from xtoken_core.protocol.samples import Samples, Status, Task
 from xtoken_core.protocol.sessions import Sessions
 from xtoken_core.protocol.store import Store
-from xtoken_core.wire import QueueError
+from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.messages import OpenPartition
 
 
@@ -18,6 +18,7 @@ class Partition:
     Attributes:
         definition: The message that opened it; opening it again with the same one is no error.
         run: The protocol of the run, or None for a generic partition.
+        kinds: Kind, dtype and item shape of every field, as its first rows had them.
         sealed: Whether nothing will be put any more.
     """
 
@@ -26,13 +27,15 @@ class Partition:
         self.definition = definition
         self.store = Store()
         self.volatile = frozenset(definition.volatile)
+        self.kinds: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+        self._vouched: dict[str, list[tuple[int, str, str]]] = {}
         self.run: RunProtocol | None = None
         if definition.run is not None:
             self.run = _run(definition, sessions)
             self.samples = self.run.samples
         else:
             self.samples = Samples(_tasks(definition), definition.max_attempts)
-            sessions.on_end.append(self._give_back)
+            sessions.on_end.append(self._session_ended)
         self.sealed = self.run is not None
 
     def same_as(self, other: OpenPartition) -> bool:
@@ -44,6 +47,36 @@ class Partition:
             other.max_attempts,
             other.run,
         )
+
+    def check_kinds(self, columns: Mapping[str, Column]) -> None:
+        """A field keeps the kind, dtype and item shape of its first rows, so that any of its rows can be read together.
+
+        Raises:
+            QueueError: `conflict`, with the field's name.
+        """
+        for name, column in columns.items():
+            kind = _kind(column)
+            known = self.kinds.get(name, kind)
+            if kind != known:
+                raise QueueError("conflict", f"field {name!r} is {_words(known)} here, and {_words(kind)} came")
+
+    def keep(self, ids: Sequence[int], columns: Mapping[str, Column], new: Iterable[int]) -> None:
+        """Store the rows of `new`, some of `ids`."""
+        self.kinds.update({name: _kind(column) for name, column in columns.items()})
+        self.store.put(ids, dict(columns), new)
+
+    def vouch(self, session: str, ids: Sequence[int], fields: Iterable[str], task: str = "") -> None:
+        """Volatile fields belong to the session that put them, `task` being what it did by that."""
+        for name in self.volatile.intersection(fields):
+            self._vouched.setdefault(session, []).extend((i, name, task) for i in ids)
+
+    def start_over(self) -> None:
+        """As on the day it was opened: no samples, no dead letters, not sealed, any id may come."""
+        self.store.drop(list(self.samples.samples))
+        self.samples.start_over()
+        self.kinds.clear()
+        self._vouched.clear()
+        self.sealed = False
 
     def let_go(self, ids: Iterable[int]) -> None:
         """Free the memory of samples that are done."""
@@ -76,9 +109,24 @@ class Partition:
             return False
         return all(s.status[task] == Status.DONE for s in self.samples.samples.values())
 
-    def _give_back(self, session: str) -> None:
+    def _session_ended(self, session: str) -> None:
+        """Its leases are free again; what only it could vouch for is withdrawn and has to be made anew."""
         for lease in self.samples.of_session(session):
             self.samples.give_back(lease.id)
+        for sample_id, name, task in self._vouched.pop(session, []):
+            if sample_id in self.samples.samples:
+                self.store.drop_fields([sample_id], [name])
+                self.samples.withdraw(sample_id, name)
+                if task:
+                    self.samples.reopen(sample_id, task)
+
+
+def _kind(column: Column) -> tuple[str, str, tuple[int, ...]]:
+    return column.kind, column.dtype, column.item_shape
+
+
+def _words(kind: tuple[str, str, tuple[int, ...]]) -> str:
+    return " ".join(word for word in (kind[0], kind[1], str(list(kind[2])) if kind[2] else "") if word)
 
 
 def _tasks(definition: OpenPartition) -> list[Task]:

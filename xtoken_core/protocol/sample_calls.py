@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xtoken_core.protocol.answers import Answer
 from xtoken_core.protocol.partition import Partition
-from xtoken_core.protocol.samples import Status
+from xtoken_core.protocol.samples import Lease, Status
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire import messages as m
 
@@ -15,6 +15,7 @@ def put(part: Partition, request: m.Put, columns: dict[str, Column], room: int) 
     if len(set(request.ids)) < len(request.ids):
         raise QueueError("bad_request", "an id is there twice")
     size = sum(c.nbytes for c in columns.values())
+    part.check_kinds(columns)
     if request.lease is not None:
         new = part.the_run().put_block(request.session, request.lease, request.ids, request.tombstones, columns)
     else:
@@ -27,7 +28,8 @@ def put(part: Partition, request: m.Put, columns: dict[str, Column], room: int) 
         if size > room:
             raise QueueError("no_room", f"{size} bytes do not fit into {max(room, 0)}", {"room": max(room, 0)})
         new = part.samples.produce(request.ids, columns)
-    part.store.put(request.ids, columns, new)
+        part.vouch(request.session, new, columns)
+    part.keep(request.ids, columns, new)
     return Answer(m.Stored(room=max(room - size, 0)))
 
 
@@ -49,19 +51,32 @@ def claim(part: Partition, request: m.Claim) -> Answer | None:
     task = part.task(request.task)
     if bool(request.ids) == bool(request.count):
         raise QueueError("bad_request", "a claim names either ids or a count")
-    if request.ids:
-        lease = part.samples.claim_ids(request.session, task, request.ids)
-    elif part.samples.tasks[task].order == "by_id":
-        raise QueueError("bad_request", f"task {task!r} is claimed by ids only")
-    else:
-        lease = part.samples.claim_next(request.session, task, request.count)
+    if len(set(request.ids)) < len(request.ids):
+        raise QueueError("bad_request", "an id is there twice")
+    dead = [i for i in request.ids if i in part.samples.dead]
+    if request.ids and len(dead) == len(request.ids):
+        return Answer(m.Claimed(lease=0, ids=[], dead=dead))
+    held = set(part.samples.leases)
+    lease = _lease(part, request, task)
     if lease is None:
         if part.exhausted(task):
             raise QueueError("exhausted", f"task {task!r} has done everything that partition {part.name!r} will hold")
         return None
-    dead = [i for i in request.ids if i in part.samples.dead]
-    reply = m.Claimed(lease=lease.id, ids=list(lease.ids), dead=dead)
-    return Answer(reply, part.store.read(lease.ids, request.fields))
+    try:
+        columns = part.store.read(lease.ids, request.fields)
+    except QueueError:
+        if lease.id not in held:
+            part.samples.give_back(lease.id)
+        raise
+    return Answer(m.Claimed(lease=lease.id, ids=list(lease.ids), dead=dead), columns)
+
+
+def _lease(part: Partition, request: m.Claim, task: str) -> Lease | None:
+    if request.ids:
+        return part.samples.claim_ids(request.session, task, request.ids)
+    if part.samples.tasks[task].order == "by_id":
+        raise QueueError("bad_request", f"task {task!r} is claimed by ids only")
+    return part.samples.claim_next(request.session, task, request.count)
 
 
 def complete(part: Partition, request: m.Complete, columns: dict[str, Column]) -> Answer:
@@ -69,9 +84,12 @@ def complete(part: Partition, request: m.Complete, columns: dict[str, Column]) -
     _generic(part)
     lease = part.samples.held(request.lease, request.session)
     _check_rows(columns, len(lease.ids))
-    new = part.samples.produce(lease.ids, columns) if columns else []
-    part.store.put(lease.ids, columns, new)
-    part.let_go(part.samples.finish(lease.task, lease.ids))
+    part.check_kinds(columns)
+    ids = lease.ids
+    new = part.samples.produce(ids, columns) if columns else []
+    part.keep(ids, columns, new)
+    part.vouch(request.session, new, columns, lease.task)
+    part.let_go(part.samples.finish(lease.task, ids))
     return Answer(m.Ok())
 
 
@@ -108,13 +126,15 @@ def nack(part: Partition, request: m.Nack) -> Answer:
 def clear(part: Partition, request: m.Clear) -> Answer:
     """Forget samples."""
     _generic(part)
-    ids = list(part.samples.samples) if request.everything else request.ids
-    for sample_id in ids:
+    if request.everything:
+        part.start_over()
+        return Answer(m.Ok())
+    for sample_id in request.ids:
         part.samples.dead.pop(sample_id, None)
         if sample_id in part.samples.samples:
             part.samples.finished.add(sample_id)
-    part.samples.drop(ids)
-    part.store.drop(ids)
+    part.samples.drop(request.ids)
+    part.store.drop(request.ids)
     return Answer(m.Ok())
 
 

@@ -117,6 +117,7 @@ class Samples:
     def claim_ids(self, session: str, task: str, ids: Sequence[int]) -> Lease | None:
         """Lease exactly these ids, dead ones left out; None while one of them is not ready.
 
+        A lease on nothing, where all have died, needs neither ack nor nack.
         The session that holds them already gets the same lease again.
 
         Raises:
@@ -147,6 +148,14 @@ class Samples:
             if sample is not None and sample.status[task] == Status.READY and sample_id not in taken:
                 taken.append(sample_id)
         return self._lease(session, task, tuple(taken)) if taken else None
+
+    def reopen(self, sample_id: int, task: str) -> None:
+        """A task's work on a sample was lost: it waits, or is ready, again."""
+        sample = self.samples.get(sample_id)
+        if sample is not None and sample_id not in self.dead and sample.status[task] == Status.DONE:
+            sample.status[task] = Status.WAITING
+            self._refresh(sample)
+            self._push(sample, [task])
 
     def finish(self, task: str, ids: Iterable[int]) -> list[int]:
         """The task has done these ids; returns those that every task has done and that are let go."""
@@ -212,6 +221,15 @@ class Samples:
                 if not lease.ids:
                     del self.leases[lease.id]
 
+    def start_over(self) -> None:
+        """Forget everything that was ever put; numbers of leases go on."""
+        self.samples.clear()
+        self.leases.clear()
+        self.dead.clear()
+        self.finished = IntervalSet()
+        for heap in self._heaps.values():
+            heap.clear()
+
     def reset(self) -> None:
         """Every task starts over on the samples that are held; leases are gone."""
         for lease_id in list(self.leases):
@@ -246,7 +264,8 @@ class Samples:
 
     def _lease(self, session: str, task: str, ids: tuple[int, ...]) -> Lease:
         lease = Lease(self.next_lease_id(), session, task, ids, ids)
-        self.leases[lease.id] = lease
+        if ids:
+            self.leases[lease.id] = lease
         for sample_id in ids:
             self.samples[sample_id].status[task] = Status.LEASED
         return lease

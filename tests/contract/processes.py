@@ -1,0 +1,74 @@
+"""A real queue process for the tests: `xtoken queue` as a user starts it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+
+ROOT = Path(__file__).parents[2]
+UP_S = 30.0
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start_queue(address: Address, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a queue at an address; returns once it answers."""
+    command = [sys.executable, "-m", "services.cli", "queue", "--bind", address.url, *arguments]
+    if address.token_file is not None:
+        command += ["--token-file", str(address.token_file)]
+    process = subprocess.Popen(command, cwd=ROOT)
+    deadline = time.monotonic() + UP_S
+    while address.token_file is not None and not address.token_file.exists() and time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the queue ended with status {process.returncode}")
+        time.sleep(0.02)
+    client = ZmqDataPlaneClient(address, patience_s=UP_S)
+    try:
+        client.hello("probe", "probe", incarnation=time.time_ns())
+        client.bye()
+    finally:
+        client.close()
+    return process
+
+
+@contextmanager
+def queue_process(address: Address, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A queue while the context lasts; it must end by itself when asked to."""
+    process = start_queue(address, *arguments)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            status = process.wait(UP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+    assert status == 0, f"the queue ended with status {status}"
+
+
+def ipc_address(directory: Path) -> Address:
+    """An ipc address in a private directory."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    directory.chmod(0o700)
+    return Address.parse(f"ipc://{directory}/q")
+
+
+def tcp_address(directory: Path) -> Address:
+    """A loopback address with a token file that the queue makes."""
+    return Address.parse(f"tcp://127.0.0.1:{free_port()}", directory / "token")
