@@ -12,7 +12,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.alignment import TokenAligner
+from xtoken_core.alignment import TokenAligner, alignment_from_flat_batch
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.data.records import UnusableRecordError, usable_value
 from xtoken_core.data_plane.batch import BatchedDataDict
@@ -195,7 +195,8 @@ class CrossTokenizerCollator:
     def _tokenize(self, values: Sequence[Mapping[str, Any]]) -> tuple[list[list[_Tokens]], dict[int, str]]:
         """Every side's tokens of every record, and why some have none."""
         sides = [self._student, *(side for _, side in self._teachers)]
-        tokens = [[_Tokens(*(np.zeros(0, dtype=np.int64) for _ in range(2)), cut=False)] * len(values) for _ in sides]
+        none = np.zeros(0, dtype=np.int64)
+        tokens = [[_Tokens(none, none, cut=False)] * len(values) for _ in sides]
         reasons: dict[int, str] = {}
         plain = [at for at, value in enumerate(values) if "text" in value]
         for side, found in zip(sides, tokens, strict=True):
@@ -283,9 +284,15 @@ def loss_counts(config: LossConfig, same_tokenizer: Sequence[bool]) -> Counts:
         found = {schema.CE_TOKENS.name: ce_token_counts(batch[schema.TOKEN_MASK.name])}
         for place, index in enumerate(schema.teacher_indices(len(same_tokenizer))):
             if not same_tokenizer[place]:
-                columns = (schema.STUDENT_CHUNK_ID, schema.TEACHER_CHUNK_ID, schema.PAIR_VALID, schema.PAIR_IS_CORRECT)
-                arguments = [batch[schema.field_name(column, index)] for column in columns]
-                found[schema.field_name(schema.KD_CHUNKS, index)] = kd_chunk_counts(*arguments, config, teacher=place)
+                aligned = alignment_from_flat_batch(batch, index)
+                found[schema.field_name(schema.KD_CHUNKS, index)] = kd_chunk_counts(
+                    aligned.student_chunk_id,
+                    aligned.teacher_chunk_id,
+                    aligned.pair_valid,
+                    aligned.pair_is_correct,
+                    config,
+                    teacher=place,
+                )
         return found
 
     return counts
@@ -312,8 +319,6 @@ def _learnt_text(value: Mapping[str, Any]) -> str | None:
 
 
 def _usable(record: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    if not isinstance(record, Mapping):
-        return None, f"not a record but {type(record).__name__}"
     try:
         return usable_value(record, "text"), ""
     except UnusableRecordError as error:
@@ -321,7 +326,7 @@ def _usable(record: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
 
 
 def _is_empty(record: Mapping[str, Any]) -> bool:
-    text = record.get("text") if isinstance(record, Mapping) else None
+    text = record.get("text")
     return isinstance(text, str) and not text.strip()
 
 

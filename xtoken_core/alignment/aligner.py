@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, Int64
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from xtoken_core.alignment.batch import AlignmentBatch
@@ -71,7 +71,7 @@ class TokenAligner:
         """Cut both tokenizations of `B` samples into chunks.
 
         Args:
-            student_ids: `[B, T_s]` integers (tensor, array or nested list), padded on either side.
+            student_ids: `[B, T_s]` integers on the CPU, padded on either side.
             teacher_ids: `[B, T_t]` likewise.
             student_attention_mask: `[B, T_s]`, 0 = not to be aligned (padding, a prompt); None = all there.
             teacher_attention_mask: `[B, T_t]` likewise. Both sides must leave out the same text.

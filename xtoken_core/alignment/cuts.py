@@ -128,7 +128,7 @@ def _spell(side: Side, ids: np.ndarray, mask: np.ndarray | None, led: np.ndarray
 
 def _spelling_numbers(side: Side, x: Spelled, led: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
     ids = x.ids.ravel()[tokens]
-    numbers = side.canonical[ids]
+    numbers: np.ndarray = side.canonical[ids]
     if led is not None:
         own = led.ravel()[tokens]
         numbers[own] = side.canonical_led[ids[own]]

@@ -17,7 +17,6 @@ from xtoken_core.alignment.normalizing import Normalizer
 from xtoken_core.alignment.sides import Side
 from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
 
-
 _UNKNOWN_BYTES = 64
 """How many bytes one unknown token may stand for where a text ends differently on both sides."""
 
@@ -82,9 +81,12 @@ def align_row(
         if _agree(x, y):
             return _chunks(student, teacher, s, t, x, y, _equal_cuts(x, y))
     if text is not None:
-        x, y = (_in_text(side, row, text, tok) for side, row, tok in zip((student, teacher), (s, t), tokenizers))
-        if x is not None and y is not None:
-            return _chunks(student, teacher, s, t, x, y, _equal_cuts(x, y))
+        in_text = [
+            _in_text(side, row, text, tokenizer)
+            for side, row, tokenizer in zip((student, teacher), (s, t), tokenizers, strict=True)
+        ]
+        if in_text[0] is not None and in_text[1] is not None:
+            return _chunks(student, teacher, s, t, in_text[0], in_text[1], _equal_cuts(in_text[0], in_text[1]))
     return _by_difference(student, teacher, s, t, ways[0], drop_whitespace)
 
 
@@ -250,10 +252,10 @@ def _chunks(
     chunk_s = np.where(x.text, np.searchsorted(at_x, x.ends), -1)
     chunk_t = np.where(y.text, np.searchsorted(at_y, y.ends), -1)
     count = len(at_x)
-    held = np.zeros((2, count + 1), dtype=bool)
-    held[0, chunk_s[chunk_s >= 0]] = True
-    held[1, chunk_t[chunk_t >= 0]] = True
-    whole = held.all(axis=0)[:count]
+    in_s, in_t = np.zeros(count + 1, dtype=bool), np.zeros(count + 1, dtype=bool)
+    in_s[chunk_s[chunk_s >= 0]] = True
+    in_t[chunk_t[chunk_t >= 0]] = True
+    whole = (in_s & in_t)[:count]
     order: list[tuple[int, int]] = [(2 * c + 1, c) for c in np.flatnonzero(whole).tolist()]
     pairs = _special_pairs(student, teacher, s, t, x, y, at_x, at_y)
     order += [(2 * point, count + 1 + n) for n, (point, _, _) in enumerate(pairs)]

@@ -112,7 +112,7 @@ def _hinted(scheme: Decode, description: str) -> bool:
     model = parts.get("model") or {}
     steps = [parts.get("pre_tokenizer"), parts.get("decoder"), parts.get("normalizer")]
     pipeline = json.dumps(steps, ensure_ascii=False)
-    hints = {
+    hints: dict[Decode, bool] = {
         byte_level: '"ByteLevel"' in pipeline,
         sentencepiece: '"Metaspace"' in pipeline or "▁" in pipeline,
         wordpiece: model.get("type") == "WordPiece",

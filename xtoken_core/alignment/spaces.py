@@ -26,7 +26,7 @@ def own_spaces(
     if habits == ("none", "none"):
         return None, None
     s, t = (student, student_ids, student_mask), (teacher, teacher_ids, teacher_mask)
-    result = []
+    result: list[np.ndarray | None] = []
     for (side, ids, mask), other in ((s, t), (t, s)):
         if side.table.prefix == "none":
             result.append(None)
@@ -52,7 +52,8 @@ def _candidates(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndar
     if ids.size:
         rows = np.flatnonzero(text.any(axis=1))
         begins[rows, text[rows].argmax(axis=1)] = True
-    return begins & side.leading_space[ids]
+    led: np.ndarray = begins & side.leading_space[ids]
+    return led
 
 
 def _first_text(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
@@ -60,7 +61,8 @@ def _first_text(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndar
     if not ids.size:
         return np.zeros(len(ids), dtype=np.int64)
     text = side.table.kinds[ids] == TEXT
-    return np.argmax(text if mask is None else text & mask, axis=1)
+    first: np.ndarray = np.argmax(text if mask is None else text & mask, axis=1)
+    return first
 
 
 def _begins_with_space(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
@@ -70,7 +72,8 @@ def _begins_with_space(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> 
     rows = np.arange(len(ids))
     first = _first_text(side, ids, mask)
     token = ids[rows, first]
-    if side.table.prefix == "none":
-        return side.leading_space[token]
     after = ids[rows, np.minimum(first + 1, ids.shape[1] - 1)]
-    return side.two_spaces[token] | ((side.pool.lengths[token] == 1) & side.leading_space[after])
+    begins: np.ndarray = side.leading_space[token]
+    if side.table.prefix != "none":
+        begins = side.two_spaces[token] | ((side.pool.lengths[token] == 1) & side.leading_space[after])
+    return begins

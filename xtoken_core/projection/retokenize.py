@@ -52,15 +52,15 @@ class Retokenizer:
         for place, ids in zip(whole, self._texts(texts), strict=True):
             pieces[place] = ids
         counts = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
-        ids = np.fromiter((i for row in pieces for i in row), dtype=np.int64, count=int(counts.sum()))
+        flat = np.fromiter((i for row in pieces for i in row), dtype=np.int64, count=int(counts.sum()))
         unknown = np.bincount(
-            np.repeat(np.arange(len(pieces)), counts)[self.table.kinds[ids] != TEXT], minlength=len(counts)
+            np.repeat(np.arange(len(pieces)), counts)[self.table.kinds[flat] != TEXT], minlength=len(counts)
         )
         if unknown.any():
             kept = unknown == 0
-            ids = ids[np.repeat(kept, counts)]
+            flat = flat[np.repeat(kept, counts)]
             counts = np.where(kept, counts, 0)
-        return ids, counts
+        return flat, counts
 
     def _texts(self, texts: Sequence[str]) -> list[list[int]]:
         if self._backend is None:

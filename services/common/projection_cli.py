@@ -1,0 +1,134 @@
+"""`xtoken projection`: build a projection, look into one, compare vocabularies, draw a matrix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+projection_app = typer.Typer(
+    name="projection", help="Build a projection between two vocabularies and look into it.", no_args_is_help=True
+)
+
+StudentOption = Annotated[Path, typer.Option("--student", help="The student's directory (model or tokenizer).")]
+TeacherOption = Annotated[Path, typer.Option("--teacher", help="The teacher's directory.")]
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A projection file.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@projection_app.command()
+def build(
+    student: StudentOption,
+    teacher: TeacherOption,
+    out: Annotated[Path, typer.Option("--out", help="FILE.safetensors names its pair; others are torch files.")],
+    top_k: Annotated[int, typer.Option(min=1, max=32, help="Entries of a row, at most.")] = 4,
+    forward: Annotated[bool, typer.Option(help="Student tokens re-tokenized by the teacher.")] = True,
+    reverse: Annotated[bool, typer.Option(help="Teacher tokens re-tokenized by the student, added.")] = False,
+    specials: Annotated[bool, typer.Option(help="Specials by the likeness of their names.")] = True,
+    exact: Annotated[bool, typer.Option(help="Tokens of equal bytes pinned to each other.")] = True,
+    as_reference: Annotated[bool, typer.Option(help="Build as the public tools do, for comparison.")] = False,
+) -> None:
+    """Build the projection from a student's vocabulary to a teacher's."""
+    from xtoken_core.projection.build import BuildOptions, build_projection
+    from xtoken_core.projection.files import write_projection
+
+    options = BuildOptions(forward, reverse, specials, exact, top_k, as_reference)
+    ours, theirs = _tokenizer(student, "student"), _tokenizer(teacher, "teacher")
+    projection = build_projection(ours, theirs, options, student_rows=_head_width(student))
+    write_projection(projection, out, bfloat16=as_reference)
+    pinned = int((projection.likelihoods[:, 0] == 1).sum())
+    empty = int((projection.likelihoods.sum(dim=1) == 0).sum())
+    typer.echo(f"{out}: {len(projection.indices)} rows of {top_k}, {pinned} with one counterpart, {empty} empty")
+
+
+@projection_app.command()
+def inspect(
+    file: FileArgument,
+    student: StudentOption,
+    teacher: TeacherOption,
+    samples: Annotated[int, typer.Option(min=0, help="Rows shown of each kind.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a projection covers, and warn where it is thin."""
+    from xtoken_core.projection import report
+    from xtoken_core.projection.files import read_topk
+    from xtoken_core.projection.fingerprint import check_projection_pair
+
+    check_projection_pair(file, student, teacher)
+    found = report.inspect_projection(
+        read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
+    )
+    if as_json:
+        typer.echo(json.dumps(report.as_json(found), ensure_ascii=False, indent=2))
+        return
+    typer.echo(f"rows               {found.rows} of up to {found.top_k} teacher tokens")
+    typer.echo(f"  one counterpart  {found.exact}")
+    typer.echo(f"  several          {found.spread}")
+    typer.echo(f"  none             {found.empty}")
+    typer.echo(f"teacher tokens     {found.teacher_covered} named by some row")
+    typer.echo(f"common tokens      {found.common_strict} strict, {found.common_relaxed} relaxed")
+    typer.echo("uncommon by category:")
+    for name, (total, uncommon) in found.categories.items():
+        typer.echo(f"  {name:<20} {uncommon:>7} of {total}")
+    for kind, rows in found.samples.items():
+        typer.echo(f"{kind}:")
+        for name, row in rows:
+            typer.echo(f"  {name!r} -> " + (", ".join(f"{t!r} {w:.3f}" for t, w in row) or "nothing"))
+    for warning in found.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+@projection_app.command()
+def overlap(
+    tokenizers: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Two or more directories.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show how many spellings each pair of vocabularies shares."""
+    from xtoken_core.errors import ConfigError
+    from xtoken_core.projection import report
+
+    if len(tokenizers) < 2:
+        raise ConfigError("overlap takes two directories or more")
+    rows = report.overlap({str(path): _table(path, "vocabulary") for path in tokenizers})
+    if as_json:
+        typer.echo(json.dumps(report.overlap_table(rows), indent=2))
+        return
+    for a, b, both, share in rows:
+        typer.echo(f"{a}  {b}  {both} common, {share:.3f} of the smaller")
+
+
+@projection_app.command()
+def picture(
+    file: FileArgument,
+    out: Annotated[Path, typer.Option("--out", help="The picture: .png, .svg or .pdf.")],
+) -> None:
+    """Draw a projection's matrix."""
+    from xtoken_core.projection.files import read_topk
+    from xtoken_core.projection.report import draw_projection
+
+    draw_projection(read_topk(file), out, title=file.name)
+    typer.echo(str(out))
+
+
+def _tokenizer(directory: Path, what: str) -> Any:
+    from services.common.tokenizers import load_tokenizer
+
+    return load_tokenizer(directory, what)
+
+
+def _head_width(directory: Path) -> int | None:
+    """Rows of the head of the model in a directory, None if there is only a tokenizer."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        width = config.get("text_config", config).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return width if isinstance(width, int) else None
+
+
+def _table(directory: Path, what: str) -> Any:
+    from xtoken_core.alignment import token_table
+
+    return token_table(_tokenizer(directory, what))

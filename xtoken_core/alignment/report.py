@@ -1,0 +1,143 @@
+"""What an alignment looks like: counts over many texts, and both tokenizations of one text with their chunks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from xtoken_core.alignment.aligner import TokenAligner
+from xtoken_core.alignment.batch import AlignmentBatch
+from xtoken_core.alignment.tables import SPECIAL, TokenTable
+
+
+@dataclass(frozen=True)
+class AlignmentReport:
+    """Counts over aligned samples.
+
+    Attributes:
+        student_tokens: Tokens of the student, specials included, padding not.
+        teacher_tokens: Tokens of the teacher.
+        chunks: Chunks, pairs of specials among them.
+        equal_chunks: Chunks whose two sides spell the same bytes (or are a pair of specials of one role).
+        one_to_one: Equal chunks of one token on either side.
+        special_pairs: Chunks that are a pair of specials.
+        unequal_chunks: Stretches where the tokens do not tell their bytes, or differ.
+        unchunked_student_tokens: Student tokens in no chunk.
+        unchunked_teacher_tokens: Teacher tokens in no chunk.
+        seconds: Time that aligning took.
+    """
+
+    student_tokens: int = 0
+    teacher_tokens: int = 0
+    chunks: int = 0
+    equal_chunks: int = 0
+    one_to_one: int = 0
+    special_pairs: int = 0
+    unequal_chunks: int = 0
+    unchunked_student_tokens: int = 0
+    unchunked_teacher_tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: AlignmentReport) -> AlignmentReport:
+        return AlignmentReport(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Student tokens aligned per second; 0 if no time was taken."""
+        return self.student_tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """All counts and the rate, for JSON."""
+        values: dict[str, float] = asdict(self)
+        del values["seconds"]
+        return values | {"tokens_per_second": round(self.tokens_per_second, 1)}
+
+
+def summarize(
+    aligner: TokenAligner, batch: AlignmentBatch, student_ids: Any, student_mask: Any, teacher_mask: Any
+) -> AlignmentReport:
+    """Count what a batch of alignments holds.
+
+    Args:
+        aligner: What made it.
+        batch: `B` samples.
+        student_ids: `[B, T_s]` as aligned.
+        student_mask: `[B, T_s]`, 0 on padding.
+        teacher_mask: `[B, T_t]` likewise.
+    """
+    ids, there, other = (np.asarray(x) for x in (student_ids, student_mask, teacher_mask))
+    chunk, exact = batch.student_chunk_id.numpy(), batch.student_exact_partition_mask.numpy()
+    equal = int((batch.pair_is_correct & batch.pair_valid).sum())
+    chunks = int(batch.num_chunks.sum())
+    special = aligner.student.kinds[np.where(there != 0, ids, 0)] == SPECIAL
+    return AlignmentReport(
+        student_tokens=int((there != 0).sum()),
+        teacher_tokens=int((other != 0).sum()),
+        chunks=chunks,
+        equal_chunks=equal,
+        one_to_one=int(exact.sum()),
+        special_pairs=int((special & (chunk >= 0) & (there != 0)).sum()),
+        unequal_chunks=chunks - equal,
+        unchunked_student_tokens=int(((there != 0) & (chunk < 0)).sum()),
+        unchunked_teacher_tokens=int(((other != 0) & (batch.teacher_chunk_id.numpy() < 0)).sum()),
+    )
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """One token for the eye: what it spells, its chunk (-1 = none) and whether the chunk is correct."""
+
+    text: str
+    chunk: int
+    correct: bool
+
+
+def shown_tokens(table: TokenTable, ids: Sequence[int], chunk: Any, correct: Any) -> list[ShownToken]:
+    """The tokens of one side of one sample; bytes that are no whole characters are shown in hexadecimal."""
+    tokens = []
+    for index, number in zip(ids, np.asarray(chunk).tolist(), strict=True):
+        spelled = table.literals.get(index, table.pieces[index])
+        text = spelled.decode("utf-8", "backslashreplace") or "∅"
+        shown = text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+        tokens.append(ShownToken(shown, number, number < 0 or bool(correct[number])))
+    return tokens
+
+
+COLOURS = ("#b3e2cd", "#fdcdac", "#cbd5e8", "#f4cae4", "#e6f5c9", "#fff2ae")
+UNCHUNKED, WRONG = "#dddddd", "#ff6961"
+
+
+def colour(token: ShownToken) -> str:
+    """The background of a token: neighbouring chunks differ, wrong ones are red, tokens in none are grey."""
+    if token.chunk < 0:
+        return UNCHUNKED
+    return COLOURS[token.chunk % len(COLOURS)] if token.correct else WRONG
+
+
+def alignment_html(title: str, sides: Sequence[tuple[str, Sequence[ShownToken]]]) -> str:
+    """A page with both tokenizations; pointing at a token tells its chunk."""
+    parts = []
+    for name, tokens in sides:
+        spans = "".join(
+            f'<span style="background:{colour(t)}" title="{_tip(t)}">{html.escape(t.text)}</span>' for t in tokens
+        )
+        parts.append(f"<h2>{html.escape(name)}: {len(tokens)} tokens</h2>\n<p>{spans}</p>")
+    style = (
+        "body{font:16px/2 monospace;margin:2em;max-width:70em}"
+        "span{padding:.15em .1em;margin:.05em;border-radius:.2em;color:#000}"
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{style}</style>\n<h1>{html.escape(title)}</h1>\n" + "\n".join(parts) + "\n</html>\n"
+    )
+
+
+def _tip(token: ShownToken) -> str:
+    if token.chunk < 0:
+        return "in no chunk"
+    return f"chunk {token.chunk}" + ("" if token.correct else ": the two sides differ")

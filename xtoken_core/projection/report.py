@@ -1,0 +1,228 @@
+"""What a projection and a pair of vocabularies look like: coverage, kinds of rows, samples, overlap, a picture."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xtoken_core.alignment.tables import SPECIAL, TEXT, TokenTable
+from xtoken_core.errors import InputError
+from xtoken_core.losses.exact_map import exact_token_map
+from xtoken_core.projection.files import TopKProjection
+
+CRITICAL_SHARE = 0.5
+"""A critical category of which more than this share is uncommon is warned about."""
+
+
+@dataclass(frozen=True)
+class ProjectionReport:
+    """What a projection holds.
+
+    Attributes:
+        rows: Student tokens.
+        top_k: Slots of a row.
+        exact: Rows with one teacher token of weight 1.
+        spread: Rows with several.
+        empty: Rows without any.
+        teacher_covered: Teacher ids that some row names.
+        common_strict: Pairs of the strict exact-token map.
+        common_relaxed: Pairs of the relaxed one.
+        categories: Per category of tokens: how many student tokens it has and how many of them are uncommon.
+        warnings: What a user should know before training, with the loss mode that it suggests.
+        samples: By kind of row, a few: (student token, [(teacher token, weight), …]).
+    """
+
+    rows: int
+    top_k: int
+    exact: int
+    spread: int
+    empty: int
+    teacher_covered: int
+    common_strict: int
+    common_relaxed: int
+    categories: Mapping[str, tuple[int, int]]
+    warnings: tuple[str, ...]
+    samples: Mapping[str, list[tuple[str, list[tuple[str, float]]]]]
+
+
+def inspect_projection(
+    projection: TopKProjection, student: TokenTable, teacher: TokenTable, *, samples: int = 5
+) -> ProjectionReport:
+    """Look through a projection.
+
+    Args:
+        projection: The rows.
+        student: The student's tokens.
+        teacher: The teacher's.
+        samples: Rows shown of each kind.
+
+    Raises:
+        InputError: The projection names ids that a tokenizer does not have.
+    """
+    indices, weights = projection.indices, projection.likelihoods
+    V_t = len(teacher)
+    if len(indices) < len(student) or int(indices.max()) >= V_t:
+        raise InputError(
+            f"the projection has {len(indices)} rows and teacher ids up to {int(indices.max())}, the tokenizers have "
+            f"{len(student)} and {V_t} ids: they do not belong together"
+        )
+    filled = ((indices >= 0) & (weights > 0)).sum(dim=1)
+    kinds = {"exact": filled == 1, "spread": filled > 1, "empty": filled == 0}
+    strict, relaxed = (exact_token_map(indices, weights, relaxed=r, teacher_vocab_size=V_t) for r in (False, True))
+    categories = _categories(student, strict["common_student"])
+    return ProjectionReport(
+        rows=len(indices),
+        top_k=indices.shape[1],
+        exact=int(kinds["exact"].sum()),
+        spread=int(kinds["spread"].sum()),
+        empty=int(kinds["empty"].sum()),
+        teacher_covered=int((torch.bincount(indices[(indices >= 0) & (weights > 0)]) > 0).sum()),
+        common_strict=strict["common_student"].numel(),
+        common_relaxed=relaxed["common_student"].numel(),
+        categories=categories,
+        warnings=_warnings(categories),
+        samples={
+            name: _samples(projection, student, teacher, chosen[: len(student)], samples)
+            for name, chosen in _shown(kinds, student).items()
+        },
+    )
+
+
+def overlap(tables: Mapping[str, TokenTable]) -> list[tuple[str, str, int, float]]:
+    """For every pair of tokenizers: spellings that both have, and their share of the smaller vocabulary."""
+    spellings = {name: {piece for piece in table.pieces if piece} for name, table in tables.items()}
+    names = list(tables)
+    rows = []
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            both = len(spellings[a] & spellings[b])
+            smaller = min(len(spellings[a]), len(spellings[b]))
+            rows.append((a, b, both, both / smaller if smaller else 0.0))
+    return rows
+
+
+def draw_projection(projection: TopKProjection, path: Path, *, title: str = "projection") -> None:
+    """Write a picture of the matrix: weight per cell of student and teacher ids, and rows by their largest weight.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    indices, weights = projection.indices, projection.likelihoods
+    rows = torch.arange(len(indices)).repeat_interleave(indices.shape[1])
+    kept = (indices.reshape(-1) >= 0) & (weights.reshape(-1) > 0)
+    student, teacher, weight = rows[kept], indices.reshape(-1)[kept], weights.reshape(-1)[kept]
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    matrix, histogram = figure.subplots(1, 2, width_ratios=[3, 2])
+    *_, image = matrix.hist2d(
+        teacher.numpy(), student.numpy(), bins=256, weights=weight.numpy(), norm=LogNorm(), cmap="viridis"
+    )
+    matrix.set(xlabel="teacher id", ylabel="student id", title=title)
+    matrix.invert_yaxis()
+    figure.colorbar(image, ax=matrix, label="weight per cell")
+    histogram.hist(weights.max(dim=1).values.numpy(), bins=40, color="#3b528b")
+    histogram.set(xlabel="largest weight of a row", ylabel="student tokens", yscale="log", title="rows")
+    try:
+        figure.savefig(path, dpi=120, metadata={"Software": "xtoken"} if path.suffix == ".png" else None)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write the picture {path}: {error}") from error
+
+
+def category(piece: bytes) -> str:
+    """What kind of text a token spells: the categories that a user looks for in the uncommon part."""
+    text = piece.decode("utf-8", "replace").strip()
+    if "�" in text:
+        return "partial characters"
+    if not text:
+        return "whitespace"
+    if text.isdigit():
+        return "multi-digit numbers" if len(text) > 1 else "digits"
+    if all(unicodedata.category(char)[0] in "PS" for char in text):
+        return "punctuation"
+    if text.isascii():
+        return "latin words" if text.isalpha() else "mixed"
+    return "other scripts"
+
+
+def _categories(student: TokenTable, common: torch.Tensor) -> dict[str, tuple[int, int]]:
+    shared = set(common.tolist())
+    counts: dict[str, list[int]] = {}
+    for index, (piece, kind) in enumerate(zip(student.pieces, student.kinds.tolist(), strict=True)):
+        if kind == TEXT and not piece:
+            continue
+        name = category(piece) if kind == TEXT else "specials"
+        entry = counts.setdefault(name, [0, 0])
+        entry[0] += 1
+        entry[1] += index not in shared
+    return {name: (total, uncommon) for name, (total, uncommon) in sorted(counts.items())}
+
+
+def _warnings(categories: Mapping[str, tuple[int, int]]) -> tuple[str, ...]:
+    critical = ("digits", "multi-digit numbers", "whitespace", "punctuation")
+    found = []
+    for name in critical:
+        total, uncommon = categories.get(name, (0, 0))
+        if total and uncommon / total > CRITICAL_SHARE:
+            found.append(
+                f"{uncommon} of {total} student tokens of the category {name} have no exact counterpart: "
+                "gold and H-KL compare them by sorted probabilities only; P-KL (gold_loss = false) suits better"
+            )
+    return tuple(found)
+
+
+def _shown(kinds: Mapping[str, torch.Tensor], student: TokenTable) -> dict[str, torch.Tensor]:
+    """The kinds of rows that are shown by examples."""
+    size = len(student)
+    numeral = torch.tensor([piece.strip().isdigit() for piece in student.pieces])
+    special = torch.from_numpy(student.kinds == SPECIAL)
+    text = torch.from_numpy(student.pool.lengths > 0)
+    rows = {f"{name} rows": mask[:size] & text for name, mask in kinds.items()}
+    return rows | {"numerals": numeral, "specials": special}
+
+
+def _samples(
+    projection: TopKProjection, student: TokenTable, teacher: TokenTable, chosen: torch.Tensor, count: int
+) -> list[tuple[str, list[tuple[str, float]]]]:
+    """Rows spread evenly over the chosen ones."""
+    ids = chosen.nonzero().squeeze(1)
+    picked = ids[torch.linspace(0, len(ids) - 1, min(count, len(ids))).long()].tolist() if len(ids) else []
+    rows = []
+    for index in picked:
+        entries = zip(projection.indices[index].tolist(), projection.likelihoods[index].tolist(), strict=True)
+        named = [(_name(teacher, t), w) for t, w in entries if t >= 0 and w > 0]
+        rows.append((_name(student, index), named))
+    return rows
+
+
+def _name(table: TokenTable, index: int) -> str:
+    spelled = table.literals.get(index, table.pieces[index])
+    return spelled.decode("utf-8", "backslashreplace")
+
+
+def as_json(report: ProjectionReport) -> dict[str, Any]:
+    """The report as plain values."""
+    return {
+        **{name: getattr(report, name) for name in ("rows", "top_k", "exact", "spread", "empty", "teacher_covered")},
+        "common_strict": report.common_strict,
+        "common_relaxed": report.common_relaxed,
+        "categories": {name: {"tokens": t, "uncommon": u} for name, (t, u) in report.categories.items()},
+        "warnings": list(report.warnings),
+        "samples": {
+            kind: [{"student": name, "teacher": dict(row)} for name, row in rows]
+            for kind, rows in report.samples.items()
+        },
+    }
+
+
+def overlap_table(rows: Sequence[tuple[str, str, int, float]]) -> list[dict[str, Any]]:
+    """The pairwise overlap as plain values."""
+    return [{"a": a, "b": b, "common": both, "of_smaller": round(share, 4)} for a, b, both, share in rows]
