@@ -1,0 +1,158 @@
+"""What importing a part of the house brings with it, and which processes live without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from services.common.resolve import open_index
+from tests.architecture.conftest import ROOT, run_code, run_without, started_without
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+
+HEAVY = ["torch", "numpy", "zmq", "transformers", "tensordict", "triton", "pyarrow", "tokenizers", "fastapi"]
+MODELS = ["torch", "transformers", "tensordict", "triton"]
+
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+for name in sys.argv[1].split(","):
+    package = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(package, "__path__", []), name + "."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """The top-level packages in memory after importing these modules and all their submodules."""
+    return set(json.loads(run_code(IMPORT_ALL, ",".join(modules))))
+
+
+def test_importing_the_library_imports_nothing_but_itself() -> None:
+    """Not one package from site-packages, be it heavy or light."""
+    loaded = set(json.loads(run_code("import json, sys, xtoken_core; print(json.dumps(sorted(sys.modules)))")))
+    bare = set(json.loads(run_code("import json, sys; print(json.dumps(sorted(sys.modules)))")))
+    assert loaded - bare == {"xtoken_core"}
+
+
+@pytest.mark.parametrize("part", ["protocol", "wire", "config", "plan", "schema", "errors"])
+def test_the_rules_of_the_queue_stand_on_no_sockets_and_no_tensors(part: str) -> None:
+    assert not loaded_by(f"xtoken_core.{part}") & {"torch", "numpy", "zmq", "transformers", "tensordict"}
+
+
+@pytest.mark.parametrize("package", ["services.queue", "services.control"])
+def test_a_process_without_models_has_no_torch_in_any_of_its_modules(package: str) -> None:
+    assert not loaded_by(package) & set(MODELS)
+
+
+def test_fingerprints_signals_and_text_are_reached_without_torch() -> None:
+    """The queue and the control plane need these, so the packages load what stands on torch only when it is used."""
+    packages = "xtoken_core.data, xtoken_core.projection, xtoken_core.teacher"
+    loaded = run_code(f"import json, sys, {packages}; print(json.dumps(list(sys.modules)))")
+    assert not set(json.loads(loaded)) & set(MODELS)
+
+
+HELP_OF_ALL = """
+import sys
+from tests.architecture.without import Blocked
+sys.meta_path.insert(0, Blocked(set(sys.argv[1].split(","))))
+import typer
+from services.cli import app
+
+def show(command, path):
+    print("::", *path)
+    print(command.get_help(typer.Context(command, info_name=" ".join(path))))
+    for name, child in getattr(command, "commands", {}).items():
+        show(child, [*path, name])
+
+show(typer.main.get_command(app), ["xtoken"])
+"""
+
+
+def test_the_help_of_every_command_needs_nothing_heavy() -> None:
+    printed = run_code(HELP_OF_ALL, ",".join(HEAVY))
+    for command in ("queue", "collator", "teacher", "trainer", "control", "run", "demo"):
+        assert f":: xtoken {command}\n" in printed
+
+
+def test_the_command_line_itself_starts_without_anything_heavy() -> None:
+    done = run_without(HEAVY, "services.cli", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage: xtoken" in done.stdout
+
+
+def test_a_mistake_in_a_run_file_is_told_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('output = "out"\n[student]\nmodel = "m"\ncontext_length = 1\n', encoding="utf-8")
+    done = run_without(HEAVY, "services.cli", "run", str(file))
+    assert done.returncode == 2
+    assert "student.context_length: input should be greater than or equal to 2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def resolved_run(directory: Path) -> ResolvedRun:
+    """A run over three lines of text, as if its models had been looked at."""
+    text = directory / "train.txt"
+    text.write_text("one\ntwo\nthree\n", encoding="utf-8")
+    spec = RunSpec.model_validate(
+        {
+            "output": directory / "out",
+            "student": {"model": directory / "student", "context_length": 16},
+            "teacher": {"model": directory / "teacher", "context_length": 16},
+            "data": {"path": text},
+        }
+    )
+    index = open_index(spec, spec.data.paths, spec.data.field)
+    model = ResolvedModel(vocab_size=8, head_width=8, tokenizer_fingerprint="")
+    return ResolvedRun(
+        spec=spec,
+        student=model,
+        teachers=(model,),
+        projection_fingerprints=("",),
+        data_fingerprint=index.fingerprint,
+        records=len(index),
+        positions=len(index),
+    )
+
+
+def test_the_queue_serves_a_run_without_torch(tmp_path: Path) -> None:
+    run = resolved_run(tmp_path)
+    file = tmp_path / "resolved.json"
+    file.write_text(run.model_dump_json(), encoding="utf-8")
+    private = tmp_path / "q"
+    private.mkdir(mode=0o700)
+    address = f"ipc://{private}/s"
+    with started_without(MODELS, "services.cli", "queue", "--bind", address, "--run", str(file)):
+        client = ZmqDataPlaneClient(Address.parse(address), patience_s=60)
+        try:
+            assert client.hello("collator-0", "collator", incarnation=1, silence_s=30, needs_run=True, wait_s=5)
+            assert ResolvedRun.model_validate_json(client.run_document) == run
+            client.bye()
+        finally:
+            client.close()
+
+
+def test_no_package_called_proto_comes_with_the_distribution(tmp_path: Path) -> None:
+    """The name belongs to proto-plus, which other packages of an environment install."""
+    code = (
+        "import importlib.util; spec = importlib.util.find_spec('proto'); "
+        "print([] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])])"
+    )
+    isolated = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(isolated, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert str(ROOT) not in done.stdout
+    assert not list((ROOT / "proto").rglob("__init__.py"))
+
+
+def test_the_distribution_installs_the_library_and_the_services_only() -> None:
+    installed = distribution("xtoken").read_text("top_level.txt")
+    assert installed is not None
+    assert sorted(installed.split()) == ["services", "xtoken_core"]

@@ -1,0 +1,169 @@
+"""The examples are runs that the program takes; the compose file, its settings and the image fit each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from services.cli import app
+from services.common.resolve import largest_row
+from xtoken_core.config import RunSpec, load_run_spec
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.toml"))
+COMPOSE = ROOT / "docker-compose.yml"
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+
+KNOWN_TO_BOTH_COMPOSES = {
+    "build", "cap_drop", "command", "deploy", "healthcheck", "image", "init", "network_mode", "profiles", "restart",
+    "security_opt", "shm_size", "stop_grace_period", "user", "volumes",
+}  # fmt: skip
+"""Keys of a service that both Compose v2 and docker-compose 1.29 take, among those used here."""
+
+
+def paths_of(spec: RunSpec) -> list[Path]:
+    """Every path that a run names."""
+    models = [spec.student, *spec.teacher]
+    projections = [teacher.projection for teacher in spec.teacher if teacher.projection]
+    held_out = spec.eval.paths if spec.eval else ()
+    return [spec.output, *(m.model for m in models), *projections, *spec.data.paths, *held_out]
+
+
+def test_there_are_examples() -> None:
+    assert {path.stem for path in EXAMPLES} >= {"minimal-cpu", "two-teachers", "llama-3.2-1b-from-qwen3-4b"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_a_run(path: Path) -> None:
+    spec = load_run_spec(path)
+    assert all(found.is_relative_to(path.parent) for found in paths_of(spec)), "relative to the file it stands in"
+    span = spec.queue.span_steps * spec.train.samples_per_step
+    assert span * largest_row(spec) <= spec.queue.memory_limit, "the queue would refuse to open it"
+
+
+def test_the_two_teachers_are_one_of_each_kind() -> None:
+    spec = load_run_spec(ROOT / "deploy/examples/two-teachers.toml")
+    assert spec.same_tokenizer == (False, True)
+    assert [teacher.weight for teacher in spec.teacher] == [1.0, 0.5]
+
+
+# docker-compose.yml, .env and the image
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, str]:
+    """The variables of `.env`."""
+    lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+@pytest.fixture(scope="module")
+def services(settings: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The services, with the variables filled in as Compose does."""
+    text = COMPOSE.read_text(encoding="utf-8")
+    filled = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: settings.get(m[1]) or m[2], text)
+    assert "$" not in filled, "a variable without a default"
+    found: dict[str, dict[str, Any]] = yaml.safe_load(filled)["services"]
+    return found
+
+
+def test_each_profile_has_one_container(services: dict[str, dict[str, Any]], settings: dict[str, str]) -> None:
+    profiles = {name: service["profiles"] for name, service in services.items()}
+    assert profiles == {"xtoken": ["gpu"], "xtoken-cpu": ["cpu"]}
+    assert settings["COMPOSE_PROFILES"] == "gpu"
+
+
+def test_both_composes_know_every_key(services: dict[str, dict[str, Any]]) -> None:
+    assert {key for service in services.values() for key in service} <= KNOWN_TO_BOTH_COMPOSES
+
+
+def test_a_variable_has_the_same_default_in_both_files(settings: dict[str, str]) -> None:
+    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text(encoding="utf-8")))
+    assert used == {name: value for name, value in settings.items() if name != "COMPOSE_PROFILES"}
+
+
+@pytest.mark.parametrize("name", ["xtoken", "xtoken-cpu"])
+def test_a_container_is_watched_unprivileged_and_reaped(services: dict[str, dict[str, Any]], name: str) -> None:
+    service = services[name]
+    user, group = service["user"].split(":")
+    assert int(user) > 0 < int(group)
+    assert service["init"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert any("/readyz" in part for part in service["healthcheck"]["test"])
+    targets = {volume.split(":")[1]: volume.split(":")[2:] for volume in service["volumes"]}
+    assert targets == {"/data": ["ro"], "/runs": [], "/cache": []}
+
+
+@pytest.mark.parametrize("name", ["xtoken", "xtoken-cpu"])
+def test_the_control_plane_is_reached_on_loopback_only(services: dict[str, dict[str, Any]], name: str) -> None:
+    """It serves loopback: so the host's, and no port is published to anybody else."""
+    service = services[name]
+    assert service["network_mode"] == "host"
+    assert "ports" not in service
+    command = service["command"]
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    port = command[command.index("--port") + 1]
+    assert any(f"127.0.0.1:{port}/readyz" in part for part in service["healthcheck"]["test"])
+
+
+@pytest.mark.parametrize("name", ["xtoken", "xtoken-cpu"])
+def test_the_command_is_one_of_the_programs(services: dict[str, dict[str, Any]], name: str) -> None:
+    group = typer.main.get_command(app)
+    command, *arguments = services[name]["command"]
+    context = typer.Context(group.commands[command])  # type: ignore[attr-defined]
+    group.commands[command].parse_args(context, arguments)  # type: ignore[attr-defined]
+    assert context.params["host"] == "127.0.0.1"
+    assert str(context.params["runs_dir"]) == "/runs"
+
+
+def test_only_the_gpu_profile_asks_for_gpus(services: dict[str, dict[str, Any]]) -> None:
+    devices = services["xtoken"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
+    assert "deploy" not in services["xtoken-cpu"]
+
+
+def stages() -> dict[str, list[str]]:
+    """The instructions of every stage of the image, by the stage's name."""
+    text = DOCKERFILE.read_text(encoding="utf-8").replace("\\\n", " ")
+    found: dict[str, list[str]] = {"": []}
+    name = ""
+    for line in filter(None, (line.strip() for line in text.splitlines())):
+        stage = re.fullmatch(r"FROM (\S+) AS (\S+)", line)
+        if stage:
+            name = stage[2]
+            found[name] = list(found.get(stage[1], []))
+        elif not line.startswith("#"):
+            found[name].append(line)
+    return found
+
+
+@pytest.mark.parametrize("name", ["xtoken", "xtoken-cpu"])
+def test_an_image_is_built_from_its_stage_as_nobody_in_particular(
+    services: dict[str, dict[str, Any]], name: str
+) -> None:
+    build = services[name]["build"]
+    assert ROOT / build["context"] / build["dockerfile"] == DOCKERFILE
+    instructions = stages()[build["target"]]
+    assert instructions[-1] == "USER 10001:10001"
+    assert 'ENTRYPOINT ["xtoken"]' in instructions
+    declared = {line.split()[1].partition("=")[0] for line in stages()[""] if line.startswith("ARG")}
+    assert set(build["args"]) <= declared
+
+
+def test_the_cpu_image_is_pinned() -> None:
+    installs = [line for line in stages()["build-cpu"] if "pip install" in line]
+    assert installs
+    assert all(line.count("pip install") == line.count("-c constraints.txt") for line in installs)
+
+
+def test_what_the_image_copies_is_in_the_tree_and_not_ignored() -> None:
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line.startswith("!")]
+    copied = [line.split()[1:-1] for line in stages()["source"] if line.startswith("COPY")]
+    sources = [source for sources in copied for source in sources]
+    assert sorted(sources) == sorted(kept)
+    assert all((ROOT / source).exists() for source in sources)
