@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.losses.loss_cases import V_S, make_case
 from tests.unit.losses.loss_loops import token_map
+from xtoken_core import losses
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import (
     CrossTokenizerDistillationLoss,
@@ -151,3 +152,8 @@ def test_the_relaxed_map_prefers_the_heavier_row_then_the_lower():
     likelihoods = torch.tensor([[0.7, 0.3], [0.9, 0.1], [0.9, 0.1]])
     parts = exact_token_map(indices, likelihoods, relaxed=True, teacher_vocab_size=4)
     assert parts["common_student"].tolist() == [1]
+
+
+@pytest.mark.parametrize("name", losses.__all__)
+def test_every_exported_name_exists(name):
+    assert getattr(losses, name) is not None
