@@ -7,28 +7,30 @@ A method that returns None means "not yet": the caller waits and asks again afte
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from xtoken_core import schema
 from xtoken_core.protocol.intervals import IntervalSet
-from xtoken_core.protocol.rings import Ring, Rings, Slot, SlotState
+from xtoken_core.protocol.rings import Ring
 from xtoken_core.protocol.samples import Lease, Samples, Status, Task
 from xtoken_core.protocol.sessions import Session, Sessions
+from xtoken_core.protocol.signals import Signals, SlotClaim, SlotRef, signal_fields, teacher_task
 from xtoken_core.protocol.source import BlockLease, Source
 from xtoken_core.wire import QueueError
 
+__all__ = [
+    "COLLATOR",
+    "TEACHER",
+    "TRAIN",
+    "TRAINER",
+    "RunProtocol",
+    "SlotClaim",
+    "SlotRef",
+    "run_tasks",
+    "signal_fields",
+    "teacher_task",
+]
 TRAIN = "train"
 COLLATOR, TEACHER, TRAINER = "collator", "teacher", "trainer"
-
-
-def teacher_task(teacher: int) -> str:
-    """The name of a teacher's task."""
-    return f"teacher_{teacher}"
-
-
-def signal_fields(teachers: int) -> tuple[str, ...]:
-    """The volatile fields that stand for the teachers' signals."""
-    return tuple(schema.field_name(schema.TEACHER_LOGITS, i) for i in schema.teacher_indices(teachers))
 
 
 def run_tasks(teachers: int) -> list[Task]:
@@ -36,34 +38,6 @@ def run_tasks(teachers: int) -> list[Task]:
     row = schema.INPUT_IDS.name
     tasks = [Task(teacher_task(i), frozenset({row}), "by_id") for i in range(teachers)]
     return [*tasks, Task(TRAIN, frozenset({row, *signal_fields(teachers)}), "by_id")]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRef:
-    """Where a signal lies: what a trainer's claim tells it for every teacher."""
-
-    ring: int
-    slot: int
-    generation: int
-    rows: dict[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotClaim:
-    """A teacher's micro-batch and the slot to fill; no lease if every sample of it has died."""
-
-    lease: int
-    ids: tuple[int, ...]
-    slot: int
-    generation: int
-
-
-@dataclass(slots=True)
-class Reading:
-    """A trainer's lease: the slots it still reads, and whether one was withdrawn under it."""
-
-    pending: set[tuple[int, int]] = field(default_factory=set)
-    withdrawn: bool = False
 
 
 class RunProtocol:
@@ -74,32 +48,41 @@ class RunProtocol:
         rewinds: How often the run was rewound: a request that names another number is out of date.
         finished: Positions that are trained, skipped or dead.
         skipped: Tombstones, with their reason.
-        readings: The trainer's leases, by lease id.
+        table: The slots with the teachers' signals.
         failed: Why the run was given up; empty while it goes on.
     """
 
     def __init__(
-        self, sessions: Sessions, *, positions: int, samples_per_step: int, block_size: int, span: int, teachers: int, ranks: int,
-        slots: int, max_attempts: int = 3, max_dead: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        sessions: Sessions,
+        *,
+        positions: int,
+        samples_per_step: int,
+        block_size: int,
+        span: int,
+        teachers: int,
+        ranks: int,
+        slots: int,
+        max_attempts: int = 3,
+        max_dead: int = 0,
+    ) -> None:
         if samples_per_step % block_size or span < 3 * samples_per_step:
             raise QueueError("bad_request", "block_size must divide samples_per_step, and span be at least 3 steps")
         self.positions = positions
         self.samples_per_step = samples_per_step
         self.teachers, self.ranks = teachers, ranks
         self.max_dead = max_dead
-        self.signals = signal_fields(teachers)
         self.sessions = sessions
         sessions.on_end.append(self.session_ended)
         self.samples = Samples(run_tasks(teachers), max_attempts)
         self.source = Source(positions, block_size, span)
-        self.rings = Rings(slots)
+        self.table = Signals(self.samples, teachers, slots)
+        self.rings, self.signals = self.table.rings, self.table.fields
         self.cursor = 0
         self.rewinds = 0
         self.trainers = -1
         self.finished = IntervalSet()
         self.skipped: dict[int, str] = {}
-        self.readings: dict[int, Reading] = {}
         self.failed = ""
 
     # Where the run is
@@ -142,8 +125,9 @@ class RunProtocol:
         block = self.source.lowest_free(self.finished.first_gap())
         return None if block is None else self.source.lease(self.samples.next_lease_id(), session, block)
 
-    def put_block(self, session: str, lease: int, ids: Sequence[int], tombstones: Mapping[int, str],
-                  fields: Iterable[str]) -> list[int]:  # fmt: skip
+    def put_block(
+        self, session: str, lease: int, ids: Sequence[int], tombstones: Mapping[int, str], fields: Iterable[str]
+    ) -> list[int]:
         """Finish a leased block: every position has a row or a tombstone. Always admitted; returns the new rows.
 
         Raises:
@@ -215,7 +199,7 @@ class RunProtocol:
             raise QueueError("ring_closed", f"the trainer of rank {rank} is another one by now")
         old = self.rings.by_pair.get((teacher, rank))
         if old is not None:
-            self._close(old)
+            self.table.close(old)
         return self.rings.announce(teacher, rank, session, trainer, handle)
 
     def claim_slot(self, session: str, ring_id: int, ids: Sequence[int], rewinds: int) -> SlotClaim | Status | None:
@@ -226,22 +210,9 @@ class RunProtocol:
         """
         self._check(rewinds)
         ring = self._ring(ring_id, teacher=session)
-        task = teacher_task(ring.teacher)
-        for index, slot in enumerate(ring.slots):
-            if slot.state == SlotState.FILLING and slot.ids == tuple(ids):
-                return SlotClaim(slot.lease, slot.ids, index, slot.generation)
-        alive = [i for i in ids if i not in self.samples.dead]
-        held = self.samples.samples
-        if all(i in held and held[i].status[task] == Status.DONE for i in alive):
+        if all(i < self.cursor * self.samples_per_step for i in ids):
             return Status.DONE
-        index_free = ring.free_slot()
-        if not ring.opened or index_free is None:
-            return None
-        lease = self.samples.claim_ids(session, task, alive)
-        if lease is None:
-            return None
-        slot = ring.fill(index_free, lease.id, tuple(ids))
-        return SlotClaim(lease.id, lease.ids, index_free, slot.generation)
+        return self.table.fill(session, ring, ids)
 
     def publish(self, session: str, lease_id: int) -> Lease:
         """The slot of a lease is full: put and ack in one.
@@ -251,21 +222,16 @@ class RunProtocol:
         """
         self._alive()
         lease = self.samples.held(lease_id, session)
-        ring, slot = self._slot_of(session, lease_id)
-        slot.state = SlotState.FULL
-        self._free_if_dead(slot)
-        ids = lease.ids
-        self.samples.finish(lease.task, ids)
-        self.samples.produce(ids, {self.signals[ring.teacher]})
+        self.table.publish(session, lease)
         return lease
 
     def refuse(self, session: str, lease_id: int, ids: Sequence[int], reason: str) -> list[int]:
-        """A nack: the micro-batch is ready again without those that died of it; returns these."""
+        """A nack: the micro-batch is ready again without those that died of it; returns these.
+
+        A trainer's nack also makes its step be done again.
+        """
         self.samples.held(lease_id, session)
-        for ring in self.rings.of_session(session):
-            for slot in ring.slots:
-                if slot.lease == lease_id:
-                    slot.free()
+        self.table.refused(session, lease_id)
         died = self.samples.refuse(lease_id, ids, reason)
         self._bury(died, reason)
         return died
@@ -277,28 +243,17 @@ class RunProtocol:
         self._ring(ring_id, trainer=session).opened = True
 
     def claim_batch(self, session: str, ids: Sequence[int], rewinds: int) -> tuple[Lease, list[SlotRef]] | None:
-        """Lease a micro-batch once every teacher's signal is there.
+        """Lease a micro-batch once every teacher's signal is there, and say where they lie.
+
+        After a signal was withdrawn its place is missing: `check_step` will ask for the step to be done again.
 
         Raises:
-            QueueError: `rewound`, `unknown_sample`.
+            QueueError: `rewound`, `unknown_sample`; `conflict` if no slot holds this very micro-batch.
         """
         self._check(rewinds)
         rank = self._role(session, TRAINER).rank
         lease = self.samples.claim_ids(session, TRAIN, ids)
-        if lease is None:
-            return None
-        reading = self.readings.setdefault(lease.id, Reading())
-        refs = []
-        for teacher in range(self.teachers):
-            ring = self.rings.by_pair.get((teacher, rank))
-            for index, slot in enumerate(ring.slots if ring else ()):
-                wanted = slot.state in (SlotState.FULL, SlotState.READING) and slot.ids == tuple(ids)
-                if ring is not None and wanted:
-                    slot.state = SlotState.READING
-                    reading.pending.add((ring.id, index))
-                    rows = {i: row for row, i in enumerate(slot.ids)}
-                    refs.append(SlotRef(ring.id, index, slot.generation, rows))
-        return lease, refs
+        return None if lease is None else (lease, self.table.read(lease, rank, ids))
 
     def release(self, session: str, ring_id: int, index: int, generation: int) -> bool:
         """The backward that read a slot has completed; False for a filling that is gone already."""
@@ -307,13 +262,7 @@ class RunProtocol:
             ring = self._ring(ring_id, trainer=session)
         except QueueError:
             return False
-        slot = ring.release(index, generation)
-        if slot is None:
-            return False
-        for reading in self.readings.values():
-            reading.pending.discard((ring_id, index))
-        slot.free()
-        return True
+        return self.table.release(ring, index, generation)
 
     def check_step(self, session: str, step: int, rewinds: int, dead: Iterable[int]) -> bool:
         """Whether the step must be done again: a signal was withdrawn under its reader, or a position died.
@@ -321,11 +270,8 @@ class RunProtocol:
         `dead` are the dead positions of the window that the step's denominators leave out.
         """
         self._check(rewinds)
-        withdrawn = any(
-            self.readings[lease.id].withdrawn for lease in self.samples.of_session(session) if lease.id in self.readings
-        )
         died = {p for p in self.window(step) if p in self.samples.dead} != set(dead)
-        return withdrawn or died
+        return died or self.table.withdrawn(session)
 
     def ack_window(self, session: str, step: int, rewinds: int) -> list[int]:
         """The optimiser has taken the step; returns the positions whose rows go. Again for an old step: none.
@@ -342,8 +288,8 @@ class RunProtocol:
         rows = [p for p in window if p in held]
         idle = [p for p in rows if p not in self.samples.dead and held[p].status[TRAIN] != Status.LEASED]
         if step > self.cursor or idle:
-            raise QueueError("conflict", f"step {step} cannot be acknowledged: the run is at step {self.cursor}, and "
-                                         f"{len(idle)} of its samples are not leased by a trainer")  # fmt: skip
+            at = f"the run is at step {self.cursor}, and {len(idle)} of its samples are not leased by a trainer"
+            raise QueueError("conflict", f"step {step} cannot be acknowledged: {at}")
         self._let_go(rows)
         self.finished.add(window.start, window.stop)
         self.cursor = step + 1
@@ -361,12 +307,11 @@ class RunProtocol:
         self.cursor = step
         start = step * self.samples_per_step
         self._take_over(start, skipped, dead)
-        self._empty_rings()
+        self.table.empty()
         keep = range(start, start + self.source.span)
         drop = [p for p in self.samples.samples if p not in keep]
         self._let_go(drop)
         self.samples.reset()
-        self.readings.clear()
         self._recount(start, keep)
         return drop
 
@@ -375,37 +320,9 @@ class RunProtocol:
     def session_ended(self, session: str) -> None:
         """A session has ended: its leases are free again, and what only it could vouch for is withdrawn."""
         self.source.end_session(session)
-        for ring in self.rings.of_session(session):
-            self._close(ring)
+        self.table.session_ended(session)
         for lease in self.samples.of_session(session):
             self.samples.give_back(lease.id)
-            self.readings.pop(lease.id, None)
-
-    def _close(self, ring: Ring) -> None:
-        """End a ring: nothing in its slots can be trusted any more."""
-        for index, slot in enumerate(ring.slots):
-            if slot.state == SlotState.FILLING:
-                self.samples.give_back(slot.lease)
-            elif slot.state == SlotState.FULL:
-                self._withdraw(ring, slot)
-            elif slot.state == SlotState.READING:
-                self._mark_withdrawn(ring, index)
-            slot.free()
-        self.rings.drop(ring)
-
-    def _withdraw(self, ring: Ring, slot: Slot) -> None:
-        """A signal nobody has begun to read is gone: the teacher's task is ready again, training waits."""
-        task = teacher_task(ring.teacher)
-        for sample_id in slot.ids:
-            sample = self.samples.samples.get(sample_id)
-            if sample is not None and sample_id not in self.samples.dead:
-                sample.status[task] = Status.WAITING
-                self.samples.withdraw(sample_id, self.signals[ring.teacher])
-
-    def _mark_withdrawn(self, ring: Ring, index: int) -> None:
-        for reading in self.readings.values():
-            if (ring.id, index) in reading.pending:
-                reading.withdrawn = True
 
     # Bookkeeping
 
@@ -415,14 +332,6 @@ class RunProtocol:
             for position in [p for p in known if p < start]:
                 del known[position]
             known.update({p: reason for p, reason in told.items() if p < start})
-
-    def _empty_rings(self) -> None:
-        for ring in self.rings.by_pair.values():
-            for slot in ring.slots:
-                slot.free()
-        for sample_id in self.samples.samples:
-            for name in self.signals:
-                self.samples.withdraw(sample_id, name)
 
     def _recount(self, start: int, keep: range) -> None:
         """Finished positions and free blocks, after the cursor was set."""
@@ -443,22 +352,13 @@ class RunProtocol:
         for position in positions:
             self.samples.bury(position, reason)
             self.finished.add(position)
-        for ring in self.rings.by_pair.values():
-            for slot in ring.slots:
-                self._free_if_dead(slot)
+        self.table.free_dead()
         if len(self.samples.dead) > self.max_dead:
             ids = ", ".join(map(str, sorted(self.samples.dead)[:20]))
             self.give_up(f"{len(self.samples.dead)} dead letters, {self.max_dead} are allowed: {ids}: {reason}")
 
-    def _free_if_dead(self, slot: Slot) -> None:
-        """No trainer will ask for a full slot whose samples have all died."""
-        if slot.state == SlotState.FULL and all(i in self.samples.dead for i in slot.ids):
-            slot.free()
-
     def _let_go(self, positions: Sequence[int]) -> None:
-        for lease in list(self.samples.leases.values()):
-            if not set(positions).isdisjoint(lease.ids):
-                self.readings.pop(lease.id, None)
+        self.table.let_go(positions)
         self.samples.drop(positions)
 
     def _role(self, session: str, role: str) -> Session:
@@ -474,10 +374,3 @@ class RunProtocol:
         if (trainer or ring.trainer_session) != ring.trainer_session:
             raise QueueError("forbidden", f"ring {ring_id} belongs to another trainer")
         return ring
-
-    def _slot_of(self, session: str, lease_id: int) -> tuple[Ring, Slot]:
-        for ring in self.rings.of_session(session):
-            for slot in ring.slots:
-                if slot.lease == lease_id and slot.state == SlotState.FILLING:
-                    return ring, slot
-        raise QueueError("lease_revoked", f"lease {lease_id} has no slot any more")

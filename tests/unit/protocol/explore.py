@@ -1,4 +1,4 @@
-"""Breadth-first exploration of the model: canonical states, shortest counterexamples, and what can still reach the end."""
+"""Breadth-first exploration of the model: canonical states, shortest counterexamples, what can still reach the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pickle
 from collections import deque
 from dataclasses import dataclass, field
 
-from .model import Config, Model, ViolationError, World, Worker
+from .model import Model
+from .world import Config, ViolationError, Worker, World
 
 
 @dataclass
@@ -24,13 +25,36 @@ class Outcome:
         return "\n".join([head, *self.trace])
 
 
+class Frozen:
+    """Worlds as bytes; what never changes in them is kept once, beside them."""
+
+    def __init__(self, world: World) -> None:
+        self.tasks, self.signals = world.protocol.samples.tasks, world.protocol.signals
+
+    def dumps(self, world: World) -> bytes:
+        """A world's bytes; the world itself is not usable any more."""
+        protocol = world.protocol
+        protocol.samples.tasks = protocol.signals = None  # type: ignore[assignment]
+        protocol.sessions.on_end.clear()
+        protocol.sessions.ended.clear()
+        return pickle.dumps(world, pickle.HIGHEST_PROTOCOL)
+
+    def loads(self, blob: bytes) -> World:
+        """A world that may be changed."""
+        world: World = pickle.loads(blob)
+        protocol = world.protocol
+        protocol.samples.tasks, protocol.signals = self.tasks, self.signals
+        protocol.sessions.on_end.append(protocol.session_ended)
+        return world
+
+
 class Exploration:
     """All states that a configuration can reach."""
 
     def __init__(self, config: Config, limit: int = 2_000_000) -> None:
         self.model = Model(config)
         self.limit = limit
-        self.index: dict[object, int] = {}
+        self.index: dict[int, int] = {}
         self.origin: list[tuple[int, str]] = []
         self.before: list[list[int]] = []
         self.finals: list[int] = []
@@ -39,7 +63,8 @@ class Exploration:
     def run(self) -> Outcome:
         """Explore everything, or up to the first violation."""
         start = World(self.model.config)
-        frontier = deque([(self._number(start, -1, ""), pickle.dumps(start, -1))])
+        self.frozen = Frozen(start)
+        frontier = deque([(self._number(key_of(start), -1, ""), self.frozen.dumps(start))])
         try:
             while frontier:
                 at, blob = frontier.popleft()
@@ -52,12 +77,13 @@ class Exploration:
         return self._outcome()
 
     def _expand(self, at: int, blob: bytes, frontier: deque[tuple[int, bytes]]) -> None:
-        world = pickle.loads(blob)
+        world: World | None = self.frozen.loads(blob)
         if world.finished:
             self.finals.append(at)
             return
         productive = False
         for move in list(self.model.moves(world)):
+            world = world or self.frozen.loads(blob)
             try:
                 if not self.model.perform(world, move):
                     continue
@@ -66,19 +92,19 @@ class Exploration:
                 to = self.index.get(key)
                 if to is None:
                     self.model.check(world)
-                    to = self._number(world, at, move.label, key)
-                    frontier.append((to, pickle.dumps(world, -1)))
+                    to = self._number(key, at, move.label)
+                    frontier.append((to, self.frozen.dumps(world)))
             except ViolationError as violation:
                 raise _FoundError(str(violation), at, move.label) from violation
             if not move.fault:
                 productive = productive or to != at
                 self.before[to].append(at)
-            world = pickle.loads(blob)
+            world = None
         if not productive:
             raise _FoundError("stuck: nobody can do anything", at, "")
 
-    def _number(self, world: World, origin: int, label: str, key: object = None) -> int:
-        self.index[key_of(world) if key is None else key] = number = len(self.origin)
+    def _number(self, key: int, origin: int, label: str) -> int:
+        self.index[key] = number = len(self.origin)
         self.origin.append((origin, label))
         self.before.append([])
         return number
@@ -116,10 +142,11 @@ def explore(config: Config) -> Outcome:
     return Exploration(config).run()
 
 
-def key_of(world: World) -> tuple[object, ...]:
-    """The state without its arbitrary numbers: leases, rings, generations, sessions and rewinds by what they refer to.
+def key_of(world: World) -> int:
+    """A 64-bit hash of the state without its arbitrary numbers.
 
-    Collators are interchangeable, and so are teachers: their parts are sorted.
+    Leases, rings, generations, sessions and rewinds count by what they refer to. Collators are interchangeable, and so
+    are teachers: their parts are sorted.
     """
     protocol = world.protocol
     samples, source = protocol.samples, protocol.source
@@ -129,12 +156,11 @@ def key_of(world: World) -> tuple[object, ...]:
         + _task_key(world, i)
         for i in range(len(world.teachers) // count)
     ]
-    saved = world.checkpoint
-    return (
-        tuple(sorted(teachers, key=repr)),
-        tuple(sorted((_collator_key(world, c) for c in world.collators), key=repr)),
+    state = (
+        tuple(sorted(map(hash, teachers))),
+        tuple(sorted(hash(_collator_key(world, c)) for c in world.collators)),
         tuple(_trainer_key(world, t) for t in world.trainers),
-        tuple((p, s.status["train"], s.attempts) for p, s in sorted(samples.samples.items())),
+        tuple((p, int(s.status["train"]), s.attempts) for p, s in sorted(samples.samples.items())),
         tuple(sorted(samples.dead)),
         tuple(sorted(protocol.skipped)),
         tuple(protocol.finished.intervals()),
@@ -143,10 +169,11 @@ def key_of(world: World) -> tuple[object, ...]:
         tuple(sorted(source.refused.items())),
         protocol.cursor,
         protocol.failed,
-        world.chain,
-        (saved.step, saved.chain, tuple(saved.skipped), tuple(saved.dead)),
-        (world.crashes, world.lapses, world.nacks, world.losses, world.duplicates),
+        world.cursor,
+        world.checkpoint,
+        (world.crashes, world.lapses, world.nacks, world.losses, world.duplicates, world.queue_losses),
     )
+    return hash(state)
 
 
 def _collator_key(world: World, worker: Worker) -> tuple[object, ...]:
@@ -158,19 +185,20 @@ def _trainer_key(world: World, worker: Worker) -> tuple[object, ...]:
     protocol = world.protocol
     readings = [
         (protocol.samples.leases[lease].claimed if lease in protocol.samples.leases else None, reading.withdrawn)
-        for lease, reading in protocol.readings.items()
+        for lease, reading in protocol.table.readings.items()
     ]
     return (
         worker.phase,
         world.alive(worker),
         worker.incarnation == protocol.trainers,
+        any(ring.id == worker.ring for ring in protocol.rings.by_pair.values()),
         worker.rewinds == protocol.rewinds,
         worker.step,
         worker.todo,
-        (worker.counted, worker.told, worker.trained, worker.clean),
+        (worker.counted, worker.told, worker.absent, worker.trained, worker.clean),
         worker.lease in protocol.samples.leases,
-        tuple(sorted(readings, key=repr)),
-        tuple(sorted((lease.ids for lease in protocol.samples.of_session(worker.session)))),
+        tuple(sorted(map(hash, readings))),
+        tuple(sorted(lease.ids for lease in protocol.samples.of_session(worker.session))),
     )
 
 
@@ -178,7 +206,7 @@ def _task_key(world: World, teacher: int) -> tuple[object, ...]:
     task, signal = f"teacher_{teacher}", world.protocol.signals[teacher]
     held = sorted(world.protocol.samples.samples.items())
     leases = sorted(lease.ids for lease in world.protocol.samples.leases.values() if lease.task == task)
-    return tuple((s.status[task], signal in s.fields) for _, s in held), tuple(leases)
+    return tuple((int(s.status[task]), signal in s.fields) for _, s in held), tuple(leases)
 
 
 def _pair_key(world: World, worker: Worker, trainer: Worker) -> tuple[object, ...]:
@@ -201,6 +229,7 @@ def _pair_key(world: World, worker: Worker, trainer: Worker) -> tuple[object, ..
         worker.trainer == trainer.session,
         worker.lease in protocol.samples.leases,
         place(worker.ring, worker.slot, worker.generation),
+        ring is not None and ring.id == trainer.ring,
     )
     reading = tuple(place(*ref[1:]) for ref in trainer.refs if ref[0] == worker.index)
     late = sorted(
@@ -214,8 +243,14 @@ def _pair_key(world: World, worker: Worker, trainer: Worker) -> tuple[object, ..
     for index, slot in enumerate(ring.slots):
         content = memory[index] if memory else None
         found = content and (content[0] == slot.generation, content[1])
-        readers = [lease for lease, reads in protocol.readings.items() if (ring.id, index) in reads.pending]
-        claimed = sorted(protocol.samples.leases[lease].claimed for lease in readers if lease in protocol.samples.leases)
-        slots.append((slot.state, slot.ids, slot.lease in protocol.samples.leases, found, tuple(claimed)))
-    known = ring.teacher_session in live, ring.teacher_session == worker.session, ring.trainer_session == trainer.session
+        readers = [lease for lease, reads in protocol.table.readings.items() if (ring.id, index) in reads.pending]
+        claimed = sorted(
+            protocol.samples.leases[lease].claimed for lease in readers if lease in protocol.samples.leases
+        )
+        slots.append((int(slot.state), slot.ids, slot.lease in protocol.samples.leases, found, tuple(claimed)))
+    known = (
+        ring.teacher_session in live,
+        ring.teacher_session == worker.session,
+        ring.trainer_session == trainer.session,
+    )
     return mine, reading, tuple(late), known, ring.trainer_session in live, ring.opened, memory is None, tuple(slots)

@@ -1,0 +1,286 @@
+"""What collators, teachers and trainers do between two requests: one method per phase.
+
+A method is one request and what its sender does with the answer. It returns False if the answer is "not yet". Its last
+argument is what the move has chosen; a negative one says that the answer is lost.
+"""
+
+from __future__ import annotations
+
+from xtoken_core import schema
+from xtoken_core.protocol.run import SlotClaim
+from xtoken_core.wire import QueueError
+
+from .world import Checkpoint, Config, Ids, ViolationError, Worker, World
+
+ROW = (schema.INPUT_IDS.name,)
+
+
+class Agents:
+    """The workers of a run."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def plan(self, rows: list[int], rank: int) -> tuple[Ids, ...]:
+        """This rank's micro-batches of a window; empty ones are left out, since nobody asks for them."""
+        size = self.config.micro_batch
+        batches = [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return tuple(batches[rank :: self.config.ranks])
+
+    def _refuse(self, world: World, worker: Worker, _: int) -> bool:
+        world.nacks -= 1
+        if worker.role == "collator":
+            world.protocol.refuse_block(worker.session, worker.lease, "bad")
+            worker.phase, worker.lease, worker.todo = "idle", -1, ()
+        else:
+            world.protocol.refuse(worker.session, worker.lease, worker.todo[0][:1], "bad")
+            worker.phase = "claim" if worker.role == "teacher" else "nacked"
+        return True
+
+    # Collators
+
+    def _collator_idle(self, world: World, worker: Worker, _: int) -> bool:
+        lease = world.protocol.lease_block(worker.session)
+        if lease is None:
+            return False
+        worker.phase, worker.lease = "holding", lease.id
+        worker.todo = (tuple(range(*world.protocol.source.bounds(lease.block))),)
+        return True
+
+    def _collator_holding(self, world: World, worker: Worker, lost: int) -> bool:
+        skipped = self.config.tombstones.intersection(worker.todo[0])
+        ids = [p for p in worker.todo[0] if p not in skipped]
+        stored = world.protocol.put_block(worker.session, worker.lease, ids, dict.fromkeys(skipped, "empty"), ROW)
+        if stored is None:
+            return False
+        if not lost:
+            worker.phase, worker.lease, worker.todo = "idle", -1, ()
+        return True
+
+    # Teachers
+
+    def _teacher_idle(self, world: World, worker: Worker, _: int) -> bool:
+        protocol = world.protocol
+        if protocol.ended:
+            raise QueueError("exhausted", "every position of the run is done")
+        trainer = protocol.trainer_of(worker.rank)
+        if trainer is None:
+            return False
+        worker.trainer, worker.step, worker.rewinds = trainer.id, protocol.cursor, protocol.rewinds
+        worker.phase = "announce"
+        return True
+
+    def _teacher_announce(self, world: World, worker: Worker, lost: int) -> bool:
+        ring = world.protocol.announce_ring(worker.session, worker.index, worker.rank, worker.trainer, b"handle")
+        world.memory[ring.id] = [None] * self.config.slots
+        if not lost:
+            worker.ring, worker.phase = ring.id, "opened"
+        return True
+
+    def _teacher_opened(self, world: World, worker: Worker, _: int) -> bool:
+        if not world.protocol.rings.get(worker.ring).opened:
+            return False
+        worker.phase = "window"
+        return True
+
+    def _teacher_window(self, world: World, worker: Worker, _: int) -> bool:
+        rows = world.protocol.window_ready(worker.step, worker.rewinds)
+        if worker.step < world.protocol.cursor:
+            self._next_window(worker)
+            return True
+        if rows is None:
+            return False
+        worker.todo = self.plan(rows, worker.rank)
+        worker.phase = "claim"
+        if not worker.todo:
+            self._next_window(worker)
+        return True
+
+    def _teacher_claim(self, world: World, worker: Worker, which: int) -> bool:
+        chosen = max(which, 0)
+        ids = worker.todo[chosen]
+        claim = world.protocol.claim_slot(worker.session, worker.ring, ids, worker.rewinds)
+        if claim is None:
+            return False
+        if which < 0:
+            return True
+        if not isinstance(claim, SlotClaim):
+            self._next_batch(worker, chosen)
+            return True
+        worker.todo = (ids, *worker.todo[:chosen], *worker.todo[chosen + 1 :])
+        worker.lease, worker.slot, worker.generation = claim.lease, claim.slot, claim.generation
+        worker.phase = "writing"
+        if worker.ring in world.memory:
+            world.memory[worker.ring][claim.slot] = None
+        return True
+
+    def _teacher_writing(self, world: World, worker: Worker, lost: int) -> bool:
+        if worker.ring in world.memory:
+            world.memory[worker.ring][worker.slot] = (worker.generation, worker.todo[0])
+        world.protocol.publish(worker.session, worker.lease)
+        if not lost:
+            self._next_batch(worker, 0)
+        return True
+
+    def _next_batch(self, worker: Worker, done: int) -> None:
+        worker.lease, worker.slot, worker.generation = -1, -1, -1
+        worker.todo = (*worker.todo[:done], *worker.todo[done + 1 :])
+        worker.phase = "claim"
+        if not worker.todo:
+            self._next_window(worker)
+
+    def _next_window(self, worker: Worker) -> None:
+        worker.step += 1
+        worker.phase = "window"
+
+    # Trainers
+
+    def _trainer_start(self, world: World, worker: Worker, lost: int) -> bool:
+        if worker.rank or any(t.phase != "start" for t in world.trainers):
+            return False
+        known = world.cursor
+        skipped, dead = dict.fromkeys(known.skipped, "empty"), dict.fromkeys(known.dead, "bad")
+        world.protocol.rewind(worker.session, known.step, skipped, dead)
+        if not lost:
+            for trainer in world.trainers:
+                trainer.rewinds, trainer.phase = world.protocol.rewinds, "window"
+        return True
+
+    def _trainer_see(self, world: World, worker: Worker, teacher: int) -> bool:
+        ring = world.protocol.rings.by_pair.get((teacher, worker.rank))
+        if ring is None or ring.opened or ring.trainer_session != worker.session:
+            return False
+        worker.ring, worker.phase = ring.id, "opening"
+        return True
+
+    def _trainer_opening(self, world: World, worker: Worker, _: int) -> bool:
+        ring, worker.ring, worker.phase = worker.ring, -1, "claim"
+        world.protocol.opened(worker.session, ring)
+        return True
+
+    def _trainer_window(self, world: World, worker: Worker, _: int) -> bool:
+        rows = world.protocol.window_ready(worker.step, worker.rewinds)
+        if rows is None:
+            return False
+        dead = world.protocol.samples.dead
+        worker.told = tuple(p for p in world.protocol.window(worker.step) if p in dead)
+        worker.absent = tuple(p for p in world.protocol.window(worker.step) if p not in rows and p not in dead)
+        worker.counted = tuple(p for p in rows if p not in dead)
+        worker.trained, worker.clean = (), True
+        worker.todo = self.plan(rows, worker.rank)
+        worker.phase = "claim" if worker.todo else "check"
+        return True
+
+    def _trainer_claim(self, world: World, worker: Worker, lost: int) -> bool:
+        protocol, ids = world.protocol, worker.todo[0]
+        found = protocol.claim_batch(worker.session, ids, worker.rewinds)
+        if found is None:
+            return False
+        lease, refs = found
+        if lost:
+            return True
+        worker.lease, worker.phase = lease.id, "reading"
+        worker.refs = [(protocol.rings.get(r.ring).teacher, r.ring, r.slot, r.generation) for r in refs]
+        worker.trained = (*worker.trained, *lease.ids)
+        if lease.ids and sorted(r[0] for r in worker.refs) != list(range(self.config.teachers)):
+            worker.clean = False
+        self._look(world, worker)
+        return True
+
+    def _trainer_reading(self, world: World, worker: Worker, _: int) -> bool:
+        self._look(world, worker)
+        worker.phase = "releasing"
+        return self._done_with(worker) or True
+
+    def _trainer_nacked(self, world: World, worker: Worker, _: int) -> bool:
+        worker.trained = tuple(p for p in worker.trained if p not in worker.todo[0])
+        worker.phase = "releasing"
+        return self._done_with(worker) or True
+
+    def _trainer_releasing(self, world: World, worker: Worker, repeat: int) -> bool:
+        teacher, ring, slot, generation = worker.refs.pop(0)
+        world.protocol.release(worker.session, ring, slot, generation)
+        if repeat:
+            world.duplicates -= 1
+            world.late.append((teacher, worker.session, ring, slot, generation))
+        return self._done_with(worker) or True
+
+    def _done_with(self, worker: Worker) -> None:
+        if not worker.refs:
+            worker.todo, worker.lease = worker.todo[1:], -1
+            worker.phase = "claim" if worker.todo else "check"
+
+    def _look(self, world: World, worker: Worker) -> None:
+        for _, ring, slot, generation in worker.refs:
+            held = world.memory.get(ring)
+            if held is None or held[slot] != (generation, worker.todo[0]):
+                worker.clean = False
+
+    def _trainer_check(self, world: World, worker: Worker, _: int) -> bool:
+        redo = world.protocol.check_step(worker.session, worker.step, worker.rewinds, worker.told)
+        worker.phase = "redo" if redo else "go"
+        verdicts = {t.phase for t in world.trainers}
+        if verdicts <= {"redo", "go"}:
+            if "redo" not in verdicts:
+                self._optimize(world)
+            for trainer in world.trainers:
+                trainer.phase = "start" if "redo" in verdicts else "ack"
+        return True
+
+    def _trainer_go(self, *_: object) -> bool:
+        return False
+
+    _trainer_redo = _trainer_go
+
+    def _optimize(self, world: World) -> None:
+        trained = sorted(p for t in world.trainers for p in t.trained)
+        step = world.trainers[0].step
+        if not all(t.clean for t in world.trainers):
+            raise ViolationError(
+                "foreign signal", f"step {step} holds a gradient of a signal that was torn, foreign or gone"
+            )
+        if any(list(t.counted) != trained for t in world.trainers):
+            counted = [t.counted for t in world.trainers]
+            raise ViolationError("denominator", f"step {step} has trained {trained} and counted {counted}")
+        known, leader = world.cursor, world.trainers[0]
+        world.cursor = Checkpoint(
+            step + 1, (*known.chain, tuple(trained)), (*known.skipped, *leader.absent), (*known.dead, *leader.told)
+        )
+
+    def _trainer_ack(self, world: World, worker: Worker, keep: int) -> bool:
+        if worker.rank or any(t.phase != "ack" for t in world.trainers):
+            return False
+        protocol = world.protocol
+        protocol.ack_window(worker.session, worker.step, worker.rewinds)
+        if keep < 0:
+            return True
+        self._check_cursor(world)
+        step = worker.step + 1
+        end = step * self.config.samples_per_step >= self.config.positions
+        if keep and not end:
+            world.checkpoint = world.cursor
+        for trainer in world.trainers:
+            trainer.step = step
+            trainer.phase = "saving" if end else "window"
+        return True
+
+    def _trainer_saving(self, world: World, worker: Worker, _: int) -> bool:
+        if worker.rank or any(t.phase != "saving" for t in world.trainers):
+            return False
+        world.checkpoint = world.cursor
+        for trainer in world.trainers:
+            trainer.phase = "finished"
+            world.protocol.sessions.end(trainer.session, "bye")
+        return True
+
+    def _check_cursor(self, world: World) -> None:
+        """Below the cursor each position was trained once, or skipped, or is dead, and the queue agrees."""
+        known, protocol = world.cursor, world.protocol
+        done = range(min(known.step * self.config.samples_per_step, self.config.positions))
+        trained = [p for step in known.chain for p in step]
+        what = f"of {done} trained {trained}, skipped {known.skipped}, dead {known.dead}"
+        if sorted([*trained, *known.skipped, *known.dead]) != list(done):
+            raise ViolationError("count", what)
+        theirs = [[p for p in reasons if p in done] for reasons in (protocol.skipped, protocol.samples.dead)]
+        if [sorted(positions) for positions in theirs] != [sorted(known.skipped), sorted(known.dead)]:
+            raise ViolationError("count", f"{what}, but the queue has skipped and dead {theirs}")

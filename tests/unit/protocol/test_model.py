@@ -1,0 +1,155 @@
+"""Every state of small runs: nobody gets stuck, nothing is lost or trained twice, no gradient is of a wrong signal.
+
+Then rules of the protocol are switched off one at a time, and the model must find what each of them prevents.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from xtoken_core.protocol.rings import Ring, SlotState
+from xtoken_core.protocol.run import RunProtocol
+
+from .explore import explore
+from .world import Config
+
+SMALL = Config(collators=1, block_size=2)
+"""Two steps of two positions, a micro-batch each; two teachers with one slot."""
+ONE_TEACHER = replace(SMALL, teachers=1)
+TEACHER, TRAINER, COLLATOR = frozenset({"teacher"}), frozenset({"trainer"}), frozenset({"collator"})
+
+FIRST_STEP = frozenset({1})
+
+RUNS = {
+    "plain": SMALL,
+    "two-collators": replace(ONE_TEACHER, collators=2, block_size=1, micro_batch=2),
+    "two-slots": replace(SMALL, slots=2),
+    "one-batch-per-step": replace(SMALL, micro_batch=2, slots=2),
+    "short-last-step": replace(SMALL, positions=3, block_size=1),
+    "tombstones": replace(SMALL, tombstones=frozenset({1, 2})),
+    "step-of-tombstones": replace(SMALL, tombstones=frozenset({0, 1})),
+    "span-ends": replace(ONE_TEACHER, positions=4, samples_per_step=1, block_size=1, span=3, collators=2),
+    "two-ranks": replace(ONE_TEACHER, ranks=2),
+    "collator-crashes": replace(ONE_TEACHER, collators=2, micro_batch=2, crashes=1, crashing=COLLATOR),
+    "teacher-crashes": replace(SMALL, crashes=1, crashing=TEACHER),
+    "teacher-crashes-two-slots": replace(ONE_TEACHER, slots=2, crashes=1, crashing=TEACHER),
+    "trainer-crashes": replace(ONE_TEACHER, crashes=1, crashing=TRAINER, checkpoints=FIRST_STEP),
+    "two-crashes": replace(ONE_TEACHER, micro_batch=2, crashes=2, checkpoints=FIRST_STEP),
+    "sessions-lapse": replace(ONE_TEACHER, lapses=1, checkpoints=FIRST_STEP),
+    "queue-lost": replace(ONE_TEACHER, queue_losses=1, checkpoints=FIRST_STEP),
+    "nacks": replace(ONE_TEACHER, nacks=1),
+    "nacks-of-one-of-two-teachers": replace(SMALL, micro_batch=2, nacks=1, nacking=TEACHER),
+    "nacks-below-the-limit": replace(ONE_TEACHER, nacks=2, max_attempts=2),
+    "nack-and-crash": replace(ONE_TEACHER, micro_batch=2, nacks=1, crashes=1, crashing=TRAINER),
+    "late-releases": replace(ONE_TEACHER, duplicates=1),
+    "late-release-and-crash": replace(ONE_TEACHER, micro_batch=2, duplicates=1, crashes=1, crashing=TRAINER),
+    "lost-answers": replace(SMALL, micro_batch=2, losses=1),
+    "lost-answer-and-crash": replace(ONE_TEACHER, micro_batch=2, losses=1, crashes=1, crashing=TEACHER),
+}
+
+LARGE_RUNS = {
+    "two-collators-two-teachers": replace(SMALL, collators=2, block_size=1),
+    "trainer-crashes": replace(SMALL, crashes=1, crashing=TRAINER, checkpoints=FIRST_STEP),
+    "trainer-crashes-one-batch-per-step": replace(SMALL, micro_batch=2, crashes=1, crashing=TRAINER),
+    "two-crashes": replace(ONE_TEACHER, crashes=2, checkpoints=FIRST_STEP),
+    "two-crashes-of-teachers": replace(SMALL, crashes=2, crashing=TEACHER, micro_batch=2),
+    "lost-answer-and-crash": replace(ONE_TEACHER, losses=1, crashes=1, checkpoints=FIRST_STEP),
+    "nack-and-crash": replace(SMALL, micro_batch=2, nacks=1, crashes=1),
+    "everything-once": replace(ONE_TEACHER, crashes=1, lapses=1, nacks=1, losses=1, duplicates=1, micro_batch=2),
+    "three-steps": replace(SMALL, positions=6, slots=2, crashes=1, crashing=TEACHER),
+    "two-ranks-trainer-crashes": replace(ONE_TEACHER, ranks=2, crashes=1, crashing=TRAINER),
+    "two-ranks-teacher-crashes": replace(ONE_TEACHER, ranks=2, crashes=1, crashing=TEACHER),
+    "two-ranks-two-teachers": replace(SMALL, ranks=2),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_state_of_a_run_is_right(name: str) -> None:
+    outcome = explore(RUNS[name])
+    assert not outcome.violation, outcome
+    assert outcome.finals
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", LARGE_RUNS)
+def test_every_state_of_a_larger_run_is_right(name: str) -> None:
+    outcome = explore(LARGE_RUNS[name])
+    assert not outcome.violation, outcome
+
+
+class HandlesOutliveTheirTeacher(RunProtocol):
+    """The rings of a teacher's session stay when it ends, with what is in them."""
+
+    def session_ended(self, session: str) -> None:
+        orphans = [ring for ring in self.rings.of_session(session) if ring.teacher_session == session]
+        for ring in orphans:
+            self.rings.drop(ring)
+        super().session_ended(session)
+        for ring in orphans:
+            self.rings.by_pair[ring.teacher, ring.rank] = ring
+            for slot in ring.slots:
+                if slot.state == SlotState.FILLING:
+                    slot.free()
+
+
+class BackPressureAtThePut(RunProtocol):
+    """Any block is leased; what is put is admitted as long as there is room for `span` rows."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.room = self.source.span
+        self.source.span = self.positions
+
+    def put_block(
+        self, session: str, lease: int, ids: Sequence[int], tombstones: Mapping[int, str], fields: Iterable[str]
+    ) -> list[int]:
+        if len(self.samples.samples) + len(ids) > self.room:
+            return None  # type: ignore[return-value]
+        return super().put_block(session, lease, ids, tombstones, fields)
+
+
+class NeverRedo(RunProtocol):
+    """Every step may be taken."""
+
+    def check_step(self, session: str, step: int, rewinds: int, dead: Iterable[int]) -> bool:
+        super().check_step(session, step, rewinds, dead)
+        return False
+
+
+def violation_without_a_rule(name: str, **changes: Any) -> str:
+    """What goes wrong in a run of `RUNS`, in which nothing does with every rule in force."""
+    return explore(replace(RUNS[name], **changes)).violation
+
+
+def test_teachers_that_claim_out_of_plan_order_block_each_other() -> None:
+    assert violation_without_a_rule("plain", in_plan_order=False).startswith("stuck")
+
+
+def test_handles_that_outlive_their_teacher_are_read() -> None:
+    found = violation_without_a_rule("teacher-crashes", protocol=HandlesOutliveTheirTeacher)
+    assert found.startswith("foreign signal")
+
+
+def test_back_pressure_at_the_put_blocks_the_lowest_position() -> None:
+    found = violation_without_a_rule("span-ends", protocol=BackPressureAtThePut, bounded_positions=False)
+    assert found.startswith("stuck")
+
+
+def test_without_generations_a_late_release_frees_a_slot_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ring, "current", staticmethod(lambda slot, generation: True))
+    assert violation_without_a_rule("late-releases").startswith("foreign signal")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("nacks", "denominator"), ("sessions-lapse", "foreign signal")],
+)
+def test_without_redo_a_wrong_step_is_taken(name: str, expected: str) -> None:
+    assert violation_without_a_rule(name, protocol=NeverRedo).startswith(expected)
+
+
+def test_workers_that_left_at_the_end_are_needed_if_the_trainer_must_go_back() -> None:
+    assert violation_without_a_rule("trainer-crashes", supervised=False).startswith("stuck")

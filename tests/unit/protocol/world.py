@@ -1,0 +1,172 @@
+"""A state of the model: the queue, its workers, the memory of the rings, and how much may still go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from xtoken_core.protocol.run import RunProtocol
+from xtoken_core.protocol.sessions import Session, Sessions
+
+Ids = tuple[int, ...]
+
+
+class ViolationError(AssertionError):
+    """A property does not hold; `kind` says which."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(f"{kind}: {what}")
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Config:
+    """One exploration: the size of the run, and how often what may go wrong."""
+
+    positions: int = 4
+    samples_per_step: int = 2
+    block_size: int = 1
+    micro_batch: int = 1
+    span: int = 6
+    teachers: int = 2
+    ranks: int = 1
+    slots: int = 1
+    collators: int = 2
+    tombstones: frozenset[int] = frozenset()
+    max_attempts: int = 1
+    crashes: int = 0
+    crashing: frozenset[str] = frozenset({"collator", "teacher", "trainer"})
+    lapses: int = 0
+    queue_losses: int = 0
+    nacks: int = 0
+    nacking: frozenset[str] = frozenset({"collator", "teacher", "trainer"})
+    losses: int = 0
+    duplicates: int = 0
+    checkpoints: frozenset[int] = frozenset()
+    in_plan_order: bool = True
+    supervised: bool = True
+    bounded_positions: bool = True
+    protocol: type[RunProtocol] = RunProtocol
+
+
+@dataclass(slots=True)
+class Worker:
+    """A process: where it is, and what it remembers between two requests."""
+
+    role: str
+    index: int
+    rank: int = 0
+    phase: str = "down"
+    incarnation: int = 0
+    session: str = ""
+    step: int = 0
+    rewinds: int = -1
+    todo: tuple[Ids, ...] = ()
+    lease: int = -1
+    ring: int = -1
+    trainer: str = ""
+    slot: int = -1
+    generation: int = -1
+    refs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    counted: Ids = ()
+    told: Ids = ()
+    absent: Ids = ()
+    trained: Ids = ()
+    clean: bool = True
+
+    @property
+    def name(self) -> str:
+        """What the supervisor calls it."""
+        return f"{self.role}-{self.index}-{self.rank}"
+
+
+class Checkpoint(NamedTuple):
+    """A trainer's cursor: the positions that each step behind it has trained, and those it has left out."""
+
+    step: int = 0
+    chain: tuple[Ids, ...] = ()
+    skipped: Ids = ()
+    dead: Ids = ()
+
+
+def new_protocol(config: Config) -> RunProtocol:
+    """An empty queue."""
+    return config.protocol(
+        Sessions(),
+        positions=config.positions,
+        samples_per_step=config.samples_per_step,
+        block_size=config.block_size,
+        span=config.span,
+        teachers=config.teachers,
+        ranks=config.ranks,
+        slots=config.slots,
+        max_attempts=config.max_attempts,
+        max_dead=config.positions,
+    )
+
+
+class World:
+    """One state: queue, workers, memory of the rings, messages that are late, and how much may still go wrong."""
+
+    def __init__(self, config: Config) -> None:
+        self.protocol = new_protocol(config)
+        self.collators = [Worker("collator", i) for i in range(config.collators)]
+        self.teachers = [Worker("teacher", i, r) for i in range(config.teachers) for r in range(config.ranks)]
+        self.trainers = [Worker("trainer", 0, r) for r in range(config.ranks)]
+        self.memory: dict[int, list[tuple[int, Ids] | None]] = {}
+        self.late: list[tuple[int, str, int, int, int]] = []
+        self.cursor = Checkpoint()
+        self.checkpoint = Checkpoint()
+        self.crashes, self.lapses, self.nacks = config.crashes, config.lapses, config.nacks
+        self.losses, self.duplicates, self.queue_losses = config.losses, config.duplicates, config.queue_losses
+        for worker in self.workers:
+            self.hello(worker)
+            worker.phase = "start" if worker.role == "trainer" else "idle"
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All of them."""
+        return [*self.collators, *self.teachers, *self.trainers]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trainer has written its last checkpoint and left."""
+        return all(t.phase == "finished" for t in self.trainers)
+
+    def alive(self, worker: Worker) -> bool:
+        """Whether the queue still knows the worker's session."""
+        return worker.session in self.protocol.sessions.live
+
+    def hello(self, worker: Worker) -> None:
+        """The supervisor starts it (again)."""
+        worker.incarnation += 1
+        worker.session = f"{worker.name}/{worker.incarnation}"
+        stay = Session(worker.session, worker.name, worker.role, worker.incarnation, worker.rank, 1.0, 0.0)
+        self.protocol.sessions.open(stay)
+
+    def die(self, worker: Worker, phase: str = "down") -> None:
+        """The process is gone, and with it all that it knew; its session is not."""
+        fresh = Worker(worker.role, worker.index, worker.rank, phase, worker.incarnation, worker.session)
+        for name in Worker.__slots__:
+            setattr(worker, name, getattr(fresh, name))
+
+    def sweep(self) -> None:
+        """Memory of rings of which a session has ended can be read no more."""
+        live = self.protocol.sessions.live
+        shared = {
+            r.id for r in self.protocol.rings.by_pair.values() if {r.teacher_session, r.trainer_session} <= set(live)
+        }
+        for ring in [ring for ring in self.memory if ring not in shared]:
+            del self.memory[ring]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Something that may happen next. A `fault` may happen, but nothing may depend on its happening."""
+
+    label: str
+    act: str
+    role: str = ""
+    worker: int = -1
+    argument: int = 0
+    fault: bool = False
