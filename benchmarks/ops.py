@@ -1,0 +1,261 @@
+"""Times every op's backends on one GPU, the reference beside them, and writes the figures as JSON.
+
+    python benchmarks/ops.py [--out benchmarks/results/ops.json] [--only p_kl,cross_entropy] [--small]
+
+A backend's tests run first; while they fail, its row says so and holds no time. Times are medians over CUDA events,
+memory is the peak above the inputs, and the share is of a copy's bandwidth, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from xtoken_core.ops.gold import GoldOptions, TokenPartition
+from xtoken_core.ops.p_kl import PKLOptions
+from xtoken_core.ops.registry import BACKENDS, load_backend
+from xtoken_core.ops.sparse_projection import ProjectionMatrix
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a run of this file."""
+
+    tokens: int = 2048
+    student_vocab: int = 128_256
+    teacher_vocab: int = 151_936
+    vocab_topk: int = 8192
+    moe_tokens: int = 65_536
+    embedding_ids: int = 16_384
+    embedding_width: int = 4096
+
+
+SMALL = Shape(64, 1024, 1536, 128, 512, 256, 64)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend at one shape. Times in milliseconds, memory in bytes; None where its tests fail."""
+
+    op: str
+    backend: str
+    tests_pass: bool
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    peak_bytes: int | None = None
+    least_bytes: int | None = None
+    share_of_copy: float | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One op's inputs. `least_bytes` is what a forward and backward must move at least."""
+
+    arguments: tuple
+    differentiable: Tensor | None
+    least_bytes: int
+
+
+def nbytes(x: Tensor) -> int:
+    """The bytes of a tensor's values."""
+    return x.numel() * x.element_size()
+
+
+def projection_rows(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A random projection with four entries a row."""
+    generator = torch.Generator(device).manual_seed(0)
+    size = (shape.student_vocab, 4)
+    indices = torch.randint(shape.teacher_vocab, size, device=device, generator=generator)
+    return indices, torch.rand(size, device=device, generator=generator)
+
+
+def logits(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Student and teacher logits in bfloat16, and chunks of one token on each side."""
+    torch.manual_seed(0)
+    student = torch.randn(1, shape.tokens, shape.student_vocab, device=device, dtype=torch.bfloat16)
+    teacher = torch.randn(1, shape.tokens, shape.teacher_vocab, device=device, dtype=torch.bfloat16)
+    chunks = torch.arange(shape.tokens, device=device).unsqueeze(0)
+    return student.requires_grad_(), teacher, chunks
+
+
+def make_p_kl(shape: Shape, device: torch.device, k: int) -> Workload:
+    """P-KL over `k` teacher tokens."""
+    student, teacher, chunks = logits(shape, device)
+    indices, weights = projection_rows(shape, device)
+    W = ProjectionMatrix.from_topk(
+        indices, weights, student_vocab_size=shape.student_vocab, teacher_vocab_size=shape.teacher_vocab
+    )
+    columns = torch.randperm(shape.teacher_vocab, device=device)[:k].sort().values
+    least = 3 * nbytes(student) + 2 * shape.tokens * k
+    return Workload((student, teacher, W, columns, chunks, chunks, PKLOptions(shape.tokens)), student, least)
+
+
+def make_gold(shape: Shape, device: torch.device) -> Workload:
+    """Gold with half of the smaller vocabulary common."""
+    student, teacher, chunks = logits(shape, device)
+    common = min(shape.student_vocab, shape.teacher_vocab) // 2
+    ids = torch.arange(max(shape.student_vocab, shape.teacher_vocab), device=device)
+    partition = TokenPartition(
+        ids[:common], ids[:common], ids[common : shape.student_vocab], ids[common : shape.teacher_vocab]
+    )
+    options = GoldOptions(shape.tokens, uncommon_topk=shape.vocab_topk)
+    return Workload(
+        (student, teacher, partition, chunks, chunks, options), student, 3 * nbytes(student) + nbytes(teacher)
+    )
+
+
+def make_cross_entropy(shape: Shape, device: torch.device) -> Workload:
+    """One sequence of student logits."""
+    student, _, chunks = logits(shape, device)
+    return Workload((student, chunks % shape.student_vocab), student, 3 * nbytes(student))
+
+
+def make_select(shape: Shape, device: torch.device) -> Workload:
+    """The columns of one sequence of teacher logits."""
+    _, teacher, _ = logits(shape, device)
+    return Workload((teacher, shape.vocab_topk), None, nbytes(teacher))
+
+
+def make_multihot(shape: Shape, device: torch.device) -> Workload:
+    """Top 8 of 128 experts, int64 indices, float32 probabilities."""
+    indices = torch.rand(shape.moe_tokens, 128, device=device).topk(8).indices
+    probs = torch.rand(shape.moe_tokens, 8, device=device, requires_grad=True)
+    least = 2 * (nbytes(indices) + nbytes(probs)) + shape.moe_tokens * 128 * 5 + nbytes(probs)
+    return Workload((indices, probs, 128), probs, least)
+
+
+def make_embedding(shape: Shape, device: torch.device) -> Workload:
+    """A bfloat16 table; the backward writes its whole gradient."""
+    size = (shape.teacher_vocab, shape.embedding_width)
+    weight = torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.randint(shape.teacher_vocab, (shape.embedding_ids,), device=device)
+    rows = shape.embedding_ids * shape.embedding_width * 2
+    return Workload((ids, weight), weight, nbytes(weight) + 4 * rows)
+
+
+WORKLOADS: dict[str, tuple[str, Callable[[Shape, torch.device], Workload]]] = {
+    "p_kl": ("p_kl", lambda s, d: make_p_kl(s, d, s.vocab_topk)),
+    "p_kl_full_vocabulary": ("p_kl", lambda s, d: make_p_kl(s, d, s.teacher_vocab)),
+    "gold": ("gold", make_gold),
+    "cross_entropy": ("cross_entropy", make_cross_entropy),
+    "select_topk_columns": ("select_topk_columns", make_select),
+    "indices_to_multihot": ("indices_to_multihot", make_multihot),
+    "embedding": ("embedding", make_embedding),
+}
+
+
+def timed(function: Callable[[], object], *, repeats: int = 20) -> float:
+    """The median of `repeats` runs after 3 that warm up, in milliseconds."""
+    times = []
+    for turn in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        if turn >= 3:
+            times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy of 4 GiB reads and writes."""
+    source = torch.empty(1 << 30, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes(source) / timed(lambda: target.copy_(source)) * 1e3
+
+
+def measure(name: str, backend: str, shape: Shape, device: torch.device, bandwidth: float) -> Row:
+    """Forward and backward of one backend."""
+    op_name, make = WORKLOADS[name]
+    op, load = load_backend(BACKENDS[op_name][backend]), make(shape, device)
+
+    def forward() -> list[Tensor]:
+        result = op(*load.arguments)
+        return [x for x in (result if isinstance(result, tuple) else (result,)) if x.requires_grad]
+
+    upstream = [torch.ones_like(x) for x in forward()]
+
+    def both() -> None:
+        outputs = forward()
+        if outputs:
+            torch.autograd.grad(outputs, load.differentiable, upstream)
+
+    both()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    peak = torch.cuda.max_memory_allocated() - before
+    forward_ms, both_ms = timed(forward), timed(both)
+    share = load.least_bytes / bandwidth / both_ms * 1e3
+    return Row(name, backend, True, forward_ms, both_ms - forward_ms, peak, load.least_bytes, share)
+
+
+def tests_pass(op_name: str, backend: str) -> bool:
+    """Whether the contract's tests of a backend pass on this GPU."""
+    chosen = f"{op_name} and {backend} and cuda"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", chosen, str(ROOT / "tests" / "ops")]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+def line(row: Row) -> str:
+    """A row as it is printed."""
+    if not row.tests_pass:
+        return f"{row.op:22} {row.backend:10} its tests fail: not timed"
+    return (
+        f"{row.op:22} {row.backend:10} forward {row.forward_ms:8.3f} ms  backward {row.backward_ms:8.3f} ms  "
+        f"peak {row.peak_bytes / 2**30:6.2f} GiB  {row.share_of_copy:5.0%} of a copy"
+    )
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "ops.json")
+    parser.add_argument("--only", default=",".join(WORKLOADS), help="names, separated by commas")
+    parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks/ops.py needs a CUDA GPU: torch sees none", file=sys.stderr)
+        return 2
+    device, shape = torch.device("cuda"), SMALL if arguments.small else Shape()
+    bandwidth = copy_bandwidth(device)
+    print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth / 1e12:.2f} TB/s")
+    rows = []
+    for name in arguments.only.split(","):
+        op_name = WORKLOADS[name][0]
+        for backend in BACKENDS[op_name]:
+            passing = tests_pass(op_name, backend)
+            row = measure(name, backend, shape, device, bandwidth) if passing else Row(name, backend, False)
+            torch.cuda.empty_cache()
+            rows.append(row)
+            print(line(row), flush=True)
+    report = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "copy_bytes_per_second": bandwidth,
+        "shape": asdict(shape),
+        "rows": [asdict(row) for row in rows],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if all(row.tests_pass for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
