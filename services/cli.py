@@ -43,6 +43,9 @@ IncarnationOption = Annotated[
         show_default="the time",
     ),
 ]
+PatienceOption = Annotated[
+    float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="How long the queue may leave it unanswered.")
+]
 RankOption = Annotated[int, typer.Option("--rank", min=0, help="The rank of the trainer that it is, or works for.")]
 
 
@@ -115,43 +118,55 @@ def collator(
     name: NameOption = None,
     incarnation: IncarnationOption = None,
     token_file: TokenFileOption = None,
+    patience: PatienceOption = 30.0,
 ) -> None:
     """Tokenize and align a run's text."""
     _log()
+    from services.common.worker import QueueLink
     from services.collator.main import work
 
-    work(queue, name=name or "collator-0", incarnation=incarnation, token_file=token_file)
+    work(QueueLink(queue, token_file, incarnation, patience), name=name or "collator-0")
 
 
 @app.command()
 def teacher(
     queue: QueueOption,
     teacher: Annotated[int, typer.Option("--teacher", min=0, help="Which of the run's teachers it is.")] = 0,
-    rank: RankOption = 0,
+    rank: PatienceOption = Annotated[
+    float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="How long the queue may leave it unanswered.")
+]
+RankOption = 0,
     name: NameOption = None,
     incarnation: IncarnationOption = None,
     token_file: TokenFileOption = None,
+    patience: PatienceOption = 30.0,
 ) -> None:
     """Serve a teacher's logits to one trainer."""
     _log()
+    from services.common.worker import QueueLink
     from services.teacher.main import work
 
-    work(queue, teacher=teacher, rank=rank, name=name, incarnation=incarnation, token_file=token_file)
+    work(QueueLink(queue, token_file, incarnation, patience), teacher=teacher, rank=rank, name=name)
 
 
 @app.command()
 def trainer(
     queue: QueueOption,
-    rank: RankOption = 0,
+    rank: PatienceOption = Annotated[
+    float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="How long the queue may leave it unanswered.")
+]
+RankOption = 0,
     name: NameOption = None,
     incarnation: IncarnationOption = None,
     token_file: TokenFileOption = None,
+    patience: PatienceOption = 30.0,
 ) -> None:
     """Train the student, from the run's newest checkpoint if there is one."""
     _log()
+    from services.common.worker import QueueLink
     from services.trainer.main import work
 
-    work(queue, rank=rank, name=name, incarnation=incarnation, token_file=token_file)
+    work(QueueLink(queue, token_file, incarnation, patience), rank=rank, name=name)
 
 
 @app.command()

@@ -25,6 +25,12 @@ class InputError(XtokenError):
     exit_code = 2
 
 
+class OutputError(XtokenError):
+    """Something cannot be written, because the disk is full or the place is not ours: a restart would not mend it."""
+
+    exit_code = 2
+
+
 class QueueUnreachableError(XtokenError):
     """Nobody answered at the queue's address within the deadline."""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from services.common.resolve import open_index
 from services.common.tokenizers import load_tokenizer
-from services.common.worker import WAIT_S, Worker, worker_session
+from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
 from xtoken_core.collate import CollatedRow, CrossTokenizerCollator, loss_counts
 from xtoken_core.data import BadRecord, DataIndex, record_at
 from xtoken_core.errors import ConfigError
@@ -24,15 +23,14 @@ log = logging.getLogger("xtoken.collator")
 MAX_REASON = 2000
 
 
-def work(queue: str, *, name: str | None, incarnation: int | None, token_file: Path | None) -> None:
+def work(link: QueueLink, *, name: str | None) -> None:
     """Collate until the run ends.
 
     Raises:
         ConfigError: The data is not what the run was opened with.
         InputError: A tokenizer or the data cannot be read.
     """
-    name = name or "collator-0"
-    with worker_session(queue, role=COLLATOR, name=name, incarnation=incarnation, token_file=token_file) as worker:
+    with worker_session(link, role=COLLATOR, name=name or "collator-0") as worker:
         loop = CollatorLoop(worker, make_collator(worker), open_data(worker))
         worker.phase("run")
         loop.serve()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -91,10 +92,25 @@ class Worker:
         self._done.set()
 
 
+@dataclass(frozen=True)
+class QueueLink:
+    """How a worker reaches its queue.
+
+    Attributes:
+        url: The queue's address.
+        token_file: The file with its token, for a tcp address.
+        incarnation: Which start of this worker it is; None: the time, so that a later start replaces an earlier one.
+        patience_s: How long an unanswered request is repeated.
+    """
+
+    url: str
+    token_file: Path | None = None
+    incarnation: int | None = None
+    patience_s: float = 30.0
+
+
 @contextmanager
-def worker_session(
-    queue: str, *, role: str, name: str, rank: int = 0, incarnation: int | None = None, token_file: Path | None = None
-) -> Iterator[Worker]:
+def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> Iterator[Worker]:
     """Connect, wait for the run, open a session; beat in the background; say bye at the end.
 
     SIGTERM and SIGINT set `stopping`; the body leaves by `StopRequested` from its next `alive()`.
@@ -103,7 +119,7 @@ def worker_session(
         QueueUnreachableError: Nobody answers at the address, or no run was opened there in time.
     """
     setproctitle(f"xtoken {name}")
-    client = ZmqDataPlaneClient(Address.parse(queue, token_file))
+    client = ZmqDataPlaneClient(Address.parse(link.url, link.token_file), patience_s=link.patience_s)
     stopping = threading.Event()
 
     def ask_to_stop(number: int, _frame: FrameType | None) -> None:
@@ -112,12 +128,14 @@ def worker_session(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ask_to_stop)
-    incarnation = time.time_ns() if incarnation is None else incarnation
+    incarnation = time.time_ns() if link.incarnation is None else link.incarnation
     try:
         if not client.hello(
             name, role, incarnation=incarnation, rank=rank, silence_s=SILENCE_S, needs_run=True, wait_s=EARLY_S
         ):
-            raise QueueUnreachableError(f"the queue at {queue} answers, but no run was opened there in {EARLY_S:g} s")
+            raise QueueUnreachableError(
+                f"the queue at {link.url} answers, but no run was opened there in {EARLY_S:g} s"
+            )
         worker = Worker(client, name)
         worker.stopping = stopping
         thread = threading.Thread(target=worker.beat_until_done, name="heartbeat", daemon=True)

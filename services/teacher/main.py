@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 
 from services.common.models import load_model, pick_device
 from services.common.tokenizers import load_tokenizer, pad_id
-from services.common.worker import worker_session
+from services.common.worker import QueueLink, worker_session
 from services.teacher.loop import TeacherLoop
 from xtoken_core.errors import ConfigError
 from xtoken_core.protocol.run import TEACHER
@@ -17,9 +16,7 @@ from xtoken_core.protocol.run import TEACHER
 log = logging.getLogger("xtoken.teacher")
 
 
-def work(
-    queue: str, *, teacher: int, rank: int, name: str | None, incarnation: int | None, token_file: Path | None
-) -> None:
+def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
     """Serve one teacher to one rank.
 
     Raises:
@@ -27,9 +24,7 @@ def work(
         InputError: The model cannot be loaded, or its head is narrower than its vocabulary.
     """
     name = name or f"teacher-{teacher}-{rank}"
-    with worker_session(
-        queue, role=TEACHER, name=name, rank=rank, incarnation=incarnation, token_file=token_file
-    ) as worker:
+    with worker_session(link, role=TEACHER, name=name, rank=rank) as worker:
         spec = worker.run.spec
         if teacher >= len(spec.teacher) or rank >= spec.workers.ranks:
             raise ConfigError(

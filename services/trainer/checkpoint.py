@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.errors import ConfigError, InputError, OutputError
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -63,7 +63,7 @@ class Checkpoints:
             parts: State dicts by name.
 
         Raises:
-            XtokenError: It could not be written; older ones are untouched and nothing half-written is left.
+            OutputError: It could not be written; older ones are untouched and nothing half-written is left.
         """
         target = self.directory / f"step-{cursor.step:08d}"
         scratch = self.directory / f".{target.name}.tmp"
@@ -85,7 +85,7 @@ class Checkpoints:
             shutil.rmtree(scratch, ignore_errors=True)
             full = getattr(error, "errno", None) == errno.ENOSPC or "file write failed" in str(error)
             why = "the disk is full: free some space and start the run again" if full else error
-            raise XtokenError(f"cannot write the checkpoint {target}: {why}") from error
+            raise OutputError(f"cannot write the checkpoint {target}: {why}") from error
         self._prune()
         log.info("checkpoint %s", target)
         return target

@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 from services.trainer.checkpoint import sync_directory
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.errors import XtokenError
+from xtoken_core.errors import OutputError
 
 
 def export_model(directory: Path, model: PreTrainedModel, tokenizer: Any, run: ResolvedRun, card: str) -> None:
     """Write the model whole or not at all.
 
     Raises:
-        XtokenError: It cannot be written; what was there stays.
+        OutputError: It cannot be written; what was there stays.
     """
     scratch = directory.with_name(f".{directory.name}.tmp")
     old = directory.with_name(f".{directory.name}.old")
@@ -35,7 +35,7 @@ def export_model(directory: Path, model: PreTrainedModel, tokenizer: Any, run: R
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise XtokenError(f"cannot write the model {directory}: {error.strerror or error}") from error
+        raise OutputError(f"cannot write the model {directory}: {error.strerror or error}") from error
 
 
 def model_card(run: ResolvedRun, summary: dict[str, Any], evaluation: dict[str, Any] | None) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from services.common.models import head_width, load_model, pick_device
 from services.common.tokenizers import load_tokenizer, pad_id
-from services.common.worker import Worker, worker_session
+from services.common.worker import QueueLink, Worker, worker_session
 from services.trainer.checkpoint import Cursor
 from services.trainer.evaluate import Evaluator
 from services.trainer.export import export_model, model_card
@@ -31,7 +31,7 @@ from xtoken_core.protocol.run import TRAINER
 log = logging.getLogger("xtoken.trainer")
 
 
-def work(queue: str, *, rank: int, name: str | None, incarnation: int | None, token_file: Path | None) -> None:
+def work(link: QueueLink, *, rank: int, name: str | None) -> None:
     """Train one rank.
 
     Raises:
@@ -40,9 +40,7 @@ def work(queue: str, *, rank: int, name: str | None, incarnation: int | None, to
         XtokenError: Something cannot be written, or positions are missing at the end.
     """
     name = name or f"trainer-{rank}"
-    with worker_session(
-        queue, role=TRAINER, name=name, rank=rank, incarnation=incarnation, token_file=token_file
-    ) as worker:
+    with worker_session(link, role=TRAINER, name=name, rank=rank) as worker:
         run = worker.run
         if rank >= run.spec.workers.ranks:
             raise ConfigError(f"--rank {rank}: the run {run.spec.name!r} has {run.spec.workers.ranks} ranks")

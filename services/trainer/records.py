@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from xtoken_core.errors import XtokenError
+from xtoken_core.errors import OutputError
 
 
 class JsonLines:
@@ -46,21 +46,21 @@ class JsonLines:
         """Add a line and hand it to the system.
 
         Raises:
-            XtokenError: It cannot be written.
+            OutputError: It cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
         except OSError as error:
-            raise XtokenError(f"cannot write {self.path}: {error.strerror}") from error
+            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
 
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file whole or not at all.
 
     Raises:
-        XtokenError: It cannot be written; what was there stays.
+        OutputError: It cannot be written; what was there stays.
     """
     scratch = path.with_name(f".{path.name}.tmp")
     try:
@@ -71,4 +71,4 @@ def replace_file(path: Path, text: str) -> None:
         scratch.replace(path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise XtokenError(f"cannot write {path}: {error.strerror}") from error
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,233 @@
+"""What a user gets for bad input: one clear line that names the thing, a non-zero exit, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
+
+Change = Callable[[Path, TinyAssets], dict[str, Any]]
+
+
+def xtoken(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def only_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of the error; fails on a traceback or a zero exit."""
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stderr + done.stdout
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def run_file(directory: Path, raw: dict[str, Any]) -> Path:
+    """A RunSpec as TOML."""
+
+    def lines(table: dict[str, Any], prefix: str) -> list[str]:
+        plain = {k: v for k, v in table.items() if not isinstance(v, dict) and v is not None}
+        out = [f"{key} = {json.dumps(value)}" for key, value in plain.items() if key != "teacher"]
+        for key, value in table.items():
+            if isinstance(value, dict):
+                out += [f"[{prefix}{key}]", *lines(value, f"{prefix}{key}.")]
+        for teacher in table.get("teacher", []) if not prefix else []:
+            out += ["[[teacher]]", *lines(teacher, "teacher.")]
+        return out
+
+    path = directory / "run.toml"
+    path.write_text("\n".join(lines(raw, "")) + "\n", encoding="utf-8")
+    return path
+
+
+def raw_spec(assets: TinyAssets, directory: Path) -> dict[str, Any]:
+    return dict(json.loads(tiny_spec(assets, directory, records=16).model_dump_json()))
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def missing_tokenizer(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    return {"student.tokenizer": str(tmp / "nowhere")}
+
+
+def damaged_tokenizer(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    (copied(assets.student, tmp / "damaged") / "tokenizer.json").write_text("{]")
+    return {"student.tokenizer": str(tmp / "damaged")}
+
+
+def missing_model(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    return {"teacher.model": str(tmp / "nowhere"), "teacher.tokenizer": str(assets.teacher)}
+
+
+def damaged_weights(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    (copied(assets.teacher, tmp / "damaged") / "model.safetensors").write_bytes(b"nothing of the kind")
+    return {"teacher.model": str(tmp / "damaged")}
+
+
+def missing_data(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    return {"data.path": str(tmp / "no-data.jsonl")}
+
+
+def wrong_field(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    return {"data.field": "content"}
+
+
+def missing_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    return {"teacher.projection": str(tmp / "no-projection.safetensors")}
+
+
+def damaged_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    (tmp / "damaged.safetensors").write_bytes(b"\x00" * 40)
+    return {"teacher.projection": str(tmp / "damaged.safetensors")}
+
+
+def foreign_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    return {"teacher.projection": str(assets.other_projection)}
+
+
+def narrow_head(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    model = copied(assets.teacher, tmp / "narrow")
+    config = json.loads((model / "config.json").read_text())
+    config["vocab_size"] = 100
+    (model / "config.json").write_text(json.dumps(config))
+    weights = load_file(model / "model.safetensors")
+    heads = {name: value for name, value in weights.items() if "embed" in name or "head" in name}
+    save_file(weights | {name: value[:100].contiguous() for name, value in heads.items()}, model / "model.safetensors")
+    return {"teacher.model": str(model)}
+
+
+def unknown_field(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    return {"train.learning_rat": 0.1}
+
+
+def impossible_loss(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    return {"loss.xtoken_loss": True}
+
+
+CASES: list[tuple[Change, list[str]]] = [
+    (missing_tokenizer, ["tokenizer", "nowhere"]),
+    (damaged_tokenizer, ["tokenizer", "damaged"]),
+    (missing_model, ["teacher 0", "nowhere/config.json"]),
+    (damaged_weights, ["teacher 0", "damaged"]),
+    (missing_data, ["no-data.jsonl"]),
+    (wrong_field, ["content"]),
+    (missing_projection, ["no-projection.safetensors"]),
+    (damaged_projection, ["damaged.safetensors"]),
+    (foreign_projection, ["to-other.safetensors", "xtoken projection build"]),
+    (narrow_head, ["head", "100"]),
+    (unknown_field, ["train.learning_rat"]),
+    (impossible_loss, ["xtoken_loss", "gold_loss"]),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_a_run_with_bad_input_says_what_is_wrong(
+    change: Change, words: list[str], assets: TinyAssets, tmp_path: Path
+) -> None:
+    raw = raw_spec(assets, tmp_path)
+    for place, value in change(tmp_path, assets).items():
+        part, name = place.split(".")
+        (raw["teacher"][0] if part == "teacher" else raw[part])[name] = value
+    line = only_line(xtoken("run", str(run_file(tmp_path, raw))))
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_a_missing_run_file_and_one_that_is_no_toml(tmp_path: Path) -> None:
+    assert "nothing.toml" in only_line(xtoken("run", str(tmp_path / "nothing.toml")))
+    (tmp_path / "broken.toml").write_text("a = [")
+    assert "broken.toml is not TOML" in only_line(xtoken("run", str(tmp_path / "broken.toml")))
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    done = xtoken("--debug", "run", str(tmp_path / "nothing.toml"))
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        line = only_line(xtoken("queue", "--bind", address, "--token-file", str(tmp_path / "token")))
+    assert address in line
+    assert "in use" in line
+
+
+def test_an_address_where_nobody_answers_is_named(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/queue"
+    line = only_line(xtoken("collator", "--queue", address, "--patience", "1"))
+    assert address in line
+    assert "is the queue running" in line
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A file system of 256 KiB; where this user may not mount one, the test is skipped."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_at_checkpoint_time_ends_the_run(assets: TinyAssets, tmp_path: Path, small_disk: Path) -> None:
+    data = write_jsonl(tmp_path / "train.jsonl", documents(64, seed=2))
+    raw = raw_spec(assets, tmp_path / "elsewhere")
+    raw["data"]["path"] = str(data)
+    raw["output"] = str(small_disk / "out")
+    line = only_line(xtoken("run", str(run_file(tmp_path, raw))))
+    assert "checkpoint" in line
+    assert "disk is full" in line
+    checkpoints = small_disk / "out" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == []
+
+
+def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Path) -> None:
+    from services.common.resolve import resolve_run
+    from services.trainer.checkpoint import Checkpoints, Cursor
+
+    spec = tiny_spec(assets, tmp_path, records=16)
+    Checkpoints(spec.output / "checkpoints", resolve_run(spec)).save(Cursor(step=1), {"model": {}})
+    raw = json.loads(spec.model_dump_json())
+    raw["seed"] = 8
+    line = only_line(xtoken("run", str(run_file(tmp_path, raw))))
+    assert "belongs to another run" in line
+    assert "seed" in line
+
+
+def test_a_torn_checkpoint_is_refused(assets: TinyAssets, tmp_path: Path) -> None:
+    spec = tiny_spec(assets, tmp_path, records=16)
+    place = spec.output / "checkpoints" / "step-00000001"
+    place.mkdir(parents=True)
+    torch.save({"format": 1}, place / "state.pt")
+    (place / "state.pt").write_bytes((place / "state.pt").read_bytes()[:50])
+    line = only_line(xtoken("run", str(run_file(tmp_path, json.loads(spec.model_dump_json())))))
+    assert "step-00000001" in line
