@@ -122,8 +122,8 @@ def collator(
 ) -> None:
     """Tokenize and align a run's text."""
     _log()
-    from services.common.worker import QueueLink
     from services.collator.main import work
+    from services.common.worker import QueueLink
 
     work(QueueLink(queue, token_file, incarnation, patience), name=name or "collator-0")
 
@@ -132,10 +132,7 @@ def collator(
 def teacher(
     queue: QueueOption,
     teacher: Annotated[int, typer.Option("--teacher", min=0, help="Which of the run's teachers it is.")] = 0,
-    rank: PatienceOption = Annotated[
-    float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="How long the queue may leave it unanswered.")
-]
-RankOption = 0,
+    rank: RankOption = 0,
     name: NameOption = None,
     incarnation: IncarnationOption = None,
     token_file: TokenFileOption = None,
@@ -152,10 +149,7 @@ RankOption = 0,
 @app.command()
 def trainer(
     queue: QueueOption,
-    rank: PatienceOption = Annotated[
-    float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="How long the queue may leave it unanswered.")
-]
-RankOption = 0,
+    rank: RankOption = 0,
     name: NameOption = None,
     incarnation: IncarnationOption = None,
     token_file: TokenFileOption = None,
