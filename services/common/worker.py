@@ -49,6 +49,7 @@ class Worker:
         self.queue = RunClient(client)
         self.run: ResolvedRun = parse_resolved_run(client.run_document, source=f"the queue at {client.address.url}")
         self.stopping = threading.Event()
+        self._stale: StaleSessionError | None = None
         self._phase = "load"
         self._limit = self.run.spec.workers.load_timeout_s
         self._units = 0
@@ -66,9 +67,12 @@ class Worker:
 
         Raises:
             StopRequested: The process was asked to leave.
+            StaleSessionError: The queue has ended the session.
         """
         self._units += units
         self._alive_at = time.monotonic()
+        if self._stale is not None:
+            raise self._stale
         if self.stopping.is_set():
             raise StopRequested
 
@@ -81,8 +85,7 @@ class Worker:
             try:
                 self.client.heartbeat(self._phase, self._units)
             except StaleSessionError as error:
-                log.error("%s", error)
-                self.stopping.set()
+                self._stale = error
                 return
             except (XtokenError, QueueError) as error:
                 log.warning("heartbeat failed: %s", error)

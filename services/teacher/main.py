@@ -12,6 +12,7 @@ from services.common.worker import QueueLink, worker_session
 from services.teacher.loop import TeacherLoop
 from xtoken_core.errors import ConfigError
 from xtoken_core.protocol.run import TEACHER
+from xtoken_core.teacher import sweep
 
 log = logging.getLogger("xtoken.teacher")
 
@@ -32,6 +33,8 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
                 f"and {spec.workers.ranks} ranks"
             )
         mine = spec.teacher[teacher]
+        for leftover in sweep():
+            log.warning("removed %s, left behind by a process that is gone", leftover)
         device = pick_device(spec.workers.device, rank)
         model = load_model(mine, f"teacher {teacher}", device)
         model.eval()  # type: ignore[no-untyped-call]

@@ -1,0 +1,83 @@
+"""A worker's life on the queue: heartbeats follow progress, and an ended session makes it leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common import worker as module
+from services.common.worker import QueueLink, worker_session
+from services.queue.main import open_run
+from services.queue.server import Server
+from tests.support.runs import resolved_run
+from xtoken_core.data_plane.address import Address
+from xtoken_core.errors import QueueUnreachableError, StaleSessionError
+from xtoken_core.protocol.engine import Engine
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Engine]]:
+    monkeypatch.setattr(module, "BEAT_S", 0.02)
+    monkeypatch.setattr(module, "EARLY_S", 0.3)
+    tmp_path.chmod(0o700)
+    engine = Engine(memory_limit=1 << 20, clock=time.monotonic)
+    server = Server(engine, Address.parse(f"ipc://{tmp_path}/q"))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    yield f"ipc://{tmp_path}/q", engine
+    server.stop()
+    thread.join()
+
+
+def wait_until(condition: object, deadline_s: float = 10.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_worker_reports_its_progress_and_says_goodbye(queue: tuple[str, Engine], tmp_path: Path) -> None:
+    url, engine = queue
+    open_run(engine, resolved_run(tmp_path))
+    with worker_session(QueueLink(url), role="collator", name="c") as worker:
+        session = next(s for s in engine.sessions.live.values() if s.name == "c")
+        worker.phase("run")
+        worker.alive(3)
+        wait_until(lambda: session.progress == 3 and session.phase == "run")
+    assert session.ended == "bye"
+
+
+def test_heartbeats_stop_when_the_main_loop_hangs(queue: tuple[str, Engine], tmp_path: Path) -> None:
+    url, engine = queue
+    open_run(engine, resolved_run(tmp_path, step_timeout_s=0.1))
+    with worker_session(QueueLink(url), role="collator", name="c") as worker:
+        worker.phase("run")
+        session = next(s for s in engine.sessions.live.values() if s.name == "c")
+        wait_until(lambda: time.monotonic() - session.last_seen > 0.5)
+
+
+def test_an_ended_session_makes_the_worker_leave(queue: tuple[str, Engine], tmp_path: Path) -> None:
+    url, engine = queue
+    open_run(engine, resolved_run(tmp_path))
+    with (
+        pytest.raises(StaleSessionError, match="told to"),
+        worker_session(QueueLink(url), role="x", name="c") as worker,
+    ):
+        engine.sessions.end(worker.client.session, "told to")
+        for _ in range(1000):
+            worker.alive()
+            time.sleep(0.01)
+    assert StaleSessionError.exit_code == 75
+
+
+def test_a_queue_without_a_run_is_named(queue: tuple[str, Engine]) -> None:
+    url, _ = queue
+    with (
+        pytest.raises(QueueUnreachableError, match="no run was opened"),
+        worker_session(QueueLink(url), role="x", name="c"),
+    ):
+        pass
