@@ -1,0 +1,83 @@
+"""What teacher and student must agree on: the same plan, the same padding, the same denominators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from services.collator.main import columns_of
+from services.common.batches import padded_batch
+from services.common.steps import plan_fields, plan_step
+from tests.support.runs import resolved_run
+from xtoken_core import schema
+from xtoken_core.collate import CollatedRow
+from xtoken_core.data_plane.run_client import StepRows
+
+
+def row(student: int, teacher: int, chunks: int, *, teachers: int = 1) -> CollatedRow:
+    """A row whose values tell their place."""
+    fields = {
+        "input_ids": np.arange(1, student + 1),
+        "input_lengths": np.array(student),
+        "token_mask": np.ones(student, dtype=np.int64),
+        "sample_mask": np.array(1.0, dtype=np.float32),
+        "ce_tokens": np.array(student - 1),
+        "truncated": np.array(student > 20),
+    }
+    for index in schema.teacher_indices(teachers):
+        name = schema.field_name
+        fields |= {
+            name(schema.TEACHER_INPUT_IDS, index): np.arange(1, teacher + 1) * 10,
+            name(schema.TEACHER_INPUT_LENGTHS, index): np.array(teacher),
+            name(schema.STUDENT_CHUNK_ID, index): np.arange(student),
+            name(schema.PAIR_VALID, index): np.ones(chunks, dtype=bool),
+            name(schema.KD_CHUNKS, index): np.array(chunks),
+        }
+    return CollatedRow(fields, student > 20)
+
+
+def step_rows(rows: dict[int, CollatedRow], *, skipped: list[int], dead: list[int]) -> StepRows:
+    return StepRows(list(rows), skipped, dead, columns_of(list(rows.values())))
+
+
+def test_denominators_leave_out_dead_rows_that_keep_their_place(tmp_path: Path) -> None:
+    run = resolved_run(tmp_path)
+    rows = {0: row(5, 9, 4), 2: row(7, 8, 6), 3: row(30, 40, 20)}
+    step = plan_step(run, 0, step_rows(rows, skipped=[1], dead=[2]))
+    assert (step.ids, step.skipped, step.dead) == ((0, 3), (1,), (2,))
+    assert (step.ce_tokens, step.kd_chunks, step.tokens, step.truncated) == (4 + 29, (24,), 35, 1)
+    assert sorted(i for batch in step.plan.ranks[0] for i in batch.ids) == [0, 2, 3]
+
+
+def test_a_step_of_tombstones_has_no_micro_batch(tmp_path: Path) -> None:
+    step = plan_step(resolved_run(tmp_path), 0, StepRows([], [0, 1], [], {}))
+    assert step.plan.micro_batches == 0
+    assert (step.ce_tokens, step.kd_chunks, step.tokens) == (0, (0,), 0)
+
+
+def test_plan_fields_of_several_teachers(tmp_path: Path) -> None:
+    assert set(plan_fields(resolved_run(tmp_path, teachers=2))) == {
+        "input_lengths",
+        "teacher_0_input_lengths",
+        "teacher_1_input_lengths",
+        "ce_tokens",
+        "kd_chunks_0",
+        "kd_chunks_1",
+        "truncated",
+    }
+
+
+def test_every_axis_is_padded_to_its_own_width() -> None:
+    columns = columns_of([row(3, 6, 2, teachers=2), row(5, 4, 5, teachers=2)])
+    batch = padded_batch(columns, widths=(8, 16, 24), pad_ids=(7, 8, 9), dead_rows=[1])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 7, 7, 7, 7, 7], [1, 2, 3, 4, 5, 7, 7, 7]]
+    assert batch["teacher_0_input_ids"].shape == (2, 16)
+    assert batch["teacher_1_input_ids"].shape == (2, 24)
+    assert batch["teacher_0_input_ids"][0, 6:].unique().tolist() == [8]
+    assert batch["teacher_1_input_ids"][1, 4:].unique().tolist() == [9]
+    assert batch["alignment_1_student_chunk_id"][0].tolist() == [0, 1, 2, -1, -1, -1, -1, -1]
+    assert batch["alignment_0_pair_valid"].tolist() == [[True, True, False, False, False], [True] * 5]
+    assert batch["sample_mask"].tolist() == [1.0, 0.0]
+    assert batch["input_ids"].dtype == torch.int64

@@ -1,0 +1,111 @@
+"""The trainer's parts that need no queue: checkpoints, records, schedule, seeds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.trainer.checkpoint import Checkpoints, Cursor
+from services.trainer.optimizer import make_optimizer, make_schedule
+from services.trainer.records import JsonLines, replace_file
+from services.trainer.step import seed_of
+from tests.support.runs import resolved_run
+from xtoken_core.config.spec import TrainSpec
+from xtoken_core.errors import ConfigError, InputError, OutputError
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
+    cursor = Cursor(step=3, trained=20, tokens=99, truncated=1, skipped={4: "empty"}, dead={7: "broken"})
+    weights = {"w": torch.randn(3, 4)}
+    path = checkpoints.save(cursor, {"model": weights})
+    found, state = checkpoints.load(path, torch.device("cpu"))
+    assert found == cursor
+    assert torch.equal(state["model"]["w"], weights["w"])
+    assert checkpoints.latest() == path
+
+
+def test_only_the_newest_checkpoints_are_kept_and_scratch_goes(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
+    (tmp_path / "c" / ".step-00000001.tmp").mkdir(parents=True)
+    for step in (1, 2, 3):
+        checkpoints.save(Cursor(step=step), {})
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_checkpoint_of_another_run_names_what_differs(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path / "c", resolved_run(tmp_path)).save(Cursor(step=1), {})
+    other = resolved_run(tmp_path, positions=64).model_copy(update={"data_fingerprint": "e"})
+    with pytest.raises(ConfigError, match="records, positions, data differ"):
+        Checkpoints(tmp_path / "c", other).load(path, torch.device("cpu"))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
+    path = checkpoints.save(Cursor(step=1), {})
+    (path / "state.pt").write_bytes(b"no")
+    with pytest.raises(InputError, match="step-00000001"):
+        checkpoints.load(path, torch.device("cpu"))
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
+    old = checkpoints.save(Cursor(step=1), {"model": {}})
+    before = (old / "state.pt").read_bytes()
+    (tmp_path / "c" / "step-00000002").write_text("in the way")
+    with pytest.raises(OutputError, match="step-00000002"):
+        checkpoints.save(Cursor(step=2), {})
+    assert (old / "state.pt").read_bytes() == before
+    assert not list((tmp_path / "c").glob(".*"))
+
+
+def test_lines_are_cut_back_to_a_step_and_a_torn_one_is_dropped(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "steps.jsonl")
+    for step in range(5):
+        lines.append({"step": step})
+    with lines.path.open("a") as file:
+        file.write('{"step": 5, "i')
+    lines.cut_back(3, inclusive=False)
+    assert [json.loads(x)["step"] for x in lines.path.read_text().splitlines()] == [0, 1, 2]
+    assert lines.last_step() == 2
+    lines.cut_back(1, inclusive=True)
+    assert lines.last_step() == 1
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "summary.json"
+    replace_file(target, "one")
+    replace_file(target, "two")
+    assert target.read_text() == "two"
+    with pytest.raises(OutputError, match="nowhere"):
+        replace_file(tmp_path / "nowhere" / "summary.json", "x")
+
+
+def test_the_rate_warms_up_and_decays_along_a_cosine() -> None:
+    spec = TrainSpec(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
+    optimizer = make_optimizer(torch.nn.Linear(2, 2), spec)
+    schedule = make_schedule(optimizer, spec, 12)
+    rates = []
+    for _ in range(13):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[8] == pytest.approx(0.55)
+    assert rates[12] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(rates[4:]))
+
+
+def test_weight_decay_leaves_out_vectors() -> None:
+    optimizer = make_optimizer(torch.nn.Linear(2, 3), TrainSpec(weight_decay=0.5))
+    assert [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups] == [(1, 0.5), (1, 0.0)]
+
+
+def test_every_micro_batch_has_its_own_seed() -> None:
+    seeds = {seed_of(s, t, r, m) for s in range(2) for t in range(5) for r in range(3) for m in range(4)}
+    assert len(seeds) == 2 * 5 * 3 * 4
+    assert seed_of(1, 2, 3, 4) == seed_of(1, 2, 3, 4)
