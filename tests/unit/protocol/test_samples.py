@@ -1,0 +1,242 @@
+"""Samples and tasks: orders, leases, refusals, and what a lost lease gives back."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xtoken_core.protocol.samples import Samples, Status, Task
+from xtoken_core.wire import QueueError
+
+
+def one_task(order: Any, *requires: str, attempts: int = 3) -> Samples:
+    return Samples([Task("use", frozenset(requires or {"x"}), order)], max_attempts=attempts)
+
+
+def claimed(samples: Samples, count: int, session: str = "s") -> tuple[int, ...]:
+    lease = samples.claim_next(session, "use", count)
+    return lease.ids if lease else ()
+
+
+def test_strict_order_waits_for_the_first_that_is_not_ready() -> None:
+    samples = one_task("strict", "x", "y")
+    samples.produce([5, 3, 4], ["x"])
+    samples.produce([3, 4], ["y"])
+    assert claimed(samples, 3) == ()
+    samples.produce([5], ["y"])
+    assert claimed(samples, 2) == (5, 3)
+    assert claimed(samples, 2) == (4,)
+
+
+def test_arrival_order_is_the_order_of_becoming_ready() -> None:
+    samples = one_task("arrival", "x", "y")
+    samples.produce([1, 2, 3], ["x"])
+    samples.produce([3], ["y"])
+    samples.produce([1], ["y"])
+    assert claimed(samples, 3) == (3, 1)
+    samples.produce([2], ["y"])
+    assert claimed(samples, 3) == (2,)
+
+
+def test_producing_again_is_no_news() -> None:
+    samples = one_task("strict", "x", "y")
+    assert samples.produce([1, 2], ["x"]) == [1, 2]
+    assert samples.produce([1, 2], ["x"]) == []
+    assert samples.produce([2], ["x", "y"]) == [2]
+    assert claimed(samples, 1) == ()
+
+
+def test_what_every_task_has_done_is_let_go_and_does_not_come_back() -> None:
+    samples = Samples([Task("a", frozenset({"x"})), Task("b", frozenset({"x"}))])
+    samples.produce([1], ["x"])
+    samples.claim_next("s", "a", 1)
+    samples.claim_next("s", "b", 1)
+    assert samples.finish("a", [1]) == []
+    assert samples.finish("b", [1]) == [1]
+    assert not samples.samples
+    assert not samples.leases
+    assert samples.produce([1], ["x"]) == []
+
+
+def test_a_lease_given_back_comes_first_again_in_strict_order() -> None:
+    samples = one_task("strict")
+    samples.produce([1, 2, 3], ["x"])
+    lease = samples.claim_next("a", "use", 2)
+    assert lease is not None
+    samples.finish("use", [1])
+    samples.give_back(lease.id)
+    assert claimed(samples, 3, "b") == (2, 3)
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_a_withdrawn_field_makes_its_task_wait(order: str) -> None:
+    samples = one_task(order, "x", "y")
+    samples.produce([1], ["x", "y"])
+    samples.withdraw(1, "y")
+    assert claimed(samples, 1) == ()
+    samples.produce([1], ["y"])
+    assert claimed(samples, 1) == (1,)
+
+
+def test_a_lease_that_loses_a_field_waits_when_it_is_given_back() -> None:
+    samples = one_task("strict", "x", "y")
+    samples.produce([1], ["x", "y"])
+    lease = samples.claim_next("a", "use", 1)
+    assert lease is not None
+    samples.withdraw(1, "y")
+    assert samples.samples[1].status["use"] == Status.LEASED
+    samples.give_back(lease.id)
+    assert samples.samples[1].status["use"] == Status.WAITING
+
+
+def test_claiming_ids_again_gives_the_same_lease_to_its_session_only() -> None:
+    samples = one_task("by_id")
+    samples.produce([1, 2], ["x"])
+    lease = samples.claim_ids("a", "use", [2, 1])
+    assert lease is not None
+    assert samples.claim_ids("a", "use", [2, 1]) is lease
+    assert samples.claim_ids("b", "use", [2, 1]) is None
+    assert samples.claim_ids("a", "use", [1]) is None
+
+
+def test_ids_are_claimed_all_or_none() -> None:
+    samples = one_task("by_id", "x", "y")
+    samples.produce([1, 2], ["x"])
+    samples.produce([1], ["y"])
+    assert samples.claim_ids("a", "use", [1, 2]) is None
+    assert samples.samples[1].status["use"] == Status.READY
+    with pytest.raises(QueueError, match="sample 3 is not here"):
+        samples.claim_ids("a", "use", [1, 3])
+
+
+def test_only_a_refusal_counts_towards_the_limit() -> None:
+    samples = one_task("by_id", attempts=2)
+    samples.produce([1, 2], ["x"])
+    for _ in range(5):
+        lease = samples.claim_ids("a", "use", [1, 2])
+        assert lease is not None
+        samples.give_back(lease.id)
+    assert samples.samples[1].attempts == 0
+    died = []
+    for _ in range(2):
+        lease = samples.claim_ids("a", "use", [1, 2])
+        assert lease is not None
+        died.append(samples.refuse(lease.id, [1], "broken"))
+    assert died == [[], [1]]
+    assert samples.dead == {1: "broken"}
+    lease = samples.claim_ids("a", "use", [1, 2])
+    assert lease is not None
+    assert lease.ids == (2,)
+
+
+def test_a_lease_on_dead_samples_is_on_nothing_and_leaves_nothing() -> None:
+    samples = one_task("by_id", attempts=1)
+    samples.produce([1], ["x"])
+    lease = samples.claim_ids("a", "use", [1])
+    assert lease is not None
+    samples.refuse(lease.id, [1], "broken")
+    again = samples.claim_ids("a", "use", [1])
+    assert again is not None
+    assert again.ids == ()
+    assert not samples.leases
+
+
+@pytest.mark.parametrize("session", ["b", "a"], ids=["another-session", "after-it-was-given-back"])
+def test_a_lease_is_held_by_its_session_while_it_stands(session: str) -> None:
+    samples = one_task("by_id")
+    samples.produce([1], ["x"])
+    lease = samples.claim_ids("a", "use", [1])
+    assert lease is not None
+    if session == "a":
+        samples.give_back(lease.id)
+    with pytest.raises(QueueError, match="not held any more") as caught:
+        samples.held(lease.id, session)
+    assert caught.value.code == "lease_revoked"
+
+
+def test_dropping_samples_shortens_their_leases() -> None:
+    samples = one_task("by_id")
+    samples.produce([1, 2, 3], ["x"])
+    lease = samples.claim_ids("a", "use", [1, 2])
+    assert lease is not None
+    samples.drop([1])
+    assert lease.ids == (2,)
+    samples.drop([2])
+    assert not samples.leases
+    assert list(samples.samples) == [3]
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_a_reset_starts_every_task_over(order: str) -> None:
+    samples = one_task(order)
+    samples.produce([1, 2, 3], ["x"])
+    assert claimed(samples, 2) == (1, 2)
+    samples.samples[1].status["use"] = Status.DONE
+    samples.reset()
+    assert not samples.leases
+    assert sorted(claimed(samples, 3)) == [1, 2, 3]
+
+
+OPS = st.lists(
+    st.tuples(
+        st.sampled_from(["x", "y", "claim", "claim_ids", "finish", "give_back", "refuse", "withdraw", "drop"]),
+        st.integers(0, 5),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(["strict", "arrival"]), OPS)
+def test_a_sample_is_leased_exactly_while_one_lease_holds_it(order: str, ops: list[tuple[str, int]]) -> None:
+    samples = one_task(order, "x", "y", attempts=2)
+    for op, number in ops:
+        leases = list(samples.leases.values())
+        lease = leases[number % len(leases)] if leases else None
+        if op in "xy":
+            samples.produce([number], [op])
+        elif op == "claim":
+            samples.claim_next("s", "use", 1 + number % 3)
+        elif op == "claim_ids" and number in samples.samples:
+            samples.claim_ids(f"s{number % 2}", "use", [number])
+        elif op == "withdraw":
+            samples.withdraw(number, "y")
+        elif op == "drop":
+            samples.drop([number])
+        elif lease and op == "finish":
+            samples.finish("use", lease.ids[:1])
+        elif lease and op == "give_back":
+            samples.give_back(lease.id)
+        elif lease and op == "refuse":
+            samples.refuse(lease.id, lease.ids[:1], "broken")
+        holders = Counter(i for lease in samples.leases.values() for i in lease.ids)
+        leased = {i for i, sample in samples.samples.items() if sample.status["use"] == Status.LEASED}
+        assert set(holders) == leased
+        assert all(count == 1 for count in holders.values())
+        assert all(s.status["use"] != Status.READY or {"x", "y"} <= s.fields for s in samples.samples.values())
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(["strict", "arrival"]), OPS)
+def test_whatever_happened_the_rest_can_be_done(order: str, ops: list[tuple[str, int]]) -> None:
+    samples = one_task(order, "x", "y")
+    for op, number in ops:
+        lease = next(iter(samples.leases.values()), None)
+        if op in "xy":
+            samples.produce([number], [op])
+        elif op == "claim":
+            samples.claim_next("s", "use", 1 + number % 3)
+        elif op == "withdraw":
+            samples.withdraw(number, "y")
+        elif lease and op in ("give_back", "finish"):
+            samples.finish("use", lease.ids[:1]) if op == "finish" else samples.give_back(lease.id)
+    for lease in list(samples.leases.values()):
+        samples.give_back(lease.id)
+    left = set(samples.samples)
+    samples.produce(sorted(left), ["x", "y"])
+    done = []
+    while ids := claimed(samples, 2):
+        done += samples.finish("use", ids)
+    assert set(done) == left

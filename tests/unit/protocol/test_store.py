@@ -1,0 +1,119 @@
+"""The store of columns: views instead of copies, and an honest count of bytes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xtoken_core.protocol.store import COMPACT_BYTES, COMPACT_SHARE, Store
+from xtoken_core.wire import Column, QueueError
+from xtoken_core.wire.columns import offsets_from_lengths
+
+
+def jagged(rows: list[bytes]) -> Column:
+    """A column of byte strings."""
+    return Column(
+        "jagged", "uint8", len(rows), (), memoryview(b"".join(rows)), offsets_from_lengths(list(map(len, rows)))
+    )
+
+
+def rows_of(column: Column) -> list[bytes]:
+    return [bytes(column.values[slice(*column.row_bounds(row))]) for row in range(column.rows)]
+
+
+def test_a_batch_is_split_without_a_copy() -> None:
+    store, column = Store(), jagged([b"ab", b"", b"cde", b"f"])
+    store.put([7, 8, 9, 10], {"x": column}, [7, 8, 9, 10])
+    part = store.read([8, 9], ["x"])["x"]
+    assert rows_of(part) == [b"", b"cde"]
+    assert part.values.obj is column.values.obj
+    assert store.nbytes == column.nbytes
+
+
+def test_rows_come_in_the_order_that_is_asked_for() -> None:
+    store = Store()
+    store.put([1, 2], {"x": jagged([b"a", b"bb"])}, [1, 2])
+    store.put([3], {"x": jagged([b"ccc"])}, [3])
+    assert rows_of(store.read([3, 2, 1], ["x"])["x"]) == [b"ccc", b"bb", b"a"]
+
+
+def test_only_wanted_rows_are_kept_and_the_first_value_stays() -> None:
+    store = Store()
+    store.put([1, 2], {"x": jagged([b"a", b"b"])}, [1])
+    store.put([1, 2], {"x": jagged([b"A", b"B"])}, [1, 2])
+    assert rows_of(store.read([1, 2], ["x"])["x"]) == [b"a", b"B"]
+
+
+def test_a_batch_nobody_wants_costs_nothing() -> None:
+    store = Store()
+    store.put([1], {"x": jagged([b"a"])}, [])
+    assert store.nbytes == 0
+
+
+@pytest.mark.parametrize(("ids", "fields"), [([2], ["x"]), ([1], ["y"])], ids=["sample", "field"])
+def test_what_is_missing_is_named(ids: list[int], fields: list[str]) -> None:
+    store = Store()
+    store.put([1], {"x": jagged([b"a"])}, [1])
+    with pytest.raises(QueueError, match=f"sample {ids[0]} has no field {fields[0]!r}"):
+        store.read(ids, fields)
+
+
+def test_rows_of_different_kinds_do_not_mix() -> None:
+    store = Store()
+    store.put([1], {"x": jagged([b"a"])}, [1])
+    store.put([2], {"x": Column("dense", "uint8", 1, (), memoryview(b"b"))}, [2])
+    with pytest.raises(QueueError, match="differ in kind") as caught:
+        store.read([1, 2], ["x"])
+    assert caught.value.code == "conflict"
+
+
+def test_a_buffer_lives_as_long_as_one_of_its_rows() -> None:
+    store, column = Store(), jagged([b"ab", b"cd"])
+    store.put([1, 2], {"x": column}, [1, 2])
+    store.drop([1])
+    assert store.nbytes == column.nbytes
+    store.drop([2])
+    assert store.nbytes == 0
+
+
+def test_a_buffer_that_is_mostly_dead_is_compacted() -> None:
+    rows = [bytes([i]) * (COMPACT_BYTES // 4) for i in range(2 * COMPACT_SHARE)]
+    store, column = Store(), jagged(rows)
+    store.put(range(len(rows)), {"x": column}, range(len(rows)))
+    store.drop(range(len(rows) - 3))
+    assert store.nbytes == column.nbytes, "three of eight rows are more than a quarter"
+    store.drop([len(rows) - 3])
+    kept = store.read([6, 7], ["x"])["x"]
+    assert rows_of(kept) == rows[6:]
+    assert kept.values.obj is not column.values.obj
+    assert store.nbytes == kept.nbytes
+
+
+def test_fields_go_alone() -> None:
+    store = Store()
+    store.put([1, 2], {"x": jagged([b"abc", b"d"]), "y": jagged([b"e", b"f"])}, [1, 2])
+    store.drop_fields([1, 2], ["x", "z"])
+    assert store.fields(1) == {"y": 1}
+    assert store.nbytes == jagged([b"e", b"f"]).nbytes
+
+
+BATCHES = st.lists(st.lists(st.binary(max_size=40_000 // 16), min_size=1, max_size=12), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(BATCHES, st.randoms(use_true_random=False))
+def test_any_order_of_drops_leaves_the_others_and_ends_at_nothing(batches: list[list[bytes]], random: object) -> None:
+    store, expected = Store(), {}
+    for batch in batches:
+        rows = [row * 16 for row in batch]
+        ids = list(range(len(expected), len(expected) + len(rows)))
+        store.put(ids, {"x": jagged(rows)}, ids)
+        expected.update(zip(ids, rows, strict=True))
+    order = list(expected)
+    random.shuffle(order)  # type: ignore[attr-defined]
+    for gone in order:
+        store.drop([gone])
+        del expected[gone]
+        if expected:
+            assert rows_of(store.read(list(expected), ["x"])["x"]) == list(expected.values())
+        assert store.nbytes >= sum(map(len, expected.values()))
+    assert store.nbytes == 0
