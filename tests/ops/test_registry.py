@@ -56,4 +56,4 @@ def test_a_kernel_on_the_cpu_needs_the_interpreter(monkeypatch):
     support = pytest.importorskip("xtoken_core.ops.triton_support")
     monkeypatch.setattr(support, "interpreting", lambda: False)
     with pytest.raises(ConfigError, match="Triton kernels need a GPU, the tensors are on cpu"):
-        support.require_runnable(torch.zeros(1))
+        support.launching_on(torch.zeros(1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
@@ -14,17 +16,20 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def require_runnable(x: Tensor) -> None:
-    """Refuse a tensor that the kernels cannot read.
+def launching_on(x: Tensor) -> AbstractContextManager[None]:
+    """Where a tensor's kernels are launched: its own GPU, whichever is the current one.
 
     Raises:
         ConfigError: It is not on a GPU and the interpreter is off.
     """
-    if not (x.is_cuda or interpreting()):
+    if x.is_cuda:
+        return torch.cuda.device(x.device)
+    if not interpreting():
         raise ConfigError(
             f"Triton kernels need a GPU, the tensors are on {x.device}: set XTOKEN_OPS to reference, "
             "or TRITON_INTERPRET=1 to run them in the interpreter"
         )
+    return nullcontext()
 
 
 def power_of_2(n: int) -> int:

@@ -8,12 +8,13 @@ import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from xtoken_core.ops.cross_entropy.kernels import cross_entropy_bwd_kernel
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
 from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.row_kernels import row_statistics_kernel
-from xtoken_core.ops.triton_support import accumulates_in_float32, power_of_2, require_runnable
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
 
 BLOCK = 4096
 
@@ -42,6 +43,7 @@ class TritonCrossEntropy(torch.autograd.Function):
         return lse - own, hits
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_losses: Float[Tensor, "B T"], grad_hits: Tensor | None) -> tuple[Tensor, None]:
         """The gradient in the dtype of the logits."""
         logits, targets, lse = ctx.saved_tensors
@@ -73,8 +75,8 @@ class TritonCrossEntropyOp(nn.Module):
         """As the reference's `cross_entropy`; float64 takes that path."""
         if not accumulates_in_float32(logits):
             return cross_entropy(logits, targets)
-        require_runnable(logits)
-        result: tuple[Tensor, Tensor] = TritonCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        with launching_on(logits):
+            result: tuple[Tensor, Tensor] = TritonCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return result
 
     def forward_fp32(

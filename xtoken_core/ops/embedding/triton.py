@@ -8,11 +8,12 @@ import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from xtoken_core.ops.embedding.kernels import embedding_bwd_pieces_kernel, embedding_bwd_runs_kernel
 from xtoken_core.ops.numerics import upcast
-from xtoken_core.ops.triton_support import accumulates_in_float32, power_of_2, require_runnable
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
 
 PIECE = 64
 """Rows of one id that a program adds; a longer run is added piece by piece."""
@@ -32,7 +33,6 @@ def embedding_backward(token_ids: Integer[Tensor, " N"], grad: Float[Tensor, "N 
     Returns:
         In the dtype of `grad`; rows of no id are 0.
     """
-    require_runnable(grad)
     N, H = grad.shape
     out = torch.zeros((rows, H), dtype=grad.dtype, device=grad.device)
     if not N:
@@ -44,10 +44,13 @@ def embedding_backward(token_ids: Integer[Tensor, " N"], grad: Float[Tensor, "N 
     partial = torch.empty((slots, H), dtype=torch.float32, device=grad.device)
     block = min(HIDDEN_BLOCK, power_of_2(H))
     across = triton.cdiv(H, block)
-    embedding_bwd_pieces_kernel[(N, across)](
-        grad.contiguous(), order, ids, starts, lengths, partial, out, H, PIECE, block
-    )
-    embedding_bwd_runs_kernel[(triton.cdiv(N, PIECE), across)](ids, starts, lengths, partial, out, N, H, PIECE, block)
+    with launching_on(grad):
+        embedding_bwd_pieces_kernel[(N, across)](
+            grad.contiguous(), order, ids, starts, lengths, partial, out, H, PIECE, block
+        )
+        embedding_bwd_runs_kernel[(triton.cdiv(N, PIECE), across)](
+            ids, starts, lengths, partial, out, N, H, PIECE, block
+        )
     return out
 
 
@@ -63,6 +66,7 @@ class DeterministicEmbedding(torch.autograd.Function):
         return functional.embedding(ids, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[None, Tensor]:
         """The table's gradient."""
         (ids,) = ctx.saved_tensors
@@ -81,7 +85,6 @@ class TritonEmbeddingOp(nn.Module):
         """
         if not accumulates_in_float32(weight):
             return functional.embedding(token_ids.long(), weight)
-        require_runnable(weight)
         rows: Tensor = DeterministicEmbedding.apply(token_ids, weight)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return rows
 

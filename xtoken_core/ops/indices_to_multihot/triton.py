@@ -8,10 +8,11 @@ import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from xtoken_core.ops.indices_to_multihot.kernels import _indices_to_multihot_kernel, _multihot_to_indices_kernel
 from xtoken_core.ops.numerics import upcast
-from xtoken_core.ops.triton_support import power_of_2, require_runnable
+from xtoken_core.ops.triton_support import launching_on, power_of_2
 
 TILE = 4096
 """Elements of the widest block that a program holds."""
@@ -25,7 +26,6 @@ class IndicesToMultihot(torch.autograd.Function):
         ctx: Any, indices: Int[Tensor, "T k"], probs_indices: Float[Tensor, "T k"], num_of_local_experts: int
     ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
         """As `fused_indices_to_multihot`."""
-        require_runnable(probs_indices)
         indices, probs_indices = indices.contiguous(), probs_indices.contiguous()
         T, k = indices.shape
         E = num_of_local_experts
@@ -33,15 +33,17 @@ class IndicesToMultihot(torch.autograd.Function):
         probs = torch.empty((T, E), dtype=probs_indices.dtype, device=indices.device)
         width = power_of_2(E)
         block = max(1, TILE // width)
-        if T and E:
-            _indices_to_multihot_kernel[(triton.cdiv(T, block),)](
-                indices, probs_indices, multihot, probs, T, E, width, k, block
-            )
+        with launching_on(probs_indices):
+            if T and E:
+                _indices_to_multihot_kernel[(triton.cdiv(T, block),)](
+                    indices, probs_indices, multihot, probs, T, E, width, k, block
+                )
         ctx.save_for_backward(indices)
         ctx.mark_non_differentiable(multihot)
         return multihot, probs
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, grad_multihot_indices: Tensor | None, grad_probs_in_multihot: Float[Tensor, "T E"]
     ) -> tuple[None, Float[Tensor, "T k"], None]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from xtoken_core.ops.chunks import ChunkPositions, chunk_positions
 from xtoken_core.ops.numerics import upcast
@@ -18,7 +19,7 @@ from xtoken_core.ops.p_kl.kernels import (
 )
 from xtoken_core.ops.p_kl.reference import PKLOptions, PKLResult, p_kl
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
-from xtoken_core.ops.triton_support import accumulates_in_float32, power_of_2, require_runnable
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
 
 BLOCK = 2048
 BLOCK_K = 1024
@@ -111,6 +112,7 @@ class TritonPKL(torch.autograd.Function):
         return kl, agrees, mass
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None]:
         """The gradient in the dtype of the logits."""
         projected, lse, teacher_lse = ctx.saved_tensors
@@ -140,7 +142,6 @@ class TritonPKLOp(nn.Module):
             return p_kl(
                 student_logits, teacher_logits, projection, columns, student_chunk_id, teacher_chunk_id, options
             )
-        require_runnable(student_logits)
         student_logits, teacher_logits = (
             z if z.stride(-1) == 1 else z.contiguous() for z in (student_logits, teacher_logits.detach())
         )
@@ -154,7 +155,8 @@ class TritonPKLOp(nn.Module):
             options,
         )
         shape = (student_logits.shape[0], P)
-        return PKLResult(*TritonPKL.apply(student_logits, launch, shape))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        with launching_on(student_logits):
+            return PKLResult(*TritonPKL.apply(student_logits, launch, shape))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def forward_fp32(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from xtoken_core.ops.select_topk_columns.kernels import column_maxima_kernel
 from xtoken_core.ops.select_topk_columns.reference import select_topk_columns
-from xtoken_core.ops.triton_support import accumulates_in_float32, require_runnable
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on
 
 COLUMN_BLOCK = 1024
 ROW_BLOCK = 128
@@ -22,14 +22,14 @@ def column_maxima(logits: Float[Tensor, "B T V"]) -> Float[Tensor, " V"]:
     Args:
         logits: float32, bfloat16 or float16; the last dimension contiguous, a cut view of a wider head included.
     """
-    require_runnable(logits)
     B, T, V = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     blocks = triton.cdiv(B * T, ROW_BLOCK)
     partial = torch.empty((blocks, V), dtype=torch.float32, device=logits.device)
-    column_maxima_kernel[(blocks, triton.cdiv(V, COLUMN_BLOCK))](
-        logits, partial, B * T, T, V, logits.stride(0), logits.stride(1), ROW_BLOCK, COLUMN_BLOCK
-    )
+    with launching_on(logits):
+        column_maxima_kernel[(blocks, triton.cdiv(V, COLUMN_BLOCK))](
+            logits, partial, B * T, T, V, logits.stride(0), logits.stride(1), ROW_BLOCK, COLUMN_BLOCK
+        )
     return partial.amax(dim=0)
 
 

@@ -15,6 +15,7 @@ class ProjectionMatrix:
 
     Attributes:
         sparse: `W` as a coalesced sparse COO tensor, float32.
+        transposed: `W^T` likewise.
         offsets: `[V_t + 1]` int64; the entries of teacher id `t` are `offsets[t] .. offsets[t + 1]` of the next two.
         sources: `[nnz]` int32 student ids, ascending within a teacher id.
         weights: `[nnz]` float32.
@@ -24,6 +25,7 @@ class ProjectionMatrix:
     """
 
     sparse: Tensor
+    transposed: Tensor
     offsets: Int[Tensor, " V_t_1"]
     sources: Int[Tensor, " nnz"]
     weights: Float[Tensor, " nnz"]
@@ -61,6 +63,7 @@ class ProjectionMatrix:
         sparse = transposed.t().coalesce()
         return cls(
             sparse=sparse,
+            transposed=transposed,
             offsets=_offsets(transposed.indices()[0], teacher_vocab_size),
             sources=transposed.indices()[1].int(),
             weights=transposed.values(),

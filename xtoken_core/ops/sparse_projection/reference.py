@@ -20,13 +20,16 @@ class Fp32SparseMM(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sparse_M: Tensor, dense: Float[Tensor, "V_s N"]) -> Float[Tensor, "V_t N"]:
+    def forward(
+        ctx: Any, sparse_M: Tensor, dense: Float[Tensor, "V_s N"], transposed: Tensor | None = None
+    ) -> Float[Tensor, "V_t N"]:
         """`M^T @ dense`.
 
         Args:
             ctx: autograd's context.
             sparse_M: `[V_s, V_t]` sparse COO matrix; it gets no gradient.
             dense: Columns to project, any floating dtype.
+            transposed: `M^T`, coalesced, where it is at hand: it need not be sorted on every call then.
 
         Returns:
             float32 (float64 if `dense` is).
@@ -34,15 +37,15 @@ class Fp32SparseMM(torch.autograd.Function):
         ctx.matrix, ctx.dtype = sparse_M, dense.dtype
         with torch.autocast(dense.device.type, enabled=False):
             x = upcast(dense)
-            product: Tensor = torch.sparse.mm(sparse_M.to(x.dtype).t(), x)
+            product: Tensor = torch.sparse.mm((sparse_M.t() if transposed is None else transposed).to(x.dtype), x)
             return product
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Float[Tensor, "V_t N"]) -> tuple[None, Float[Tensor, "V_s N"]]:
+    def backward(ctx: Any, grad_out: Float[Tensor, "V_t N"]) -> tuple[None, Float[Tensor, "V_s N"], None]:
         """`M @ grad_out`, in the dtype of the forward's `dense`."""
         with torch.autocast(grad_out.device.type, enabled=False):
             gradient = upcast(grad_out)
-            return None, torch.sparse.mm(ctx.matrix.to(gradient.dtype), gradient).to(ctx.dtype)
+            return None, torch.sparse.mm(ctx.matrix.to(gradient.dtype), gradient).to(ctx.dtype), None
 
 
 class NativeSparseProjectionOp(nn.Module):
@@ -60,5 +63,5 @@ class NativeSparseProjectionOp(nn.Module):
     def forward_fp32(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
         """`x W` in float32 (float64 stays): the ground truth."""
         rows = x.reshape(-1, x.shape[-1])
-        out: Tensor = Fp32SparseMM.apply(projection.sparse, rows.t())  # type: ignore[no-untyped-call]  # torch leaves it bare
+        out: Tensor = Fp32SparseMM.apply(projection.sparse, rows.t(), projection.transposed)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return out.t().reshape(*x.shape[:-1], projection.teacher_vocab_size)

@@ -1,0 +1,83 @@
+"""Kernels whose rows and column sets do not fit one block, and at a size that does not fit one program."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from tests.ops.op_cases import CASES, gradient, outputs
+from tests.ops.tolerances import FAMILY, GRADIENT, OUTPUT, assert_within
+from xtoken_core.ops.p_kl import PKLOptions
+from xtoken_core.ops.registry import BACKENDS, load_backend
+from xtoken_core.ops.sparse_projection import ProjectionMatrix
+
+pytest.importorskip("triton")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def check(name, inputs, differentiable):
+    op, truth = (load_backend(BACKENDS[name][short]) for short in ("triton", "reference"))
+    key = FAMILY[name], torch.float32
+    for actual, expected in zip(outputs(op, inputs), outputs(truth, inputs, fp32=True), strict=True):
+        assert_within(actual, expected, OUTPUT[key], "output")
+    assert_within(
+        gradient(op, inputs, differentiable), gradient(truth, inputs, differentiable), GRADIENT[key], "gradient"
+    )
+
+
+def shrink(monkeypatch, name, **sizes):
+    module = importlib.import_module(f"xtoken_core.ops.{name}.triton")
+    for constant, size in sizes.items():
+        monkeypatch.setattr(module, constant, size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cross_entropy(monkeypatch, device):
+    shrink(monkeypatch, "cross_entropy", BLOCK=16)
+    check("cross_entropy", CASES["cross_entropy"][""].make(torch.float32, torch.device(device)), "logits")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", [pytest.param("", id="forward"), pytest.param("prob", marks=pytest.mark.slow)])
+def test_p_kl(monkeypatch, device, variant):
+    shrink(monkeypatch, "p_kl", BLOCK=16, BLOCK_K=4)
+    check("p_kl", CASES["p_kl"][variant].make(torch.float32, torch.device(device)), "student_logits")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_select_topk_columns(monkeypatch, device):
+    shrink(monkeypatch, "select_topk_columns", ROW_BLOCK=4, COLUMN_BLOCK=8)
+    logits = torch.randn(3, 5, 37, generator=torch.Generator().manual_seed(0)).to(device)
+    chosen = [load_backend(BACKENDS["select_topk_columns"][short])(logits, 11) for short in ("triton", "reference")]
+    assert torch.equal(*chosen)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_embedding(monkeypatch, device):
+    shrink(monkeypatch, "embedding", HIDDEN_BLOCK=8, PIECE=4)
+    ids = torch.randint(3, (40,), generator=torch.Generator().manual_seed(0)).to(device)
+    inputs = {"token_ids": ids, "weight": torch.zeros(5, 19, device=device)}
+    check("embedding", inputs, "weight")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [700, 5000], ids=["topk", "full"])
+def test_p_kl_at_thousands_of_tokens(k):
+    device, V_s, V_t, T = torch.device("cuda"), 4999, 6007, 130
+    generator = torch.Generator(device).manual_seed(0)
+    indices = torch.randint(V_t, (V_s, 4), device=device, generator=generator)
+    indices[:300, 0] = 17  # many students on one teacher token
+    weights = torch.rand(V_s, 4, device=device, generator=generator)
+    chunks = (torch.arange(T, device=device) // 3).repeat(2, 1)
+    inputs = {
+        "student_logits": 3 * torch.randn(2, T, V_s + 5, device=device, generator=generator)[..., :V_s],
+        "teacher_logits": 3 * torch.randn(2, T, V_t + 9, device=device, generator=generator),
+        "projection": ProjectionMatrix.from_topk(indices, weights, student_vocab_size=V_s, teacher_vocab_size=V_t),
+        "columns": torch.randperm(V_t, device=device, generator=generator)[:k].sort().values,
+        "student_chunk_id": chunks,
+        "teacher_chunk_id": chunks,
+        "options": PKLOptions(max_chunks=T // 3 + 1),
+    }
+    check("p_kl", inputs, "student_logits")
