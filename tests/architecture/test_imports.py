@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
+import httpx
 import pytest
 
 from services.common.resolve import open_index
@@ -138,6 +140,19 @@ def test_the_queue_serves_a_run_without_torch(tmp_path: Path) -> None:
             client.bye()
         finally:
             client.close()
+
+
+def test_the_control_plane_serves_without_torch(tmp_path: Path) -> None:
+    arguments = ("control", "--port", "0", "--runs-dir", str(tmp_path / "runs"))
+    with started_without(MODELS, "services.cli", *arguments) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        said = next((line for line in lines if "serving at" in line), None)
+        assert said is not None
+        url = re.search(r"http://[0-9.]+:\d+", said)
+        assert url is not None
+        assert httpx.get(f"{url[0]}/readyz", timeout=30).json()["ready"] is True
+        assert httpx.get(f"{url[0]}/v1/runs", timeout=30).json() == {"runs": []}
 
 
 def test_no_package_called_proto_comes_with_the_distribution(tmp_path: Path) -> None:

@@ -1,0 +1,260 @@
+"""Write the reference pages that follow from the code: `configuration.md` from the models, `cli.md` from the commands.
+
+python docs/generate.py          write them
+python docs/generate.py --check  only say whether they are in step
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))
+
+from services.cli import app  # noqa: E402 - found by the line above
+from xtoken_core.config import RunSpec  # noqa: E402
+
+MAKE = "python docs/generate.py"
+
+NOTES = {
+    "RunSpec.name": "Letters, digits, `.`, `_` and `-`; names the run's partition in the queue and the model card.",
+    "RunSpec.seed": "Order of the data, dropout, everything random.",
+    "ModelSpec.model": "The model's directory: `config.json` and `.safetensors` weights.",
+    "ModelSpec.dtype": "What it is loaded and computed in; the student's optimiser works in it too.",
+    "DataSpec.epochs": "How often every record is trained.",
+    "DataSpec.shuffle": "Permute the records, anew in each epoch; by offsets, texts stay where they are.",
+    "EvalSpec.path": "As `data.path`.",
+    "EvalSpec.field": "As `data.field`.",
+    "EvalSpec.every": "Optimiser steps between two evaluations; the first comes before any step, one more at the end.",
+    "TrainSpec.samples_per_step": "Records of one optimiser step, over all ranks.",
+    "TrainSpec.learning_rate": "AdamW's highest rate, reached after the warm-up.",
+    "TrainSpec.min_learning_rate": "Where the cosine ends.",
+    "TrainSpec.warmup_steps": "Steps of the linear warm-up.",
+    "TrainSpec.weight_decay": "AdamW's; vectors (biases, norms) are left out.",
+    "TrainSpec.betas": "AdamW's.",
+    "TrainSpec.grad_clip": "Largest norm of the gradient; a larger one is scaled down.",
+    "TrainSpec.checkpoint_every": "Steps between two checkpoints; the last step always has one.",
+    "TrainSpec.keep_checkpoints": "The newest so many stay.",
+    "WorkersSpec.collators": "Collator processes.",
+    "WorkersSpec.device": "`auto` takes a GPU where there is one; rank r uses GPU r modulo their number.",
+    "WorkersSpec.load_timeout_s": "How long a worker may go without progress while it loads.",
+    "LossConfig.gold_loss": "gold: common tokens by KL, the others by sorted L1.",
+    "LossConfig.xtoken_loss": "H-KL: gold with a wider notion of common tokens; needs `gold_loss`.",
+    "LossConfig.uld_loss": "ULD: all tokens by sorted L1.",
+    "LossConfig.alm_loss": "ALM: the likelihoods of each chunk's own tokens.",
+    "LossConfig.temperature": "Divides both sides' logits; the KD term is multiplied by its square.",
+    "LossConfig.reverse_kl": "KL of the student from the teacher instead of the other way round.",
+    "LossConfig.kl_loss_weight": "Weight of the KD term.",
+    "LossConfig.ce_loss_scale": "Weight of the cross-entropy.",
+    "LossConfig.dynamic_loss_scale_cap": "The largest scale that `dynamic_loss_scaling` may apply.",
+}
+"""Words for fields whose model has none beside them; a test sees to it that none of these is a second opinion."""
+
+CONFIGURATION = """# Configuration
+
+A run is one TOML file. Every relative path in it is meant relative to the file itself. Unknown fields are refused, and
+everything is checked before a process starts: an error names the field and what it takes.
+
+<!-- Written by `{make}` from the models in xtoken_core/config: change those, not this. -->
+
+{sections}"""
+
+CLI = """# Commands
+
+`xtoken --help` shows the commands, `xtoken COMMAND --help` one of them. With `--debug` before the command an error
+shows its traceback, and workers log more.
+
+<!-- Written by `{make}` from services/cli.py: change that, not this. -->
+
+{sections}
+
+## Exit statuses
+
+| status | meaning |
+|---|---|
+| 0 | done |
+| 1 | failed, for the reason in the last line |
+| 2 | a setting or a file is wrong: starting again cannot mend it |
+| 3 | nobody answers at the queue's address |
+| 75 | the queue has ended this worker's session: start it again |
+| 130 | interrupted |
+"""
+
+
+def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every table of the TOML file with its model, in the file's order."""
+    yield path, model
+    for name, info in model.model_fields.items():
+        part, several = _part(info.annotation)
+        if part is not None:
+            yield from sections_of(part, f"{'[[' if several else '['}{name}")
+
+
+def _part(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The model behind a field that is a table of its own, and whether there may be several of them."""
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation, False
+    several = typing.get_origin(annotation) is tuple
+    for argument in typing.get_args(annotation):
+        part, _ = _part(argument)
+        if part is not None:
+            return part, several
+    return None, False
+
+
+def docs_of(model: type[BaseModel]) -> dict[str, str]:
+    """The string that follows each field in the models' source, by `Model.field`; inherited fields included."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in model.__mro__ if issubclass(base, BaseModel) and base is not BaseModel]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for line, following in zip(definition.body, [*definition.body[1:], None], strict=True):
+            if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
+                continue
+            said = ""
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                said = " ".join(str(following.value.value).split())
+            found[line.target.id] = said or NOTES.get(f"{base.__name__}.{line.target.id}", "")
+    return found
+
+
+def type_in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    """A field's type as a user of TOML would say it, with its bounds."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        inner, *bounds = arguments
+        spread = [b for item in bounds for b in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return type_in_words(inner, tuple(spread))
+    if origin is Literal:
+        return " or ".join(f'`"{value}"`' for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_in_words(a, metadata) for a in arguments if a is not type(None))
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            item = type_in_words(arguments[0]).replace(" or ", "/")
+            return f"list of {item}" if item.endswith("`") else f"list of {item}s"
+        return f"list of {len(arguments)} {type_in_words(arguments[0])}s"
+    words = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path"}[annotation]
+    return f"{words} {', '.join(filter(None, map(_bound, metadata)))}".rstrip()
+
+
+def _bound(item: Any) -> str:
+    for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+        if (value := getattr(item, name, None)) is not None:
+            return f"{sign} {'2^63' if value == 2**63 else value}"
+    return ""
+
+
+def default_in_words(info: FieldInfo) -> str:
+    """A field's default as TOML writes it."""
+    if info.is_required():
+        return "required"
+    value = info.default
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return (
+        f"`{list(value)}`" if isinstance(value, tuple) else f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+    )
+
+
+def configuration() -> str:
+    """The page about the run file."""
+    sections = []
+    optional = {name for name, info in RunSpec.model_fields.items() if not info.is_required()}
+    for path, model in sections_of(RunSpec):
+        double = path.startswith("[[")
+        title = f"`{path}{']]' if double else ']'}`" if path else "At the top of the file"
+        if double:
+            title += f", or `{path[1:]}]` for a single one"
+        docs = docs_of(model)
+        rows = [
+            f"| `{name}` | {type_in_words(info.annotation, tuple(info.metadata))} | {default_in_words(info)} "
+            f"| {docs[name]} |"
+            for name, info in model.model_fields.items()
+            if _part(info.annotation)[0] is None
+        ]
+        intro = " ".join((model.__doc__ or "").split())
+        table = "\n".join(["| field | takes | default | meaning |", "|---|---|---|---|", *rows])
+        needed = " May be left out." if path.strip("[") in optional else " Required." if path else ""
+        sections.append(f"## {title}\n\n{intro}{needed}\n\n{table}\n")
+    return CONFIGURATION.format(make=MAKE, sections="\n".join(sections))
+
+
+def commands_of(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that does something, with the words that lead to it."""
+    children = getattr(command, "commands", {})
+    if not children:
+        yield path, command
+    for name, child in children.items():
+        yield from commands_of(child, (*path, name))
+
+
+def cli() -> str:
+    """The page about the commands."""
+    sections = []
+    for path, command in commands_of(typer.main.get_command(app), ("xtoken",)):
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        options = [p for p in command.params if p.param_type_name == "option"]
+        words = [*path, *(_argument(p) for p in arguments), *(["[OPTIONS]"] if options else [])]
+        rows = [_row(parameter) for parameter in (*arguments, *options)]
+        table = "\n".join(["", "| argument | default | meaning |", "|---|---|---|", *rows, ""]) if rows else ""
+        said = " ".join((command.help or "").split())
+        sections.append(f"## {' '.join(path)}\n\n{said}\n\n```\n{' '.join(words)}\n```\n{table}")
+    return CLI.format(make=MAKE, sections="\n".join(sections).rstrip())
+
+
+def _argument(parameter: Any) -> str:
+    return str(parameter.metavar or parameter.name.upper())
+
+
+def _row(parameter: Any) -> str:
+    names = ", ".join(f"`{name}`" for name in parameter.opts)
+    if parameter.param_type_name == "argument":
+        names = f"`{_argument(parameter)}`"
+    elif not getattr(parameter, "is_flag", False):
+        names += f" {parameter.metavar or parameter.name.rpartition('_')[2].upper()}".replace("|", "\\|")
+    shown = parameter.show_default if isinstance(parameter.show_default, str) else None
+    value = parameter.default
+    default = "required" if parameter.required else shown or (f"`{value}`" if value is not None else "-")
+    return f"| {names} | {default} | {' '.join((parameter.help or '').split())} |"
+
+
+PAGES = {"configuration.md": configuration, "cli.md": cli}
+
+
+def out_of_step() -> list[str]:
+    """Pages that say something else than the code."""
+    return [name for name, make in PAGES.items() if not _same(DOCS / name, make())]
+
+
+def _same(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == text
+
+
+def main() -> int:
+    """Write the pages, or with `--check` compare them."""
+    if sys.argv[1:] == ["--check"]:
+        stale = out_of_step()
+        sys.stderr.write("".join(f"docs/{name} is out of step: run {MAKE}\n" for name in stale))
+        return int(bool(stale))
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(make(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The documents say what the program does: fields, commands, messages, run files and links are looked up."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import tomllib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+
+import xtoken_core.errors
+from services.cli import app
+from xtoken_core.config.spec import parse_run_spec
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    """The page's blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@cache
+def generator() -> ModuleType:
+    """`docs/generate.py` as a module."""
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_pages_are_in_step_with_the_code() -> None:
+    assert generator().out_of_step() == [], "run: python docs/generate.py"
+
+
+def test_every_field_of_a_run_file_is_explained() -> None:
+    unexplained = [line for line in (ROOT / "docs/configuration.md").read_text("utf-8").splitlines() if "|  |" in line]
+    assert unexplained == []
+
+
+def test_a_note_of_the_generator_is_no_second_opinion() -> None:
+    """It explains a field that exists and that its model leaves unexplained."""
+    module = generator()
+    models = {model.__name__: model for _, model in module.sections_of(module.RunSpec)}
+    models |= {
+        base.__name__: base for model in models.values() for base in model.__mro__ if base.__module__ != "builtins"
+    }
+    notes = dict(module.NOTES)
+    module.NOTES.clear()
+    try:
+        for key in notes:
+            model, _, field = key.partition(".")
+            assert field in models[model].model_fields, f"{key} is no field"
+            assert module.docs_of(models[model])[field] == "", f"{key} is explained in its model"
+    finally:
+        module.NOTES.update(notes)
+
+
+def test_every_exit_status_is_in_the_table() -> None:
+    errors = [e for e in vars(xtoken_core.errors).values() if isinstance(e, type) and issubclass(e, Exception)]
+    table = (ROOT / "docs/cli.md").read_text("utf-8").partition("## Exit statuses")[2]
+    assert {str(e.exit_code) for e in errors} <= set(re.findall(r"^\| (\d+) \|", table, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fenced(page, "toml")], ids=lambda page: page.name)
+def test_a_run_file_in_a_document_is_one(page: Path) -> None:
+    for block in fenced(page, "toml"):
+        parse_run_spec(tomllib.loads(block), source=page.name)
+
+
+def commands_in(page: Path) -> list[list[str]]:
+    """The arguments of every `xtoken` command in a page's shell blocks, also of those run inside a container."""
+    found = []
+    for line in (line for block in fenced(page, "sh") for line in block.splitlines()):
+        words = shlex.split(line, comments=True)
+        if words[:3] == ["docker", "compose", "exec"]:
+            words = words[4:]
+        if words[:1] == ["xtoken"]:
+            found.append(words[1:])
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_in(page)], ids=lambda page: page.name)
+def test_a_command_in_a_document_is_one_of_the_programs(page: Path) -> None:
+    for words in commands_in(page):
+        if words == ["--help"]:
+            continue
+        command = typer.main.get_command(app)
+        while hasattr(command, "commands"):
+            assert words[0] in command.commands, f"xtoken {' '.join(words)}"
+            command = command.commands[words.pop(0)]
+        command.parse_args(typer.Context(command), words)
+
+
+@cache
+def texts_of_the_source() -> list[str]:
+    """Every piece of text in the program but its docstrings, f-strings cut at their values."""
+    found = []
+    for folder in ("services", "xtoken_core"):
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            remarks = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            found += [str(text.value) for text in texts if id(text) not in remarks]
+    return found
+
+
+def messages() -> list[str]:
+    """The messages that the page on troubleshooting explains."""
+    return re.findall(r"^### `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", messages())
+def test_a_message_that_is_explained_is_one_of_the_programs(message: str) -> None:
+    parts = [part for part in message.split("…") if len(part.strip(" :")) > 1]
+    assert parts
+    for part in parts:
+        assert any(part in text for text in texts_of_the_source()), f"nobody says {part!r}"
+
+
+def anchor_of(heading: str) -> str:
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name) if name else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in map(anchor_of, headings), f"{page.name} links to {link}"
