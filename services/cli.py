@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
+from services.common.align_cli import align_app
+from services.common.projection_cli import projection_app
 from xtoken_core.errors import XtokenError
-from xtoken_core.wire.errors import QueueError
 
 DEBUG_VARIABLE = "XTOKEN_DEBUG"
 INTERRUPTED = 130
@@ -22,8 +23,12 @@ app = typer.Typer(
     help="Distil a language model into a student that does not share its tokenizer.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(align_app, name="align")
+app.add_typer(projection_app, name="projection")
 
 QueueOption = Annotated[
     str, typer.Option("--queue", metavar="ADDR", help="The queue's address: ipc://PATH or tcp://127.0.0.1:PORT.")
@@ -64,7 +69,10 @@ def options(
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Where the models, runs and report go.")] = Path("demo-out"),
 ) -> None:
-    """Train a small teacher, distil it into a smaller student with another tokenizer, and show what it gained."""
+    """Show the whole thing, small.
+
+    Trains a teacher, distils it into a student with another tokenizer, and tells what the student has gained.
+    """
     from services.demo.run import run_demo
 
     run_demo(out)
@@ -78,7 +86,11 @@ def run(
         typer.Option("--control", metavar="URL", help="A control plane to run it on.", show_default="one of its own"),
     ] = None,
 ) -> None:
-    """Distil: start a run, show its progress, and stay until it ends. Ctrl-C stops it in order."""
+    """Distil, and watch it.
+
+    Shows the run's progress until it ends. Ctrl-C stops it in order, a second one at once; the same command goes on
+    from the last checkpoint.
+    """
     from xtoken_core.config import load_run_spec
 
     spec = load_run_spec(run_file)
@@ -155,7 +167,10 @@ def trainer(
     token_file: TokenFileOption = None,
     patience: PatienceOption = 30.0,
 ) -> None:
-    """Train the student, from the run's newest checkpoint if there is one."""
+    """Train the student.
+
+    It goes on from the run's newest checkpoint if there is one.
+    """
     _log()
     from services.common.worker import QueueLink
     from services.trainer.main import work
@@ -171,7 +186,10 @@ def control(
         Path, typer.Option(help="Where runs are remembered, and made if their output is relative.")
     ] = Path("runs"),
 ) -> None:
-    """Serve the control plane: start, list, show and stop runs over HTTP."""
+    """Serve the control plane.
+
+    Starts, lists, shows and stops runs over HTTP, for this machine only. Its runs end with it.
+    """
     _log()
     from services.control.serve import serve
 
@@ -219,6 +237,8 @@ def _fail(error: Exception) -> int:
 
 def _expected(error: Exception) -> str | None:
     """The one line for a failure that is not a fault of the program's; None for one that is."""
+    from xtoken_core.wire.errors import QueueError
+
     if isinstance(error, (XtokenError, QueueError)):
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

@@ -99,7 +99,7 @@ class Group:
             worker.handle, worker.exit_code = None, None
         for worker in self.workers:
             worker.log = logs / f"{worker.member.name}.{self.incarnation}.log"
-            env = _environment(worker.member.env | shared)
+            env = _environment({**worker.member.env, **shared})
             worker.handle = launcher.start(worker.member.command_of(self.incarnation), env, worker.log)
             worker.created = worker.handle.created
 

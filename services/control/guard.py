@@ -35,7 +35,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     orphaned = still_watched(sys.stdin)
-    for directory in sys.argv[1:] if orphaned else ():
+    for directory in sys.argv[1:]:
         shutil.rmtree(directory, ignore_errors=True)
     deadline = time.monotonic() + GONE_WITHIN_S
     left = orphaned

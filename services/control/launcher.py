@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-import psutil
+from services.control import processes
 
 
 class Handle(Protocol):
@@ -23,7 +23,7 @@ class Handle(Protocol):
         ...
 
     @property
-    def created(self) -> float:
+    def created(self) -> float | None:
         """When it was started, in seconds since the epoch: with the pid it names the process for good."""
         ...
 
@@ -58,7 +58,7 @@ class LocalHandle:
     def __init__(self, process: subprocess.Popen[bytes], guard: Guard | None) -> None:
         self._process = process
         self._guard = guard
-        self._created = psutil.Process(process.pid).create_time()
+        self._created = processes.created(process.pid)
         if guard is not None:
             guard.watch(process.pid)
 
@@ -68,7 +68,7 @@ class LocalHandle:
         return self._process.pid
 
     @property
-    def created(self) -> float:
+    def created(self) -> float | None:
         """When the kernel started it, in seconds since the epoch."""
         return self._created
 
@@ -90,13 +90,9 @@ class LocalHandle:
         """SIGKILL to its group and to all its descendants, also those that left the group."""
         if self.poll() is not None:
             return
-        descendants: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):
-            descendants = psutil.Process(self.pid).children(recursive=True)
+        descendants = processes.descendants(self.pid)
         self._kill_group()
-        for process in descendants:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        processes.kill(descendants)
 
     def _has_exited(self) -> bool:
         # Not reaped yet: until then nobody else can get this process or group id.

@@ -27,15 +27,28 @@ class RunState(StrEnum):
 
 
 def write_record(output: Path, document: dict[str, Any]) -> None:
-    """Replace a run's `run.json`."""
-    partial = output / f".{FILE}.{os.getpid()}"
+    """Replace a run's `run.json`.
+
+    Raises:
+        OSError: It cannot be written; what was there stays.
+    """
+    replace_json(output / FILE, document)
+
+
+def replace_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON file whole or not at all.
+
+    Raises:
+        OSError: It cannot be written; what was there stays.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:
             json.dump(document, file, indent=2)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(output / FILE)
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from services.control import processes
 from services.control.account import attempts_of, status_of
 from services.control.fleet import STOP_ORDER, Member
 from services.control.groups import Group, GroupState, Worker, describe_exit, end_all, next_incarnation
@@ -22,7 +21,7 @@ from services.control.observer import Observer, why_gone
 from services.control.policy import FIRST_DELAY_S, RestartPolicy
 from services.control.record import RunState, write_record
 from xtoken_core.data_plane.address import Address
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, XtokenError
 
 log = logging.getLogger("xtoken.control")
 
@@ -113,7 +112,7 @@ class Supervisor:
         self._ending: Ending | None = None
         self._identity = {
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "supervisor": {"pid": os.getpid(), "created": psutil.Process().create_time()},
+            "supervisor": {"pid": os.getpid(), "created": processes.created(os.getpid())},
         }
         self._recorded: dict[str, Any] = {}
         self._status: dict[str, Any] = {}
@@ -146,7 +145,7 @@ class Supervisor:
                 self._wake.wait(TICK_S)
             else:
                 ending = Ending(RunState.STOPPED, "", 130)
-        except GivenUp as error:
+        except (GivenUp, XtokenError) as error:
             ending = Ending(RunState.FAILED, str(error), error.exit_code)
         except OSError as error:
             ending = Ending(RunState.FAILED, f"cannot keep the run going: {error}", 1)

@@ -7,11 +7,10 @@ import os
 import signal
 import socket
 
-from tests.unit.control.scripted_run import ScriptedRun
-
 from services.control.record import RunState
 from services.control.supervisor import Limits
-from xtoken_core.data_plane.address import Address
+from tests.unit.control.scripted_run import ScriptedRun
+from xtoken_core.data_plane.address import Address, create_token
 
 
 def attempts(run: ScriptedRun, name: str) -> int:
@@ -29,9 +28,9 @@ def test_a_run_completes(scripted: ScriptedRun) -> None:
     assert scripted.steps_done() == list(range(6))
     written = record(scripted)
     assert written["state"] == "completed"
-    assert {name: (w["pid"], w["attempt"]) for name, w in written["workers"].items()} == {
-        name: (None, 1) for name in ("queue", "collator-0", "teacher-0-0", "trainer-0")
-    }
+    assert {name: (w["pid"], w["attempt"]) for name, w in written["workers"].items()} == dict.fromkeys(
+        ("queue", "collator-0", "teacher-0-0", "trainer-0"), (None, 1)
+    )
     status = scripted.supervisor.status()
     assert (status["step"], status["steps"], status["skipped"]) == (6, 6, 24)
 
@@ -168,6 +167,7 @@ def test_an_address_in_use_ends_the_run_with_one_line(scripted: ScriptedRun) -> 
         occupied.bind(("127.0.0.1", 0))
         occupied.listen()
         scripted.address = Address.parse(f"tcp://127.0.0.1:{occupied.getsockname()[1]}", scripted.output / "token")
+        create_token(scripted.output / "token")
         scripted.start(steps=3)
         ending = scripted.wait()
     assert (ending.state, ending.exit_code) == (RunState.FAILED, 1)

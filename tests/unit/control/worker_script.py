@@ -9,6 +9,7 @@ its own, as a checkpoint would. Each DEED leaves a mark in DIR, and is done once
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -57,7 +58,7 @@ class Script:
             if block is not None:
                 self.deed("work")
                 self.run.put_block(
-                    block.lease, [], {}, {p: "empty" for p in range(block.first, block.first + block.count)}
+                    block.lease, [], {}, dict.fromkeys(range(block.first, block.first + block.count), "empty")
                 )
 
     def wait_for_end(self) -> None:
@@ -80,10 +81,8 @@ class Script:
                 continue
             self.deed("work")
             self.deed(f"step{step}")
-            try:
+            with contextlib.suppress(AlreadyDone):
                 self.run.ack_window(step, rewinds=rewinds)
-            except AlreadyDone:
-                pass
             step += 1
             cursor.write_text(str(step))
             with (self.state / "steps").open("a") as file:

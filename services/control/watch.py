@@ -1,0 +1,186 @@
+"""Showing a run's progress: live on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+LINE_EVERY_S = 5.0
+STOPPING = "stopping in order; once more to stop at once"
+STOPPING_NOW = "stopping at once"
+LOSSES = ("loss", "ce_loss", "kl_loss")
+UNSHOWN = (*LOSSES, "step", "seconds", "tokens", "tokens_per_second")
+STATE_STYLES = {"running": "green", "finished": "dim", "waiting": "yellow", "stopped": "dim"}
+
+
+class Watch(Protocol):
+    """Somewhere to show a run; statuses are those of `GET /v1/runs/{id}`."""
+
+    def show(self, status: dict[str, Any]) -> None:
+        """The run goes on."""
+        ...
+
+    def stopping(self, *, now: bool) -> None:
+        """The user has asked to stop."""
+        ...
+
+    def end(self, status: dict[str, Any]) -> None:
+        """The run is over."""
+        ...
+
+
+@contextmanager
+def watch_for(show: bool, console: Console | None = None) -> Iterator[Watch]:
+    """What suits where the output goes; nothing is printed unless `show`."""
+    console = console or Console(quiet=not show)
+    if show and console.is_terminal:
+        with Live(console=console, refresh_per_second=4, transient=True) as live:
+            yield LiveWatch(live)
+    else:
+        yield LineWatch(console)
+
+
+class LiveWatch:
+    """A picture that renews itself."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._note = ""
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Renew the picture."""
+        self._live.update(picture(status, self._note))
+
+    def stopping(self, *, now: bool) -> None:
+        """Say so below the picture."""
+        self._note = STOPPING_NOW if now else STOPPING
+
+    def end(self, status: dict[str, Any]) -> None:
+        """Leave the summary in place of the picture."""
+        self._live.update(Text(""))
+        self._live.console.print(ending_line(status), markup=False, highlight=False)
+
+
+class LineWatch:
+    """A line whenever the state changes, and every few seconds while steps are taken."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said: tuple[Any, ...] = ()
+        self._said_at = 0.0
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Print a line if it is time for one."""
+        news = (status["state"], [(w["name"], w["state"], w["restarts"]) for w in status["workers"]])
+        due = time.monotonic() - self._said_at >= LINE_EVERY_S and status["step"] != self._step
+        if news != self._said[:2] or due:
+            self._said, self._said_at = (*news, status["step"]), time.monotonic()
+            self._print(progress_line(status))
+
+    def stopping(self, *, now: bool) -> None:
+        """Print it."""
+        self._print(STOPPING_NOW if now else STOPPING)
+
+    def end(self, status: dict[str, Any]) -> None:
+        """Print the last line."""
+        self._print(ending_line(status))
+
+    @property
+    def _step(self) -> int | None:
+        return self._said[2] if self._said else None
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def progress_line(status: dict[str, Any]) -> str:
+    """One line on where a run stands."""
+    parts = [f"{status['name']}: {status['state']}", f"step {status['step'] or 0}/{status['steps'] or '?'}"]
+    parts += [f"{name} {value}" for name, value in metrics_of(status)]
+    if status["queue"]:
+        parts.append(f"queue {status['queue']['samples']} samples")
+    workers = [f"{w['name']} {w['state']}{_restarts(w)}" for w in status["workers"] if _worth_telling(w)]
+    return ", ".join(parts + workers)
+
+
+def ending_line(status: dict[str, Any]) -> str:
+    """One line on how a run ended."""
+    where = f"{status['name']}: {status['state']} after step {status['step'] or 0} of {status['steps'] or '?'}"
+    if status["state"] == "stopped":
+        return f"{where}; start it again to go on from its last checkpoint in {status['output']}"
+    summary = status["summary"]
+    if status["state"] != "completed" or summary is None:
+        return f"{where}; logs are in {status['output']}/logs"
+    counts = ", ".join(
+        f"{summary[name]} {name}" for name in ("trained", "skipped", "dead", "truncated") if name in summary
+    )
+    bits = (status["evaluation"] or {}).get("bits_per_byte")
+    held_out = f"; {bits:.4f} bits per byte on held-out text" if bits is not None else ""
+    return f"{where}: {counts} of {summary.get('positions')} samples{held_out}; model in {status['output']}/model"
+
+
+def metrics_of(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """The last step's losses and speed, and the last reading of the held-out text, as names and figures."""
+    last = status["last"] or {}
+    found = [(name, f"{last[name]:.4f}") for name in LOSSES if name in last]
+    if "tokens_per_second" in last:
+        found.append(("tokens/s", f"{last['tokens_per_second']:,.0f}"))
+    bits = (status["evaluation"] or {}).get("bits_per_byte")
+    return [*found, ("bits per byte", f"{bits:.4f}")] if bits is not None else found
+
+
+def picture(status: dict[str, Any], note: str) -> RenderableType:
+    """Where a run stands: progress, losses and their parts, queue, workers."""
+    step, steps = status["step"] or 0, status["steps"] or 0
+    head = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=steps or 1, completed=step, width=40)
+    head.add_row(Text(status["name"], style="bold"), status["state"], bar, f"step {step}/{steps or '?'}")
+    parts = [head, _figures(status), _workers(status)]
+    return Group(*parts, Text(note, style="yellow")) if note else Group(*parts)
+
+
+def _figures(status: dict[str, Any]) -> Table:
+    last = status["last"] or {}
+    table = Table.grid(padding=(0, 2))
+    table.add_row(*(Text.assemble((name, "dim"), f" {value}") for name, value in metrics_of(status)))
+    others = {k: v for k, v in last.items() if k not in UNSHOWN and isinstance(v, (int, float))}
+    for start in range(0, len(others), 4):
+        row = list(others.items())[start : start + 4]
+        table.add_row(*(Text.assemble((name, "dim"), f" {value:.4g}") for name, value in row))
+    if status["queue"]:
+        held, limit = status["queue"]["bytes"] / 2**20, status["queue"]["memory_limit"] / 2**20
+        table.add_row(
+            Text.assemble(("queue", "dim"), f" {status['queue']['samples']} samples, {held:.1f}/{limit:.0f} MiB")
+        )
+    return table
+
+
+def _workers(status: dict[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2), show_edge=False, header_style="dim")
+    for name in ("worker", "state", "pid", "phase", "work", "heard", "restarts"):
+        table.add_column(name)
+    for worker in status["workers"]:
+        age = worker["heartbeat_age_s"]
+        table.add_row(
+            worker["name"], Text(worker["state"], style=STATE_STYLES.get(worker["state"], "")),
+            str(worker["pid"] or ""), worker["phase"], str(worker["progress"] or ""),
+            "" if age is None else f"{age:.0f} s ago", str(worker["restarts"] or ""),
+        )  # fmt: skip
+    return table
+
+
+def _worth_telling(worker: dict[str, Any]) -> bool:
+    return bool(worker["state"] != "running" or worker["restarts"])
+
+
+def _restarts(worker: dict[str, Any]) -> str:
+    count = worker["restarts"]
+    return f" ({count} restart{'s' if count != 1 else ''})" if count else ""
