@@ -41,7 +41,10 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
-_ALPHABET = str.maketrans({char: chr(byte) for char, byte in byte_alphabet().items()})
+_NO_BYTE = "\uffff"
+_ALPHABET = str.maketrans(
+    {chr(code): _NO_BYTE for code in range(256)} | {char: chr(byte) for char, byte in byte_alphabet().items()}
+)
 
 
 def byte_level(token: str) -> bytes:
@@ -82,7 +85,7 @@ def plain(token: str) -> bytes:
     return token.encode("utf-8", "replace")
 
 
-_SCHEMES: tuple[Decode, ...] = (byte_level, sentencepiece, wordpiece, end_of_word, plain, byte_characters)
+_SCHEMES: tuple[Decode, ...] = (plain, byte_level, sentencepiece, wordpiece, end_of_word, byte_characters)
 
 
 @dataclass(frozen=True)

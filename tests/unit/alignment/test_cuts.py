@@ -1,0 +1,78 @@
+"""The core against brute force: every chunk equal, as many chunks as there can be."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.alignments import most_chunks, table_of
+from xtoken_core.alignment.cuts import cut
+from xtoken_core.alignment.sides import build_sides
+
+
+def split(text: bytes, cuts: list[int]) -> list[bytes]:
+    at = sorted({c % (len(text) + 1) for c in cuts} | {0, len(text)})
+    return [text[a:b] for a, b in pairwise(at)]
+
+
+def run(rows: list[tuple[list[bytes], list[bytes]]], left: bool = False):
+    """Align rows of spelled tokens; padding tokens have a spelling of their own and must not matter."""
+    vocabularies = [sorted({piece for row in rows for piece in row[side]} | {b"padding"}) for side in (0, 1)]
+    tables = [table_of(v) for v in vocabularies]
+    sides = build_sides(*tables, *vocabularies)
+    arrays = []
+    for side in (0, 1):
+        index = {piece: i for i, piece in enumerate(vocabularies[side])}
+        width = max(len(row[side]) for row in rows) + 1
+        ids = np.full((len(rows), width), index[b"padding"], dtype=np.int64)
+        mask = np.zeros((len(rows), width), dtype=bool)
+        for r, row in enumerate(rows):
+            place = slice(width - len(row[side]), width) if left else slice(0, len(row[side]))
+            ids[r, place], mask[r, place] = [index[p] for p in row[side]], True
+        arrays.append((ids, mask))
+    (s, s_mask), (t, t_mask) = arrays
+    return cut(*sides, s, t, s_mask, t_mask), s_mask, t_mask
+
+
+texts = st.binary(min_size=0, max_size=12) | st.text(max_size=6).map(lambda s: s.encode("utf-8", "surrogatepass"))
+cuts = st.lists(st.integers(0, 40), max_size=8)
+rows = st.lists(st.tuples(texts, cuts, cuts, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows, st.booleans())
+def test_as_many_equal_chunks_as_brute_force_finds(rows, left):
+    given_rows = []
+    for text, a, b, keep_a, keep_b in rows:
+        student, teacher = split(text, a), split(text, b)
+        given_rows.append((student[: len(student) - keep_a % 3], teacher[: len(teacher) - keep_b % 3]))
+    found, s_mask, t_mask = run(given_rows, left)
+    assert not found.doubtful.any()
+    for row, (student, teacher) in enumerate(given_rows):
+        assert found.counts[row] == most_chunks(tuple(student), tuple(teacher))
+        s_chunk, t_chunk = found.student_chunk[row][s_mask[row]], found.teacher_chunk[row][t_mask[row]]
+        for n in range(found.counts[row]):
+            ours = [p for p, c in zip(student, s_chunk, strict=True) if c == n]
+            theirs = [p for p, c in zip(teacher, t_chunk, strict=True) if c == n]
+            assert b"".join(ours) == b"".join(theirs) != b""
+            exact = len(ours) == len(theirs) == 1
+            assert found.student_exact[row][s_mask[row]][s_chunk == n].all() == exact
+            assert found.teacher_exact[row][t_mask[row]][t_chunk == n].all() == exact
+        assert (found.student_chunk[row][~s_mask[row]] == -1).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(texts, texts, cuts, cuts), min_size=1, max_size=3))
+def test_rows_that_differ_are_never_taken_for_equal(rows):
+    found, _, _ = run([(split(x, a), split(y, b)) for x, y, a, b in rows])
+    for row, (x, y, _, _) in enumerate(rows):
+        shared = min(len(x), len(y))
+        assert found.doubtful[row] == (x[:shared] != y[:shared])
+
+
+@pytest.mark.parametrize("tokens", [0, 1], ids=["no token", "one token"])
+def test_the_smallest_rows(tokens):
+    found, _, _ = run([([b"a"] * tokens, [b"a"] * tokens), ([], [b"b"])])
+    assert found.counts.tolist() == [tokens, 0]
