@@ -85,13 +85,14 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("bits per byte", lambda run: f"{run.final['bits_per_byte']:.3f}"),
-    ("next-token accuracy", lambda run: f"{run.final['next_token_accuracy']:.1%}"),
-    ("held-out tokens", lambda run: f"{run.final['tokens']:,}"),
-    ("held-out bytes", lambda run: f"{run.final['bytes']:,}"),
+    ("accuracy", lambda run: f"{run.final['next_token_accuracy']:.1%}"),
     ("steps", lambda run: f"{run.final['step']:,}"),
     ("tokens trained", lambda run: f"{sum(line.get('tokens', 0) for line in run.steps):,}"),
     ("tokens/s", lambda run: _rate(run)),
+    ("held-out tokens", lambda run: f"{run.final['tokens']:,}"),
+    ("held-out bytes", lambda run: f"{run.final['bytes']:,}"),
 )
+_IN_TERMINAL = 5
 
 
 def _rate(run: Run) -> str:
@@ -100,13 +101,13 @@ def _rate(run: Run) -> str:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """The comparison on held-out text, for a terminal."""
+    """The comparison on held-out text, for a terminal: the page's first columns."""
     result = Table(title="Held-out text", caption="bits per byte: lower is better, comparable across tokenizers")
-    result.add_column("model")
-    for title, _ in COLUMNS:
+    result.add_column("model", no_wrap=True)
+    for title, _ in COLUMNS[:_IN_TERMINAL]:
         result.add_column(title, justify="right")
     for run in runs:
-        result.add_row(run.name, *(cell(run) for _, cell in COLUMNS))
+        result.add_row(run.name, *(cell(run) for _, cell in COLUMNS[:_IN_TERMINAL]))
     return result
 
 

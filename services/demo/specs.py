@@ -1,0 +1,95 @@
+"""The two runs of the demo, as the TOML files a user would write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+TEACHER, STUDENT, PROJECTION = "teacher", "student", "projection.safetensors"
+CROSS_ENTROPY, DISTILLED = "cross-entropy", "distilled"
+EVAL_BYTES = 60_000
+
+
+@dataclass(frozen=True)
+class StudentTraining:
+    """How both students are trained.
+
+    Attributes:
+        steps: Optimiser steps.
+        samples_per_step: Documents of a step.
+        context_length: Tokens of a document at most, for student and teacher.
+        learning_rate: At its highest.
+        eval_every: Steps between two evaluations.
+        seed: Of the order of documents.
+    """
+
+    steps: int = 100
+    samples_per_step: int = 8
+    context_length: int = 256
+    learning_rate: float = 4e-3
+    eval_every: int = 25
+    seed: int = 0
+
+
+def write_run_files(out: Path, training: StudentTraining) -> dict[str, Path]:
+    """Write `cross-entropy.toml` and `distilled.toml`, equal but for the loss.
+
+    Args:
+        out: Where models, projection and corpus are; the runs get directories below it.
+        training: How both are trained.
+
+    Returns:
+        The file of each run, by its name.
+    """
+    losses = {
+        CROSS_ENTROPY: "kl_loss_weight = 0.0\nce_loss_scale = 1.0",
+        DISTILLED: "kl_loss_weight = 1.0\nce_loss_scale = 1.0",
+    }
+    files = {}
+    for name, loss in losses.items():
+        files[name] = out / f"{name}.toml"
+        files[name].write_text(run_file(name, loss, training), encoding="utf-8")
+    return files
+
+
+def run_file(name: str, loss: str, training: StudentTraining) -> str:
+    """The text of one run's file; its paths are relative to where it lies."""
+    return f"""# Made by `xtoken demo`; start it again with `xtoken run {name}.toml`.
+name = "{name}"
+output = "runs/{name}"
+seed = {training.seed}
+
+[student]
+model = "{STUDENT}"
+context_length = {training.context_length}
+
+[teacher]
+model = "{TEACHER}"
+context_length = {training.context_length}
+projection = "{PROJECTION}"
+
+[data]
+path = "corpus/train.jsonl"
+
+[eval]
+path = "corpus/heldout.jsonl"
+every = {training.eval_every}
+max_bytes = {EVAL_BYTES}
+
+[loss]
+{loss}
+
+[train]
+samples_per_step = {training.samples_per_step}
+max_steps = {training.steps}
+micro_batch_tokens = {training.samples_per_step * training.context_length}
+learning_rate = {training.learning_rate}
+min_learning_rate = {training.learning_rate / 20}
+warmup_steps = {max(1, training.steps // 10)}
+weight_decay = 0.01
+checkpoint_every = {training.steps}
+
+[workers]
+collators = 2
+device = "cpu"
+"""
