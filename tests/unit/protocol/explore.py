@@ -233,9 +233,10 @@ def _pair_key(world: World, worker: Worker, trainer: Worker) -> tuple[object, ..
     )
     reading = tuple(place(*ref[1:]) for ref in trainer.refs if ref[0] == worker.index)
     late = sorted(
-        (session in live, *place(*where)) for teacher, session, *where in world.late
+        (session in live, *place(*where))
+        for teacher, session, *where in world.late
         if teacher == worker.index and session == trainer.session
-    )  # fmt: skip
+    )
     if ring is None:
         return mine, reading, tuple(late)
     memory = world.memory.get(ring.id)

@@ -57,7 +57,7 @@ LARGE_RUNS = {
     "two-crashes-of-teachers": replace(SMALL, crashes=2, crashing=TEACHER, micro_batch=2),
     "lost-answer-and-crash": replace(ONE_TEACHER, losses=1, crashes=1, checkpoints=FIRST_STEP),
     "nack-and-crash": replace(SMALL, micro_batch=2, nacks=1, crashes=1),
-    "everything-once": replace(ONE_TEACHER, crashes=1, lapses=1, nacks=1, losses=1, duplicates=1, micro_batch=2),
+    "nack-lost-answer-late-release": replace(ONE_TEACHER, nacks=1, losses=1, duplicates=1),
     "three-steps": replace(SMALL, positions=6, slots=2, crashes=1, crashing=TEACHER),
     "two-ranks-trainer-crashes": replace(ONE_TEACHER, ranks=2, crashes=1, crashing=TRAINER),
     "two-ranks-teacher-crashes": replace(ONE_TEACHER, ranks=2, crashes=1, crashing=TEACHER),

@@ -88,6 +88,14 @@ def test_a_buffer_that_is_mostly_dead_is_compacted() -> None:
     assert store.nbytes == kept.nbytes
 
 
+def test_a_small_buffer_is_left_as_it_is() -> None:
+    store, column = Store(), jagged([b"ab"] * 20)
+    store.put(range(20), {"x": column}, range(20))
+    store.drop(range(19))
+    assert store.read([19], ["x"])["x"].values.obj is column.values.obj
+    assert store.nbytes == column.nbytes
+
+
 def test_fields_go_alone() -> None:
     store = Store()
     store.put([1, 2], {"x": jagged([b"abc", b"d"]), "y": jagged([b"e", b"f"])}, [1, 2])
