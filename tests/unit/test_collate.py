@@ -1,0 +1,244 @@
+"""The collator: columns of the schema, masks that agree on both sides, rows for the queue, bad records."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import vocabularies as v
+from tests.support.alignments import aligner_of
+from xtoken_core import schema
+from xtoken_core.alignment import alignment_from_flat_batch
+from xtoken_core.collate import CollatedRow, CrossTokenizerCollator, RefusedRow, loss_counts
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.errors import InputError
+
+LLAMA_STYLE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "say hello there"},
+    {"role": "assistant", "content": "hello there, héllo 日本 "},
+    {"role": "user", "content": "hello there"},
+    {"role": "assistant", "content": "again"},
+]
+
+
+@pytest.fixture(scope="module")
+def student():
+    tokenizer = v.sentencepiece_bpe("legacy")
+    tokenizer.chat_template = LLAMA_STYLE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    tokenizer = v.byte_level(bos=True)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.fixture
+def collator(student, teacher):
+    return CrossTokenizerCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=teacher,
+        aligner=aligner_of(student, teacher),
+        ctx_length_student=61,
+        ctx_length_teacher=80,
+        make_seq_div_by_student=8,
+    )
+
+
+def several(student, teacher, **changes):
+    other = v.unigram()
+    settings = {
+        "student_tokenizer": student,
+        "teacher_tokenizer": [teacher, None, other],
+        "aligner": [aligner_of(student, teacher), None, aligner_of(student, other)],
+        "ctx_length_student": 64,
+        "ctx_length_teacher": [64, None, 32],
+        "make_seq_div_by_teacher": [1, None, 64],
+    }
+    return CrossTokenizerCollator(**settings | changes)
+
+
+def trained_text(tokenizer, table, ids, mask):
+    """What the trained tokens of a row spell, the tokenizer's own space left out."""
+    return table.spell(ids[mask > 0]).decode()
+
+
+def test_padded_columns_are_the_schemas(collator):
+    out = collator([{"text": "hello world"}, {"text": "a"}, {"text": "日本 " * 100}])
+    fields = (*schema.STUDENT_FIELDS, *schema.TEACHER_FIELDS, *schema.ALIGNMENT_FIELDS, schema.TRUNCATED)
+    assert set(out) == {field.name for field in fields}
+    assert all(str(out[field.name].dtype) == f"torch.{field.dtype}" for field in fields)
+    assert out["input_ids"].shape == (3, 64)
+    assert out["teacher_input_ids"].shape == (3, 80)
+    assert out["truncated"].tolist() == [False, False, True]
+    assert out["input_lengths"].tolist() == out["token_mask"].sum(dim=1).tolist()
+    assert int(out["input_lengths"].max()) == 61
+    alignment = alignment_from_flat_batch(out)
+    assert torch.equal(alignment.pair_is_correct, alignment.pair_valid)
+    assert int(alignment.num_chunks.min()) >= 2
+
+
+def test_eos_ends_a_document_that_was_not_cut_on_both_sides(collator, student, teacher):
+    out = collator([{"text": "hello"}, {"text": "word " * 200}])
+    lengths, their_lengths = out["input_lengths"].tolist(), out["teacher_input_lengths"].tolist()
+    assert out["input_ids"][0, lengths[0] - 1] == student.eos_token_id
+    assert out["teacher_input_ids"][0, their_lengths[0] - 1] == teacher.eos_token_id
+    assert out["alignment_student_chunk_id"][0, lengths[0] - 1] == out["alignment_num_chunks"][0] - 1
+    assert (lengths[1], their_lengths[1]) == (61, 80)
+    assert out["input_ids"][1, 60] != student.eos_token_id
+
+
+def test_without_append_eos_nothing_is_added(student, teacher):
+    collator = CrossTokenizerCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=teacher,
+        aligner=aligner_of(student, teacher),
+        ctx_length_student=16,
+        ctx_length_teacher=16,
+        append_eos=False,
+    )
+    out = collator([{"text": "hello"}])
+    assert out["input_ids"][0, : out["input_lengths"][0]].tolist() == student.encode("hello")
+
+
+def test_tokenize_batch_pads_on_the_right_to_a_multiple(student):
+    ids, mask = CrossTokenizerCollator._tokenize_batch(["hello world", "a " * 50], student, 10, 8)
+    assert ids.shape == mask.shape == (2, 16)
+    expected = student.encode("hello world")
+    assert ids[0, : len(expected)].tolist() == expected
+    assert mask.sum(dim=1).tolist() == [len(expected), 10]
+
+
+def test_several_teachers_are_indexed_and_the_same_tokenizer_adds_nothing(student, teacher):
+    out = several(student, teacher)([{"text": "hello 日本"}, {"text": "two"}])
+    same = (False, True, False)
+    assert set(out) == set(schema.run_fields(same)) - {"ce_tokens", "kd_chunks_0", "kd_chunks_2"}
+    assert out["teacher_2_input_ids"].shape == (2, 64)
+    for index in (0, 2):
+        alignment = alignment_from_flat_batch(out, index)
+        assert torch.equal(alignment.pair_is_correct, alignment.pair_valid)
+
+
+def test_lists_of_different_lengths_are_refused(student, teacher):
+    with pytest.raises(InputError, match="ctx_length_teacher has 1 entries for 3 teachers"):
+        several(student, teacher, ctx_length_teacher=[3])
+
+
+def test_of_a_completion_only_the_completion_is_learnt_and_aligned(collator, student, teacher):
+    record = {"prompt": "What is it? ", "completion": "the answer: 日本"}
+    row = collator.rows([record])[0].fields
+    aligner = aligner_of(student, teacher)
+    ours = trained_text(student, aligner.student, row["input_ids"], row["token_mask"])
+    theirs = trained_text(teacher, aligner.teacher, row["teacher_input_ids"], row["teacher_token_mask"])
+    assert ours == theirs == record["completion"]
+    assert (row["alignment_student_chunk_id"][row["token_mask"] == 0] == -1).all()
+    assert (row["alignment_student_chunk_id"][row["token_mask"] == 1] >= 0).all()
+    assert row["input_ids"][0] == student.bos_token_id
+    assert row["input_ids"][-1] == student.eos_token_id and row["token_mask"][-1] == 1
+
+
+def test_of_a_conversation_only_the_answers_are_learnt_and_aligned(student, teacher):
+    collator = several(student, teacher, ctx_length_student=200, ctx_length_teacher=[200, None, 200])
+    with pytest.raises(InputError, match="teacher 2's tokenizer has no chat template"):
+        collator.rows([{"messages": CHAT}])
+    collator = CrossTokenizerCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=teacher,
+        aligner=aligner_of(student, teacher),
+        ctx_length_student=200,
+        ctx_length_teacher=200,
+    )
+    row = collator.rows([{"messages": CHAT}])[0].fields
+    aligner = aligner_of(student, teacher)
+    ours = trained_text(student, aligner.student, row["input_ids"], row["token_mask"])
+    theirs = trained_text(teacher, aligner.teacher, row["teacher_input_ids"], row["teacher_token_mask"])
+    assert theirs == "hello there, héllo 日本again"
+    assert ours == " hello there, héllo 日本 again"  # with the space before each answer that belongs to its word
+    assert row["alignment_pair_is_correct"].all() and row["alignment_num_chunks"] > 8
+    rendered = teacher.apply_chat_template(CHAT, tokenize=False)
+    assert aligner.teacher.spell(row["teacher_input_ids"]).decode() == rendered.replace("<|im_start|>", "").replace(
+        "<|im_end|>", ""
+    )
+
+
+def test_a_conversation_without_an_answer_is_refused(collator):
+    result = collator.rows([{"messages": CHAT[:1]}, {"text": "fine"}])
+    assert result[0] == RefusedRow("no assistant message that every chat template shows as it is")
+    assert isinstance(result[1], CollatedRow)
+
+
+def test_rows_have_their_own_lengths_and_all_columns(student, teacher):
+    collator = several(student, teacher)
+    same = (False, True, False)
+    records = [{"text": text} for text in v.TEXTS.values()]
+    rows = collator.rows(records, loss_counts(LossConfig(), same))
+    padded = collator(records)
+    for at, row in enumerate(rows):
+        assert set(row.fields) == set(schema.run_fields(same))
+        assert row.truncated == bool(padded["truncated"][at])
+        for name, (axis, place) in schema.axis_of(3).items():
+            if name not in row.fields:
+                continue
+            value = row.fields[name]
+            length = {
+                "student": row.fields["input_lengths"],
+                "teacher": row.fields.get(f"teacher_{place}_input_lengths"),
+                "pair": row.fields.get(f"alignment_{place}_num_chunks"),
+            }.get(axis)
+            assert value.shape == (() if axis == "sample" else (int(length),)), name
+            if name in padded:
+                whole = padded[name][at].numpy()
+                assert np.array_equal(value, whole if axis == "sample" else whole[: int(length)]), name
+        assert row.fields["ce_tokens"] == row.fields["input_lengths"] - 1
+        assert 0 < row.fields["kd_chunks_0"] <= row.fields["alignment_0_num_chunks"]
+
+
+def test_rows_do_not_depend_on_their_company(student, teacher):
+    collator = several(student, teacher)
+    counts = loss_counts(LossConfig(), (False, True, False))
+    records = [{"text": text} for text in v.TEXTS.values()]
+    together = collator.rows(records, counts)
+    for record, row in zip(records, together, strict=True):
+        (alone,) = collator.rows([record], counts)
+        assert alone.fields.keys() == row.fields.keys()
+        assert all(np.array_equal(alone.fields[name], value) for name, value in row.fields.items())
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"text": ""}, "empty text"),
+        ({"text": " \n"}, "empty text"),
+        ({"other": "x"}, "no field 'text'"),
+        ({"text": 3}, "the field 'text' is not a string"),
+        ({"text": b"\xff\xfe"}, "invalid UTF-8 at byte 0"),
+        ({"text": "a\ud800"}, "half of a surrogate pair"),
+        ({"prompt": "p", "completion": ""}, "empty completion"),
+        ({"messages": []}, "not a list with at least one message"),
+    ],
+    ids=["empty", "blank", "missing", "number", "not UTF-8", "surrogate", "no completion", "no message"],
+)
+def test_a_bad_record_has_a_reason_and_harms_no_other(collator, record, reason):
+    good, bad, again = collator.rows([{"text": "good"}, record, {"text": "good"}])
+    assert isinstance(bad, RefusedRow) and reason in bad.reason
+    assert np.array_equal(good.fields["input_ids"], again.fields["input_ids"])
+
+
+def test_in_a_padded_batch_an_empty_text_is_masked_and_other_bad_records_are_named(collator):
+    out = collator([{"text": ""}, {"text": "a", "loss_multiplier": 0.5}])
+    assert out["sample_mask"].tolist() == [0.0, 0.5]
+    with pytest.raises(InputError, match="record 1 of the batch: no field 'text'"):
+        collator([{"text": "a"}, {}])
+
+
+def test_no_records_make_no_rows(collator):
+    assert collator.rows([]) == []
