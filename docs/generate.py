@@ -89,7 +89,7 @@ shows its traceback, and workers log more.
 | 2 | a setting or a file is wrong: starting again cannot mend it |
 | 3 | nobody answers at the queue's address |
 | 75 | the queue has ended this worker's session: start it again |
-| 130 | interrupted |
+| 130, 143 | stopped by SIGINT (Ctrl-C), by SIGTERM |
 """
 
 

@@ -16,6 +16,8 @@ import typer
 
 import xtoken_core.errors
 from services.cli import app
+from services.control.app import create_app
+from services.control.runs import Runs
 from xtoken_core.config.spec import parse_run_spec
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +70,15 @@ def test_a_note_of_the_generator_is_no_second_opinion() -> None:
 def test_every_exit_status_is_in_the_table() -> None:
     errors = [e for e in vars(xtoken_core.errors).values() if isinstance(e, type) and issubclass(e, Exception)]
     table = (ROOT / "docs/cli.md").read_text("utf-8").partition("## Exit statuses")[2]
-    assert {str(e.exit_code) for e in errors} <= set(re.findall(r"^\| (\d+) \|", table, re.MULTILINE))
+    assert {str(e.exit_code) for e in errors} <= set(re.findall(r"^\| (\d+)", table, re.MULTILINE))
+
+
+def test_the_requests_in_the_table_are_those_of_the_control_plane() -> None:
+    section = (ROOT / "docs/operations.md").read_text("utf-8").partition("## The control plane's interface")[2]
+    told = set(re.findall(r"`(GET|POST|DELETE) ([^`?]+)[^`]*`", section))
+    described = create_app(Runs(None)).openapi()["paths"]
+    served = {(method.upper(), path.replace("{run_id}", "{id}")) for path, item in described.items() for method in item}
+    assert told == served
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if fenced(page, "toml")], ids=lambda page: page.name)
