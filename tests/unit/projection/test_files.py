@@ -1,0 +1,220 @@
+"""Projection files of every format, read, cached, refused."""
+
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+
+from tests.support import vocabularies as v
+from xtoken_core import projection as p
+from xtoken_core.errors import InputError, XtokenError
+from xtoken_core.projection.files import read_topk, write_sparse
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def built():
+    indices = torch.tensor([[5, -1], [2, 7], [-1, -1]])
+    return p.TopKProjection(
+        indices, torch.tensor([[1.0, 0.0], [0.75, 0.25], [0.0, 0.0]]), "s" * 64, "t" * 64, {"k": "v"}
+    )
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_dense_files_come_back(built, tmp_path, suffix):
+    path = tmp_path / f"p{suffix}"
+    p.write_projection(built, path)
+    indices, values, rows, columns = p.parse_projection_file(path)
+    assert indices.tolist() == [[0, 0, 1, 1, 2, 2], [5, -1, 2, 7, -1, -1]]
+    assert values.tolist() == [1.0, 0.0, 0.75, 0.25, 0.0, 0.0]
+    assert (indices.dtype, values.dtype, rows, columns) == (torch.int64, torch.float32, 3, 8)
+    again = read_topk(path)
+    assert torch.equal(again.indices, built.indices)
+    assert (again.student_fingerprint == "s" * 64) == (suffix == ".safetensors")
+    assert [f.name for f in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_public_files_are_read(tmp_path):
+    dense, sparse = tmp_path / "dense.pt", tmp_path / "sparse.pt"
+    torch.save(
+        {"indices": torch.tensor([[3], [-1]], dtype=torch.int32), "likelihoods": torch.ones(2, 1).bfloat16()}, dense
+    )
+    indices, values, rows, columns = p.parse_projection_file(dense)
+    assert (indices.tolist(), values.tolist(), rows, columns) == ([[0, 1], [3, -1]], [1.0, 1.0], 2, 4)
+    torch.save({(4, 9): 2, (0, 1): 0.5}, sparse)
+    indices, values, rows, columns = p.parse_projection_file(sparse)
+    assert (indices.tolist(), values.tolist(), rows, columns) == ([[4, 0], [9, 1]], [2.0, 0.5], 5, 10)
+    write_sparse({(4, 9): 2.0, (0, 1): 0.5}, sparse)
+    assert p.parse_projection_file(sparse)[1].tolist() == [0.5, 2.0]
+
+
+def test_a_file_without_teacher_ids_has_no_columns(tmp_path):
+    torch.save({"indices": torch.full((2, 2), -1), "likelihoods": torch.zeros(2, 2)}, tmp_path / "p.pt")
+    assert p.parse_projection_file(tmp_path / "p.pt")[2:] == (2, 0)
+
+
+def test_writing_twice_gives_the_same_bytes(built, tmp_path):
+    contents = []
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        for name in ("p.pt", "p.safetensors"):
+            p.write_projection(built, tmp_path / place / name)
+            contents.append((tmp_path / place / name).read_bytes())
+    assert contents[:2] == contents[2:]
+
+
+def test_safetensors_itself_reads_our_file(built, tmp_path):
+    from safetensors.torch import load_file
+
+    p.write_projection(built, tmp_path / "p.safetensors", bfloat16=True)
+    tensors = load_file(tmp_path / "p.safetensors")
+    assert torch.equal(tensors["indices"], built.indices)
+    assert tensors["likelihoods"].dtype == torch.bfloat16
+
+
+class Payload:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/xtoken-must-not-exist",)
+
+
+def hostile(kind, path, built):
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps({(0, 0): 1}))
+    elif kind == "code":
+        torch.save({"indices": Payload(), "likelihoods": 1}, path)
+    elif kind == "garbage":
+        path.write_bytes(os.urandom(300))
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "cut":
+        torch.save({"indices": built.indices, "likelihoods": built.likelihoods}, path)
+        path.write_bytes(path.read_bytes()[:400])
+    elif kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x/data.pkl", b"cos\nsystem\n(S'true'\ntR.")
+    elif kind == "wide":
+        narrow = torch.ones(1, 1)
+        torch.save(
+            {"indices": narrow.long().expand(1 << 20, 1 << 12), "likelihoods": narrow.expand(1 << 20, 1 << 12)}, path
+        )
+    elif kind == "shape":
+        torch.save({"indices": torch.zeros(3, 2, dtype=torch.long), "likelihoods": torch.zeros(2, 2)}, path)
+    elif kind == "nan":
+        torch.save({"indices": torch.zeros(1, 1, dtype=torch.long), "likelihoods": torch.full((1, 1), torch.nan)}, path)
+    elif kind == "ids":
+        torch.save({"indices": torch.tensor([[2**40]]), "likelihoods": torch.ones(1, 1)}, path)
+    elif kind == "sparse ids":
+        torch.save({(-1, 0): 1.0}, path)
+    elif kind == "sparse values":
+        torch.save({(0, 0): "x"}, path)
+    elif kind == "list":
+        torch.save([1, 2], path)
+    elif kind == "safetensors":
+        p.write_projection(built, path.with_suffix(".safetensors"))
+        path.write_bytes(path.with_suffix(".safetensors").read_bytes()[:-9])
+    elif kind == "header":
+        path.write_bytes((2**62).to_bytes(8, "little") + b"{" + b"[" * 5000)
+
+
+KINDS = "pickle code garbage empty cut zip wide shape nan ids|sparse ids|sparse values|list safetensors header"
+KINDS = [kind for part in KINDS.split("|") for kind in ([part] if part.startswith("sparse") else part.split())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hostile_or_damaged_file_is_refused_in_one_line(kind, built, tmp_path):
+    path = tmp_path / "p.pt"
+    hostile(kind, path, built)
+    with pytest.raises(ValueError) as caught:
+        p.parse_projection_file(path)
+    assert isinstance(caught.value, XtokenError)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert not os.path.exists("/tmp/xtoken-must-not-exist")  # noqa: PTH110
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        p.parse_projection_file,
+        lambda path: p.get_topk_projection(path, CPU),
+        lambda path: p.get_sparse_projection_matrix(path, CPU, student_vocab_size=1, teacher_vocab_size=1),
+        lambda path: p.build_exact_token_map(path, CPU, xtoken_loss=False, teacher_vocab_size=1),
+    ],
+)
+def test_a_missing_file_is_a_file_not_found(read, tmp_path):
+    with pytest.raises(FileNotFoundError, match="xtoken projection build") as caught:
+        read(tmp_path / "none.pt")
+    assert isinstance(caught.value, InputError)
+
+
+def test_the_sparse_matrix_drops_empty_slots_grows_and_is_cached(built, tmp_path):
+    path = tmp_path / "p.pt"
+    p.write_projection(built, path)
+    matrix = p.get_sparse_projection_matrix(path, CPU, student_vocab_size=5, teacher_vocab_size=4)
+    assert matrix.is_coalesced() and matrix.dtype == torch.float32 and matrix.shape == (5, 8)
+    dense = torch.zeros(5, 8)
+    dense[0, 5], dense[1, 2], dense[1, 7] = 1.0, 0.75, 0.25
+    assert torch.equal(matrix.to_dense(), dense)
+    assert p.get_sparse_projection_matrix(str(path), CPU, student_vocab_size=5, teacher_vocab_size=4) is matrix
+    keys = [key for key in p._SPARSE_PROJECTION_CACHE if key[0] == str(path)]
+    assert [key[:4] for key in keys] == [(str(path), CPU, 5, 4)]
+    assert keys[0][4:] == (path.stat().st_size, path.stat().st_mtime_ns)
+
+
+def test_a_file_built_anew_is_read_anew(built, tmp_path):
+    path = tmp_path / "p.pt"
+    p.write_projection(built, path)
+    first = p.get_topk_projection(path, CPU)
+    assert p.get_topk_projection(path, CPU) is first
+    assert any(key[:2] == (str(path), CPU) for key in p._TOPK_PROJECTION_CACHE)
+    p.write_projection(p.TopKProjection(built.indices[:1], built.likelihoods[:1]), path)
+    assert len(p.get_topk_projection(path, CPU)[0]) == 1
+
+
+def test_a_sparse_file_has_no_rows_of_weights(tmp_path):
+    write_sparse({(0, 1): 1.0}, tmp_path / "p.pt")
+    with pytest.raises(ValueError, match="sparse"):
+        p.get_topk_projection(tmp_path / "p.pt", CPU)
+
+
+def test_the_exact_token_map_is_cached_by_rule_and_width(tmp_path):
+    path = tmp_path / "p.pt"
+    indices = torch.tensor([[5, -1], [5, -1], [2, 3], [4, 1]])
+    weights = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.7, 0.3], [0.5, 0.5]])
+    p.write_projection(p.TopKProjection(indices, weights), path)
+    strict = p.build_exact_token_map(path, CPU, xtoken_loss=False, teacher_vocab_size=7)
+    assert {name: ids.tolist() for name, ids in strict.items()} == {
+        "common_student": [0],
+        "common_teacher": [5],
+        "uncommon_student": [1, 2, 3],
+        "uncommon_teacher": [0, 1, 2, 3, 4, 6],
+    }
+    relaxed = p.build_exact_token_map(path, CPU, xtoken_loss=True, teacher_vocab_size=7)
+    assert relaxed["common_student"].tolist() == [0, 2]
+    assert p.build_exact_token_map(path, CPU, xtoken_loss=True, teacher_vocab_size=7) is relaxed
+    narrow = p.build_exact_token_map(path, CPU, xtoken_loss=True, teacher_vocab_size=5)
+    assert narrow["common_teacher"].tolist() == [2]
+    keys = [key[:4] for key in p._EXACT_TOKEN_MAP_CACHE if key[0] == str(path)]
+    assert sorted(keys, key=str) == sorted(
+        [(str(path), CPU, False, 7), (str(path), CPU, True, 7), (str(path), CPU, True, 5)], key=str
+    )
+
+
+def test_a_matrix_of_another_pair_is_refused(tmp_path):
+    student, teacher, other = v.byte_level(), v.unigram(), v.byte_level(500)
+    path = tmp_path / "p.safetensors"
+    p.write_projection(p.build_projection(student, teacher), path)
+    p.check_projection_pair(path, student, teacher)
+    for wrong, name in (((other, teacher), "student"), ((student, other), "teacher")):
+        with pytest.raises(InputError, match=f"built for another {name}'s tokenizer"):
+            p.check_projection_pair(path, *wrong)
+    for name, tokenizer in (("s", student), ("t", teacher)):
+        tokenizer.save_pretrained(tmp_path / name)
+    p.check_projection_pair(path, tmp_path / "s", tmp_path / "t")
+
+
+def test_a_disk_that_refuses_leaves_the_old_file(built, tmp_path):
+    with pytest.raises(InputError, match="cannot write the projection"):
+        p.write_projection(built, tmp_path / "missing" / "p.pt")

@@ -1,0 +1,119 @@
+"""What is said about a projection, and the commands that say it."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from services.common.align_cli import align_app
+from services.common.projection_cli import projection_app
+from tests.support import vocabularies as v
+from tests.support.alignments import aligner_of, table_of
+from xtoken_core.errors import InputError
+from xtoken_core.projection import BuildOptions, TopKProjection, build_projection
+from xtoken_core.projection.report import category, inspect_projection, overlap
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    base = tmp_path_factory.mktemp("tokenizers")
+    for name, tokenizer in (("student", v.unigram()), ("teacher", v.byte_level(bos=True))):
+        tokenizer.save_pretrained(base / name)
+    return base
+
+
+@pytest.mark.parametrize(
+    ("piece", "expected"),
+    [
+        (b" 7", "digits"),
+        (b"2024", "multi-digit numbers"),
+        (b"\n ", "whitespace"),
+        (b"),", "punctuation"),
+        (b" word", "latin words"),
+        (b"\xe6\x97", "partial characters"),
+        ("日本".encode(), "other scripts"),
+        (b"x1", "mixed"),
+    ],
+)
+def test_categories(piece, expected):
+    assert category(piece) == expected
+
+
+def test_numbers_that_a_teacher_splits_are_warned_about():
+    student, teacher = table_of([b"12", b"345", b"a", b"1"]), table_of([b"1", b"2", b"3", b"4", b"5", b"a"])
+    rows = [[0, 1], [2, 3], [5, -1], [0, -1]]
+    weights = [[0.9, 0.1], [0.9, 0.1], [1.0, 0.0], [1.0, 0.0]]
+    report = inspect_projection(TopKProjection(torch.tensor(rows), torch.tensor(weights)), student, teacher)
+    assert (report.rows, report.exact, report.spread, report.empty) == (4, 2, 2, 0)
+    assert (report.common_strict, report.common_relaxed, report.teacher_covered) == (2, 3, 5)
+    assert report.categories["multi-digit numbers"] == (2, 2)
+    (warning,) = report.warnings
+    assert "multi-digit numbers" in warning and "gold_loss = false" in warning
+    assert dict(report.samples["numerals"])["12"] == [("1", pytest.approx(0.9)), ("2", pytest.approx(0.1))]
+
+
+def test_a_projection_wider_than_the_vocabulary_is_refused():
+    with pytest.raises(InputError, match="do not belong together"):
+        inspect_projection(TopKProjection(torch.tensor([[9]]), torch.ones(1, 1)), table_of([b"a"]), table_of([b"a"]))
+
+
+def test_overlap_counts_spellings():
+    rows = overlap({"x": table_of([b"a", b"b", b""]), "y": table_of([b"b", b"c", b"d"]), "z": table_of([b"e"])})
+    assert rows == [("x", "y", 1, 0.5), ("x", "z", 0, 0.0), ("y", "z", 0, 0.0)]
+
+
+def test_the_projection_commands(directories, tmp_path):
+    student, teacher, out = str(directories / "student"), str(directories / "teacher"), str(tmp_path / "p.safetensors")
+    pair = ["--student", student, "--teacher", teacher]
+    done = RUNNER.invoke(projection_app, ["build", *pair, "--out", out], catch_exceptions=False)
+    assert done.exit_code == 0 and out in done.output
+    shown = RUNNER.invoke(projection_app, ["inspect", out, *pair, "--json"], catch_exceptions=False)
+    found = json.loads(shown.stdout)
+    built = build_projection(v.unigram(), v.byte_level(bos=True), BuildOptions())
+    assert found["rows"] == len(built.indices)
+    assert found["exact"] + found["spread"] + found["empty"] == found["rows"]
+    text = RUNNER.invoke(projection_app, ["inspect", out, *pair], catch_exceptions=False).output
+    assert f"rows               {found['rows']}" in text
+    both = RUNNER.invoke(projection_app, ["overlap", student, teacher, "--json"], catch_exceptions=False)
+    aligner = aligner_of(v.unigram(), v.byte_level(bos=True))
+    common = ({*aligner.student.pieces} & {*aligner.teacher.pieces}) - {b""}
+    assert json.loads(both.stdout)[0]["common"] == len(common)
+    picture = tmp_path / "p.png"
+    assert RUNNER.invoke(projection_app, ["picture", out, "--out", str(picture)], catch_exceptions=False).exit_code == 0
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_align_check_counts_files_and_total(directories, tmp_path):
+    lines, plain = tmp_path / "texts.jsonl", tmp_path / "code.py"
+    texts = [*v.TEXTS.values()]
+    lines.write_text("\n".join(json.dumps({"body": text}) for text in texts), encoding="utf-8")
+    plain.write_text("def f():\n    return '日本'\n", encoding="utf-8")
+    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
+    done = RUNNER.invoke(align_app, ["check", *pair, str(lines), str(plain), "--field", "body", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    student = v.unigram()
+    expected = sum(len(student.encode(text)) for text in texts)
+    assert found["files"][str(lines)]["student_tokens"] == expected
+    for counts in (*found["files"].values(), found["total"]):
+        assert counts["equal_chunks"] == counts["chunks"] >= counts["one_to_one"] > 0
+        assert counts["unchunked_student_tokens"] < 0.1 * counts["student_tokens"]
+        assert counts["tokens_per_second"] > 0
+    total = found["total"]
+    assert total["chunks"] == sum(counts["chunks"] for counts in found["files"].values())
+
+
+def test_align_show_prints_both_sides_and_writes_a_page(directories, tmp_path):
+    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
+    page = tmp_path / "page.html"
+    done = RUNNER.invoke(align_app, ["show", *pair, "<b> lower 日本", "--html", str(page)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "student:" in done.output and "teacher:" in done.output
+    written = page.read_text(encoding="utf-8")
+    assert "<b>" not in written and "&lt;" in written
+    assert 'title="chunk 0"' in written and "teacher: " in written
+    nothing = RUNNER.invoke(align_app, ["show", *pair])
+    assert nothing.exit_code != 0 and "give either a text or --file" in str(nothing.exception)
