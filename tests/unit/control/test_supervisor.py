@@ -168,9 +168,9 @@ def test_an_address_in_use_ends_the_run_with_one_line(scripted: ScriptedRun) -> 
         occupied.listen()
         scripted.address = Address.parse(f"tcp://127.0.0.1:{occupied.getsockname()[1]}", scripted.output / "token")
         create_token(scripted.output / "token")
-        scripted.start(steps=3)
+        scripted.start(steps=3, limits=Limits(max_restarts=0))
         ending = scripted.wait()
     assert (ending.state, ending.exit_code) == (RunState.FAILED, 1)
     assert ending.error.startswith(
-        "queue ended with status 1, after 2 restarts without progress: cannot serve at tcp://"
+        "queue ended with status 1, after 0 restarts without progress: cannot serve at tcp://"
     )

@@ -1,0 +1,170 @@
+"""The control plane with real runs: over HTTP, as the client of one, and in place; and what a signal leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
+from xtoken_core.config.spec import RunSpec
+
+DEADLINE_S = 180.0
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from services.cli import main; main()"
+
+
+class Command:
+    """A running `xtoken` command; its temporary files go to a directory of their own."""
+
+    def __init__(self, directory: Path, *arguments: str, program: tuple[str, ...] = ("-m", "services.cli")) -> None:
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        self.output = directory / f"{arguments[0]}.output"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *program, *arguments], stdout=output, stderr=output, env=env, start_new_session=True
+            )
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None, f"it ended early: {self.said()}"
+            assert time.monotonic() < deadline, f"it never came: {self.said()}"
+            time.sleep(0.05)
+
+    def ended(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+
+def run_file(spec: RunSpec, directory: Path) -> Path:
+    """The specification as TOML: every value of JSON is one of TOML, but for null and for objects in lists."""
+
+    def lines(table: dict[str, Any], name: str) -> Iterator[str]:
+        yield from (
+            f"{key} = {json.dumps(v)}" for key, v in table.items() if not isinstance(v, dict) and key != "teacher"
+        )
+        for key, value in table.items():
+            if isinstance(value, dict):
+                yield from (f"[{name}{key}]", *lines(value, f"{name}{key}."))
+        for teacher in table.get("teacher", ()):
+            yield from ("[[teacher]]", *lines(teacher, "teacher."))
+
+    path = directory / "run.toml"
+    path.write_text("\n".join(lines(spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True), "")) + "\n")
+    return path
+
+
+def workers_of(output: Path) -> list[int]:
+    """The pids of a run's living processes, by its own record."""
+    record = json.loads((output / "run.json").read_text()) if (output / "run.json").exists() else {"workers": {}}
+    return [worker["pid"] for worker in record["workers"].values() if worker["pid"]]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_shared_memory() -> Iterator[None]:
+    before = set(Path("/dev/shm").glob("xtoken*"))
+    yield
+    assert eventually(lambda: set(Path("/dev/shm").glob("xtoken*")) <= before)
+
+
+def test_runs_over_http_by_a_process_without_torch(tmp_path: Path, assets: TinyAssets) -> None:
+    control = Command(
+        tmp_path, "control", "--port", "0", "--runs-dir", str(tmp_path / "runs"), program=("-c", WITHOUT_TORCH)
+    )  # fmt: skip
+    try:
+        control.until(lambda: "serving at" in control.said())
+        url = re.findall(r"http://\S+:\d+", control.said())[0]
+        with httpx.Client(base_url=url, timeout=60) as http:
+            _stop(control, http, tiny_spec(assets, tmp_path / "long", records=4000))
+            _complete(tmp_path, http, url, tiny_spec(assets, tmp_path / "short", records=240, workers={"collators": 1}))
+            assert [run["state"] for run in http.get("/v1/runs").json()["runs"]] == ["completed", "stopped"]
+        control.process.terminate()
+        assert control.ended() == 0, control.said()
+        assert list(control.temporary.iterdir()) == []
+    finally:
+        control.process.kill()
+
+
+def _stop(control: Command, http: httpx.Client, spec: RunSpec) -> None:
+    body = spec.model_dump(mode="json")
+    answer = http.post("/v1/runs", json=body)
+    assert answer.status_code == 201, answer.text
+    path = answer.headers["location"]
+    control.until(lambda: all(w["pid"] for w in http.get(path).json()["workers"]))
+    refused = http.post("/v1/runs", json=body)
+    assert refused.status_code == 409
+    assert refused.json()["detail"].startswith(f"another run is writing to {spec.output}")
+    pids = [w["pid"] for w in http.get(path).json()["workers"]]
+    assert http.post(f"{path}/stop", params={"now": True}).status_code == 202
+    control.until(lambda: http.get(path).json()["state"] == "stopped")
+    assert gone(pids)
+
+
+def _complete(tmp_path: Path, http: httpx.Client, url: str, spec: RunSpec) -> None:
+    client = Command(tmp_path, "run", str(run_file(spec, tmp_path)), "--control", url)
+    client.until(lambda: len(steps_of(spec.output)) >= 3)
+    path = f"/v1/runs/{http.get('/v1/runs').json()['runs'][0]['id']}"
+    shown = http.get(path).json()
+    assert (shown["state"], shown["steps"]) == ("running", 30)
+    assert {w["name"] for w in shown["workers"]} == {"queue", "collator-0", "teacher-0-0", "trainer-0"}
+    assert all(w["heartbeat_age_s"] < 15 for w in shown["workers"] if w["kind"] != "queue" and w["phase"])
+    assert "loss" in shown["last"] and "ids" not in shown["last"]
+    metrics = http.get(f"{path}/metrics", params={"after": 0, "limit": 2}).json()
+    assert [line["step"] for line in metrics["steps"]] == [1, 2]
+    assert client.ended() == 0, client.said()
+    assert "tiny: completed after step 30 of 30: 240 trained" in client.said()
+    assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(240))
+    assert http.get(path).json()["summary"]["trained"] == 240
+
+
+def test_interrupting_a_run_in_place_stops_it_in_order(tmp_path: Path, assets: TinyAssets) -> None:
+    spec = tiny_spec(assets, tmp_path, records=4000, workers={"collators": 1}, train={"checkpoint_every": 1000})
+    command = Command(tmp_path, "run", str(run_file(spec, tmp_path)))
+    command.until(lambda: len(steps_of(spec.output)) >= 2)
+    pids = workers_of(spec.output)
+    assert len(pids) == 4
+    command.process.send_signal(signal.SIGINT)
+    assert command.ended() == 130, command.said()
+    assert gone(pids) and list(command.temporary.iterdir()) == []
+    assert "stopping in order" in command.said() and "Traceback" not in command.said()
+    assert json.loads((spec.output / "run.json").read_text())["state"] == "stopped"
+    assert len(list((spec.output / "checkpoints").iterdir())) == 1, "the trainer has saved where it was"
+
+
+@pytest.mark.parametrize(
+    "steps", [pytest.param(1, marks=pytest.mark.slow, id="training"), pytest.param(0, id="starting")]
+)
+def test_killing_a_run_in_place_takes_everything_with_it(tmp_path: Path, assets: TinyAssets, steps: int) -> None:
+    spec = tiny_spec(assets, tmp_path, records=4000, workers={"collators": 1})
+    command = Command(tmp_path, "run", str(run_file(spec, tmp_path)))
+    command.until(lambda: len(steps_of(spec.output)) >= steps and len(workers_of(spec.output)) == 4)
+    pids = workers_of(spec.output)
+    command.process.kill()
+    command.ended()
+    assert eventually(lambda: gone(pids) and not list(command.temporary.iterdir()))

@@ -1,0 +1,95 @@
+"""What a user sees of a run."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from services.control.watch import ending_line, picture, progress_line, watch_for
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    worker = {
+        "name": "trainer-0", "kind": "trainer", "state": "running", "pid": 41, "phase": "run", "progress": 3,
+        "heartbeat_age_s": 1.2, "restarts": 0,
+    }  # fmt: skip
+    return {
+        "name": "tiny", "state": "running", "output": "/runs/tiny", "step": 3, "steps": 12, "error": "",
+        "last": {"step": 2, "loss": 4.5, "ce_loss": 5.25, "kl_loss": 3.75, "grad_norm": 1.5,
+                 "tokens_per_second": 4511.0},
+        "evaluation": {"step": 0, "bits_per_byte": 2.5}, "summary": None,
+        "queue": {"samples": 24, "bytes": 3 << 20, "memory_limit": 1 << 30, "tasks": {}}, "workers": [worker],
+        **changes,
+    }  # fmt: skip
+
+
+def test_a_line_of_progress() -> None:
+    assert progress_line(status()) == (
+        "tiny: running, step 3/12, loss 4.5000, ce_loss 5.2500, kl_loss 3.7500, tokens/s 4,511, "
+        "bits per byte 2.5000, queue 24 samples"
+    )
+
+
+def test_workers_in_trouble_are_named() -> None:
+    worker = status()["workers"][0] | {"state": "waiting", "restarts": 2, "pid": None, "heartbeat_age_s": None}
+    assert progress_line(status(workers=[worker])).endswith(", trainer-0 waiting (2 restarts)")
+
+
+def test_before_anything_is_known() -> None:
+    bare = status(step=None, steps=None, last=None, evaluation=None, queue=None, workers=[], state="starting")
+    assert progress_line(bare) == "tiny: starting, step 0/?"
+    Console(file=io.StringIO()).print(picture(bare, ""))
+
+
+def test_the_picture_shows_losses_speed_queue_and_workers() -> None:
+    out = io.StringIO()
+    Console(file=out, width=120).print(picture(status(), "stopping"))
+    for text in (
+        "step 3/12",
+        "loss 4.5000",
+        "grad_norm 1.5",
+        "24 samples, 3.0/1024 MiB",
+        "trainer-0",
+        "1 s ago",
+        "stopping",
+    ):
+        assert text in out.getvalue(), text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"state": "completed", "summary": {"trained": 90, "skipped": 6, "dead": 0, "truncated": 2, "positions": 96}},
+         "90 trained, 6 skipped, 0 dead, 2 truncated of 96 samples; 2.5000 bits per byte on held-out text; model in"),
+        ({"state": "stopped"}, "tiny: stopped after step 3 of 12; start it again to go on"),
+        ({"state": "failed"}, "tiny: failed after step 3 of 12; logs are in /runs/tiny/logs"),
+    ],
+    ids=["completed", "stopped", "failed"],
+)  # fmt: skip
+def test_the_last_line(changes: dict[str, Any], expected: str) -> None:
+    assert expected in ending_line(status(**changes))
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+def test_a_whole_watch(terminal: bool) -> None:
+    out = io.StringIO()
+    with watch_for(True, Console(file=out, force_terminal=terminal, width=120)) as watch:
+        watch.show(status(step=0))
+        watch.show(status(step=0))
+        watch.stopping(now=False)
+        watch.show(status(state="running", step=1))
+        watch.end(status(state="stopped"))
+    assert "stopped after step 3 of 12" in out.getvalue()
+    if not terminal:
+        lines = out.getvalue().splitlines()
+        assert len(lines) == 3, "one line for the state, one for the wish to stop, one for the end"
+
+
+def test_nothing_is_shown_if_nothing_shall_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with watch_for(False) as watch:
+        watch.show(status())
+        watch.end(status(state="stopped"))
+    assert capsys.readouterr().out == ""
