@@ -92,6 +92,15 @@ class Server:
 
     def _bind(self) -> zmq.Socket[bytes]:
         path = self.address.ipc_path
+        if path is not None:
+            _check_private(path)
+        elif self.address.token_file is None:
+            raise ConfigError(f"{self.address.url} needs a token file: name one by --token-file, it is made if missing")
+        else:
+            token = create_token(self.address.token_file)
+            self._auth = ThreadAuthenticator(self._context)
+            self._auth.start()
+            self._auth.configure_plain(domain="*", passwords={USER.decode(): token})
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, self.engine.memory_limit)
@@ -99,17 +108,7 @@ class Server:
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         socket.linger = 0
-        if path is not None:
-            _check_private(path)
-        else:
-            if self.address.token_file is None:
-                raise ConfigError(
-                    f"{self.address.url} needs a token file: name one by --token-file, it is made if missing"
-                )
-            self._auth = ThreadAuthenticator(self._context)
-            self._auth.start()
-            self._auth.configure_plain(domain="*", passwords={USER.decode(): create_token(self.address.token_file)})
-            socket.plain_server = True
+        socket.plain_server = self._auth is not None
         try:
             socket.bind(self.address.url)
         except zmq.ZMQError as error:

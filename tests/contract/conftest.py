@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.peers import Place
-from tests.contract.processes import ipc_address, queue_process, tcp_address
+from tests.contract.processes import ipc_address, queue_process, queue_thread, tcp_address
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.memory_client import MemoryQueue
 
@@ -59,16 +59,16 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 @pytest.fixture(params=KINDS)
 def small_place(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[Place]:
-    """A queue of its own, of 64 KiB."""
+    """A queue of its own, of 256 KiB."""
     transport, kind = request.param.split("-")
     if transport == "memory":
-        made = Place(kind, memory=MemoryQueue(memory_limit=1 << 16))
+        made = Place(kind, memory=MemoryQueue(memory_limit=1 << 18))
         yield made
         made.leave()
         return
     directory = Path(tempfile.mkdtemp(dir=short_tmp))
     address = ipc_address(directory) if transport == "ipc" else tcp_address(directory)
-    with queue_process(address, "--memory-limit", str(1 << 16)):
+    with queue_thread(address, memory_limit=1 << 18):
         made = Place(kind, address=address)
         yield made
         made.leave()

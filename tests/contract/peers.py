@@ -66,8 +66,8 @@ class LibraryPeer:
 
     def call(self, kind: str, columns: Mapping[str, Neutral] | None = None, **fields: Any) -> dict[str, Any] | None:
         """One of the client's methods, its result as the reply's map."""
-        packed = None if columns is None else {name: column_from(column) for name, column in columns.items()}
         try:
+            packed = None if columns is None else {name: column_from(column) for name, column in columns.items()}
             return _METHODS[kind](self.client, packed, fields)
         except AlreadyDone:
             return {"type": "already_done", "columns": {}}
@@ -214,7 +214,7 @@ class Forgetful:
         if isinstance(peer, reference_client.Client):
             peer.receive = self._losing(peer.receive)  # type: ignore[method-assign]
         elif isinstance(peer.client, ZmqDataPlaneClient):
-            peer.client._receive = self._losing(peer.client._receive)
+            peer.client._connection = self._on_each_connection(peer.client._connection)
         else:
             peer.client.exchange = self._asking_twice(peer.client.exchange)
 
@@ -225,6 +225,18 @@ class Forgetful:
                 self.losses -= 1
                 return None
             return answer
+
+        return lossy
+
+    def _on_each_connection(self, connect: Any) -> Any:
+        wrapped: set[Any] = set()
+
+        def lossy() -> Any:
+            connection = connect()
+            if connection not in wrapped:
+                wrapped.add(connection)
+                connection.receive = self._losing(connection.receive)
+            return connection
 
         return lossy
 

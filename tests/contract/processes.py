@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from services.queue.server import Server
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.protocol.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 UP_S = 30.0
@@ -60,6 +63,19 @@ def queue_process(address: Address, *arguments: str) -> Iterator[subprocess.Pope
             process.wait()
             raise
     assert status == 0, f"the queue ended with status {status}"
+
+
+@contextmanager
+def queue_thread(address: Address, *, memory_limit: int) -> Iterator[Server]:
+    """The same server on a thread of this process: quick to start."""
+    server = Server(Engine(memory_limit=memory_limit, clock=time.monotonic), address)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(UP_S)
 
 
 def ipc_address(directory: Path) -> Address:

@@ -65,7 +65,8 @@ class Engine:
         answer = self._dispatch(request, session, buffers)
         if answer is not None:
             kind = type(request)
-            self.counts[kind.__name__] = self.counts.get(kind.__name__, 0) + 1
+            tag = str(kind.__struct_config__.tag)
+            self.counts[tag] = self.counts.get(tag, 0) + 1
             if kind not in READS:
                 self.changes += 1
                 if kind not in NATURAL:

@@ -8,7 +8,7 @@ from xtoken_core.protocol.run import RunProtocol
 from xtoken_core.protocol.samples import Samples, Status, Task
 from xtoken_core.protocol.sessions import Sessions
 from xtoken_core.protocol.store import Store
-from xtoken_core.wire import Column, QueueError
+from xtoken_core.wire import Column, QueueError, object_values
 from xtoken_core.wire.messages import OpenPartition
 
 
@@ -48,17 +48,20 @@ class Partition:
             other.run,
         )
 
-    def check_kinds(self, columns: Mapping[str, Column]) -> None:
+    def check(self, columns: Mapping[str, Column]) -> None:
         """A field keeps the kind, dtype and item shape of its first rows, so that any of its rows can be read together.
 
         Raises:
-            QueueError: `conflict`, with the field's name.
+            QueueError: `conflict`, with the field's name; `bad_request` or `too_large` for a row that is no bounded
+                msgpack value.
         """
         for name, column in columns.items():
             kind = _kind(column)
             known = self.kinds.get(name, kind)
             if kind != known:
                 raise QueueError("conflict", f"field {name!r} is {_words(known)} here, and {_words(kind)} came")
+            if column.kind == "object":
+                object_values(column)
 
     def keep(self, ids: Sequence[int], columns: Mapping[str, Column], new: Iterable[int]) -> None:
         """Store the rows of `new`, some of `ids`."""

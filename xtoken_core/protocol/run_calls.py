@@ -79,6 +79,7 @@ def await_opened(part: Partition, request: m.AwaitOpened) -> Answer | None:
 def claim_slot(part: Partition, request: m.ClaimSlot) -> Answer | None:
     """A teacher's next micro-batch, with a slot."""
     run = part.the_run()
+    _check_distinct(request.ids)
     claim = run.claim_slot(request.session, request.ring, request.ids, request.rewinds)
     if claim is None:
         return None
@@ -100,6 +101,7 @@ def complete(part: Partition, request: m.Complete) -> Answer:
 def claim_batch(part: Partition, request: m.ClaimBatch) -> Answer | None:
     """A trainer's micro-batch with the place of every teacher's signal."""
     run = part.the_run()
+    _check_distinct(request.ids)
     found = run.claim_batch(request.session, request.ids, request.rewinds)
     if found is None:
         return None
@@ -141,6 +143,11 @@ def give_up(part: Partition, request: m.Giveup) -> Answer:
     """End the run for everybody."""
     part.the_run().give_up(request.reason)
     return Answer(m.Ok())
+
+
+def _check_distinct(ids: list[int]) -> None:
+    if len(set(ids)) < len(ids):
+        raise QueueError("bad_request", "an id is there twice")
 
 
 def _place(ref: SlotRef, sample_id: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ def put(part: Partition, request: m.Put, columns: dict[str, Column], room: int) 
     if len(set(request.ids)) < len(request.ids):
         raise QueueError("bad_request", "an id is there twice")
     size = sum(c.nbytes for c in columns.values())
-    part.check_kinds(columns)
+    part.check(columns)
     if request.lease is not None:
         new = part.the_run().put_block(request.session, request.lease, request.ids, request.tombstones, columns)
     else:
@@ -84,7 +84,7 @@ def complete(part: Partition, request: m.Complete, columns: dict[str, Column]) -
     _generic(part)
     lease = part.samples.held(request.lease, request.session)
     _check_rows(columns, len(lease.ids))
-    part.check_kinds(columns)
+    part.check(columns)
     ids = lease.ids
     new = part.samples.produce(ids, columns) if columns else []
     part.keep(ids, columns, new)

@@ -1,0 +1,312 @@
+"""What only a real socket can show: bytes that are no message, peers that are not wanted, connections that break."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from tests.contract import reference_client
+from tests.contract.peers import Place, ints
+from tests.contract.processes import ipc_address, queue_process, start_queue, tcp_address
+from tests.contract.reference_client import RefusedError, UnreachableError
+from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.errors import ConfigError, QueueUnreachableError, XtokenError
+
+ANSWER_MS = 10_000
+TASKS = [{"name": "a", "requires": ["x"]}]
+
+
+@contextmanager
+def dealer(address: Address) -> Iterator[zmq.Socket[bytes]]:
+    """A bare socket, authenticated."""
+    context = zmq.Context()
+    bare = context.socket(zmq.DEALER)
+    address.authenticate(bare)
+    bare.connect(address.url)
+    try:
+        yield bare
+    finally:
+        bare.close(linger=0)
+        context.term()
+
+
+def ask(bare: zmq.Socket[bytes], *frames: bytes) -> dict[str, Any]:
+    bare.send_multipart(frames)
+    assert bare.poll(ANSWER_MS), "no answer"
+    reply: dict[str, Any] = msgpack.unpackb(bare.recv_multipart()[0], strict_map_key=False)
+    return reply
+
+
+@pytest.fixture(params=["library", "reference"])
+def tcp_place(request: pytest.FixtureRequest, tcp_queue: Address) -> Iterator[Place]:
+    place = Place(request.param, address=tcp_queue)
+    yield place
+    place.leave()
+
+
+HELLO = {"type": "hello", "id": "a.1", "versions": [1], "name": "w", "role": "r", "incarnation": 1}
+BAD = {
+    "empty": (b"", "bad_frame"),
+    "no-msgpack": (b"\xc1", "bad_frame"),
+    "cut-short": (msgpack.packb(HELLO)[:-3], "bad_frame"),
+    "trailing-bytes": (msgpack.packb(HELLO) + b"\0", "bad_frame"),
+    "a-list": (msgpack.packb([1, 2]), "bad_request"),
+    "no-type": (msgpack.packb({"id": "a.1"}), "bad_request"),
+    "unknown-type": (msgpack.packb({"type": "dance", "id": "a.1"}), "unknown_message"),
+    "unknown-key": (msgpack.packb({**HELLO, "colour": 1}), "bad_request"),
+    "no-id": (msgpack.packb({k: v for k, v in HELLO.items() if k != "id"}), "bad_request"),
+    "wrong-type": (msgpack.packb({**HELLO, "rank": "first"}), "bad_request"),
+    "out-of-bounds": (msgpack.packb({**HELLO, "incarnation": -1}), "bad_request"),
+    "a-reply": (msgpack.packb({"type": "ok", "id": "a.1"}), "unknown_message"),
+    "version": (msgpack.packb({**HELLO, "versions": [2, 9]}), "unsupported_version"),
+    "extension": (msgpack.packb({**HELLO, "name": msgpack.ExtType(5, b"x")}), "bad_request"),
+    "deep": (b"\x91" * 100_000 + b"\xc0", "bad_request"),
+    "deep-inside": (b"\x82\xa4type\xa5stats\xa3zzz" + b"\x91" * 100_000 + b"\xc0", "bad_request"),
+    "long-name": (msgpack.packb({**HELLO, "name": "n" * 129}), "bad_request"),
+    "array-bomb": (b"\x81\xa3ids\xdd\xff\xff\xff\xff", "bad_frame"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_message_is_answered_by_its_code(tcp_queue: Address, name: str) -> None:
+    header, code = BAD[name]
+    with dealer(tcp_queue) as bare:
+        reply = ask(bare, header)
+        assert (reply["type"], reply["code"]) == ("error", code)
+        assert ask(bare, msgpack.packb({**HELLO, "name": f"after-{name}"}))["type"] == "welcome"
+
+
+HEAD = {"name": "x", "kind": "jagged", "dtype": "int64", "rows": 1, "item_shape": []}
+EIGHT = (8).to_bytes(8, "little")
+BAD_COLUMNS: dict[str, tuple[dict[str, Any], list[bytes]]] = {
+    "a-buffer-too-few": (HEAD, [bytes(16)]),
+    "a-buffer-too-many": (HEAD, [bytes(16), b"", b""]),
+    "offsets-too-short": (HEAD, [bytes(8), b""]),
+    "offsets-from-one": (HEAD, [b"\1" + bytes(7) + b"\1" + bytes(7), bytes(8)]),
+    "offsets-beyond": (HEAD, [bytes(8) + EIGHT, bytes(8)]),
+    "offsets-fall": ({**HEAD, "rows": 2}, [bytes(8) + EIGHT + bytes(8), b""]),
+    "offsets-negative": (HEAD, [bytes(8) + b"\xff" * 8, b""]),
+    "dense-size": ({**HEAD, "kind": "dense"}, [bytes(7)]),
+    "overflow": ({**HEAD, "kind": "dense", "item_shape": [1 << 32] * 8}, [b""]),
+    "unknown-dtype": ({**HEAD, "dtype": "complex64"}, [bytes(16), b""]),
+    "unknown-kind": ({**HEAD, "kind": "pickle"}, [bytes(16), b""]),
+    "too-many-rows": ({**HEAD, "rows": 1 << 40}, [bytes(16), b""]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COLUMNS)
+def test_columns_that_do_not_fit_are_refused(tcp_queue: Address, name: str) -> None:
+    head, buffers = BAD_COLUMNS[name]
+    partition = f"bad-{name}"
+    with dealer(tcp_queue) as bare:
+        session = ask(bare, msgpack.packb({**HELLO, "name": partition}))["session"]
+        at = {"session": session, "partition": partition}
+        assert ask(bare, msgpack.packb({"type": "open", "id": "a.2", "tasks": TASKS, **at}))["type"] == "ok"
+        ids = list(range(min(head["rows"], 4)))
+        put = {"type": "put", "id": "a.3", "ids": ids, "columns": [head], **at}
+        assert ask(bare, msgpack.packb(put), *buffers)["code"] == "bad_request"
+        twice = {**put, "ids": [0], "columns": [HEAD, HEAD]}
+        assert ask(bare, msgpack.packb(twice), bytes(16), b"", bytes(16), b"")["code"] == "bad_request"
+        seen = ask(bare, msgpack.packb({"type": "list", "id": "a.4", "task": "a", "state": "ready", **at}))
+        assert seen["ids"] == []
+
+
+OBJECTS = {
+    "deep": b"\x91" * 30 + b"\xc0",
+    "extension": b"\xd4\x03x",
+    "two-values": b"\xc0\xc0",
+    "cut-short": b"\xa5ab",
+    "none": b"",
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_object_rows_that_are_no_bounded_values_are_refused(tcp_queue: Address, name: str) -> None:
+    row, partition = OBJECTS[name], f"object-{name}"
+    head = {"name": "x", "kind": "object", "dtype": "", "rows": 1, "item_shape": []}
+    with dealer(tcp_queue) as bare:
+        session = ask(bare, msgpack.packb({**HELLO, "name": partition}))["session"]
+        at = {"session": session, "partition": partition}
+        assert ask(bare, msgpack.packb({"type": "open", "id": "a.2", "tasks": TASKS, **at}))["type"] == "ok"
+        put = {"type": "put", "id": "a.3", "ids": [0], "columns": [head], **at}
+        reply = ask(bare, msgpack.packb(put), bytes(8) + len(row).to_bytes(8, "little"), row)
+        assert reply["code"] == ("too_large" if name == "deep" else "bad_request")
+
+
+def test_an_honest_client_sees_no_error_beside_garbage(tcp_place: Place) -> None:
+    peer, name = tcp_place.worker(), tcp_place.name("p")
+    peer.call("open", partition=name, tasks=TASKS)
+    rng = random.Random(7)
+    assert tcp_place.address is not None
+    with dealer(tcp_place.address) as bare:
+        for i in range(200):
+            frames = [rng.randbytes(rng.randrange(60)) for _ in range(rng.randrange(1, 6))]
+            bare.send_multipart(frames)
+            peer.call("put", partition=name, ids=[i], columns={"x": ints([i])})
+            assert peer.call("claim", partition=name, task="a", count=1)["ids"] == [i]
+            peer.call("ack", partition=name, task="a", ids=[i])
+
+
+def test_bytes_before_the_handshake_do_no_harm(tcp_place: Place) -> None:
+    assert tcp_place.address is not None
+    port = int(tcp_place.address.url.rsplit(":", 1)[1])
+    peer = tcp_place.worker()
+    rng = random.Random(11)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01PLAIN" + bytes(47)
+    for i in range(60):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
+            body = rng.randbytes(rng.randrange(200))
+            raw.sendall(
+                (b"", b"GET / HTTP/1.1\r\n\r\n", greeting, greeting[:12], greeting + b"\x04\x05HELLO")[i % 5] + body
+            )
+        peer.call("heartbeat", phase="run", progress=i)
+
+
+def test_a_wrong_token_is_refused(tcp_queue: Address, tmp_path: Path) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("not-the-token\n")
+    wrong.chmod(0o600)
+    client = ZmqDataPlaneClient(Address.parse(tcp_queue.url, wrong))
+    with pytest.raises(QueueUnreachableError, match="refuses this client"):
+        client.hello("w", "r", incarnation=1)
+    client.close()
+    for token in ("not-the-token", None):
+        other = reference_client.Client(tcp_queue.url, token, patience_s=0.5)
+        with pytest.raises(UnreachableError):
+            other.hello("w", "r", 1)
+        other.close()
+
+
+def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
+    address = ipc_address(tmp_path / "open")
+    (tmp_path / "open").chmod(0o755)
+    from services.queue.server import Server
+    from xtoken_core.protocol.engine import Engine
+
+    with pytest.raises(ConfigError, match="chmod 700"):
+        Server(Engine(memory_limit=1 << 20, clock=time.monotonic), address)
+
+
+def test_an_address_in_use_is_said_so(ipc_queue: Address, tcp_queue: Address) -> None:
+    from services.queue.server import Server
+    from xtoken_core.protocol.engine import Engine
+
+    for address in (ipc_queue, tcp_queue):
+        with pytest.raises(XtokenError, match="in use"):
+            Server(Engine(memory_limit=1 << 20, clock=time.monotonic), address)
+
+
+class Breaker:
+    """A relay that cuts a connection as soon as the queue has answered something on it, for the first few."""
+
+    def __init__(self, port: int, cuts: int) -> None:
+        self.target = port
+        self.cuts = cuts
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self._stop = False
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while not self._stop:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self.target))
+            threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+            threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        received = 0
+        try:
+            while data := source.recv(1 << 16):
+                received += len(data)
+                if answers and received > 400 and self.cuts:
+                    self.cuts -= 1
+                    break
+                sink.sendall(data)
+        except OSError:
+            pass
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._stop = True
+        self.listener.close()
+
+
+def test_a_connection_that_breaks_before_the_answer_costs_nothing(
+    tcp_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_client, "SLICE_S", 0.5)
+    assert tcp_place.address is not None
+    breaker = Breaker(int(tcp_place.address.url.rsplit(":", 1)[1]), cuts=2)
+    through = Address.parse(f"tcp://127.0.0.1:{breaker.port}", tcp_place.address.token_file)
+    place = Place(tcp_place.kind, address=through)
+    peer, name = place.worker(), place.name("p")
+    peer.call("open", partition=name, tasks=TASKS)
+    ids = list(range(40))
+    for i in ids:
+        peer.call("put", partition=name, ids=[i], columns={"x": ints([i])})
+    taken = []
+    while len(taken) < len(ids):
+        found = peer.call("claim", partition=name, task="a", count=3, fields=["x"])
+        taken += found["ids"]
+        peer.call("ack", partition=name, task="a", ids=found["ids"])
+    assert (taken, breaker.cuts) == (ids, 0)
+    place.leave()
+    breaker.close()
+
+
+def test_nobody_there_ends_by_the_deadline(short_tmp: Path) -> None:
+    nobody = ipc_address(short_tmp / "n")
+    client = ZmqDataPlaneClient(nobody, patience_s=0.3)
+    with pytest.raises(QueueUnreachableError, match="nobody answers"):
+        client.hello("w", "r", incarnation=1)
+    client.close()
+    other = reference_client.Client(nobody.url, patience_s=0.3)
+    with pytest.raises(UnreachableError):
+        other.hello("w", "r", 1)
+    other.close()
+
+
+def test_a_queue_that_is_started_again_ends_old_sessions(short_tmp: Path) -> None:
+    address = tcp_address(short_tmp / "again")
+    with queue_process(address):
+        place = Place("library", address=address)
+        peer = place.worker()
+    process = start_queue(address)
+    try:
+        with pytest.raises(RefusedError) as refused:
+            peer.call("heartbeat", phase="run")
+        assert refused.value.code == "stale_session"
+    finally:
+        place.leave()
+        process.terminate()
+        process.wait()
+
+
+def test_the_queue_process_loads_no_torch(ipc_queue: Address, tcp_queue: Address) -> None:
+    mine = [
+        path
+        for path in Path("/proc").glob("[0-9]*")
+        if path.stat().st_uid == os.getuid() and b"xtoken queue" in (path / "cmdline").read_bytes()
+    ]
+    assert mine
+    for process in mine:
+        assert "torch" not in (process / "maps").read_text()

@@ -1,0 +1,89 @@
+"""One DEALER socket to a queue, and what happens to it: a connection that breaks or is refused is noticed at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from xtoken_core.data_plane.address import Address
+from xtoken_core.errors import QueueUnreachableError
+from xtoken_core.wire import messages as m
+from xtoken_core.wire.columns import Buffer
+
+SEND_S = 5.0
+HANDSHAKE_MS = 5000
+ZERO_COPY_BYTES = 1 << 14
+BROKEN = zmq.EVENT_DISCONNECTED
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Connection:
+    """A socket that belongs to one thread.
+
+    Args:
+        context: The client's.
+        address: Where the queue is; its token or keys are read anew.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> None:
+        self.address = address
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        try:
+            self._socket.linger = 0
+            self._socket.sndtimeo = int(SEND_S * 1000)
+            self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+            address.authenticate(self._socket)
+            self._monitor = self._socket.get_monitor_socket(BROKEN | REFUSED)
+            self._socket.connect(address.url)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def send(self, header: bytes, buffers: Sequence[Buffer]) -> None:
+        """Send one message; large buffers are not copied, and must stay as they are until it is answered.
+
+        Raises:
+            zmq.Again: The queue takes nothing more for now.
+        """
+        self._socket.send(header, zmq.SNDMORE if buffers else 0)
+        for number, buffer in enumerate(buffers, start=1):
+            more = zmq.SNDMORE if number < len(buffers) else 0
+            self._socket.send(buffer, more, copy=memoryview(buffer).nbytes < ZERO_COPY_BYTES)
+
+    def receive(self, request: str, deadline: float) -> tuple[m.AnyReply, list[Buffer]] | None:
+        """The reply to a request; None once the connection has broken or the deadline (monotonic clock) has passed.
+
+        Raises:
+            QueueUnreachableError: The queue refuses the token or key.
+            QueueError: `bad_frame` if the peer's reply is no message.
+        """
+        while (left := deadline - time.monotonic()) > 0:
+            for source, _ in self._poller.poll(int(left * 1000) + 1):
+                if source is self._socket:
+                    frames = self._socket.recv_multipart(copy=False)
+                    reply = m.decode_reply(frames[0].buffer)
+                    if reply.id == request:
+                        return reply, [frame.buffer for frame in frames[1:]]
+                elif self._has_broken():
+                    return None
+        return None
+
+    def close(self) -> None:
+        """Close the socket; what was not sent is dropped."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _has_broken(self) -> bool:
+        event = int(recv_monitor_message(self._monitor)["event"])
+        if event == REFUSED:
+            raise QueueUnreachableError(
+                f"the queue at {self.address.url} refuses this client: is its token file (or key) the right one?"
+            )
+        return event == BROKEN
