@@ -22,6 +22,14 @@ if TYPE_CHECKING:
         to_nested_by_length,
         unwrap_wire_stripped_payload,
     )
+    from xtoken_core.data_plane.samples import (
+        get_samples,
+        kv_first_write,
+        put_samples,
+        read_columns,
+        stream_samples,
+        write_columns,
+    )
     from xtoken_core.data_plane.tensors import (
         column_from_rows,
         columns_from_tensordict,
@@ -33,16 +41,22 @@ _LAZY = {
     "BatchedDataDict": "batch",
     "column_from_rows": "tensors",
     "columns_from_tensordict": "tensors",
+    "get_samples": "samples",
+    "kv_first_write": "samples",
     "materialize": "codec",
     "maybe_pack_jagged": "codec",
     "pack_jagged_fields": "codec",
     "pack_per_token_field": "codec",
+    "put_samples": "samples",
+    "read_columns": "samples",
     "response_from_nested": "codec",
     "rows_from_column": "tensors",
     "stack_or_nest": "codec",
+    "stream_samples": "samples",
     "tensordict_from_columns": "tensors",
     "to_nested_by_length": "codec",
     "unwrap_wire_stripped_payload": "codec",
+    "write_columns": "samples",
 }
 """The module that each lazily loaded name lives in."""
 
@@ -52,16 +66,22 @@ __all__ = [
     "Layout",
     "column_from_rows",
     "columns_from_tensordict",
+    "get_samples",
+    "kv_first_write",
     "materialize",
     "maybe_pack_jagged",
     "pack_jagged_fields",
     "pack_per_token_field",
+    "put_samples",
+    "read_columns",
     "response_from_nested",
     "rows_from_column",
     "stack_or_nest",
+    "stream_samples",
     "tensordict_from_columns",
     "to_nested_by_length",
     "unwrap_wire_stripped_payload",
+    "write_columns",
 ]
 
 

@@ -9,11 +9,13 @@ import itertools
 import json
 import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from xtoken_core.data_plane.stream import Stream
 from xtoken_core.errors import StaleSessionError
 from xtoken_core.wire import Column, QueueError, pack_columns, unpack_columns
 from xtoken_core.wire import messages as m
@@ -135,11 +137,25 @@ class DataPlaneClient(ABC):
 
     # Samples
 
-    def put(self, partition: str, ids: Sequence[int], columns: Mapping[str, Column]) -> int:
-        """Store columns for ids; returns the bytes of room left."""
+    def put(self, partition: str, ids: Sequence[int], columns: Mapping[str, Column], *, wait_s: float = 0.0) -> int:
+        """Store columns for ids; returns the bytes of room left.
+
+        With too little room it waits up to `wait_s` for more, and sends nothing meanwhile.
+
+        Raises:
+            QueueError: `no_room` if there was too little all that time.
+        """
         heads, buffers = pack_columns(dict(columns))
-        request = m.Put(id=new_id(), session=self.session, partition=partition, ids=list(ids), columns=heads)
-        return self.ask(request, m.Stored, buffers)[0].room
+        deadline = time.monotonic() + wait_s
+        while True:
+            request = m.Put(id=new_id(), session=self.session, partition=partition, ids=list(ids), columns=heads)
+            try:
+                return self.ask(request, m.Stored, buffers)[0].room
+            except QueueError as error:
+                left = deadline - time.monotonic()
+                size = sum(buffer.nbytes for buffer in buffers)
+                if error.code != "no_room" or left <= 0 or self.room(partition, size, wait_s=left) is None:
+                    raise
 
     def room(self, partition: str, nbytes: int, *, wait_s: float) -> int | None:
         """Wait until so many bytes are free; returns how many are."""
@@ -192,6 +208,31 @@ class DataPlaneClient(ABC):
             id=new_id(), session=self.session, partition=partition, lease=lease, ids=list(ids), reason=reason[:4096]
         )
         self.ask(request, m.Ok)
+
+    def stream(
+        self, partition: str, task: str, *, count: int, fields: Sequence[str] = (), wait_s: float | None = None,
+        prefetch: int = 0,
+    ) -> Stream[dict[str, Column]]:  # fmt: skip
+        """A task's samples, up to `count` at a time, until the task is exhausted.
+
+        What the loop has gone through is acknowledged, unless it was completed or refused; what it leaves unfinished is
+        given back.
+
+        Args:
+            partition: Where the samples are.
+            task: The consumer.
+            count: Samples per delivery, at most.
+            fields: Columns to read along.
+            wait_s: How long to wait for each delivery; None waits for ever.
+            prefetch: Deliveries that a thread claims ahead.
+
+        Raises:
+            TimeoutError: From the loop, if nothing came in `wait_s`.
+        """
+        return Stream(
+            self, partition, task, count=count, fields=fields, wait_s=wait_s, prefetch=prefetch,
+            make=lambda _ids, columns: columns,
+        )  # fmt: skip
 
     # Looking
 
