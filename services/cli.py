@@ -7,13 +7,16 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from services.common.align_cli import align_app
 from services.common.projection_cli import projection_app
 from xtoken_core.errors import XtokenError
+
+if TYPE_CHECKING:
+    from services.common.worker import QueueLink
 
 DEBUG_VARIABLE = "XTOKEN_DEBUG"
 INTERRUPTED = 130
@@ -134,10 +137,10 @@ def collator(
 ) -> None:
     """Tokenize and align a run's text."""
     _log()
+    link = _link(queue, token_file, incarnation, patience)
     from services.collator.main import work
-    from services.common.worker import QueueLink
 
-    work(QueueLink(queue, token_file, incarnation, patience), name=name or "collator-0")
+    work(link, name=name or "collator-0")
 
 
 @app.command()
@@ -152,10 +155,10 @@ def teacher(
 ) -> None:
     """Serve a teacher's logits to one trainer."""
     _log()
-    from services.common.worker import QueueLink
+    link = _link(queue, token_file, incarnation, patience)
     from services.teacher.main import work
 
-    work(QueueLink(queue, token_file, incarnation, patience), teacher=teacher, rank=rank, name=name)
+    work(link, teacher=teacher, rank=rank, name=name)
 
 
 @app.command()
@@ -172,10 +175,10 @@ def trainer(
     It goes on from the run's newest checkpoint if there is one.
     """
     _log()
-    from services.common.worker import QueueLink
+    link = _link(queue, token_file, incarnation, patience)
     from services.trainer.main import work
 
-    work(QueueLink(queue, token_file, incarnation, patience), rank=rank, name=name)
+    work(link, rank=rank, name=name)
 
 
 @app.command()
@@ -257,6 +260,17 @@ def _log() -> None:
     from services.common.logs import set_up
 
     set_up(debug=bool(os.environ.get(DEBUG_VARIABLE)))
+
+
+def _link(queue: str, token_file: Path | None, incarnation: int | None, patience: float) -> QueueLink:
+    """The way to a queue; an address that cannot be right is refused before anything heavy is loaded."""
+    from services.common.worker import QueueLink
+    from xtoken_core.data_plane.address import Address, read_token
+
+    address = Address.parse(queue, token_file)
+    if address.token_file is not None:
+        read_token(address.token_file)
+    return QueueLink(queue, token_file, incarnation, patience)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from services.control.record import RunState
 from services.control.runs import Run, Runs
 from xtoken_core.config.spec import RunSpec
 
-CHECK_WITHIN_S = 10.0
+CHECK_WITHIN_S = 3.0
 MAX_LINES = 10_000
 
 

@@ -27,7 +27,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            heard = [number for number in SIGNALS if not _ignored(number)]
+            self._before = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
     def __exit__(
@@ -44,3 +45,8 @@ class Interrupts:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
         self.status = self.status or 128 + number
+
+
+def _ignored(number: signal.Signals) -> bool:
+    """Whether a hang-up is none of ours, as under `nohup`."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Collection
 from typing import Any
 
 from xtoken_core.data_plane.address import Address
@@ -33,6 +34,7 @@ class Observer:
         self._address = address
         self._client: ZmqDataPlaneClient | None = None
         self.stats: dict[str, Any] = {}
+        self._held: dict[str, list[int]] = {}
         self.answered_at = 0.0
 
     @property
@@ -85,14 +87,20 @@ class Observer:
         self.answered_at = time.monotonic()
         return True
 
-    def leased(self, task: str) -> list[int]:
-        """The first ids that are leased for a task now; empty if the queue cannot tell."""
+    def note_leases(self, tasks: Collection[str]) -> None:
+        """Remember the first ids that are leased for each task now: a worker that fails in order gives its own back."""
         if self._client is None or not self._client.partition:
-            return []
-        try:
-            return list(self._client.list_samples(self._client.partition, "leased", task=task, limit=SHOWN_IDS).ids)
-        except (XtokenError, QueueError):
-            return []
+            return
+        for task in tasks:
+            with contextlib.suppress(XtokenError, QueueError):
+                listed = self._client.list_samples(self._client.partition, "leased", task=task, limit=SHOWN_IDS)
+                self._held[task] = list(listed.ids) or self._held.get(task, [])
+
+    def leased(self, task: str) -> list[int]:
+        """The ids last seen leased for a task, of steps that are not done."""
+        self.note_leases([task])
+        first = self.run.get("step", 0) * self.run.get("samples_per_step", 0)
+        return [sample for sample in self._held.get(task, []) if sample >= first]
 
     def give_up(self, reason: str) -> None:
         """Tell every worker, through the queue, that the run has ended; best effort."""

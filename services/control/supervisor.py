@@ -214,6 +214,7 @@ class Supervisor:
                 self._queue.workers[0].kill()
             return
         self._check_given_up()
+        self._observer.note_leases({w.member.task for group in self._workers for w in group.workers if w.member.task})
         for group in self._workers:
             if group.state == GroupState.RUNNING:
                 self._check_sessions(group)

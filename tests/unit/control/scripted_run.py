@@ -49,7 +49,7 @@ class ScriptedRun:
         self.ending: Ending | None = None
         self._thread: threading.Thread | None = None
 
-    def members(self, steps: int, ranks: int = 1, **deeds: list[str]) -> list[Member]:
+    def members(self, steps: int, ranks: int = 1, *, rows: bool = False, **deeds: list[str]) -> list[Member]:
         """The queue and one scripted worker of each kind; `trainer_0=["work:kill"]` tells one what to do."""
         file = self.output / "resolved.json"
         file.write_text(resolved_run(self.output, steps, ranks).model_dump_json())
@@ -65,17 +65,24 @@ class ScriptedRun:
             rank = ("--rank", name.split("-")[-1]) if kind == "trainer" else ()
             command = (
                 sys.executable, str(SCRIPT), kind, "--queue", self.address.url, *token, "--name", name,
-                "--state", str(self.state), *rank, *does,
+                "--state", str(self.state), *rank, *does, *(["--rows"] if rows else []),
             )  # fmt: skip
             group = "trainers" if kind == "trainer" else name
             task = {"trainer": "train", "teacher": "teacher_0"}.get(kind, "")
             found.append(Member(kind, name, group, command, {}, task))  # type: ignore[arg-type]
         return found
 
-    def start(self, steps: int, ranks: int = 1, *, limits: Limits | None = None, **deeds: list[str]) -> Supervisor:
+    def start(
+        self, steps: int, ranks: int = 1, *, limits: Limits | None = None, rows: bool = False, **deeds: list[str]
+    ) -> Supervisor:
         limits = limits or Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=0.05)
         self.supervisor = Supervisor(
-            self.members(steps, ranks, **deeds), self.address, self.output, LocalLauncher(), limits, steps=steps
+            self.members(steps, ranks, rows=rows, **deeds),
+            self.address,
+            self.output,
+            LocalLauncher(),
+            limits,
+            steps=steps,
         )
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -127,3 +127,22 @@ def test_a_control_plane_serves_loopback_only(tmp_path: Path) -> None:
         2, ["error: --host 0.0.0.0: only loopback addresses are served, 127.0.0.1 for example"],
     )  # fmt: skip
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("queue", "token", "said"),
+    [
+        ("tcp://127.0.0.1:5000", "none", "error: cannot read the token file "),
+        ("tcp://10.0.0.1:5000", "none", "error: tcp://10.0.0.1:5000: only loopback addresses are served"),
+        ("here", "none", "error: 'here' is no queue address"),
+    ],
+)
+def test_a_wrong_address_is_refused_before_anything_heavy_is_loaded(
+    queue: str, token: str, said: str, tmp_path: Path
+) -> None:
+    block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers'))); import services.cli as c; "
+    arguments = ["xtoken", "trainer", "--queue", queue, "--token-file", str(tmp_path / token)]
+    program = block + f"sys.argv = {arguments!r}; c.main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(said), done.stderr

@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 
+import pytest
+
 from services.control.record import RunState
 from services.control.supervisor import Limits
 from tests.unit.control.scripted_run import ScriptedRun
@@ -65,6 +67,15 @@ def test_a_worker_that_keeps_failing_ends_the_run_with_its_last_words(scripted: 
     assert ending.error == "trainer-0 ended with status 7, after 2 restarts without progress: told to leave"
     assert attempts(scripted, "trainer-0") == 3
     assert record(scripted)["error"] == ending.error
+
+
+@pytest.mark.parametrize("way", ["kill", "exit 7"])
+def test_what_a_failing_worker_held_is_named(scripted: ScriptedRun, way: str) -> None:
+    scripted.start(steps=6, rows=True, teacher_0_0=[f"hold:always {way}"])
+    ending = scripted.wait()
+    how = {"kill": "was killed by signal 9", "exit 7": "ended with status 7"}[way]
+    said = {"kill": "", "exit 7": ": told to leave"}[way]
+    assert ending.error == f"teacher-0-0 {how}, after 2 restarts without progress (leased: 0, 1, 2, 3){said}"
 
 
 def test_progress_forgives_earlier_failures(scripted: ScriptedRun) -> None:

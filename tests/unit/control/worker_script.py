@@ -2,7 +2,8 @@
 
     worker_script.py KIND --queue ADDR --name NAME --incarnation N [--rank R] [--do DEED] [--state DIR]
 
-Every position becomes a tombstone, so a run of any length needs no models. The trainer keeps its cursor in a file of
+Every position becomes a tombstone, so a run of any length needs no models; with --rows it becomes a row, of which the
+teacher leases a step's and nobody trains any. The trainer keeps its cursor in a file of
 its own, as a checkpoint would. Each DEED leaves a mark in DIR, and is done once, or every time where it says so.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -22,7 +24,9 @@ from xtoken_core.data_plane.client import AlreadyDone
 from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
 from xtoken_core.errors import XtokenError
-from xtoken_core.wire import QueueError
+from xtoken_core.schema import INPUT_IDS
+from xtoken_core.wire import Column, QueueError
+from xtoken_core.wire.messages import Block
 
 SPEED_S = 0.03
 
@@ -57,15 +61,47 @@ class Script:
             block = self.run.lease_block(wait_s=0.5)
             if block is not None:
                 self.deed("work")
+                if self.options.rows:
+                    self.put_rows(block)
+                    continue
                 self.run.put_block(
                     block.lease, [], {}, dict.fromkeys(range(block.first, block.first + block.count), "empty")
                 )
 
     def wait_for_end(self) -> None:
+        if self.options.rows:
+            self.lease_a_step()
         while True:
             self.deed("work")
             if self.partition()["run"]["ended"]:
                 return
+            time.sleep(SPEED_S)
+
+    def put_rows(self, block: Block) -> None:
+        """Rows of one number each, which a teacher can lease."""
+        ids = range(block.first, block.first + block.count)
+        numbers = memoryview(struct.pack(f"{len(ids)}q", *ids))
+        offsets = memoryview(struct.pack(f"{len(ids) + 1}q", *range(len(ids) + 1))).cast("B").cast("q")
+        column = Column("jagged", "int64", len(ids), (), numbers, offsets)
+        self.run.put_block(block.lease, ids, {INPUT_IDS.name: column}, {})
+
+    def lease_a_step(self) -> None:
+        """Lease the first step's samples as a teacher, and do what is told while holding them."""
+        trainer = self.run.await_trainer(0, wait_s=20)
+        ring = self.run.announce_ring(0, 0, trainer.trainer, b"ring")
+        assert self.run.await_opened(ring, wait_s=20)
+        rows = self.run.window(0, [], rewinds=trainer.rewinds, wait_s=20)
+        self.run.claim_slot(ring, rows.ids, [], rewinds=trainer.rewinds, wait_s=20)
+        self.deed("hold")
+
+    def open_rings(self) -> None:
+        """Open, as a trainer, every ring that is offered."""
+        opened = -1
+        while True:
+            ring = self.run.await_ring(0, wait_s=0.5)
+            if ring is not None and ring.ring != opened:
+                opened = ring.ring
+                self.run.opened_ring(0, opened)
             time.sleep(SPEED_S)
 
     def partition(self) -> dict:
@@ -75,6 +111,8 @@ class Script:
         cursor = self.state / "cursor"
         step = int(cursor.read_text()) if cursor.exists() else 0
         rewinds = self.run.rewind(step, {}, {}) if self.options.rank == 0 else 0
+        if self.options.rows:
+            self.open_rings()
         while self.options.rank == 0:
             rows = self.run.window(step, [], rewinds=rewinds, wait_s=0.5)
             if rows is None:
@@ -138,6 +176,7 @@ def main() -> None:
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--do", action="append", default=[])
+    parser.add_argument("--rows", action="store_true")
     parser.add_argument("--state", type=Path, required=True)
     try:
         Script(parser.parse_args()).main()
