@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all clean
+.PHONY: help install demo lint format type test test-all docs bench-ops clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,6 +42,12 @@ test: $(STAMP)  ## every test that needs no GPU, container engine or browser
 
 test-all: $(STAMP)  ## the slow ones too
 	$(BIN)/pytest -m 'not gpu and not docker and not browser'
+
+docs: $(STAMP)  ## write the reference pages anew from the code
+	$(BIN)/python docs/generate.py
+
+bench-ops: $(STAMP)  ## time the ops on a GPU, the references beside them
+	$(BIN)/python benchmarks/ops.py
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build runs demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

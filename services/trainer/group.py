@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from datetime import timedelta
@@ -61,13 +62,20 @@ class Group:
         return int(shared.item())
 
     def gather(self, mine: list[dict[str, Tensor]]) -> list[list[dict[str, Tensor]]]:
-        """Every rank's metrics, on this rank's device."""
+        """Every rank's metrics, as JSON in padded byte tensors: ranks may differ in how many they have."""
         if self.size == 1:
             return [mine]
-        plain = [{name: float(value) for name, value in part.items()} for part in mine]
-        gathered: list[list[dict[str, float]]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(gathered, plain)
-        return [[{name: torch.tensor(value) for name, value in part.items()} for part in of] for of in gathered]
+        plain = json.dumps([{name: float(value) for name, value in part.items()} for part in mine]).encode()
+        sizes = self._all(torch.tensor([len(plain)], dtype=torch.int64, device=self.device))
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=self.device)
+        padded[: len(plain)] = torch.frombuffer(bytearray(plain), dtype=torch.uint8).to(self.device)
+        texts = [bytes(part[: int(size)].cpu().tolist()) for part, size in zip(self._all(padded), sizes, strict=True)]
+        return [[{k: torch.tensor(v) for k, v in part.items()} for part in json.loads(text)] for text in texts]
+
+    def _all(self, mine: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine)
+        return gathered
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up gradients over ranks: their denominators are the step's own, so there is nothing to average."""

@@ -44,6 +44,8 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
         run = worker.run
         if rank >= run.spec.workers.ranks:
             raise ConfigError(f"--rank {rank}: the run {run.spec.name!r} has {run.spec.workers.ranks} ranks")
+        if run.spec.workers.ranks > 1 and link.incarnation is None:
+            raise ConfigError("--incarnation: all ranks of a trainer are started with the same number; give one")
         device = pick_device(run.spec.workers.device, rank)
         torch.manual_seed(run.spec.seed)
         if device.type == "cpu":

@@ -6,8 +6,10 @@ import logging
 
 from services.common.steps import ring_shape
 from services.common.worker import Worker
+from xtoken_core.teacher.ring import SignalError
 from xtoken_core.teacher.signal import forget_ring, opened_ring
 from xtoken_core.teacher.transports import open_ring
+from xtoken_core.wire import QueueError
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -27,10 +29,14 @@ class OpenRings:
             if ring is None or self._open.get(teacher) == ring.ring:
                 continue
             self._forget(teacher)
-            open_ring(run.spec.workers.signal, ring.ring, ring.handle, ring_shape(run, teacher))
-            self._open[teacher] = ring.ring
-            self.worker.queue.opened_ring(teacher, ring.ring)
-            log.info("ring %d of teacher %d is open", ring.ring, teacher)
+            try:
+                open_ring(run.spec.workers.signal, ring.ring, ring.handle, ring_shape(run, teacher))
+                self._open[teacher] = ring.ring
+                self.worker.queue.opened_ring(teacher, ring.ring)
+            except (SignalError, QueueError) as error:
+                self._explain(teacher, ring.ring, error)
+            else:
+                log.info("ring %d of teacher %d is open", ring.ring, teacher)
 
     def release(self, slots: set[tuple[int, int, int]]) -> None:
         """The backward that read these slots (ring, slot, generation) has completed: check, then release.
@@ -46,6 +52,14 @@ class OpenRings:
         """Close all."""
         for teacher in list(self._open):
             self._forget(teacher)
+
+    def _explain(self, teacher: int, ring: int, error: Exception) -> None:
+        """Go on if the teacher has gone meanwhile, with its ring: the next one announces its own."""
+        self._forget(teacher)
+        now = self.worker.queue.await_ring(teacher, wait_s=0.0)
+        if now is not None and now.ring == ring:
+            raise error
+        log.info("ring %d of teacher %d is gone before it was open: %s", ring, teacher, error)
 
     def _forget(self, teacher: int) -> None:
         ring = self._open.pop(teacher, None)

@@ -116,11 +116,7 @@ def findings_of_object_collectives(tree: ast.Module) -> Iterator[str]:
 KINDS = [
     pytest.param(findings_of_pickle, id="pickle"),
     pytest.param(findings_of_loading, id="loading"),
-    pytest.param(
-        findings_of_object_collectives,
-        id="object-collectives",
-        marks=pytest.mark.xfail(strict=True, reason="the ranks of a trainer gather their metrics as objects"),
-    ),
+    pytest.param(findings_of_object_collectives, id="object-collectives"),
 ]
 
 
