@@ -156,7 +156,7 @@ def _arrays(name: str, ids: Any, mask: Any, size: int) -> tuple[np.ndarray, np.n
     there = None if mask is None else np.ascontiguousarray(mask) != 0
     if there is not None and there.shape != array.shape:
         raise InputError(f"the {name}'s mask is {list(there.shape)}, its ids are {list(array.shape)}")
-    if array.size and (array.min() < 0 or array.max() >= size):
+    if array.size and array.view(np.uint64).max() >= size:  # a negative id is a very large one
         if there is None or ((array[there] < 0) | (array[there] >= size)).any():
             outside = int(array.max()) if array.max() >= size else int(array.min())
             raise InputError(f"the {name}'s ids hold {outside}, its tokenizer has the ids 0 to {size - 1}")

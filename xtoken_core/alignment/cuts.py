@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xtoken_core.alignment.sides import BOTH_ROLES, FLAGGED, Side
+from xtoken_core.alignment.sides import BOTH_ROLES, FLAGGED, Side, hash_powers
 from xtoken_core.alignment.spaces import own_spaces
-from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
+from xtoken_core.alignment.tables import UNKNOWN, spread
 
 
 @dataclass
@@ -21,8 +21,10 @@ class Spelled:
 
     Attributes:
         ids: `[B, T]` integers, contiguous.
-        lengths: `[B, T]` int32: bytes each token spells, 0 on padding and specials.
-        ends: `[B, T]` int32: where it ends on the global axis.
+        lengths: `[B, T]` int64: bytes each token spells, 0 on padding and specials.
+        ends: `[B, T]` int64: where it ends, counted from its row's start, later on the global axis.
+        text: `[B, T]` bool: it spells something.
+        prefix_hash: `[B, T]` uint64: hash of all that its row spells up to its end.
         specials: Flat indices of attended specials.
         doubtful: `[B]` bool: rows with a token whose bytes are unknown.
     """
@@ -30,6 +32,8 @@ class Spelled:
     ids: np.ndarray
     lengths: np.ndarray
     ends: np.ndarray
+    text: np.ndarray
+    prefix_hash: np.ndarray
     specials: np.ndarray
     doubtful: np.ndarray
 
@@ -76,33 +80,31 @@ def cut(
     led_s, led_t = own_spaces(student, teacher, student_ids, teacher_ids, student_mask, teacher_mask)
     s, t = _spell(student, student_ids, student_mask, led_s), _spell(teacher, teacher_ids, teacher_mask, led_t)
     bases = _place(s, t)
-    flags_s, flags_t = (np.zeros(bases[-1], dtype=np.uint8) for _ in range(2))
-    flags_s[s.ends] = 1
-    flags_t[t.ends] = 1
-    both = np.bitwise_and(flags_s, flags_t, out=flags_s).view(bool)
-    both[bases[:-1]] = True
+    both = _common_ends(s, t, bases)
     cut_s, cut_t = both[s.ends], both[t.ends]
-    cut_s &= s.lengths > 0
-    cut_t &= t.lengths > 0
-    ends_s, ends_t = np.flatnonzero(cut_s), np.flatnonzero(cut_t)
-    single = both[s.ends.ravel()[ends_s] - s.lengths.ravel()[ends_s]]
-    single = single & both[t.ends.ravel()[ends_t] - t.lengths.ravel()[ends_t]]
-    # A token is alone in its chunk on its own side if its own start is a cut; `ends` are paired in order.
-    one_s, one_t = ends_s[single], ends_t[single]
-    exact_s, exact_t = np.zeros(s.ids.shape, dtype=bool), np.zeros(t.ids.shape, dtype=bool)
-    exact_s.ravel()[one_s] = True
-    exact_t.ravel()[one_t] = True
+    cut_s &= s.text
+    cut_t &= t.text
+    at_s, at_t = np.flatnonzero(cut_s), np.flatnonzero(cut_t)
     doubtful = s.doubtful | t.doubtful
-    same = _spelling_numbers(student, s, led_s, one_s) == _spelling_numbers(teacher, t, led_t, one_t)
-    doubtful[one_s[~same] // max(s.ids.shape[1], 1)] = True
-    _compare_groups(student, teacher, s, t, exact_s, exact_t, ends_s, ends_t, bases, doubtful)
+    same = s.prefix_hash.ravel()[at_s] == t.prefix_hash.ravel()[at_t]
+    if not same.all():
+        doubtful[at_s[~same] // s.ids.shape[1]] = True
+    _compare_tails(student, teacher, s, t, at_s, bases, doubtful)
+    # A token is alone in its chunk on its own side if its start is a cut too; the cuts of both sides are in one order.
+    positions = s.ends.ravel()[at_s]
+    single = both[positions - s.lengths.ravel()[at_s]]
+    single &= both[positions - t.lengths.ravel()[at_t]]
+    exact_s, exact_t = np.zeros(cut_s.shape, dtype=bool), np.zeros(cut_t.shape, dtype=bool)
+    exact_s.ravel()[at_s] = single
+    exact_t.ravel()[at_t] = single
     pair_s, pair_t = _pair_specials(student, teacher, s, t)
-    for mask, pairs in ((cut_s, pair_s), (exact_s, pair_s), (cut_t, pair_t), (exact_t, pair_t)):
-        mask.ravel()[pairs] = True
-    counts = cut_s.sum(axis=1, dtype=np.int64)
+    for cuts, exact, text, pairs in ((cut_s, exact_s, s.text, pair_s), (cut_t, exact_t, t.text, pair_t)):
+        for mask in (cuts, exact, text):
+            mask.ravel()[pairs] = True
+    counts = np.count_nonzero(cut_s, axis=1).astype(np.int64)
     return Chunks(
-        student_chunk=_number(cut_s, s.lengths, pair_s, counts),
-        teacher_chunk=_number(cut_t, t.lengths, pair_t, counts),
+        student_chunk=_number(cut_s, s.text, counts),
+        teacher_chunk=_number(cut_t, t.text, counts),
         student_exact=exact_s,
         teacher_exact=exact_t,
         counts=counts,
@@ -111,100 +113,100 @@ def cut(
 
 
 def _spell(side: Side, ids: np.ndarray, mask: np.ndarray | None, led: np.ndarray | None) -> Spelled:
-    lengths = side.info[ids]
+    lengths = side.info.take(ids, mode="clip")
+    hashes = side.hashes.take(ids, mode="clip")
     if mask is not None:
         lengths *= mask
+        hashes *= mask
     specials = np.flatnonzero(lengths >= FLAGGED)
-    flat = lengths.ravel()
-    flat[specials] = 0
+    lengths.ravel()[specials] = 0
     doubtful = np.zeros(len(ids), dtype=bool)
-    kinds = side.table.kinds[ids.ravel()[specials]]
-    doubtful[specials[kinds == UNKNOWN] // max(ids.shape[1], 1)] = True
+    if len(specials):
+        unknown = side.table.kinds[ids.ravel()[specials]] == UNKNOWN
+        doubtful[specials[unknown] // ids.shape[1]] = True
+        specials = specials[~unknown]
     if led is not None:
         lengths -= led
-    ends = np.cumsum(lengths, axis=1, dtype=np.int32)
-    return Spelled(ids, lengths, ends, specials[kinds == SPECIAL], doubtful)
-
-
-def _spelling_numbers(side: Side, x: Spelled, led: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
-    ids = x.ids.ravel()[tokens]
-    numbers: np.ndarray = side.canonical[ids]
-    if led is not None:
-        own = led.ravel()[tokens]
-        numbers[own] = side.canonical_led[ids[own]]
-    return numbers
+        hashes[led] = side.led_hashes[ids[led]]
+    ends = np.cumsum(lengths, axis=1)
+    starts = ends - lengths
+    longest = int(starts[:, -1].max(initial=0)) if ids.shape[1] else 0
+    hashes *= hash_powers(longest + 1).take(starts, mode="clip")
+    return Spelled(ids, lengths, ends, lengths > 0, np.cumsum(hashes, axis=1), specials, doubtful)
 
 
 def _place(s: Spelled, t: Spelled) -> np.ndarray:
     """Move every row to its own stretch of the global axis; `[B + 1]` int64 starts of the stretches."""
-    rows = len(s.ids)
-    totals = [side.ends[:, -1] if side.ends.shape[1] else np.zeros(rows, dtype=np.int32) for side in (s, t)]
-    bases = np.zeros(rows + 1, dtype=np.int64)
-    np.cumsum(np.maximum(*totals).astype(np.int64) + 1, out=bases[1:])
-    if bases[-1] >= 2**31:
-        raise ValueError("a batch of more than 2 GiB of text cannot be aligned at once")
-    for side in (s, t):
-        side.ends += bases[:-1, None].astype(np.int32)
+    bases = np.zeros(len(s.ids) + 1, dtype=np.int64)
+    totals = [x.ends[:, -1] if x.ends.shape[1] else bases[1:] for x in (s, t)]
+    np.cumsum(np.maximum(*totals) + 1, out=bases[1:])
+    s.ends += bases[:-1, None]
+    t.ends += bases[:-1, None]
     return bases
 
 
-def _compare_groups(
+def _common_ends(s: Spelled, t: Spelled, bases: np.ndarray) -> np.ndarray:
+    """`[N]` bool: positions where tokens of both sides end, and the start of every row."""
+    ends = [np.zeros(bases[-1], dtype=bool) for _ in range(2)]
+    for x, flags in zip((s, t), ends, strict=True):
+        flags[x.ends] = True
+    ends[0] &= ends[1]
+    ends[0][bases[:-1]] = True
+    return ends[0]
+
+
+def _compare_tails(
     student: Side,
     teacher: Side,
     s: Spelled,
     t: Spelled,
-    exact_s: np.ndarray,
-    exact_t: np.ndarray,
-    ends_s: np.ndarray,
-    ends_t: np.ndarray,
+    at_s: np.ndarray,
     bases: np.ndarray,
     doubtful: np.ndarray,
 ) -> None:
-    """Mark rows as doubtful whose chunks of several tokens, or whose rest, differ between the sides."""
-    last = bases[:-1].astype(np.int32)
-    if len(ends_s):
-        ends = s.ends.ravel()[ends_s]
-        at = np.searchsorted(ends, bases[1:], side="left")
-        found = at > np.searchsorted(ends, bases[:-1], side="left")
-        last[found] = ends[at[found] - 1]
-    streams = []
-    for side, x, exact in ((student, s, exact_s), (teacher, t, exact_t)):
-        group = (x.lengths > 0) & ~exact
-        tail = x.ends > last[:, None]
-        streams.append(_gather(side, x, np.flatnonzero(group & ~tail)))
-        streams.append(_gather(side, x, np.flatnonzero(group & tail)))
-    (at_s, groups_s), tail_s, (_, groups_t), tail_t = streams
-    different = at_s[groups_s != groups_t]
-    common = np.intersect1d(tail_s[0], tail_t[0], assume_unique=True, return_indices=True)
-    different = np.concatenate([different, common[0][tail_s[1][common[1]] != tail_t[1][common[2]]]])
-    doubtful[np.searchsorted(bases, different, side="right") - 1] = True
-
-
-def _gather(side: Side, x: Spelled, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The global positions and the bytes that some tokens (flat indices) spell."""
-    lengths = x.lengths.ravel()[tokens].astype(np.int64)
-    on_axis = spread(x.ends.ravel()[tokens], lengths)
-    return on_axis, side.pool.data[spread(side.pool.ends[x.ids.ravel()[tokens]], lengths)]
+    """Mark rows as doubtful that differ behind their last cut, as far as both sides reach."""
+    if not s.ids.shape[1] or not t.ids.shape[1]:
+        return
+    reach = np.minimum(s.ends[:, -1], t.ends[:, -1])
+    last = bases[:-1].copy()
+    rows = at_s // s.ids.shape[1]
+    last[rows] = s.ends.ravel()[at_s]  # of several assignments to one row the last one stands
+    if (reach == last).all():
+        return
+    tails = []
+    for side, x in ((student, s), (teacher, t)):
+        inside = (x.ends > last[:, None]) & (x.ends - x.lengths < reach[:, None]) & x.text
+        tokens = np.flatnonzero(inside)
+        lengths = x.lengths.ravel()[tokens]
+        positions = spread(x.ends.ravel()[tokens], lengths)
+        data = side.pool.data[spread(side.pool.ends[x.ids.ravel()[tokens]], lengths)]
+        kept = positions < np.repeat(reach, x.ids.shape[1])[np.repeat(tokens, lengths)]
+        tails.append((positions[kept], data[kept]))
+    (positions, ours), (_, theirs) = tails
+    doubtful[np.searchsorted(bases, positions[ours != theirs], side="right") - 1] = True
 
 
 def _pair_specials(student: Side, teacher: Side, s: Spelled, t: Spelled) -> tuple[np.ndarray, np.ndarray]:
     """Flat indices of the specials that meet their role at the same byte on the other side, in order."""
-    keys = []
-    for side, x in ((student, s), (teacher, t)):
-        role = side.role[x.ids.ravel()[x.specials]].astype(np.int64)
-        role = _settle(role, x)
-        position = x.ends.ravel()[x.specials].astype(np.int64)
-        known = np.flatnonzero(role > 0)
-        key = position[known] << 16 | role[known]
-        keys.append((x.specials[known], _numbered(key)))
-    (at_s, key_s), (at_t, key_t) = keys
+    if not len(s.specials) or not len(t.specials):
+        return s.specials[:0], t.specials[:0]
+    (at_s, key_s), (at_t, key_t) = _special_keys(student, s), _special_keys(teacher, t)
     _, i, j = np.intersect1d(key_s, key_t, assume_unique=True, return_indices=True)
     order = np.argsort(i)
     i, j = i[order], j[order]
-    if len(j) and (np.diff(j) < 0).any():
+    if (j[1:] < j[:-1]).any():
         kept = _increasing(j)
         i, j = i[kept], j[kept]
     return at_s[i], at_t[j]
+
+
+def _special_keys(side: Side, x: Spelled) -> tuple[np.ndarray, np.ndarray]:
+    """Flat indices of specials with a role, and a number for each that its counterpart has too."""
+    role = side.role[x.ids.ravel()[x.specials]]
+    role = _settle(role, x)
+    known = role > 0
+    at = x.specials[known]
+    return at, _numbered(x.ends.ravel()[at] << 16 | role[known])
 
 
 def _settle(role: np.ndarray, x: Spelled) -> np.ndarray:
@@ -225,7 +227,9 @@ def _numbered(key: np.ndarray) -> np.ndarray:
     """Make equal keys distinct by their rank of occurrence."""
     order = np.argsort(key, kind="stable")
     ranked = key[order]
-    starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]]) if len(ranked) else np.zeros(0, dtype=np.int64)
+    if not (ranked[1:] == ranked[:-1]).any():
+        return key << 16
+    starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]])
     sizes = np.diff(np.r_[starts, len(ranked)])
     rank = np.arange(len(ranked)) - np.repeat(starts, sizes)
     result = np.empty_like(key)
@@ -251,12 +255,11 @@ def _increasing(values: np.ndarray) -> np.ndarray:
     return np.array(chain[::-1], dtype=np.int64)
 
 
-def _number(cuts: np.ndarray, lengths: np.ndarray, pairs: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _number(cuts: np.ndarray, member: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """`[B, T]` int64: how many chunks were closed before each token; -1 outside every chunk."""
-    member = lengths > 0
-    member.ravel()[pairs] = True
     chunk = np.cumsum(cuts, axis=1, dtype=np.int64)
     chunk -= cuts
-    member &= chunk < counts[:, None]
-    chunk[~member] = -1
+    outside = chunk >= counts[:, None]
+    outside |= ~member
+    np.putmask(chunk, outside, -1)
     return chunk

@@ -7,6 +7,9 @@ import numpy as np
 from xtoken_core.alignment.sides import Side
 from xtoken_core.alignment.tables import TEXT
 
+_HEAD = 8
+"""Where a row's first text token is looked for first."""
+
 
 def own_spaces(
     student: Side,
@@ -44,6 +47,12 @@ def own_spaces(
 
 
 def _candidates(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    if mask is None and not side.table.prefix_after_special:
+        begins = np.zeros(ids.shape, dtype=bool)
+        rows, first = np.arange(len(ids)), _first_text(side, ids, mask)
+        if ids.size:
+            begins[rows, first] = side.leading_space[ids[rows, first]]
+        return begins
     there = np.ones(ids.shape, dtype=bool) if mask is None else mask
     text = there & (side.table.kinds[ids] == TEXT)
     before = np.zeros(ids.shape, dtype=bool)
@@ -60,8 +69,12 @@ def _first_text(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndar
     """`[B]`: index of each row's first text token, 0 if it has none."""
     if not ids.size:
         return np.zeros(len(ids), dtype=np.int64)
-    text = side.table.kinds[ids] == TEXT
-    first: np.ndarray = np.argmax(text if mask is None else text & mask, axis=1)
+    head = side.table.kinds[ids[:, :_HEAD]] == TEXT
+    head = head if mask is None else head & mask[:, :_HEAD]
+    if not head.any(axis=1).all():
+        head = side.table.kinds[ids] == TEXT
+        head = head if mask is None else head & mask
+    first: np.ndarray = head.argmax(axis=1)
     return first
 
 

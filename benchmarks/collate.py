@@ -1,0 +1,234 @@
+"""Alignment, collation and projection on one core: `python benchmarks/collate.py` (or `make bench-collate`).
+
+Everything that is compared runs side by side in one process, turn by turn; figures are medians, ratios are medians of
+the turns' ratios. The vocabularies are the ones that mistral-common carries: tekken (byte-level, 130,076 tokens), its
+first 32,000 merges, and a SentencePiece model (32,000). English is Python's language reference, code the standard
+library, multilingual text is sampled from sentences in twelve scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAYON_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import tokenizers  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from tests.support import vocabularies  # noqa: E402
+from xtoken_core.alignment import TokenAligner  # noqa: E402
+from xtoken_core.collate import CrossTokenizerCollator, loss_counts  # noqa: E402
+from xtoken_core.config.loss import LossConfig  # noqa: E402
+from xtoken_core.projection import build_projection  # noqa: E402
+
+CAPS = (512, 2048, 8192)
+BATCH = 8
+
+
+def corpora() -> dict[str, str]:
+    """English, code and multilingual text, about 3 MB each."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    from pydoc_data.topics import topics
+
+    code = "".join(path.read_text(encoding="utf-8", errors="replace") for path in sorted(library.glob("*.py")))
+    choose = random.Random(0)
+    sentences = [line for text in vocabularies.TEXTS.values() for line in text.splitlines(keepends=True)]
+    multilingual = " ".join(choose.choice(sentences) for _ in range(60_000))
+    english = "\n\n".join(topics[name] for name in sorted(topics))
+    return {"english": english * 5, "code": code, "multilingual": multilingual}
+
+
+def documents(text: str, tokenizer: Any, cap: int) -> list[str]:
+    """`BATCH` stretches of a text that fill the cap with either tokenizer."""
+    per_token = len(text[:200_000]) / len(tokenizer.encode(text[:200_000]))
+    size = int(cap * per_token * 1.6)
+    step = max((len(text) - size) // BATCH, 1)
+    return [text[i * step : i * step + size] for i in range(BATCH)]
+
+
+def interleaved(turns: int, *actions: Callable[[], Any]) -> list[list[float]]:
+    """Seconds of every action, one after the other, turn by turn."""
+    times: list[list[float]] = [[] for _ in actions]
+    for action in actions:
+        action()
+    for _ in range(turns):
+        for action, taken in zip(actions, times, strict=True):
+            began = time.perf_counter()
+            action()
+            taken.append(time.perf_counter() - began)
+    return times
+
+
+def offset_walk(student: Sequence[int], teacher: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """The usual way: two pointers over the ends of tokens, in Python."""
+    groups = []
+    i = j = start_i = start_j = 0
+    while i < len(student) and j < len(teacher):
+        if student[i] == teacher[j]:
+            i, j = i + 1, j + 1
+            groups.append((start_i, i, start_j, j))
+            start_i, start_j = i, j
+        elif student[i] < teacher[j]:
+            i += 1
+        else:
+            j += 1
+    return groups
+
+
+def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], turns: int) -> list[dict[str, Any]]:
+    """Ids in, chunks out."""
+    aligner = TokenAligner(student, teacher)
+    rows = []
+    for corpus, text in texts.items():
+        for cap in CAPS:
+            batch = documents(text, student, cap)
+            s, t = ([tokenizer.encode(document)[:cap] for document in batch] for tokenizer in (student, teacher))
+            s_ids, t_ids = (torch.tensor(_equal(x)) for x in (s, t))
+            s_mask, t_mask = torch.ones_like(s_ids), torch.ones_like(t_ids)
+            ends = [
+                [np.cumsum(table.pool.lengths[row]).tolist() for row in ids.tolist()]
+                for table, ids in ((aligner.student, s_ids), (aligner.teacher, t_ids))
+            ]
+
+            def ours(ids=(s_ids, t_ids), masks=(s_mask, t_mask)) -> Any:
+                return aligner.align(*ids, student_attention_mask=masks[0], teacher_attention_mask=masks[1])
+
+            def walk(ends=ends) -> None:
+                for a, b in zip(*ends, strict=True):
+                    offset_walk(a, b)
+
+            mine, walked = interleaved(turns, ours, walk)
+            found = ours()
+            rows.append(
+                {
+                    "pair": name,
+                    "corpus": corpus,
+                    "cap": cap,
+                    "student_tokens_per_s": s_ids.numel() / statistics.median(mine),
+                    "best": s_ids.numel() / min(mine),
+                    "times_offset_walk": statistics.median(w / m for w, m in zip(walked, mine, strict=True)),
+                    "equal_chunks": bool(torch.equal(found.pair_is_correct, found.pair_valid)),
+                }
+            )
+    return rows
+
+
+def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str], turns: int) -> list[dict[str, Any]]:
+    """Records in, rows for the queue out, against tokenizing with both and nothing else."""
+    aligner = TokenAligner(student, teacher)
+    counts = loss_counts(LossConfig(), [False])
+    rows = []
+    for corpus, text in texts.items():
+        for cap in CAPS:
+            batch = documents(text, student, cap)
+            records = [{"text": document} for document in batch]
+            collator = CrossTokenizerCollator(
+                student_tokenizer=student,
+                teacher_tokenizer=teacher,
+                aligner=aligner,
+                ctx_length_student=cap,
+                ctx_length_teacher=cap,
+            )
+
+            def tokenize(batch=batch, cap=cap) -> None:
+                for tokenizer in (student, teacher):
+                    tokenizer(batch, truncation=True, max_length=cap)
+
+            def collate(collator=collator, records=records) -> Any:
+                return collator.rows(records, counts)
+
+            plain, whole = interleaved(max(turns // 3, 3), tokenize, collate)
+            tokens = sum(int(row.fields["input_lengths"]) for row in collate())
+            rows.append(
+                {
+                    "pair": name,
+                    "corpus": corpus,
+                    "cap": cap,
+                    "student_tokens_per_s": tokens / statistics.median(whole),
+                    "rate_of_tokenizing": statistics.median(p / w for p, w in zip(plain, whole, strict=True)),
+                }
+            )
+    return rows
+
+
+def projection(student: Any, teacher: Any) -> dict[str, Any]:
+    """Two vocabularies of 130,000 tokens, tokenizers loaded."""
+    (taken,) = interleaved(3, lambda: build_projection(student, teacher))
+    a, b = (build_projection(student, teacher) for _ in range(2))
+    same = torch.equal(a.indices, b.indices) and torch.equal(a.likelihoods, b.likelihoods)
+    return {"seconds": statistics.median(taken), "best": min(taken), "rows": len(a.indices), "identical": same}
+
+
+def _equal(rows: list[list[int]]) -> list[list[int]]:
+    width = min(map(len, rows))
+    return [row[:width] for row in rows]
+
+
+def main() -> None:
+    """Run, print and keep the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "collate.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    texts = corpora()
+    large, small, pieces = vocabularies.tekken(), vocabularies.tekken(32000), vocabularies.sentencepiece_bpe()
+    pairs = {"tekken -> its first 32,000": (large, small), "tekken -> sentencepiece": (large, pieces)}
+    align, collate = [], []
+    for name, (student, teacher) in pairs.items():
+        align += align_only(name, student, teacher, texts, options.turns)
+        collate += whole_collator(name, student, teacher, texts, options.turns)
+    built = projection(vocabularies.tekken(130000), vocabularies.mistral_tekken())
+    result = {
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+            "tokenizers": tokenizers.__version__,
+            "transformers": transformers.__version__,
+        },
+        "settings": {"batch": BATCH, "turns": options.turns, "threads": 1},
+        "align": align,
+        "collator": collate,
+        "projection": built,
+    }
+    print(f"{'pair':<28}{'corpus':<14}{'cap':>6}{'align M/s':>11}{'x walk':>8}{'collate k/s':>13}{'/tokenizing':>12}")
+    for a, c in zip(align, collate, strict=True):
+        print(
+            f"{a['pair']:<28}{a['corpus']:<14}{a['cap']:>6}{a['student_tokens_per_s'] / 1e6:>11.1f}"
+            f"{a['times_offset_walk']:>8.1f}{c['student_tokens_per_s'] / 1e3:>13.0f}{c['rate_of_tokenizing']:>12.2f}"
+        )
+    print(f"projection of two 130k vocabularies: {built['seconds']:.2f} s, identical {built['identical']}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()
