@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.common.vocabulary import first_line
@@ -44,7 +45,7 @@ def load_model(spec: ModelSpec, what: str, device: torch.device, directory: Path
             use_safetensors=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise InputError(f"cannot load the {what}'s model from {place}: {first_line(error)}") from error
     model.to(device)  # type: ignore[arg-type]  # the stub's decorator loses `self`
     return model

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from services.common.vocabulary import vocabulary_size
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import ModelSpec, RunSpec
@@ -89,8 +91,7 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
     width = text.get("vocab_size") if isinstance(text, dict) else None
     if not isinstance(width, int):
         raise InputError(f"{spec.model / 'config.json'} of the {what} names no vocab_size")
-    if not any(spec.model.glob("*.safetensors")):
-        raise InputError(f"the {what}'s directory {spec.model} holds no .safetensors weights")
+    _check_weights(what, spec.model)
     vocabulary = vocabulary_size(spec.tokenizer_dir)
     if width < vocabulary:
         raise InputError(
@@ -99,6 +100,19 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
         )
     fingerprint = tokenizer_fingerprint(spec.tokenizer_dir)
     return ResolvedModel(vocab_size=vocabulary, head_width=width, tokenizer_fingerprint=fingerprint)
+
+
+def _check_weights(what: str, directory: Path) -> None:
+    """Weights are there, and their files are what their name says."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"the {what}'s directory {directory} holds no .safetensors weights")
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"cannot read the {what}'s weights {path}: {error}") from error
 
 
 def _config(what: str, directory: Path) -> dict[str, Any]:
