@@ -92,7 +92,7 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("held-out tokens", lambda run: f"{run.final['tokens']:,}"),
     ("held-out bytes", lambda run: f"{run.final['bytes']:,}"),
 )
-_IN_TERMINAL = 5
+_IN_TERMINAL = 4
 
 
 def _rate(run: Run) -> str:

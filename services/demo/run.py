@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ def run_demo(
         InputError: `out` holds something else.
         XtokenError: A run failed or was stopped.
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would take the cores from other processes
     console = console or Console()
     began = time.monotonic()
     prepare_directory(out)

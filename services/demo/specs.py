@@ -8,6 +8,7 @@ from pathlib import Path
 TEACHER, STUDENT, PROJECTION = "teacher", "student", "projection.safetensors"
 CROSS_ENTROPY, DISTILLED = "cross-entropy", "distilled"
 EVAL_BYTES = 60_000
+_VOCAB_TOPK = 1024
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class StudentTraining:
         seed: Of the order of documents.
     """
 
-    steps: int = 100
-    samples_per_step: int = 8
+    steps: int = 140
+    samples_per_step: int = 4
     context_length: int = 256
-    learning_rate: float = 4e-3
-    eval_every: int = 25
+    learning_rate: float = 3e-3
+    eval_every: int = 35
     seed: int = 0
 
 
@@ -78,6 +79,7 @@ max_bytes = {EVAL_BYTES}
 
 [loss]
 {loss}
+vocab_topk = {_VOCAB_TOPK}
 
 [train]
 samples_per_step = {training.samples_per_step}

@@ -59,8 +59,8 @@ class TeacherTraining:
     context_length: int = 256
     learning_rate: float = 1e-3
     warmup_steps: int = 20
-    eval_every: int = 50
-    eval_bytes: int = 50_000
+    eval_every: int = 100
+    eval_bytes: int = 60_000
     seed: int = 0
     threads: int = 2
 
