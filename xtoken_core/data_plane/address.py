@@ -7,45 +7,59 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import zmq
 
+from xtoken_core.data_plane.keys import client_keys
 from xtoken_core.errors import ConfigError, InputError
 
 TOKEN_FILE_VARIABLE = "XTOKEN_QUEUE_TOKEN_FILE"
+KEYS_VARIABLE = "XTOKEN_QUEUE_KEYS"
 USER = b"xtoken"
 IPC_PATH_BYTES = 107
 
 
 @dataclass(frozen=True)
 class Address:
-    """A queue's address: `ipc://PATH` in a private directory, or `tcp://127.0.0.1:PORT` with a token.
+    """A queue's address, and the proof that belongs to it.
 
-    The token is presented in the ZMTP handshake (PLAIN), before the first message; it never stands in one.
+    `ipc://PATH` in a private directory needs none; `tcp://` on loopback needs the queue's token (PLAIN); any `tcp://`
+    works with keys (CURVE). Proofs are given in the ZMTP handshake, before the first message, never in one.
+
+    Attributes:
+        token_file: File with the queue's token.
+        keys: Directory of keys, see `xtoken_core.data_plane.keys`.
     """
 
     url: str
     token_file: Path | None = None
+    keys: Path | None = None
 
     @classmethod
-    def parse(cls, url: str, token_file: Path | None = None) -> Address:
-        """Check an address; the token file may also be named by the environment.
+    def parse(cls, url: str, token_file: Path | None = None, keys: Path | None = None) -> Address:
+        """Check an address; token file and keys may also be named by the environment.
 
         Raises:
-            ConfigError: It is neither ipc nor loopback tcp.
+            ConfigError: It is neither ipc nor tcp, or is not loopback and has no keys.
         """
         parts = urlsplit(url)
         if parts.scheme == "ipc":
             if not 0 < len(os.fsencode(url.removeprefix("ipc://"))) <= IPC_PATH_BYTES:
                 raise ConfigError(f"{url}: the path of an ipc address has 1 to {IPC_PATH_BYTES} bytes")
             return cls(url)
-        if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+        if parts.scheme != "tcp" or not parts.hostname or not _port(parts):
             raise ConfigError(f"{url!r} is no queue address: use ipc://PATH or tcp://127.0.0.1:PORT")
-        if not _loopback(parts.hostname):
-            raise ConfigError(f"{url}: only loopback addresses are served; {parts.hostname} is not one")
-        named = os.environ.get(TOKEN_FILE_VARIABLE)
-        return cls(url, token_file or (Path(named) if named else None))
+        keys = keys or (None if token_file else _named(KEYS_VARIABLE))
+        token_file = token_file or (None if keys else _named(TOKEN_FILE_VARIABLE))
+        if not _loopback(parts.hostname) and keys is None:
+            raise ConfigError(
+                f"{url}: a token would cross the network in clear; beyond loopback a directory of keys is needed: "
+                f"name it by --keys or {KEYS_VARIABLE}"
+            )
+        if keys is not None and token_file is not None:
+            raise ConfigError(f"{url}: a token file and keys are both given: use one of them")
+        return cls(url, token_file, keys)
 
     @property
     def ipc_path(self) -> Path | None:
@@ -53,12 +67,16 @@ class Address:
         return Path(self.url.removeprefix("ipc://")) if self.url.startswith("ipc://") else None
 
     def authenticate(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a client's socket present the token in its handshake.
+        """Make a client's socket present its token or key in its handshake.
 
         Raises:
-            ConfigError: A tcp address needs a token file and none is named.
+            ConfigError: A tcp address needs a token file or keys and none are named.
+            InputError: They cannot be read.
         """
         if self.ipc_path is not None:
+            return
+        if self.keys is not None:
+            socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = client_keys(self.keys)
             return
         if self.token_file is None:
             raise ConfigError(
@@ -91,6 +109,18 @@ def create_token(path: Path) -> str:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token + "\n")
     return token
+
+
+def _named(variable: str) -> Path | None:
+    named = os.environ.get(variable)
+    return Path(named) if named else None
+
+
+def _port(parts: SplitResult) -> int | None:
+    try:
+        return parts.port
+    except ValueError:
+        return None
 
 
 def _loopback(host: str) -> bool:

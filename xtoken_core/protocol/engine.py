@@ -28,6 +28,7 @@ class Engine:
 
     Attributes:
         changes: Grows with every request that may let a waiting one go on.
+        waiting: Says how many requests wait for a change; whoever keeps them sets it.
     """
 
     def __init__(self, *, memory_limit: int, clock: Callable[[], float]) -> None:
@@ -38,6 +39,8 @@ class Engine:
         self.changes = 0
         self.started = clock()
         self.counts: dict[str, int] = {}
+        self.waiting: Callable[[], int] = lambda: 0
+        self.leased_at: dict[tuple[str, int], float] = {}
         self._replies = Replies()
         self._hellos: dict[str, str] = {}
         self.sessions.on_end.append(self._forget)
@@ -69,6 +72,7 @@ class Engine:
             self.counts[tag] = self.counts.get(tag, 0) + 1
             if kind not in READS:
                 self.changes += 1
+                self._note_lease(request, answer)
                 if kind not in NATURAL:
                     self._replies.remember(session.id, request.id, answer)
         return answer
@@ -78,6 +82,15 @@ class Engine:
         for session in self.sessions.silent(self.clock()):
             self.sessions.end(session.id, f"no sign of life for {session.silence:g} s")
             self.changes += 1
+        if len(self.leased_at) > 2 * sum(len(part.lease_ids()) for part in self.partitions.values()) + 1024:
+            live = {(name, lease) for name, part in self.partitions.items() for lease in part.lease_ids()}
+            self.leased_at = {key: since for key, since in self.leased_at.items() if key in live}
+
+    def _note_lease(self, request: m.AnyRequest, answer: Answer) -> None:
+        """When a lease was given, for its age."""
+        reply = answer.reply
+        if isinstance(reply, (m.Claimed, m.Block)) and isinstance(request, m.PartitionRequest) and reply.lease:
+            self.leased_at.setdefault((request.partition, reply.lease), self.clock())
 
     def _dispatch(self, request: m.AnyRequest, session: Session, buffers: Sequence[Buffer]) -> Answer | None:
         match request:

@@ -18,6 +18,7 @@ class Partition:
     Attributes:
         definition: The message that opened it; opening it again with the same one is no error.
         run: The protocol of the run, or None for a generic partition.
+        rows_put: Rows that were new.
         kinds: Kind, dtype and item shape of every field, as its first rows had them.
         sealed: Whether nothing will be put any more.
     """
@@ -28,6 +29,7 @@ class Partition:
         self.store = Store()
         self.volatile = frozenset(definition.volatile)
         self.kinds: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+        self.rows_put = 0
         self._vouched: dict[str, list[tuple[int, str, str]]] = {}
         self.run: RunProtocol | None = None
         if definition.run is not None:
@@ -65,6 +67,8 @@ class Partition:
 
     def keep(self, ids: Sequence[int], columns: Mapping[str, Column], new: Iterable[int]) -> None:
         """Store the rows of `new`, some of `ids`."""
+        new = list(new)
+        self.rows_put += len(new)
         self.kinds.update({name: _kind(column) for name, column in columns.items()})
         self.store.put(ids, dict(columns), new)
 
@@ -105,6 +109,10 @@ class Partition:
             known = ", ".join(self.samples.tasks) or "none"
             raise QueueError("unknown_task", f"partition {self.name!r} has no task {name!r} (its tasks: {known})")
         return name
+
+    def lease_ids(self) -> list[int]:
+        """Every lease that stands, of samples and of blocks."""
+        return [*self.samples.leases, *(self.run.source.leases if self.run else ())]
 
     def exhausted(self, task: str) -> bool:
         """Whether a task will never get another sample."""

@@ -69,6 +69,7 @@ class Samples:
         samples: Every sample that is held, by id.
         dead: Reason of every dead letter; its sample stays held until it is dropped.
         finished: Ids that every task has done and that were let go.
+        given_back: How many leased samples became free again so far.
     """
 
     def __init__(self, tasks: Iterable[Task], max_attempts: int = 3) -> None:
@@ -78,6 +79,7 @@ class Samples:
         self.leases: dict[int, Lease] = {}
         self.dead: dict[int, str] = {}
         self.finished = IntervalSet()
+        self.given_back = 0
         self._puts = 0
         self._leased = 0
         self._ready_count = 0
@@ -182,6 +184,7 @@ class Samples:
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return None
+        self.given_back += len(lease.ids)
         for sample_id in lease.ids:
             sample = self.samples.get(sample_id)
             if sample is not None and sample_id not in self.dead:

@@ -25,9 +25,10 @@ def stats_document(engine: Engine) -> bytes:
         "bytes": engine.nbytes,
         "memory_limit": engine.memory_limit,
         "requests": engine.counts,
+        "waiting": engine.waiting(),
         "sessions": [_session(s, now) for s in engine.sessions.live.values()],
         "ended_sessions": [_session(s, now) for s in engine.sessions.ended.values()],
-        "partitions": {name: _partition(part) for name, part in engine.partitions.items()},
+        "partitions": {name: _partition(part, engine, now) for name, part in engine.partitions.items()},
     }
     return msgspec.json.encode(document)
 
@@ -47,7 +48,7 @@ def _session(session: Session, now: float) -> dict[str, Any]:
     }
 
 
-def _partition(part: Partition) -> dict[str, Any]:
+def _partition(part: Partition, engine: Engine, now: float) -> dict[str, Any]:
     samples = part.samples
     tasks = {}
     for task in samples.tasks:
@@ -57,6 +58,9 @@ def _partition(part: Partition) -> dict[str, Any]:
         "samples": len(samples.samples),
         "bytes": part.store.nbytes,
         "leases": len(samples.leases),
+        "oldest_lease_s": max((now - engine.leased_at.get((part.name, i), now) for i in part.lease_ids()), default=0.0),
+        "rows_put": part.rows_put,
+        "given_back": samples.given_back,
         "dead": len(samples.dead),
         "sealed": part.sealed,
         "tasks": tasks,

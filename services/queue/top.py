@@ -1,0 +1,121 @@
+"""A live terminal view of a queue."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from xtoken_core.data_plane.client import DataPlaneClient
+
+Stats = dict[str, Any]
+
+
+def show(client: DataPlaneClient, *, every: float, once: bool) -> None:
+    """Draw a queue until interrupted, or once.
+
+    Args:
+        client: With a session.
+        every: Seconds between two looks.
+        once: Draw once and return.
+    """
+    console = Console()
+    before, seen = None, client.stats()
+    if once:
+        console.print(view(seen, before))
+        return
+    try:
+        with Live(view(seen, before), console=console, refresh_per_second=10, screen=console.is_terminal) as live:
+            while True:
+                time.sleep(every)
+                before, seen = seen, client.stats()
+                live.update(view(seen, before))
+    except KeyboardInterrupt:
+        return
+
+
+def view(seen: Stats, before: Stats | None) -> Group:
+    """One picture: totals, partitions and tasks, runs, sessions. Rates are over the time since `before`."""
+    parts = [_totals(seen, before), _tasks(seen, before)]
+    if any("run" in part for part in seen["partitions"].values()):
+        parts.append(_runs(seen))
+    return Group(*parts, _sessions(seen))
+
+
+def _totals(seen: Stats, before: Stats | None) -> Text:
+    used = f"{_size(seen['bytes'])} of {_size(seen['memory_limit'])}"
+    requests = sum(seen["requests"].values())
+    rate = ""
+    if before is not None:
+        rate = f" · {(requests - sum(before['requests'].values())) / _span(seen, before):,.0f} requests/s"
+    return Text(f"up {_age(seen['uptime_s'])} · {used} · {len(seen['sessions'])} sessions · "
+                f"{seen['waiting']} waiting{rate}")  # fmt: skip
+
+
+def _tasks(seen: Stats, before: Stats | None) -> Table:
+    table = Table("partition", "task", "waiting", "ready", "leased", "done", "dead", "bytes", "rows/s", "oldest lease")
+    for name, part in seen["partitions"].items():
+        rate = ""
+        if before is not None and name in before["partitions"]:
+            rate = f"{(part['rows_put'] - before['partitions'][name]['rows_put']) / _span(seen, before):,.0f}"
+        common = (str(part["dead"]), _size(part["bytes"]), rate, _age(part["oldest_lease_s"]))
+        title = f"{name} (sealed)" if part["sealed"] else name
+        for task, states in part["tasks"].items():
+            table.add_row(title, task, *(str(states[s]) for s in ("waiting", "ready", "leased", "done")), *common)
+            title, common = "", ("", "", "", "")
+        if not part["tasks"]:
+            table.add_row(title, "-", "", str(part["samples"]), "", "", *common)
+    return table
+
+
+def _runs(seen: Stats) -> Table:
+    table = Table("run", "step", "positions", "skipped", "rewinds", "blocks leased", "rings", "state")
+    for name, part in seen["partitions"].items():
+        if "run" not in part:
+            continue
+        run = part["run"]
+        rings = ", ".join(
+            f"{ring['teacher']}/{ring['rank']}: " + " ".join(f"{n} {state}" for state, n in ring["slots"].items() if n)
+            for ring in run["rings"]
+        )
+        steps = -(-run["positions"] // run["samples_per_step"])
+        state = f"failed: {run['failed']}" if run["failed"] else "ended" if run["ended"] else "running"
+        table.add_row(
+            name, f"{run['step']} of {steps}", str(run["positions"]), str(run["skipped"]), str(run["rewinds"]),
+            str(run["blocks_leased"]), rings, state,
+        )  # fmt: skip
+    return table
+
+
+def _sessions(seen: Stats) -> Table:
+    table = Table("session", "role", "rank", "phase", "progress", "last progress", "last seen")
+    for session in seen["sessions"]:
+        table.add_row(
+            session["name"], session["role"], str(session["rank"]), session["phase"], str(session["progress"]),
+            _age(session["progress_age_s"]), _age(session["seen_age_s"]),
+        )  # fmt: skip
+    return table
+
+
+def _span(seen: Stats, before: Stats) -> float:
+    return max(float(seen["uptime_s"] - before["uptime_s"]), 1e-9)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
