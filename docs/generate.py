@@ -28,40 +28,6 @@ from xtoken_core.config import RunSpec  # noqa: E402
 
 MAKE = "python docs/generate.py"
 
-NOTES = {
-    "RunSpec.name": "Letters, digits, `.`, `_` and `-`; names the run's partition in the queue and the model card.",
-    "RunSpec.seed": "Order of the data, dropout, everything random.",
-    "ModelSpec.model": "The model's directory: `config.json` and `.safetensors` weights.",
-    "ModelSpec.dtype": "What it is loaded and computed in; the student's optimiser works in it too.",
-    "DataSpec.epochs": "How often every record is trained.",
-    "DataSpec.shuffle": "Permute the records, anew in each epoch; by offsets, texts stay where they are.",
-    "EvalSpec.path": "As `data.path`.",
-    "EvalSpec.field": "As `data.field`.",
-    "EvalSpec.every": "Optimiser steps between two evaluations; the first comes before any step, one more at the end.",
-    "TrainSpec.samples_per_step": "Records of one optimiser step, over all ranks.",
-    "TrainSpec.learning_rate": "AdamW's highest rate, reached after the warm-up.",
-    "TrainSpec.min_learning_rate": "Where the cosine ends.",
-    "TrainSpec.warmup_steps": "Steps of the linear warm-up.",
-    "TrainSpec.weight_decay": "AdamW's; vectors (biases, norms) are left out.",
-    "TrainSpec.betas": "AdamW's.",
-    "TrainSpec.grad_clip": "Largest norm of the gradient; a larger one is scaled down.",
-    "TrainSpec.checkpoint_every": "Steps between two checkpoints; the last step always has one.",
-    "TrainSpec.keep_checkpoints": "The newest so many stay.",
-    "WorkersSpec.collators": "Collator processes.",
-    "WorkersSpec.device": "`auto` takes a GPU where there is one; rank r uses GPU r modulo their number.",
-    "WorkersSpec.load_timeout_s": "How long a worker may go without progress while it loads.",
-    "LossConfig.gold_loss": "gold: common tokens by KL, the others by sorted L1.",
-    "LossConfig.xtoken_loss": "H-KL: gold with a wider notion of common tokens; needs `gold_loss`.",
-    "LossConfig.uld_loss": "ULD: all tokens by sorted L1.",
-    "LossConfig.alm_loss": "ALM: the likelihoods of each chunk's own tokens.",
-    "LossConfig.temperature": "Divides both sides' logits; the KD term is multiplied by its square.",
-    "LossConfig.reverse_kl": "KL of the student from the teacher instead of the other way round.",
-    "LossConfig.kl_loss_weight": "Weight of the KD term.",
-    "LossConfig.ce_loss_scale": "Weight of the cross-entropy.",
-    "LossConfig.dynamic_loss_scale_cap": "The largest scale that `dynamic_loss_scaling` may apply.",
-}
-"""Words for fields whose model has none beside them; a test sees to it that none of these is a second opinion."""
-
 CONFIGURATION = """# Configuration
 
 A run is one TOML file. Every relative path in it is meant relative to the file itself. Unknown fields are refused, and
@@ -126,7 +92,7 @@ def docs_of(model: type[BaseModel]) -> dict[str, str]:
             said = ""
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 said = " ".join(str(following.value.value).split())
-            found[line.target.id] = said or NOTES.get(f"{base.__name__}.{line.target.id}", "")
+            found[line.target.id] = said
     return found
 
 

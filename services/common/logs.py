@@ -14,6 +14,7 @@ def set_up(*, debug: bool = False) -> None:
     formatter = logging.Formatter(FORMAT, datefmt="%Y-%m-%dT%H:%M:%SZ")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
+    logging.getLogger("torch").setLevel(logging.ERROR)  # its advice is for its own developers
     root = logging.getLogger("xtoken")
     root.handlers = [handler]
     root.propagate = False

@@ -18,6 +18,8 @@ from xtoken_core.protocol.run import TRAIN, teacher_task
 Kind = Literal["queue", "collator", "teacher", "trainer"]
 STOP_ORDER: tuple[Kind, ...] = ("trainer", "teacher", "collator", "queue")
 THREADS = "OMP_NUM_THREADS"
+PATIENT_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait sleep: teacher and student share the cores, and spinning takes them from the other."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def fleet_of(run: ResolvedRun, resolved_file: Path, queue: Address) -> tuple[Mem
     workers = run.spec.workers
     token = ("--token-file", str(queue.token_file)) if queue.token_file else ()
     worker = ("--queue", queue.url, *token)
-    heavy = {THREADS: str(threads_of_model_workers(run.spec))}
+    heavy = {THREADS: str(threads_of_model_workers(run.spec)), **PATIENT_THREADS}
     light = {THREADS: "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     members = [_member("queue", "queue", ("--bind", queue.url, *token, "--run", str(resolved_file)), light)]
     for index in range(workers.collators):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Part(BaseModel):
     """A part of the configuration: unknown fields are refused, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+def _none_word(value: Any) -> Any:
+    return None if value == "none" else value
+
+
+NoneWord = BeforeValidator(_none_word)
+"""Makes the word "none" mean None: TOML has no other way to say it."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from xtoken_core.config.base import Part
+from xtoken_core.config.base import NoneWord, Part
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -25,15 +25,21 @@ class LossConfig(Part):
     """
 
     gold_loss: bool = False
+    """gold: common tokens by KL, the others by sorted L1."""
     xtoken_loss: bool = False
+    """H-KL: gold with a wider notion of common tokens; needs `gold_loss`."""
     uld_loss: bool = False
+    """ULD: all tokens by sorted L1."""
     alm_loss: bool = False
+    """ALM: the likelihoods of each chunk's own tokens."""
     temperature: Positive = 1.0
-    vocab_topk: Annotated[int, Field(ge=1)] | None = 8192
-    """P-KL: how many teacher tokens are compared; all of them if None or if the vocabulary has fewer."""
+    """Divides both sides' logits; the KD term is multiplied by its square."""
+    vocab_topk: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = 8192
+    """P-KL: how many teacher tokens are compared; all of them if "none" or if the vocabulary has fewer."""
     uncommon_topk: Annotated[int, Field(ge=1)] = 8192
     """gold, H-KL: where the sorted lists of uncommon tokens are cut."""
     reverse_kl: bool = False
+    """KL of the student from the teacher instead of the other way round."""
     exact_token_match_only: bool = False
     """P-KL: leave out chunks whose two sides do not spell the same bytes."""
     teacher_chunk_average: Literal["log_prob", "prob"] = "log_prob"
@@ -41,15 +47,18 @@ class LossConfig(Part):
     alm_temperature: Positive = 100.0
     """ALM: the root that is taken of both chunk likelihoods before they are compared."""
     kl_loss_weight: NonNegative = 1.0
+    """Weight of the KD term."""
     ce_loss_scale: NonNegative = 0.1
+    """Weight of the cross-entropy."""
     dynamic_loss_scaling: bool = False
     """Scale the KD term to the cross-entropy's size at every micro-batch; replaces both weights above."""
     dynamic_loss_scale_cap: Positive | None = None
+    """The largest scale that `dynamic_loss_scaling` may apply."""
 
     teacher_aggregation: Literal["sum", "averaged_logits", "select_teacher"] = "sum"
     """Several teachers: add their losses, average their logits, or follow the best one of each micro-batch."""
-    teacher_modes: tuple[LossMode | None, ...] = ()
-    """`sum`: each teacher's own mode, in the teachers' order; None or an empty list: the mode set above."""
+    teacher_modes: tuple[Annotated[LossMode | None, NoneWord], ...] = ()
+    """`sum`: each teacher's own mode, in the teachers' order; "none" or an empty list: the mode set above."""
     dynamic_teacher_weights: Literal["ce", "entropy", "max_prob"] | None = None
     """`sum`: weigh teachers by a softmax of this score of theirs on the micro-batch, not by static weights."""
     dynamic_weight_alpha: Positive = 1.0

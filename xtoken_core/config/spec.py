@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import Part
+from xtoken_core.config.base import NoneWord, Part
 from xtoken_core.config.loss import LossConfig, NonNegative, Positive
 from xtoken_core.errors import ConfigError, InputError
 
@@ -29,9 +29,11 @@ class ModelSpec(Part):
     """A causal language model: a Hugging Face directory."""
 
     model: Path
+    """The model's directory: `config.json` and `.safetensors` weights."""
     tokenizer: Path | None = None
     """Where the tokenizer is; the model's own directory if left out."""
     dtype: Dtype = "float32"
+    """What it is loaded and computed in; the student's optimiser works in it too."""
     context_length: Annotated[int, Field(ge=2)]
     """Tokens of a document beyond this are cut off."""
 
@@ -59,11 +61,13 @@ class DataSpec(Part):
     field: str = "text"
     """The field of a record that holds the text; `.txt` has none."""
     epochs: Count = 1
+    """How often every record is trained."""
     on_bad_record: Literal["skip", "fail"] = "skip"
     """What an empty or undecodable record does: becomes a counted tombstone, or ends the run."""
     append_eos: bool = True
     """Close every document that was not cut with the end-of-text token, on both sides."""
     shuffle: bool = True
+    """Permute the records, anew in each epoch; by offsets, texts stay where they are."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -75,8 +79,11 @@ class EvalSpec(Part):
     """Held-out text, read every so many steps and at the end."""
 
     path: Path | tuple[Path, ...]
+    """As `data.path`."""
     field: str = "text"
+    """As `data.field`."""
     every: Count = 100
+    """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
     max_bytes: Count = 1 << 20
     """How much of the text is read, in UTF-8 bytes."""
 
@@ -90,18 +97,27 @@ class TrainSpec(Part):
     """The optimiser's part."""
 
     samples_per_step: Count = 32
+    """Records of one optimiser step, over all ranks."""
     max_steps: Count | None = None
     """End after so many optimiser steps, if the epochs have not ended before."""
     micro_batch_tokens: Count = 8192
     """Padded tokens of one micro-batch at most, on the student's side and on each teacher's."""
     learning_rate: Positive = 1e-4
+    """AdamW's highest rate, reached after the warm-up."""
     min_learning_rate: NonNegative = 0.0
+    """Where the cosine ends."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of the linear warm-up."""
     weight_decay: NonNegative = 0.0
+    """AdamW's; vectors (biases, norms) are left out."""
     betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: Positive | None = 1.0
+    """AdamW's."""
+    grad_clip: Annotated[Positive | None, NoneWord] = 1.0
+    """The gradient's norm at most; "none" leaves it as it is."""
     checkpoint_every: Count = 100
+    """Steps between two checkpoints; the last step always has one."""
     keep_checkpoints: Count = 2
+    """The newest so many stay."""
 
 
 class QueueSpec(Part):
@@ -125,9 +141,11 @@ class WorkersSpec(Part):
     """The processes of the run."""
 
     collators: Count = 2
+    """Collator processes."""
     ranks: Count = 1
     """Student processes; each has a teacher process of its own per teacher."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU where there is one; rank r uses GPU r modulo their number."""
     signal: Literal["shared_memory"] = "shared_memory"
     """How the teacher's logits reach the student."""
     slots: Annotated[int, Field(ge=1, le=64)] = 2
@@ -135,6 +153,7 @@ class WorkersSpec(Part):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Restarts of a worker without progress in between before the run is given up."""
     load_timeout_s: Positive = 600.0
+    """How long a worker may go without progress while it loads."""
     step_timeout_s: Positive = 600.0
     """How long a worker may go without progress while loading, and while running."""
 
@@ -143,9 +162,11 @@ class RunSpec(Part):
     """One distillation run. Relative paths are meant relative to the file they stand in."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    """Letters, digits, `.`, `_` and `-`; names the run's partition in the queue and the model card."""
     output: Path
     """The directory the run writes: checkpoints, logs, curves, the exported model."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Order of the data, dropout, everything random."""
     student: ModelSpec
     teacher: tuple[TeacherSpec, ...]
     data: DataSpec
