@@ -81,19 +81,19 @@ def cut(
     s, t = _spell(student, student_ids, student_mask, led_s), _spell(teacher, teacher_ids, teacher_mask, led_t)
     bases = _place(s, t)
     both = _common_ends(s, t, bases)
-    cut_s, cut_t = both[s.ends], both[t.ends]
+    cut_s, cut_t = both.take(s.ends, mode="clip"), both.take(t.ends, mode="clip")
     cut_s &= s.text
     cut_t &= t.text
-    at_s, at_t = np.flatnonzero(cut_s), np.flatnonzero(cut_t)
+    at_s, at_t = cut_s.ravel().nonzero()[0], cut_t.ravel().nonzero()[0]
     doubtful = s.doubtful | t.doubtful
-    same = s.prefix_hash.ravel()[at_s] == t.prefix_hash.ravel()[at_t]
+    same = s.prefix_hash.take(at_s) == t.prefix_hash.take(at_t)
     if not same.all():
         doubtful[at_s[~same] // s.ids.shape[1]] = True
     _compare_tails(student, teacher, s, t, at_s, bases, doubtful)
     # A token is alone in its chunk on its own side if its start is a cut too; the cuts of both sides are in one order.
-    positions = s.ends.ravel()[at_s]
-    single = both[positions - s.lengths.ravel()[at_s]]
-    single &= both[positions - t.lengths.ravel()[at_t]]
+    positions = s.ends.take(at_s)
+    single = both.take(positions - s.lengths.take(at_s))
+    single &= both.take(positions - t.lengths.take(at_t))
     exact_s, exact_t = np.zeros(cut_s.shape, dtype=bool), np.zeros(cut_t.shape, dtype=bool)
     exact_s.ravel()[at_s] = single
     exact_t.ravel()[at_t] = single
@@ -101,7 +101,7 @@ def cut(
     for cuts, exact, text, pairs in ((cut_s, exact_s, s.text, pair_s), (cut_t, exact_t, t.text, pair_t)):
         for mask in (cuts, exact, text):
             mask.ravel()[pairs] = True
-    counts = np.count_nonzero(cut_s, axis=1).astype(np.int64)
+    counts = cut_s.sum(axis=1, dtype=np.int64)
     return Chunks(
         student_chunk=_number(cut_s, s.text, counts),
         teacher_chunk=_number(cut_t, t.text, counts),
@@ -169,18 +169,20 @@ def _compare_tails(
         return
     reach = np.minimum(s.ends[:, -1], t.ends[:, -1])
     last = bases[:-1].copy()
-    rows = at_s // s.ids.shape[1]
-    last[rows] = s.ends.ravel()[at_s]  # of several assignments to one row the last one stands
+    before = np.searchsorted(at_s, s.ids.shape[1] * np.arange(len(bases)))  # cuts before each row
+    rows = np.flatnonzero(before[1:] > before[:-1])
+    last[rows] = s.ends.take(at_s[before[rows + 1] - 1])
     if (reach == last).all():
         return
     tails = []
     for side, x in ((student, s), (teacher, t)):
-        inside = (x.ends > last[:, None]) & (x.ends - x.lengths < reach[:, None]) & x.text
-        tokens = np.flatnonzero(inside)
-        lengths = x.lengths.ravel()[tokens]
-        positions = spread(x.ends.ravel()[tokens], lengths)
-        data = side.pool.data[spread(side.pool.ends[x.ids.ravel()[tokens]], lengths)]
-        kept = positions < np.repeat(reach, x.ids.shape[1])[np.repeat(tokens, lengths)]
+        inside = x.ends > last[:, None]
+        inside &= x.ends - x.lengths < reach[:, None]
+        tokens = inside.ravel().nonzero()[0]
+        lengths = x.lengths.take(tokens)
+        positions = spread(x.ends.take(tokens), lengths)
+        data = side.pool.data[spread(side.pool.ends[x.ids.take(tokens)], lengths)]
+        kept = positions < np.repeat(reach[tokens // x.ids.shape[1]], lengths)
         tails.append((positions[kept], data[kept]))
     (positions, ours), (_, theirs) = tails
     doubtful[np.searchsorted(bases, positions[ours != theirs], side="right") - 1] = True

@@ -50,9 +50,9 @@ class AlignmentReport:
         """Student tokens aligned per second; 0 if no time was taken."""
         return self.student_tokens / self.seconds if self.seconds else 0.0
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, int | float]:
         """All counts and the rate, for JSON."""
-        values: dict[str, float] = asdict(self)
+        values: dict[str, int | float] = asdict(self)
         del values["seconds"]
         return values | {"tokens_per_second": round(self.tokens_per_second, 1)}
 
