@@ -11,6 +11,7 @@ from types import FrameType
 from setproctitle import setproctitle
 
 from services.common.resolve import resolve_run
+from services.queue.journal import Journal
 from services.queue.server import Server
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import load_run_spec
@@ -24,19 +25,31 @@ log = logging.getLogger("xtoken.queue")
 DEFAULT_MEMORY = 1 << 30
 
 
-def serve(bind: str, *, run: Path | None, token_file: Path | None, memory_limit: int | None) -> None:
+def serve(
+    bind: str,
+    *,
+    run: Path | None,
+    token_file: Path | None,
+    memory_limit: int | None,
+    keys: Path | None = None,
+    journal: Path | None = None,
+    fsync: str = "interval",
+    metrics_port: int | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        XtokenError: The address cannot be served, or the run cannot be opened.
+        XtokenError: The address cannot be served, the run cannot be opened, or the journal cannot be read.
     """
     setproctitle("xtoken queue")
+    address = Address.parse(bind, token_file, keys)
     resolved = None if run is None else load_resolved(run)
     limit = memory_limit or (resolved.spec.queue.memory_limit if resolved else DEFAULT_MEMORY)
     engine = Engine(memory_limit=limit, clock=time.monotonic)
+    kept = None if journal is None else Journal(journal, engine, fsync=fsync)
     if resolved is not None:
         open_run(engine, resolved)
-    server = Server(engine, Address.parse(bind, token_file))
+    server = Server(engine, address, journal=kept, metrics_port=metrics_port)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         server.stop()

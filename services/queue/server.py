@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket as sockets
@@ -9,14 +10,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 
 import zmq
 
 from services.queue.endpoint import Endpoint
-from services.queue.metrics import Latencies
+from services.queue.journal import Journal
+from services.queue.metrics import Exporter, Latencies, prometheus_text
 from services.queue.waiting import Parked, Waiting
 from xtoken_core.data_plane.address import Address
 from xtoken_core.protocol.engine import READS, Engine
+from xtoken_core.protocol.stats import stats_document
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
@@ -37,20 +41,27 @@ class Server:
     Args:
         engine: What answers.
         address: Where to bind, see `Endpoint`.
+        journal: What every change is written to before it is answered.
+        metrics_port: Loopback port of `/metrics`; 0 takes any free one, None serves none.
 
     Raises:
         XtokenError: The address is in use or cannot be bound.
         ConfigError: The address asks for a proof that is not there.
     """
 
-    def __init__(self, engine: Engine, address: Address) -> None:
+    def __init__(
+        self, engine: Engine, address: Address, *, journal: Journal | None = None, metrics_port: int | None = None
+    ) -> None:
         self.engine = engine
         self.address = address
         self.latencies = Latencies()
+        self._journal = journal
+        self.exporter = None if metrics_port is None else Exporter(metrics_port)
         self._endpoint = Endpoint(address, max_frame=engine.memory_limit)
         self._socket = self._endpoint.socket
         self.waiting = Waiting(engine, self._answer_parked)
         self._peers: OrderedDict[bytes, int] = OrderedDict()
+        self._outbox: list[tuple[bytes, m.Reply, Sequence[memoryview]]] = []
         self._ended = False
         self._stop = False
         engine.waiting = lambda: len(self.waiting)
@@ -72,12 +83,22 @@ class Server:
                     self.engine.tick()
                     next_tick = now + TICK_S
                 self._settle(now)
+                self._send_out()
+                if self.exporter is not None:
+                    self.exporter.serve_pending(self._metrics)
         finally:
             self.close()
 
     def close(self) -> None:
         """Close the socket and remove its file."""
         self._endpoint.close()
+        if self.exporter is not None:
+            self.exporter.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _metrics(self) -> str:
+        return prometheus_text(json.loads(stats_document(self.engine)), self.latencies)
 
     def _settle(self, now: float) -> None:
         """Answer those whom the end of a session concerns, then those whose time is over."""
@@ -145,6 +166,21 @@ class Server:
         self._send(peer, m.Failure(id=request_id, code=error.code, message=str(error)[:4096], detail=error.detail), [])
 
     def _send(self, peer: bytes, reply: m.Reply, buffers: Sequence[memoryview]) -> None:
+        """Send a reply; with a journal that is flushed before each answer, at the end of the round."""
+        if self._journal is not None and self._journal.always:
+            self._outbox.append((peer, copy(reply), buffers))
+        else:
+            self._send_now(peer, reply, buffers)
+
+    def _send_out(self) -> None:
+        """Flush the journal once for all answers of the round, then send them."""
+        if self._journal is not None and self._outbox:
+            self._journal.sync()
+            held, self._outbox = self._outbox, []
+            for peer, reply, buffers in held:
+                self._send_now(peer, reply, buffers)
+
+    def _send_now(self, peer: bytes, reply: m.Reply, buffers: Sequence[memoryview]) -> None:
         try:
             self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
             self._socket.send(m.encode(reply), zmq.SNDMORE if buffers else 0)

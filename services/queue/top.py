@@ -41,10 +41,8 @@ def show(client: DataPlaneClient, *, every: float, once: bool) -> None:
 
 def view(seen: Stats, before: Stats | None) -> Group:
     """One picture: totals, partitions and tasks, runs, sessions. Rates are over the time since `before`."""
-    parts = [_totals(seen, before), _tasks(seen, before)]
-    if any("run" in part for part in seen["partitions"].values()):
-        parts.append(_runs(seen))
-    return Group(*parts, _sessions(seen))
+    runs = [_runs(seen)] if any("run" in part for part in seen["partitions"].values()) else []
+    return Group(_totals(seen, before), _tasks(seen, before), *runs, _sessions(seen))
 
 
 def _totals(seen: Stats, before: Stats | None) -> Text:

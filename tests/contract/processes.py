@@ -30,12 +30,13 @@ def free_port() -> int:
 
 def start_queue(address: Address, *arguments: str) -> subprocess.Popen[bytes]:
     """Start a queue at an address; returns once it answers."""
-    command = [sys.executable, "-m", "services.cli", "queue", "--bind", address.url, *arguments]
+    command = [sys.executable, "-m", "services.queue.cli", "--bind", address.url, *arguments]
     if address.token_file is not None:
         command += ["--token-file", str(address.token_file)]
     process = subprocess.Popen(command, cwd=ROOT)
     deadline = time.monotonic() + UP_S
-    while address.token_file is not None and not address.token_file.exists() and time.monotonic() < deadline:
+    ready = address.ipc_path or address.token_file
+    while ready is not None and not ready.exists() and time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the queue ended with status {process.returncode}")
         time.sleep(0.02)

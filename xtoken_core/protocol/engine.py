@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from xtoken_core.protocol import run_calls, sample_calls
@@ -23,11 +24,21 @@ MAX_PARTITIONS = 1024
 MAX_SESSIONS = 16384
 
 
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The lease that a request named, as it was before: its samples and task, or its block."""
+
+    ids: tuple[int, ...] = ()
+    task: str = ""
+    block: int | None = None
+
+
 class Engine:
     """All partitions and sessions of one queue.
 
     Attributes:
         changes: Grows with every request that may let a waiting one go on.
+        journal: Told of every change before it is answered; None if there is none.
         waiting: Says how many requests wait for a change; whoever keeps them sets it.
     """
 
@@ -39,6 +50,7 @@ class Engine:
         self.changes = 0
         self.started = clock()
         self.counts: dict[str, int] = {}
+        self.journal: Callable[[m.Request, Sequence[Buffer], Touched], None] | None = None
         self.waiting: Callable[[], int] = lambda: 0
         self.leased_at: dict[tuple[str, int], float] = {}
         self._replies = Replies()
@@ -65,6 +77,7 @@ class Engine:
         known = self._replies.recall(session.id, request.id)
         if known is not None:
             return self._again(request, known)
+        touched = Touched() if self.journal is None else self._touched(request)
         answer = self._dispatch(request, session, buffers)
         if answer is not None:
             kind = type(request)
@@ -72,6 +85,8 @@ class Engine:
             self.counts[tag] = self.counts.get(tag, 0) + 1
             if kind not in READS:
                 self.changes += 1
+                if self.journal is not None:
+                    self.journal(request, buffers, touched)
                 self._note_lease(request, answer)
                 if kind not in NATURAL:
                     self._replies.remember(session.id, request.id, answer)
@@ -85,6 +100,15 @@ class Engine:
         if len(self.leased_at) > 2 * sum(len(part.lease_ids()) for part in self.partitions.values()) + 1024:
             live = {(name, lease) for name, part in self.partitions.items() for lease in part.lease_ids()}
             self.leased_at = {key: since for key, since in self.leased_at.items() if key in live}
+
+    def _touched(self, request: m.AnyRequest) -> Touched:
+        part = self.partitions.get(getattr(request, "partition", ""))
+        if part is None or not isinstance(request, (m.Complete, m.Nack)):
+            return Touched()
+        if part.run is not None and request.lease in part.run.source.leases:
+            return Touched(block=part.run.source.leases[request.lease].block)
+        lease = part.samples.leases.get(request.lease)
+        return Touched() if lease is None else Touched(lease.ids, lease.task)
 
     def _note_lease(self, request: m.AnyRequest, answer: Answer) -> None:
         """When a lease was given, for its age."""

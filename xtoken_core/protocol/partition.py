@@ -77,6 +77,19 @@ class Partition:
         for name in self.volatile.intersection(fields):
             self._vouched.setdefault(session, []).extend((i, name, task) for i in ids)
 
+    def provisional(self) -> set[tuple[str, int]]:
+        """Tasks and samples that are done only as long as a session vouches for what came of it."""
+        return {(task, i) for vouched in self._vouched.values() for i, _, task in vouched if task}
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Let samples go for good, leases and dead letters included; they are finished."""
+        for sample_id in ids:
+            self.samples.dead.pop(sample_id, None)
+            if sample_id in self.samples.samples:
+                self.samples.finished.add(sample_id)
+        self.samples.drop(ids)
+        self.store.drop(ids)
+
     def start_over(self) -> None:
         """As on the day it was opened: no samples, no dead letters, not sealed, any id may come."""
         self.store.drop(list(self.samples.samples))

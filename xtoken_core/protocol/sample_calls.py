@@ -128,13 +128,8 @@ def clear(part: Partition, request: m.Clear) -> Answer:
     _generic(part)
     if request.everything:
         part.start_over()
-        return Answer(m.Ok())
-    for sample_id in request.ids:
-        part.samples.dead.pop(sample_id, None)
-        if sample_id in part.samples.samples:
-            part.samples.finished.add(sample_id)
-    part.samples.drop(request.ids)
-    part.store.drop(request.ids)
+    else:
+        part.forget(request.ids)
     return Answer(m.Ok())
 
 

@@ -1,0 +1,235 @@
+"""The journal: what must outlive the process is written to a file before it is answered.
+
+A directory holds one segment, `NNNNNNNN.journal`; a new one starts with everything that still counts and takes the old
+one's place, once that is mostly about samples that are done. A segment is a magic number, then records: CRC-32 and length of
+a body (`<IQ`), the CRC-32 of these two (`<I`), and the body: length of its head (`<I`), the head (msgpack), and the
+columns' buffers.
+
+Leases, sessions and volatile fields are never written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from services.queue import records as r
+from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.protocol.engine import Engine, Touched
+from xtoken_core.wire import messages as m
+from xtoken_core.wire.columns import Buffer
+
+log = logging.getLogger("xtoken.queue.journal")
+
+MAGIC = b"XTQJRNL1"
+PREFIX = struct.Struct("<IQ")
+HEAD = CHECK = struct.Struct("<I")
+SUFFIX = ".journal"
+SLACK_BYTES = 64 << 20
+FSYNC_S = 0.1
+IOV_MAX = 1000
+POLICIES = ("interval", "always")
+
+
+class Journal:
+    """The journal of one engine; making it brings the engine to where the last one stood.
+
+    Args:
+        directory: Where the segment lies; made if missing, and used by one process at a time.
+        engine: Empty.
+        fsync: `interval` flushes to the disk every 0.1 s, `always` before each answer. Either survives the end of the
+            process; they differ in what a power cut takes.
+        slack: Bytes about finished samples that a segment may hold, beyond as many as are needed.
+
+    Raises:
+        ConfigError: Unknown policy.
+        InputError: The directory cannot be used, or a segment is damaged.
+    """
+
+    def __init__(self, directory: Path, engine: Engine, *, fsync: str = "interval", slack: int = SLACK_BYTES) -> None:
+        if fsync not in POLICIES:
+            raise ConfigError(f"--fsync {fsync!r}: it is one of {', '.join(POLICIES)}")
+        self.always = fsync == "always"
+        self._directory, self._engine, self._slack = directory, engine, slack
+        self._lock_file = _lock(directory)
+        self._dirty = False
+        self._stop = threading.Event()
+        self._number = self._recover()
+        self._file = -1
+        self._size = 0
+        self._begin_segment()
+        engine.journal = self.note
+        self._flusher = threading.Thread(target=self._flush_now_and_then, name="fsync", daemon=True)
+        if not self.always:
+            self._flusher.start()
+
+    def note(self, request: m.Request, buffers: Sequence[Buffer], touched: Touched) -> None:
+        """Write what an answered request has changed; `touched` is the lease that it named, as it was before.
+
+        Raises:
+            XtokenError: The disk takes no more. The queue must stop: what it holds is ahead of its journal.
+        """
+        found = r.record_of(self._engine, request, buffers, touched)
+        if found is None:
+            return
+        self._append(self._file, *found)
+        self._dirty = True
+        if self._size > self._slack + 2 * self._engine.nbytes:
+            self._begin_segment()
+
+    def sync(self) -> None:
+        """Flush what was written to the disk."""
+        if self._dirty:
+            self._dirty = False
+            os.fdatasync(self._file)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._stop.set()
+        if self._flusher.is_alive():
+            self._flusher.join()
+        self.sync()
+        os.close(self._file)
+        os.close(self._lock_file)
+
+    def _append(self, file: int, head: r.Record, buffers: Sequence[Buffer]) -> None:
+        header = msgspec.msgpack.encode(head)
+        parts: list[Buffer] = [HEAD.pack(len(header)), header, *buffers]
+        crc, length = 0, 0
+        for part in parts:
+            crc, length = zlib.crc32(part, crc), length + memoryview(part).nbytes
+        try:
+            prefix = PREFIX.pack(crc, length)
+            _write_all(file, [prefix, CHECK.pack(zlib.crc32(prefix)), *parts])
+        except OSError as error:
+            raise XtokenError(f"cannot write the journal in {self._directory}: {error.strerror}") from error
+        self._size += PREFIX.size + CHECK.size + length
+
+    def _begin_segment(self) -> None:
+        """A new segment that starts with all that still counts, in place of the last one."""
+        old, number = self._file, self._number + 1
+        path = self._directory / f"{number:08d}{SUFFIX}"
+        unfinished = path.with_suffix(".tmp")
+        self._size = len(MAGIC)
+        try:
+            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.write(file, MAGIC)
+            for head, buffers in r.snapshot(self._engine):
+                self._append(file, head, buffers)
+            os.fsync(file)
+            unfinished.rename(path)
+            _sync_directory(self._directory)
+        except OSError as error:
+            raise XtokenError(f"cannot write the journal in {self._directory}: {error.strerror}") from error
+        self._file, self._number, self._dirty = file, number, False
+        if old >= 0:
+            os.close(old)
+        for other in self._directory.glob(f"*{SUFFIX}"):
+            if other != path:
+                other.unlink()
+
+    def _recover(self) -> int:
+        """Apply the newest segment; returns its number, 0 if there is none."""
+        for unfinished in self._directory.glob("*.tmp"):
+            unfinished.unlink()
+        segments = sorted(self._directory.glob(f"*{SUFFIX}"))
+        if not segments:
+            return 0
+        newest = segments[-1]
+        try:
+            number = int(newest.stem)
+            body = newest.read_bytes()
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read the journal segment {newest}: {error}") from error
+        count = r.apply(self._engine, _records(newest, body))
+        log.info("journal %s: %d records, %d bytes held", newest, count, self._engine.nbytes)
+        return number
+
+    def _flush_now_and_then(self) -> None:
+        while not self._stop.wait(FSYNC_S):
+            try:
+                self.sync()
+            except OSError as error:
+                log.error("cannot flush the journal in %s: %s", self._directory, error.strerror)
+
+
+def _records(path: Path, body: bytes) -> Iterator[tuple[r.Record, list[memoryview]]]:
+    """The records of a segment; a torn one at its end was never answered, and is left out.
+
+    Raises:
+        InputError: Something before the end is damaged.
+    """
+    view = memoryview(body)
+    if not body.startswith(MAGIC):
+        raise InputError(f"the journal segment {path} is damaged at its start: it is no journal of this version")
+    at = len(MAGIC)
+    while at < len(body):
+        head, buffers, end = _record(view, at)
+        if head is None:
+            if any(body[end:]):
+                raise InputError(
+                    f"the journal segment {path} is damaged at byte {at}: restore it, or move it away to start empty"
+                )
+            log.warning("journal %s: the last record is torn and left out", path)
+            return
+        yield head, buffers
+        at = end
+
+
+def _record(view: memoryview, at: int) -> tuple[r.Record | None, list[memoryview], int]:
+    """A record and where it ends; None if it is not whole, and then nothing but zeros may follow its end."""
+    start = at + PREFIX.size + CHECK.size
+    if start > len(view):
+        return None, [], len(view)
+    crc, length = PREFIX.unpack_from(view, at)
+    if zlib.crc32(view[at : at + PREFIX.size]) != CHECK.unpack_from(view, at + PREFIX.size)[0]:
+        return None, [], start
+    end = start + length
+    if end > len(view) or zlib.crc32(view[start:end]) != crc:
+        return None, [], end
+    size = HEAD.unpack_from(view, start)[0]
+    first = start + HEAD.size + size
+    head = r.decode(view[start + HEAD.size : first])
+    return head, r.split(head, view[first:end]), end
+
+
+def _write_all(file: int, parts: Iterable[Buffer]) -> None:
+    left = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+    while left:
+        written = os.writev(file, left[:IOV_MAX])
+        while left and written >= left[0].nbytes:
+            written -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][written:]
+
+
+def _lock(directory: Path) -> int:
+    """One process per journal."""
+    import fcntl
+
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise InputError(f"cannot use {directory} for the journal: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise InputError(f"the journal in {directory} is in use by another queue") from error
+    return file
+
+
+def _sync_directory(directory: Path) -> None:
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,298 @@
+"""The journal: what was answered is there after the process has died, whenever that was."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.queue.journal import Journal
+from tests.contract.peers import LibraryPeer, Place, ints
+from tests.contract.processes import ipc_address, start_queue
+from tests.contract.reference_client import RefusedError
+from xtoken_core.data_plane.memory_client import MemoryQueue
+from xtoken_core.errors import ConfigError, InputError
+
+TASKS = [{"name": "a", "requires": ["x"]}, {"name": "b", "requires": ["x", "v"]}]
+SLACK = 4096
+
+
+class Kept:
+    """A queue in memory with a journal, and how it is started again."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.directory, self.options = directory, {"slack": SLACK, **options}
+        self.count = 0
+        self.start()
+
+    def start(self) -> None:
+        self.queue = MemoryQueue()
+        self.journal = Journal(self.directory, self.queue.engine, **self.options)
+
+    def worker(self, role: str = "worker") -> LibraryPeer:
+        peer = LibraryPeer(self.queue.connect())
+        self.count += 1
+        peer.hello(f"w{self.count}", role, self.count)
+        return peer
+
+    def restart(self) -> LibraryPeer:
+        self.journal.close()
+        self.start()
+        return self.worker()
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    return Kept(tmp_path / "journal")
+
+
+def states(peer: Any, name: str, task: str) -> dict[str, list[int]]:
+    names = ("waiting", "ready", "leased", "done")
+    found = {s: peer.call("list", partition=name, task=task, state=s)["ids"] for s in names}
+    return {state: ids for state, ids in found.items() if ids}
+
+
+def test_a_generic_partition_comes_back(kept: Kept) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=TASKS, volatile=["v"], max_attempts=2)
+    peer.call("put", partition="p", ids=list(range(10)), columns={"x": ints(*([i, i] for i in range(10)))})
+    peer.call("put", partition="p", ids=[0, 1, 2], columns={"v": ints([1], [1], [1]), "w": ints([0], [1], [2])})
+    for _ in range(2):
+        lease = peer.call("claim", partition="p", task="a", ids=[9, 8])["lease"]
+        peer.call("nack", partition="p", lease=lease, ids=[9], reason="bad")
+    assert peer.call("claim", partition="p", task="a", count=4)["ids"] == [0, 1, 2, 3]
+    peer.call("ack", partition="p", task="a", ids=[0, 1, 3])
+    peer.call("clear", partition="p", ids=[7])
+    peer.call("seal", partition="p")
+    for _ in range(2):
+        peer = kept.restart()
+        assert states(peer, "p", "a") == {"ready": [2, 4, 5, 6, 8], "done": [0, 1, 3]}
+        assert states(peer, "p", "b") == {"waiting": [0, 1, 2, 3, 4, 5, 6, 8]}
+        assert peer.call("list", partition="p", state="dead")["reasons"] == {9: "bad"}
+        columns = peer.call("get", partition="p", ids=[2, 0], fields=["x", "w"])["columns"]
+        assert columns == {"x": ints([2, 2], [0, 0]), "w": ints([2], [0])}
+        with pytest.raises(RefusedError, match="sealed"):
+            peer.call("put", partition="p", ids=[11], columns={"x": ints([1])})
+        with pytest.raises(RefusedError, match="has no"):
+            peer.call("get", partition="p", ids=[2], fields=["v"])
+    assert peer.call("claim", partition="p", task="a", count=9)["ids"] == [2, 4, 5, 6, 8]
+
+
+def test_a_result_that_only_a_session_vouched_for_is_to_be_made_again(kept: Kept) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=TASKS, volatile=["v"])
+    peer.call("put", partition="p", ids=[0, 1], columns={"x": ints([0], [1])})
+    lease = peer.call("claim", partition="p", task="a", ids=[0])["lease"]
+    peer.call("complete", partition="p", lease=lease, columns={"v": ints([5])})
+    lease = peer.call("claim", partition="p", task="a", ids=[1])["lease"]
+    peer.call("complete", partition="p", lease=lease, columns={"z": ints([5])})
+    for _ in range(2):
+        peer = kept.restart()
+        assert states(peer, "p", "a") == {"ready": [0], "done": [1]}
+        assert states(peer, "p", "b") == {"waiting": [0, 1]}
+        assert peer.call("get", partition="p", ids=[1], fields=["z"])["columns"] == {"z": ints([5])}
+
+
+def test_a_run_comes_back(kept: Kept) -> None:
+    run = {
+        "positions": 24, "samples_per_step": 4, "block_size": 2, "span": 12, "teachers": 1, "ranks": 1, "slots": 2,
+        "max_dead": 4, "document": b"{}",
+    }  # fmt: skip
+    collator, trainer = kept.worker("collator"), kept.worker("trainer")
+    collator.call("open", partition="r", tasks=[], run=run, max_attempts=1)
+    rewinds = trainer.call("rewind", partition="r", step=1, skipped={1: "empty"})["rewinds"]
+
+    def put(skip: tuple[int, ...] = ()) -> None:
+        block = collator.call("lease_block", partition="r")
+        ids = [p for p in range(block["first"], block["first"] + block["count"]) if p not in skip]
+        collator.call("put", partition="r", ids=ids, columns={"input_ids": ints(*([p] for p in ids))},
+                      lease=block["lease"], tombstones=dict.fromkeys(skip, "empty"))  # fmt: skip
+
+    for skip in ((), (7,), (), ()):
+        put(skip)
+    lost = collator.call("lease_block", partition="r")["lease"]
+    collator.call("nack", partition="r", lease=lost, ids=[], reason="unreadable")
+    for _ in range(2):
+        peer = kept.restart()
+        shown = peer.client.stats()["partitions"]["r"]
+        assert (shown["run"]["step"], shown["samples"], shown["dead"]) == (1, 7, 2)
+        assert peer.call("list", partition="r", state="skipped")["reasons"] == {1: "empty", 7: "empty"}
+        assert peer.call("list", partition="r", state="dead")["reasons"] == dict.fromkeys((12, 13), "unreadable")
+        trainer = kept.worker("trainer")
+        assert trainer.call("rewind", partition="r", step=1, skipped={1: "empty"})["rewinds"] > rewinds
+        rewinds = trainer.call("await_trainer", partition="r", rank=0)["rewinds"]
+        window = trainer.call("window", partition="r", step=1, rewinds=rewinds, fields=["input_ids"])
+        assert (window["ids"], window["skipped"]) == ([4, 5, 6], [7])
+        assert window["columns"] == {"input_ids": ints([4], [5], [6])}
+        block = kept.worker("collator").call("lease_block", partition="r")
+        assert block["first"] == 14
+    trainer.call("give_up", partition="r", reason="enough")
+    kept.restart()
+    with pytest.raises(RefusedError, match="enough"):
+        kept.worker("collator").call("lease_block", partition="r")
+
+
+def test_what_is_done_does_not_pile_up(kept: Kept) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
+    sizes = []
+    for i in range(300):
+        peer.call("put", partition="p", ids=[i], columns={"x": ints([i] * 50)})
+        peer.call("claim", partition="p", task="a", count=1)
+        peer.call("ack", partition="p", task="a", ids=[i])
+        files = list(kept.directory.glob("*.journal"))
+        assert len(files) == 1
+        sizes.append(files[0].stat().st_size)
+    assert max(sizes) < 2 * SLACK
+
+
+def journal_file(directory: Path) -> Path:
+    (found,) = directory.glob("*.journal")
+    return found
+
+
+def filled(directory: Path) -> bytes:
+    """The bytes of a segment with five puts."""
+    kept = Kept(directory, slack=1 << 30)
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=TASKS)
+    for i in range(5):
+        peer.call("put", partition="p", ids=[i], columns={"x": ints([i] * 10)})
+    body = journal_file(directory).read_bytes()
+    kept.journal.close()
+    return body
+
+
+def samples_after(directory: Path, body: bytes) -> list[int]:
+    for old in directory.glob("*.journal"):
+        old.unlink()
+    (directory / "00000007.journal").write_bytes(body)
+    kept = Kept(directory)
+    part = kept.queue.engine.partitions.get("p")
+    kept.journal.close()
+    return sorted(part.samples.samples) if part else []
+
+
+def test_a_torn_tail_is_left_out(tmp_path: Path) -> None:
+    directory = tmp_path / "j"
+    body = filled(directory)
+    whole = samples_after(directory, body)
+    assert whole == [0, 1, 2, 3, 4]
+    rng = random.Random(3)
+    for end in [len(body) - 1, *sorted(rng.sample(range(8, len(body)), 25))]:
+        found = samples_after(directory, body[:end])
+        assert found == whole[: len(found)]
+        padded = samples_after(directory, body[:end] + bytes(40))
+        assert padded == whole[: len(padded)]
+        assert 0 <= len(padded) - len(found) <= 1
+
+
+@pytest.mark.parametrize("where", ["start", "middle"])
+def test_a_damaged_segment_is_named(tmp_path: Path, where: str) -> None:
+    directory = tmp_path / "j"
+    body = bytearray(filled(directory))
+    body[2 if where == "start" else len(body) // 2] ^= 0x40
+    with pytest.raises(InputError, match=r"00000007\.journal is damaged"):
+        samples_after(directory, bytes(body))
+
+
+def test_one_queue_per_journal(kept: Kept) -> None:
+    with pytest.raises(InputError, match="in use"):
+        Journal(kept.directory, MemoryQueue().engine)
+    with pytest.raises(ConfigError, match="sometimes"):
+        Journal(kept.directory, MemoryQueue().engine, fsync="sometimes")
+
+
+class Load:
+    """A producer and a consumer that go on through kills, and what they were told."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.put: set[int] = set()
+        self.acked: set[int] = set()
+        self.doubtful: set[int] = set()
+        self.twice: list[int] = []
+        self.stop = threading.Event()
+        self.errors: list[BaseException] = []
+        self.threads = [threading.Thread(target=self._guard, args=(work,)) for work in (self._produce, self._consume)]
+
+    def _guard(self, work: Callable[[Any], None]) -> None:
+        while not self.stop.is_set():
+            peer = self.place.worker(name=work.__name__, incarnation=time.time_ns())
+            try:
+                peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
+                work(peer)
+            except RefusedError as error:
+                if error.code not in ("stale_session", "lease_revoked"):
+                    self.errors.append(error)
+                    return
+            except BaseException as error:
+                self.errors.append(error)
+                return
+
+    def _produce(self, peer: Any) -> None:
+        while not self.stop.is_set():
+            ids = [len(self.put), len(self.put) + 1]
+            peer.call("put", partition="p", ids=ids, columns={"x": ints(*([i] * 20 for i in ids))})
+            self.put.update(ids)
+
+    def _consume(self, peer: Any) -> None:
+        while not self.stop.is_set():
+            found = peer.call("claim", partition="p", task="a", count=3, fields=["x"], wait_s=0.2)
+            if found is None:
+                continue
+            assert found["columns"]["x"] == ints(*([i] * 20 for i in found["ids"]))
+            self.twice += [i for i in found["ids"] if i in self.acked]
+            self.doubtful.update(found["ids"])
+            peer.call("ack", partition="p", task="a", ids=found["ids"])
+            self.acked.update(found["ids"])
+
+
+def killed_under_load(directory: Path, kills: int, fsync: str) -> Load:
+    address = ipc_address(directory)
+    arguments = ("--journal", str(directory / "journal"), "--fsync", fsync)
+    process = start_queue(address, *arguments)
+    place = Place("library", address=address)
+    load = Load(place)
+    rng = random.Random(5)
+    for thread in load.threads:
+        thread.start()
+    try:
+        for _ in range(kills):
+            time.sleep(rng.uniform(0.05, 0.4))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process = start_queue(address, *arguments)
+        time.sleep(0.3)
+    finally:
+        load.stop.set()
+        for thread in load.threads:
+            thread.join(60)
+    assert load.errors == []
+    last = place.worker()
+    while (found := last.call("claim", partition="p", task="a", count=1000)) is not None:
+        load.twice += [i for i in found["ids"] if i in load.acked]
+        last.call("ack", partition="p", task="a", ids=found["ids"])
+        load.acked.update(found["ids"])
+    place.leave()
+    process.terminate()
+    process.wait()
+    return load
+
+
+@pytest.mark.parametrize(
+    ("kills", "fsync"),
+    [(2, "always"), pytest.param(200, "interval", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+)
+def test_kills_under_load_lose_nothing_and_repeat_nothing(short_tmp: Path, kills: int, fsync: str) -> None:
+    load = killed_under_load(short_tmp / f"k{kills}", kills, fsync)
+    assert load.put - load.acked - load.doubtful == set()
+    assert len(load.doubtful - load.acked) <= 3 * kills
+    assert load.twice == []
+    assert len(load.put) > 20
