@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Tests side by side.
+JOBS ?= 2
 # On a machine where pip would choose a CUDA build of torch, point this at an index of CPU builds:
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all docs bench-ops clean
+.PHONY: help install demo lint format type test test-all docs bench-collate bench-ops clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -38,13 +40,16 @@ type: $(STAMP)  ## static types
 	$(BIN)/mypy
 
 test: $(STAMP)  ## every test that needs no GPU, container engine or browser
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-all: $(STAMP)  ## the slow ones too
-	$(BIN)/pytest -m 'not gpu and not docker and not browser'
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not gpu and not docker and not browser'
 
 docs: $(STAMP)  ## write the reference pages anew from the code
 	$(BIN)/python docs/generate.py
+
+bench-collate: $(STAMP)  ## alignment, collation and projection on one core
+	$(BIN)/python benchmarks/collate.py
 
 bench-ops: $(STAMP)  ## time the ops on a GPU, the references beside them
 	$(BIN)/python benchmarks/ops.py

@@ -24,11 +24,11 @@ class StudentTraining:
         seed: Of the order of documents.
     """
 
-    steps: int = 140
+    steps: int = 108
     samples_per_step: int = 4
     context_length: int = 256
     learning_rate: float = 3e-3
-    eval_every: int = 35
+    eval_every: int = 27
     seed: int = 0
 
 

@@ -16,7 +16,7 @@ from services.common.resolve import resolve_run
 from services.control.fleet import fleet_of
 from services.control.launcher import LocalLauncher
 from services.control.supervisor import Ending, Limits, Supervisor
-from tests.support.tiny_run import TinyAssets, make_assets, steps_of
+from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 
@@ -108,7 +108,6 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunSpec], Crew]]:
     """Start runs; at the end no process and no shared memory of theirs may be left."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = set(Path("/dev/shm").iterdir())
     crews: list[Crew] = []
 
     def make(spec: RunSpec) -> Crew:
@@ -120,5 +119,5 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunSpec], Crew]
         crew.close()
     children = [p for p in psutil.Process().children(recursive=True) if "services.cli" in " ".join(p.cmdline())]
     assert children == [], f"processes are left: {children}"
-    left = [path for path in Path("/dev/shm").iterdir() if path not in before and "xtoken" in path.name]
+    left = [path for path in Path("/dev/shm").iterdir() if RUN_NAME in path.name]
     assert left == [], f"shared memory is left: {left}"

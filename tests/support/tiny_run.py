@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     """One record per text, under `text`."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return path
+
+
+RUN_NAME = f"tiny-{os.getpid()}"
+"""The name of this process's runs, which what they leave in shared memory would carry."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def tiny_spec(assets: TinyAssets, directory: Path, *, records: int = 96, **chang
     if not data.exists():
         write_jsonl(data, documents(records, seed=2))
     raw: dict[str, Any] = {
-        "name": "tiny",
+        "name": RUN_NAME,
         "output": directory / "out",
         "seed": 7,
         "student": {"model": assets.student, "context_length": 64},
