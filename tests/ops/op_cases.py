@@ -114,6 +114,29 @@ def _p_kl(**settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
     return make
 
 
+def _p_kl_cross_entropy(head: int, **settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
+    """P-KL with targets; the student's head is `head` wider than its vocabulary, and larger there."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
+        inputs = _p_kl(**settings)(dtype, device)
+        options = inputs.pop("options")
+        inputs["student_logits"] = extend(inputs["student_logits"], head, 2, 4.0)
+        targets = ids(B, T_S, high=V_S + head, device=device, seed=10)
+        targets[1, :3] = inputs["student_logits"][1, :3].argmax(-1)
+        return inputs | {"targets": targets, "options": options}
+
+    return make
+
+
+def _pad_with_targets(inputs: Inputs) -> Inputs:
+    return _pad_chunked(inputs) | {"targets": extend(extend(inputs["targets"], 4, 1, 1), 2, 0, 0)}
+
+
+def _with_targets(make: Callable[[torch.dtype, torch.device], Inputs]) -> OpCase:
+    batched = ("student_logits", "teacher_logits", "student_chunk_id", "teacher_chunk_id", "targets")
+    return OpCase(make, batched, _pad_with_targets, lambda out: out[:B, :T_S], "student_logits")
+
+
 def _gold(**settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
     def make(dtype: torch.dtype, device: torch.device) -> Inputs:
         chunks = {"partition": partition(device)} | _chunks(device)
@@ -194,6 +217,10 @@ CASES: dict[str, dict[str, OpCase]] = {
         "": _chunked(_p_kl()),
         "reverse_T2": _chunked(_p_kl(reverse=True, temperature=2.0)),
         "prob": _chunked(_p_kl(teacher_average="prob")),
+    },
+    "p_kl_cross_entropy": {
+        "": _with_targets(_p_kl_cross_entropy(0)),
+        "wide_head_T2": _with_targets(_p_kl_cross_entropy(5, temperature=2.0)),
     },
     "gold": {
         "cut": _chunked(_gold(uncommon_topk=6)),

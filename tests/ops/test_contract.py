@@ -20,7 +20,7 @@ def _parameters():
             for short in BACKENDS[name]:
                 label = "-".join(filter(None, (name, variant, short)))
                 # The interpreter takes seconds per launch of p_kl: one test of it is in the default suite.
-                marks = [pytest.mark.slow] if short == "triton" and name == "p_kl" else []
+                marks = [pytest.mark.slow] if short == "triton" and name.startswith("p_kl") else []
                 yield pytest.param(name, case, short, CPU, id=f"{label}-cpu", marks=marks)
                 gpu = torch.device("cuda")
                 yield pytest.param(name, case, short, gpu, id=f"{label}-cuda", marks=pytest.mark.gpu)

@@ -7,8 +7,9 @@ import torch
 
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.unit.losses.test_vectors import CASES, batch_of, loss_of
+from xtoken_core.ops.registry import BACKENDS
 
-TRITON = "p_kl=triton,cross_entropy=triton,select_topk_columns=triton"
+TRITON = ",".join(f"{name}=triton" for name, backends in BACKENDS.items() if "triton" in backends)
 
 
 @pytest.mark.slow
@@ -30,12 +31,13 @@ def test_vectors_on_the_gpu_without_a_host_synchronisation(case, ops, monkeypatc
 def check(case, device):
     inputs, expected = case["inputs"], case["expected"]
     moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    loss_fn = loss_of({**case, "inputs": moved})
+    loss_fn = loss_of(case, device)
     logits = moved["student_logits"].clone().requires_grad_()
     toks = torch.tensor(float(inputs["global_valid_toks"]), device=device)
     batch = batch_of(moved)
     if device.type == "cuda":
-        loss_fn(batch, logits, [moved["teacher_logits"]])  # compiles kernels, which synchronises
+        warm_up, _ = loss_fn(batch, logits, [moved["teacher_logits"]], global_valid_toks=toks)
+        torch.autograd.grad(warm_up, logits)  # compiles kernels, which synchronises
         torch.cuda.set_sync_debug_mode("error")
     try:
         loss, metrics = loss_fn(batch, logits, [moved["teacher_logits"]], global_valid_toks=toks)

@@ -27,8 +27,8 @@ def check(name, inputs, differentiable):
     )
 
 
-def shrink(monkeypatch, name, **sizes):
-    module = importlib.import_module(f"xtoken_core.ops.{name}.triton")
+def shrink(monkeypatch, name, *, where="triton", **sizes):
+    module = importlib.import_module(f"xtoken_core.ops.{name}.{where}")
     for constant, size in sizes.items():
         monkeypatch.setattr(module, constant, size)
 
@@ -42,7 +42,9 @@ def test_cross_entropy(monkeypatch, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", [pytest.param("", id="forward"), pytest.param("prob", marks=pytest.mark.slow)])
 def test_p_kl(monkeypatch, device, variant):
-    shrink(monkeypatch, "p_kl", BLOCK=16, BLOCK_K=4)
+    tiles = {f"{name}_TILE": (16, 4) for name in ("PROJECT", "CHUNK", "CHUNK_BWD")}
+    logits = {f"{name}_TILE": (16, 8) for name in ("STUDENT", "TEACHER", "GRADIENT")}
+    shrink(monkeypatch, "p_kl", where="launch", **tiles, **logits, PER=4, PARTS=2, PADDING=16, PROJECT_AHEAD=1)
     check("p_kl", CASES["p_kl"][variant].make(torch.float32, torch.device(device)), "student_logits")
 
 

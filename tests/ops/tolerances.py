@@ -19,6 +19,7 @@ FAMILY = {
     "cross_entropy": "row",
     "chunk_mean": "chunk",
     "p_kl": "chunk",
+    "p_kl_cross_entropy": "chunk",
     "gold": "chunk",
 }
 

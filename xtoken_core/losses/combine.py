@@ -13,7 +13,7 @@ from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.common import LossTeacher, Scalar, cut, detached
-from xtoken_core.losses.cross_entropy import cross_entropy_loss
+from xtoken_core.losses.cross_entropy import cross_entropy_loss, mean_over_tokens, next_token_targets
 from xtoken_core.losses.same_tokenizer import same_tokenizer_loss
 from xtoken_core.losses.teacher_loss import TeacherLoss
 from xtoken_core.losses.teachers import (
@@ -27,6 +27,8 @@ from xtoken_core.ops.numerics import upcast
 
 Metrics = dict[str, Tensor]
 Denominators = Sequence[Scalar | None]
+Tokens = tuple[Tensor, Tensor]
+"""The student's cross-entropy and hits at every position."""
 
 RATIOS = ("kl_loss_scale", "weight_")
 """How the names of those metrics begin that do not add up over a step."""
@@ -123,10 +125,13 @@ class CrossTokenizerDistillationLoss:
         self._check_heads(student_logits, teacher_logits)
         frozen = [logits.detach() for logits in teacher_logits]
         denominators = self._denominators(global_valid_toks, global_valid_chunks, global_selected_chunks)
-        ce = cross_entropy_loss(batch, student_logits, global_valid_toks)
         trains_on_kd = self.config.dynamic_loss_scaling or self.config.kl_loss_weight > 0
         with nullcontext() if trains_on_kd else torch.no_grad():
-            kd, metrics = self._divergence(batch, student_logits, frozen, denominators)
+            kd, metrics, tokens = self._divergence(batch, student_logits, frozen, denominators)
+        if trains_on_kd and tokens is not None:
+            ce = mean_over_tokens(batch, *tokens, global_valid_toks)
+        else:
+            ce = cross_entropy_loss(batch, student_logits, global_valid_toks)
         scale = self._kl_scale(kd, ce.loss)
         ce_scale = 1.0 if self.config.dynamic_loss_scaling else self.config.ce_loss_scale
         loss = scale * kd + ce_scale * ce.loss
@@ -167,13 +172,17 @@ class CrossTokenizerDistillationLoss:
         student_logits: Tensor,
         teacher_logits: Sequence[Tensor],
         denominators: Denominators,
-    ) -> tuple[Tensor, dict[str, Scalar]]:
+    ) -> tuple[Tensor, dict[str, Scalar], Tokens | None]:
+        """The weighed divergence, its metrics, and the cross-entropy where some teacher's kernel computes it too."""
         if self.config.teacher_aggregation == "averaged_logits":
-            return self._averaged(batch, student_logits, teacher_logits, denominators[0])
+            return *self._averaged(batch, student_logits, teacher_logits, denominators[0]), None
+        with_tokens = next((part for part in self.losses if part.compares_with_tokens), None)
+        targets = next_token_targets(batch)
         terms = [
-            part(batch, student_logits, logits, denominator)
+            part(batch, student_logits, logits, denominator, targets=targets if part is with_tokens else None)
             for part, logits, denominator in zip(self.losses, teacher_logits, denominators, strict=True)
         ]
+        tokens = next((term.tokens for term in terms if term.tokens is not None), None)
         metrics: dict[str, Scalar] = {}
         for place, term in enumerate(terms):
             metrics[f"kl_loss_t{place}"] = term.kd
@@ -187,7 +196,7 @@ class CrossTokenizerDistillationLoss:
             weights = self._weights(batch, teacher_logits)
             parts = zip(weights, self._factors, terms, strict=True)
             kd = torch.stack([weight * factor * term.kd for weight, factor, term in parts]).sum()
-        return kd, metrics | {f"weight_t{place}": weight for place, weight in enumerate(weights)}
+        return kd, metrics | {f"weight_t{place}": weight for place, weight in enumerate(weights)}, tokens
 
     def _weights(self, batch: Mapping[str, Tensor], teacher_logits: Sequence[Tensor]) -> list[Scalar]:
         kind = self.config.dynamic_teacher_weights

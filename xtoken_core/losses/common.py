@@ -96,11 +96,13 @@ class TeacherTerm:
         kd: The divergence including `T^2`, divided by the step's denominator.
         count: What this micro-batch adds to that denominator.
         metrics: Detached parts by name, without the teacher's suffix.
+        tokens: The student's cross-entropy and hits at every position, where the divergence came with them.
     """
 
     kd: Float[Tensor, ""]
     count: Float[Tensor, ""]
     metrics: dict[str, Float[Tensor, ""]]
+    tokens: tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]] | None = None
 
 
 def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:

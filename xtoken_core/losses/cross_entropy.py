@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
@@ -27,6 +27,36 @@ class CrossEntropy(NamedTuple):
     accuracy: Float[Tensor, ""]
 
 
+def next_token_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, "B T"]:
+    """The id that each position predicts; the last position predicts none, its 0 has no weight.
+
+    Args:
+        batch: Holds `input_ids`.
+    """
+    ids = batch[schema.INPUT_IDS.name]
+    return torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
+
+
+def mean_over_tokens(
+    batch: Mapping[str, Tensor],
+    losses: Float[Tensor, "B T"],
+    hits: Bool[Tensor, "B T"],
+    global_valid_toks: Scalar | None = None,
+) -> CrossEntropy:
+    """This micro-batch's share of the step's mean over the next tokens that the masks leave.
+
+    Args:
+        batch: Holds `token_mask`, `sample_mask`.
+        losses: Nats at each position.
+        hits: Whether each position's first guess was right.
+        global_valid_toks: The step's number of predictions; None: this micro-batch's.
+    """
+    mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name])
+    count = mask.sum() if global_valid_toks is None else global_valid_toks
+    total = (torch.where(mask > 0, losses[:, :-1], 0.0) * mask).sum()
+    return CrossEntropy(total / (count + CE_EPSILON), (hits[:, :-1] * mask).sum() / (count + CE_EPSILON))
+
+
 def cross_entropy_loss(
     batch: Mapping[str, Tensor],
     logits: Float[Tensor, "B T V"],
@@ -39,10 +69,5 @@ def cross_entropy_loss(
         logits: The student's, its whole head.
         global_valid_toks: The step's number of predictions; None: this micro-batch's.
     """
-    mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name])
-    targets = batch[schema.INPUT_IDS.name][:, 1:]
-    losses, hits = get_op("cross_entropy", logits.device)(logits[:, :-1], targets)
-    count = mask.sum() if global_valid_toks is None else global_valid_toks
-    counted = mask > 0
-    total = (torch.where(counted, losses, 0.0) * mask).sum()
-    return CrossEntropy(total / (count + CE_EPSILON), (hits * mask).sum() / (count + CE_EPSILON))
+    losses, hits = get_op("cross_entropy", logits.device)(logits, next_token_targets(batch))
+    return mean_over_tokens(batch, losses, hits, global_valid_toks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
@@ -69,8 +69,13 @@ class TeacherLoss:
         student_logits: Float[Tensor, "B T_s V_head"],
         teacher_logits: Float[Tensor, "B T_t V_m"],
         denominator: Scalar | None,
+        *,
+        targets: Int[Tensor, "B T_s"] | None = None,
     ) -> TeacherTerm:
-        """The divergence of a micro-batch as its share of the step's mean; both heads uncut."""
+        """The divergence of a micro-batch as its share of the step's mean; both heads uncut.
+
+        With `targets`, which only a teacher that `compares_with_tokens` takes, the cross-entropy comes with it.
+        """
         student = cut(student_logits, self.student_vocab_size)
         if self.teacher.same_tokenizer:
             teacher = cut(teacher_logits, self.student_vocab_size)
@@ -80,13 +85,20 @@ class TeacherLoss:
         teacher = cut(teacher_logits, self.teacher.vocab_size)
         chunks = self._chunks(batch)
         if self.projection is not None:
-            return p_kl_loss(student, teacher, chunks, self.projection, self.config, denominator)
+            return p_kl_loss(
+                student_logits, teacher, chunks, self.projection, self.config, denominator, targets=targets
+            )
         if self.partition is not None:
             limit = None if self.mode == "uld" else self.config.uncommon_topk
             return gold_loss(student, teacher, chunks, self.partition, self.config, denominator, uncommon_topk=limit)
         ids, _ = teacher_tokens(batch, self.teacher, self.index)
         own = batch[schema.INPUT_IDS.name]
         return alm_loss(student, teacher, own, ids, chunks, self.config, denominator)
+
+    @property
+    def compares_with_tokens(self) -> bool:
+        """Whether its divergence can be computed together with the cross-entropy."""
+        return self.projection is not None
 
     def count(self, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """What a micro-batch adds to this teacher's denominator."""

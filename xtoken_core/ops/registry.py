@@ -31,12 +31,14 @@ class OpBackend(Enum):
     PYTORCH_NATIVE_CHUNK_MEAN = "xtoken_core.ops.chunk_mean.reference:NativeChunkMeanOp"
     PYTORCH_NATIVE_CROSS_ENTROPY = "xtoken_core.ops.cross_entropy.reference:NativeCrossEntropyOp"
     PYTORCH_NATIVE_P_KL = "xtoken_core.ops.p_kl.reference:NativePKLOp"
+    PYTORCH_NATIVE_P_KL_CROSS_ENTROPY = "xtoken_core.ops.p_kl.reference:NativePKLCrossEntropyOp"
     PYTORCH_NATIVE_GOLD = "xtoken_core.ops.gold.reference:NativeGoldOp"
     TRITON_EMBEDDING = "xtoken_core.ops.embedding.triton:TritonEmbeddingOp"
     TRITON_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.triton:TritonIndicesToMultihotOp"
     TRITON_SELECT_TOPK_COLUMNS = "xtoken_core.ops.select_topk_columns.triton:TritonSelectTopkColumnsOp"
     TRITON_CROSS_ENTROPY = "xtoken_core.ops.cross_entropy.triton:TritonCrossEntropyOp"
     TRITON_P_KL = "xtoken_core.ops.p_kl.triton:TritonPKLOp"
+    TRITON_P_KL_CROSS_ENTROPY = "xtoken_core.ops.p_kl.triton:TritonPKLCrossEntropyOp"
 
 
 BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
@@ -59,6 +61,10 @@ BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
         "triton": OpBackend.TRITON_CROSS_ENTROPY,
     },
     "p_kl": {"reference": OpBackend.PYTORCH_NATIVE_P_KL, "triton": OpBackend.TRITON_P_KL},
+    "p_kl_cross_entropy": {
+        "reference": OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY,
+        "triton": OpBackend.TRITON_P_KL_CROSS_ENTROPY,
+    },
     "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD},
 }
 """Every op's backends by the short name that `XTOKEN_OPS` uses."""

@@ -22,11 +22,14 @@ def batch_of(inputs: dict) -> dict[str, torch.Tensor]:
     }
 
 
-def loss_of(case: dict) -> CrossTokenizerDistillationLoss:
+def loss_of(case: dict, device: torch.device | str = "cpu") -> CrossTokenizerDistillationLoss:
     inputs = case["inputs"]
     teacher = LossTeacher(inputs["teacher_vocab_size"], inputs["projection_indices"], inputs["projection_likelihoods"])
     return CrossTokenizerDistillationLoss(
-        LossConfig(**case["config"]), student_vocab_size=inputs["student_logits"].shape[-1], teachers=[teacher]
+        LossConfig(**case["config"]),
+        student_vocab_size=inputs["student_logits"].shape[-1],
+        teachers=[teacher],
+        device=device,
     )
 
 

@@ -1,5 +1,24 @@
-"""`p_kl`: KL between a teacher's chunks and a student's, projected onto the teacher's vocabulary."""
+"""`p_kl`: KL between a teacher's chunks and a student's, projected onto the teacher's vocabulary.
 
-from xtoken_core.ops.p_kl.reference import NativePKLOp, PKLOptions, PKLResult, p_kl
+`p_kl_cross_entropy` is the same together with the student's cross-entropy, for one gradient of both.
+"""
 
-__all__ = ["NativePKLOp", "PKLOptions", "PKLResult", "p_kl"]
+from xtoken_core.ops.p_kl.reference import (
+    NativePKLCrossEntropyOp,
+    NativePKLOp,
+    PKLCrossEntropyResult,
+    PKLOptions,
+    PKLResult,
+    p_kl,
+    p_kl_cross_entropy,
+)
+
+__all__ = [
+    "NativePKLCrossEntropyOp",
+    "NativePKLOp",
+    "PKLCrossEntropyResult",
+    "PKLOptions",
+    "PKLResult",
+    "p_kl",
+    "p_kl_cross_entropy",
+]

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
+from xtoken_core.ops.cross_entropy.reference import cross_entropy
 from xtoken_core.ops.numerics import EPSILON, kl_terms, upcast
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.ops.sparse_projection.reference import NativeSparseProjectionOp
@@ -45,6 +46,16 @@ class PKLResult(NamedTuple):
     kl: Float[Tensor, "B P"]
     agrees: Bool[Tensor, "B P"]
     mass: Float[Tensor, "B P"]
+
+
+class PKLCrossEntropyResult(NamedTuple):
+    """What `p_kl_cross_entropy` says: the fields of `PKLResult`, and those of `cross_entropy` per position."""
+
+    kl: Float[Tensor, "B P"]
+    agrees: Bool[Tensor, "B P"]
+    mass: Float[Tensor, "B P"]
+    losses: Float[Tensor, "B T_s"]
+    hits: Bool[Tensor, "B T_s"]
 
 
 def p_kl(
@@ -82,6 +93,35 @@ def p_kl(
     terms = kl_terms(log_q, log_p) if options.reverse else kl_terms(log_p, log_q)
     agrees = Q.detach().argmax(-1) == log_p.detach().argmax(-1)
     return PKLResult(terms.sum(-1), agrees, log_p.detach().exp().sum(-1))
+
+
+def p_kl_cross_entropy(
+    student_logits: Float[Tensor, "B T_s V_head"],
+    teacher_logits: Float[Tensor, "B T_t V_m"],
+    projection: ProjectionMatrix,
+    columns: Int[Tensor, " K"],
+    student_chunk_id: Int[Tensor, "B T_s"],
+    teacher_chunk_id: Int[Tensor, "B T_t"],
+    targets: Int[Tensor, "B T_s"],
+    options: PKLOptions,
+) -> PKLCrossEntropyResult:
+    """`p_kl` on the student's vocabulary and `cross_entropy` on its whole head, as one op with one gradient.
+
+    Args:
+        student_logits: The whole head; P-KL cuts it to the projection's rows.
+        teacher_logits: As for `p_kl`.
+        projection: As for `p_kl`.
+        columns: As for `p_kl`.
+        student_chunk_id: As for `p_kl`.
+        teacher_chunk_id: As for `p_kl`.
+        targets: The id that each position predicts, in `[0, V_head)`; where there is none any id, with no upstream
+            gradient.
+        options: As for `p_kl`.
+    """
+    whole = upcast(student_logits)  # both gradients are added before they are rounded
+    student = whole[..., : projection.student_vocab_size]
+    divergence = p_kl(student, teacher_logits, projection, columns, student_chunk_id, teacher_chunk_id, options)
+    return PKLCrossEntropyResult(*divergence, *cross_entropy(whole, targets))
 
 
 def _teacher_log_probs(
@@ -137,3 +177,37 @@ class NativePKLOp(nn.Module):
             teacher_chunk_id,
             options,
         )
+
+
+class NativePKLCrossEntropyOp(nn.Module):
+    """Reference backend: the two references, one after the other."""
+
+    def forward(
+        self,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher_logits: Float[Tensor, "B T_t V_m"],
+        projection: ProjectionMatrix,
+        columns: Int[Tensor, " K"],
+        student_chunk_id: Int[Tensor, "B T_s"],
+        teacher_chunk_id: Int[Tensor, "B T_t"],
+        targets: Int[Tensor, "B T_s"],
+        options: PKLOptions,
+    ) -> PKLCrossEntropyResult:
+        """As `p_kl_cross_entropy`."""
+        alignment = student_chunk_id, teacher_chunk_id
+        return p_kl_cross_entropy(student_logits, teacher_logits, projection, columns, *alignment, targets, options)
+
+    def forward_fp32(
+        self,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher_logits: Float[Tensor, "B T_t V_m"],
+        projection: ProjectionMatrix,
+        columns: Int[Tensor, " K"],
+        student_chunk_id: Int[Tensor, "B T_s"],
+        teacher_chunk_id: Int[Tensor, "B T_t"],
+        targets: Int[Tensor, "B T_s"],
+        options: PKLOptions,
+    ) -> PKLCrossEntropyResult:
+        """As `p_kl_cross_entropy` on logits upcast first: the ground truth."""
+        logits = upcast(student_logits), upcast(teacher_logits)
+        return self.forward(*logits, projection, columns, student_chunk_id, teacher_chunk_id, targets, options)

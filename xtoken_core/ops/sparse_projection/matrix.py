@@ -19,9 +19,9 @@ class ProjectionMatrix:
         offsets: `[V_t + 1]` int64; the entries of teacher id `t` are `offsets[t] .. offsets[t + 1]` of the next two.
         sources: `[nnz]` int32 student ids, ascending within a teacher id.
         weights: `[nnz]` float32.
-        student_offsets: `[V_s + 1]` int64; the same entries by student id, for the way back.
-        targets: `[nnz]` int32 teacher ids, ascending within a student id.
-        student_weights: `[nnz]` float32.
+        slot_targets: `[slots, V_s]` int32; the same entries by student id, for the way back: teacher ids, ascending
+            and to the front, -1 = empty slot.
+        slot_weights: `[slots, V_s]` float32.
     """
 
     sparse: Tensor
@@ -29,9 +29,8 @@ class ProjectionMatrix:
     offsets: Int[Tensor, " V_t_1"]
     sources: Int[Tensor, " nnz"]
     weights: Float[Tensor, " nnz"]
-    student_offsets: Int[Tensor, " V_s_1"]
-    targets: Int[Tensor, " nnz"]
-    student_weights: Float[Tensor, " nnz"]
+    slot_targets: Int[Tensor, "slots V_s"]
+    slot_weights: Float[Tensor, "slots V_s"]
 
     @property
     def student_vocab_size(self) -> int:
@@ -61,15 +60,15 @@ class ProjectionMatrix:
         transposed = torch.sparse_coo_tensor(places, weights[inside].float(), size, check_invariants=True)
         transposed = transposed.coalesce()
         sparse = transposed.t().coalesce()
+        slot_targets, slot_weights = _slots(sparse)
         return cls(
             sparse=sparse,
             transposed=transposed,
             offsets=_offsets(transposed.indices()[0], teacher_vocab_size),
             sources=transposed.indices()[1].int(),
             weights=transposed.values(),
-            student_offsets=_offsets(sparse.indices()[0], student_vocab_size),
-            targets=sparse.indices()[1].int(),
-            student_weights=sparse.values(),
+            slot_targets=slot_targets,
+            slot_weights=slot_weights,
         )
 
     @classmethod
@@ -110,3 +109,14 @@ class ProjectionMatrix:
 def _offsets(sorted_ids: Tensor, size: int) -> Tensor:
     counts = torch.bincount(sorted_ids, minlength=size)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _slots(sparse: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of each row side by side over rows: `[slots, rows]`, at least one slot."""
+    rows, columns = sparse.indices()
+    offsets = _offsets(rows, sparse.shape[0])
+    slot = torch.arange(len(rows), device=rows.device) - offsets[rows]
+    shape = (int(slot.max()) + 1 if len(rows) else 1, sparse.shape[0])
+    targets = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
+    weights = torch.zeros(shape, dtype=torch.float32, device=rows.device)
+    return targets.index_put((slot, rows), columns.int()), weights.index_put((slot, rows), sparse.values())

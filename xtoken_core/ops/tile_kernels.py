@@ -1,0 +1,88 @@
+"""Triton code over tiles of logits: statistics per tile, combined per row in a fixed order.
+
+A buffer of partial results is `[parts, padded rows]`, so that neighbouring rows lie side by side.
+"""
+# Triton has no types, and its kernels can carry none.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+
+@triton.jit
+def row_bases(logits_ptr, rows, T, stride_b, stride_t):
+    """Where each row starts; row r is position r % T of sample r // T."""
+    return logits_ptr + rows // T * stride_b + rows % T * stride_t
+
+
+@triton.jit
+def store_tile_sums(z, top_ptr, total_ptr, places):
+    """Per row of a tile `[rows, columns]` its maximum and `sum exp(z - maximum)`."""
+    top = tl.max(z, axis=1)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(top_ptr + places, top)
+    tl.store(total_ptr + places, tl.sum(tl.exp(z - pivot[:, None]), axis=1))
+
+
+@triton.jit
+def combined_log_sum_exp(top_ptr, total_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """Each row's maximum and `log sum exp` from the sums of its tiles."""
+    lanes = tl.arange(0, PARTS).to(tl.int64)
+    tops = tl.full((PARTS, ROWS), float("-inf"), dtype=tl.float32)
+    for start in range(0, parts, PARTS):
+        places = (start + lanes)[:, None] * padded + rows[None, :]
+        tops = tl.maximum(tops, tl.load(top_ptr + places, mask=(start + lanes < parts)[:, None], other=float("-inf")))
+    top = tl.max(tops, axis=0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    totals = tl.zeros((PARTS, ROWS), dtype=tl.float32)
+    for start in range(0, parts, PARTS):
+        places = (start + lanes)[:, None] * padded + rows[None, :]
+        mask = (start + lanes < parts)[:, None]
+        factor = tl.exp(tl.load(top_ptr + places, mask=mask, other=float("-inf")) - pivot[None, :])
+        totals += tl.load(total_ptr + places, mask=mask, other=0.0) * factor
+    return top, tl.log(tl.sum(totals, axis=0)) + pivot
+
+
+@triton.jit
+def log_sum_exp_kernel(top_ptr, total_ptr, lse_ptr, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """`log sum exp` of ROWS rows from the sums of their tiles."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    _, lse = combined_log_sum_exp(top_ptr, total_ptr, rows, parts, padded, PARTS, ROWS)
+    tl.store(lse_ptr + rows, lse)
+
+
+@triton.jit
+def combined_sum(partial_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """Each row's sum of its parts."""
+    lanes = tl.arange(0, PARTS).to(tl.int64)
+    totals = tl.zeros((PARTS, ROWS), dtype=tl.float32)
+    for start in range(0, parts, PARTS):
+        places = (start + lanes)[:, None] * padded + rows[None, :]
+        totals += tl.load(partial_ptr + places, mask=(start + lanes < parts)[:, None], other=0.0)
+    return tl.sum(totals, axis=0)
+
+
+@triton.jit
+def sum_kernel(partial_ptr, total_ptr, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """The sum over the parts of ROWS rows."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(total_ptr + rows, combined_sum(partial_ptr, rows, parts, padded, PARTS, ROWS))
+
+
+@triton.jit
+def combined_place_of_maximum(best_ptr, place_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """The lowest place of each row's maximum, from the maxima of its parts and their lowest places."""
+    lanes = tl.arange(0, PARTS).to(tl.int64)
+    best = tl.full((PARTS, ROWS), float("-inf"), dtype=tl.float32)
+    at = tl.full((PARTS, ROWS), 2147483647, dtype=tl.int32)
+    for start in range(0, parts, PARTS):
+        places = (start + lanes)[:, None] * padded + rows[None, :]
+        mask = (start + lanes < parts)[:, None]
+        value = tl.load(best_ptr + places, mask=mask, other=float("-inf"))
+        place = tl.load(place_ptr + places, mask=mask, other=2147483647)
+        at = tl.where((value > best) | ((value == best) & (place < at)), place, at)
+        best = tl.maximum(best, value)
+    top = tl.max(best, axis=0)
+    return tl.min(tl.where(best == top[None, :], at, 2147483647), axis=0)
