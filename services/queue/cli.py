@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 PATIENCE_S = 5.0
 DEBUG_VARIABLE = "XTOKEN_DEBUG"
 
-queue_app = typer.Typer(help="Serve a transfer queue, or look into one.", invoke_without_command=True)
+queue_app = typer.Typer(
+    help="Serve a transfer queue, or look into one.", invoke_without_command=True, pretty_exceptions_enable=False
+)
 
 AtOption = Annotated[
     str, typer.Option("--queue", metavar="ADDR", help="The queue's address: ipc://PATH or tcp://HOST:PORT.")

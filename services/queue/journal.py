@@ -1,9 +1,9 @@
 """The journal: what must outlive the process is written to a file before it is answered.
 
 A directory holds one segment, `NNNNNNNN.journal`; a new one starts with everything that still counts and takes the old
-one's place, once that is mostly about samples that are done. A segment is a magic number, then records: CRC-32 and length of
-a body (`<IQ`), the CRC-32 of these two (`<I`), and the body: length of its head (`<I`), the head (msgpack), and the
-columns' buffers.
+place, once that is mostly about samples that are done. A segment is a magic number, then records: CRC-32 and length
+of a body (`<IQ`), the CRC-32 of these two (`<I`), and the body: length of its head (`<I`), the head (msgpack), and
+the columns' buffers.
 
 Leases, sessions and volatile fields are never written.
 """

@@ -19,6 +19,7 @@ from services.queue.journal import Journal
 from services.queue.metrics import Exporter, Latencies, prometheus_text
 from services.queue.waiting import Parked, Waiting
 from xtoken_core.data_plane.address import Address
+from xtoken_core.errors import XtokenError
 from xtoken_core.protocol.engine import READS, Engine
 from xtoken_core.protocol.stats import stats_document
 from xtoken_core.wire import QueueError
@@ -29,7 +30,9 @@ log = logging.getLogger("xtoken.queue")
 
 TICK_S = 0.25
 BURST = 64
+FAILED = "failed on this request, see its log"
 PEERS_KNOWN = 1 << 16
+CUT = -1
 ZERO_COPY_BYTES = 1 << 14
 OWN_COPY_BYTES = 1 << 13
 """A received frame smaller than this shares its memory with others, all of which it would keep."""
@@ -153,6 +156,12 @@ class Server:
         except QueueError as error:
             self._refuse(peer, request.id, error)
             return True
+        except XtokenError:
+            raise
+        except Exception as error:  # one request must not end the queue for all others
+            log.exception("failed on a %s", type(request).__name__)
+            self._refuse(peer, request.id, QueueError("bad_request", f"the queue {FAILED}: {error!r}"))
+            return True
         if answer is None:
             return False
         frames = answer.frames()
@@ -188,7 +197,6 @@ class Server:
                 more = zmq.SNDMORE if number < len(buffers) else 0
                 self._socket.send(buffer, more, copy=buffer.nbytes < ZERO_COPY_BYTES)
         except zmq.Again:
-            log.warning("a peer does not take its replies: it is disconnected")
             self._disconnect(peer)
         except zmq.ZMQError as error:
             log.debug("a peer has gone before its reply, and will ask again: %s", error)
@@ -203,9 +211,12 @@ class Server:
                 self._peers.popitem(last=False)
 
     def _disconnect(self, peer: bytes) -> None:
-        number = self._peers.pop(peer, None)
-        if number is None:
+        """Cut a peer that does not take its replies; what it has sent before may still come in."""
+        number = self._peers.get(peer, CUT)
+        if number == CUT:
             return
+        self._peers[peer] = CUT
+        log.warning("a peer does not take its replies: it is disconnected")
         with suppress(OSError):
             connection = sockets.socket(fileno=os.dup(number))
             with connection:

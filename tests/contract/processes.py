@@ -67,9 +67,9 @@ def queue_process(address: Address, *arguments: str) -> Iterator[subprocess.Pope
 
 
 @contextmanager
-def queue_thread(address: Address, *, memory_limit: int) -> Iterator[Server]:
+def queue_thread(address: Address, *, memory_limit: int, metrics_port: int | None = None) -> Iterator[Server]:
     """The same server on a thread of this process: quick to start."""
-    server = Server(Engine(memory_limit=memory_limit, clock=time.monotonic), address)
+    server = Server(Engine(memory_limit=memory_limit, clock=time.monotonic), address, metrics_port=metrics_port)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:

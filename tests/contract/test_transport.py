@@ -29,17 +29,17 @@ TASKS = [{"name": "a", "requires": ["x"]}]
 
 
 @contextmanager
-def dealer(address: Address) -> Iterator[zmq.Socket[bytes]]:
-    """A bare socket, authenticated."""
+def dealer(address: Address, *, holds: int = 1000) -> Iterator[zmq.Socket[bytes]]:
+    """A bare socket, authenticated, that takes up to `holds` replies which nobody has read."""
     context = zmq.Context()
     bare = context.socket(zmq.DEALER)
+    bare.rcvhwm = holds
     address.authenticate(bare)
     bare.connect(address.url)
     try:
         yield bare
     finally:
-        bare.close(linger=0)
-        context.term()
+        context.destroy(linger=0)
 
 
 def ask(bare: zmq.Socket[bytes], *frames: bytes) -> dict[str, Any]:
@@ -128,6 +128,8 @@ OBJECTS = {
     "extension": b"\xd4\x03x",
     "two-values": b"\xc0\xc0",
     "cut-short": b"\xa5ab",
+    "no-text": b"\xa2\xff\xfe",
+    "list-as-key": b"\x81\x90\xc0",
     "none": b"",
 }
 

@@ -54,7 +54,7 @@ def object_values(column: Column) -> list[Any]:
             raise QueueError("too_large", f"an object row has {stop - start} bytes; {MAX_OBJECT_BYTES} are allowed")
         try:
             value = _decoder.decode(bytes_view(column.values[start:stop]))
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
             raise QueueError("bad_request", f"an object row is no msgpack value: {error}") from error
         _check_depth(value, MAX_OBJECT_DEPTH)
         out.append(value)
@@ -65,7 +65,9 @@ def _check_depth(value: Any, left: int) -> None:
     if left < 0:
         raise QueueError("too_large", f"an object row is nested deeper than {MAX_OBJECT_DEPTH} levels")
     if isinstance(value, dict):
-        for item in value.values():
+        for key, item in value.items():
+            if isinstance(key, (tuple, dict)):
+                raise QueueError("bad_request", "the keys of a map in an object row are text, bytes or numbers")
             _check_depth(item, left - 1)
     elif isinstance(value, (list, tuple)):
         for item in value:

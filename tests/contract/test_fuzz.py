@@ -1,0 +1,22 @@
+"""A short fuzz run; `python -m tests.contract.fuzz SECONDS` is the long one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from tests.contract.fuzz import MEMORY, fuzz
+from tests.contract.processes import queue_process, tcp_address
+
+COUNT = 20_000
+
+
+def test_twenty_thousand_mutated_messages_stop_nothing(short_tmp: Path) -> None:
+    address = tcp_address(short_tmp / "fuzz")
+    with queue_process(address, "--memory-limit", str(MEMORY)) as process:
+        found = fuzz(address, psutil.Process(process.pid), go_on=lambda outcome: outcome.sent < COUNT, seed=1)
+        assert process.poll() is None
+    assert found.errors == []
+    assert min(found.answered, found.raw, found.honest) > 20
+    assert found.grown < 2 * MEMORY

@@ -1,0 +1,183 @@
+"""Who may connect, and how much of the queue one peer can take."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+from typer.testing import CliRunner
+
+from services.queue.cli import queue_app
+from services.queue.waiting import MAX_WAITING_OF_SESSION
+from tests.contract import reference_client
+from tests.contract.peers import Place, ints
+from tests.contract.processes import free_port, ipc_address, queue_thread
+from tests.contract.reference_client import UnreachableError
+from tests.contract.test_transport import ask, dealer
+from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.keys import client_keys, create_client_keys, create_queue_keys
+from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.errors import ConfigError, InputError, QueueUnreachableError
+
+MEMORY = 64 << 20
+HELLO = {"type": "hello", "id": "a.1", "versions": [1], "name": "w", "role": "r", "incarnation": 1}
+TASKS = [{"name": "a", "requires": ["x"]}]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    """A queue's and a client's directory of keys, not yet introduced to each other."""
+    queue, client = tmp_path / "queue-keys", tmp_path / "client-keys"
+    create_queue_keys(queue)
+    create_client_keys(client)
+    (client / "queue.key").write_bytes((queue / "queue.key").read_bytes())
+    return queue, client
+
+
+def test_a_client_on_the_list_passes_and_another_does_not(keys: tuple[Path, Path]) -> None:
+    queue, client = keys
+    url = f"tcp://0.0.0.0:{free_port()}"
+    reach = url.replace("0.0.0.0", "127.0.0.1")
+    with queue_thread(Address.parse(url, keys=queue), memory_limit=MEMORY):
+        stranger = ZmqDataPlaneClient(Address.parse(reach, keys=client), patience_s=10.0)
+        with pytest.raises(QueueUnreachableError):
+            stranger.hello("w", "r", incarnation=1)
+        stranger.close()
+        (queue / "clients" / "node-1.key").write_bytes((client / "client.key").read_bytes())
+        with ZmqDataPlaneClient(Address.parse(reach, keys=client)) as friend:
+            assert friend.hello("w", "r", incarnation=1)
+            assert friend.stats()["sessions"][0]["name"] == "w"
+        other = reference_client.Client(reach, curve=client_keys(client))
+        other.hello("reference", "r", 1)
+        assert b"reference" in other.call("stats")["document"]
+        other.close()
+        for token in (None, "a-token"):
+            plain = reference_client.Client(reach, token, patience_s=0.5)
+            with pytest.raises(UnreachableError):
+                plain.hello("w", "r", 1)
+            plain.close()
+
+
+def test_a_token_in_clear_is_refused_beyond_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("tcp://0.0.0.0:5555", "tcp://10.0.0.7:5555", "tcp://node-1:5555"):
+        with pytest.raises(ConfigError, match="in clear"):
+            Address.parse(url, tmp_path / "token")
+        with pytest.raises(ConfigError, match="in clear"):
+            Address.parse(url)
+    with pytest.raises(ConfigError, match="both"):
+        Address.parse("tcp://10.0.0.7:5555", tmp_path / "token", tmp_path)
+    monkeypatch.setenv("XTOKEN_QUEUE_KEYS", str(tmp_path))
+    assert Address.parse("tcp://10.0.0.7:5555").keys == tmp_path
+    assert Address.parse("tcp://127.0.0.1:5555", tmp_path / "token").keys is None
+
+
+def test_keys_that_are_missing_or_open_are_named(keys: tuple[Path, Path], tmp_path: Path) -> None:
+    queue, client = keys
+    with pytest.raises(InputError, match="there already"):
+        create_queue_keys(queue)
+    with pytest.raises(InputError, match=r"queue\.key"):
+        client_keys(tmp_path)
+    (client / "client.key_secret").chmod(0o644)
+    with pytest.raises(InputError, match="chmod 600"):
+        client_keys(client)
+    (client / "queue.key").write_text("nonsense")
+    with pytest.raises(InputError, match=r"queue\.key is no key file"):
+        client_keys(client)
+
+
+def test_a_peer_that_does_not_read_is_disconnected(short_tmp: Path) -> None:
+    address = ipc_address(short_tmp / "deaf")
+    with queue_thread(address, memory_limit=MEMORY), dealer(address, holds=4) as deaf:
+        place = Place("library", address=address)
+        peer = place.worker()
+        peer.call("open", partition="p", tasks=TASKS)
+        peer.call("put", partition="p", ids=[0], columns={"x": ints(list(range(1 << 15)))})
+        session = ask(deaf, msgpack.packb(HELLO))["session"]
+        monitor = deaf.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        get = {"type": "get", "session": session, "partition": "p", "ids": [0], "fields": ["x"]}
+        for number in range(400):
+            deaf.send_multipart([msgpack.packb({**get, "id": f"b{number}.1"})])
+        assert peer.call("get", partition="p", ids=[0], fields=["x"])["ids"] == [0]
+        received = 0
+        while deaf.poll(1000):
+            deaf.recv_multipart()
+            received += 1
+        assert monitor.poll(10_000)
+        assert 0 < received < 400
+        assert peer.call("get", partition="p", ids=[0], fields=["x"])["ids"] == [0]
+        place.leave()
+
+
+def test_a_session_may_not_wait_without_end(short_tmp: Path) -> None:
+    address = ipc_address(short_tmp / "many")
+    with queue_thread(address, memory_limit=MEMORY), dealer(address) as bare:
+        session = ask(bare, msgpack.packb(HELLO))["session"]
+        at = {"session": session, "partition": "p"}
+        ask(bare, msgpack.packb({"type": "open", "id": "a.2", "tasks": TASKS, **at}))
+        claim = {"type": "claim", "task": "a", "count": 1, "wait_s": 60.0, **at}
+        for number in range(MAX_WAITING_OF_SESSION):
+            bare.send_multipart([msgpack.packb({**claim, "id": f"c{number}"})])
+        assert ask(bare, msgpack.packb({**claim, "id": "one-more"}))["code"] == "too_large"
+        shown = json.loads(_stats(bare, session))
+        assert shown["waiting"] == MAX_WAITING_OF_SESSION
+        repeated = {**claim, "id": "c7"}
+        bare.send_multipart([msgpack.packb(repeated)])
+        assert json.loads(_stats(bare, session))["waiting"] == MAX_WAITING_OF_SESSION
+
+
+def _stats(bare: zmq.Socket[bytes], session: str) -> bytes:
+    document: bytes = ask(bare, msgpack.packb({"type": "stats", "id": "s", "session": session}))["document"]
+    return document
+
+
+def test_metrics_are_served(short_tmp: Path) -> None:
+    address = ipc_address(short_tmp / "metrics")
+    with queue_thread(address, memory_limit=MEMORY, metrics_port=0) as server:
+        place = Place("library", address=address)
+        peer = place.worker()
+        peer.call("open", partition='odd "name"', tasks=TASKS)
+        peer.call("put", partition='odd "name"', ids=[0, 1], columns={"x": ints([1], [2])})
+        peer.call("claim", partition='odd "name"', task="a", count=1)
+        assert server.exporter is not None
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.exporter.port}/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        place.leave()
+    samples = dict(re.findall(r"^(xtoken_queue_\S+?(?:\{.*\})?) (\S+)$", text, re.MULTILINE))
+    assert samples['xtoken_queue_task_samples{partition="odd \\"name\\"",task="a",state="leased"}'] == "1"
+    assert samples['xtoken_queue_partition_rows_put_total{partition="odd \\"name\\""}'] == "2"
+    assert samples['xtoken_queue_requests_total{type="claim"}'] == "1"
+    assert samples['xtoken_queue_request_seconds_count{type="put"}'] == "1"
+    assert samples['xtoken_queue_request_seconds_bucket{type="put",le="+Inf"}'] == "1"
+    assert samples["xtoken_queue_bytes"] == str(2 * 8 + 3 * 8)
+    assert all(re.match(r"# (HELP|TYPE) xtoken_queue_|xtoken_queue_", line) for line in text.splitlines())
+
+
+def test_a_queue_can_be_looked_into(short_tmp: Path) -> None:
+    address = ipc_address(short_tmp / "look")
+    runner = CliRunner()
+    with queue_thread(address, memory_limit=MEMORY):
+        place = Place("library", address=address)
+        peer = place.worker("producer")
+        peer.call("open", partition="words", tasks=TASKS)
+        peer.call("put", partition="words", ids=[4], columns={"x": ints([1, 2])})
+        shown = runner.invoke(queue_app, ["stats", "--queue", address.url])
+        assert json.loads(shown.stdout)["partitions"]["words"]["samples"] == 1
+        shown = runner.invoke(queue_app, ["peek", "words", "4", "--queue", address.url])
+        assert json.loads(shown.stdout) == {"fields": {"x": 16}, "status": {"a": "ready"}, "attempts": 0, "reason": ""}
+        shown = runner.invoke(queue_app, ["top", "--queue", address.url, "--once"])
+        assert shown.exit_code == 0
+        assert "words" in shown.stdout
+        assert "producer" in shown.stdout
+        place.leave()
+
+
+def test_keys_can_be_made_by_command(tmp_path: Path) -> None:
+    runner = CliRunner()
+    assert "queue.key" in runner.invoke(queue_app, ["keygen", str(tmp_path / "q")]).stdout
+    assert "clients/" in runner.invoke(queue_app, ["keygen", "--client", str(tmp_path / "c")]).stdout
+    assert ((tmp_path / "q" / "queue.key_secret").stat().st_mode & 0o777) == 0o600
