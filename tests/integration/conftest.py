@@ -99,6 +99,14 @@ class Crew:
         assert left == [], f"sockets are left: {left}"
 
 
+def command_of(process: psutil.Process) -> str:
+    """A process's command line; empty once it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
     return make_assets(tmp_path_factory.mktemp("assets"))
@@ -117,7 +125,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunSpec], Crew]
     yield make
     for crew in crews:
         crew.close()
-    children = [p for p in psutil.Process().children(recursive=True) if "services.cli" in " ".join(p.cmdline())]
+    children = [p for p in psutil.Process().children(recursive=True) if "services.cli" in command_of(p)]
     assert children == [], f"processes are left: {children}"
     left = [path for path in Path("/dev/shm").iterdir() if RUN_NAME in path.name]
     assert left == [], f"shared memory is left: {left}"

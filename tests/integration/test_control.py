@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
+from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 
 DEADLINE_S = 180.0
@@ -138,7 +138,7 @@ def _complete(tmp_path: Path, http: httpx.Client, url: str, spec: RunSpec) -> No
     metrics = http.get(f"{path}/metrics", params={"after": 0, "limit": 2}).json()
     assert [line["step"] for line in metrics["steps"]] == [1, 2]
     assert client.ended() == 0, client.said()
-    assert "tiny: completed after step 30 of 30: 240 trained" in client.said()
+    assert f"{RUN_NAME}: completed after step 30 of 30: 240 trained" in client.said()
     assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(240))
     assert http.get(path).json()["summary"]["trained"] == 240
 
