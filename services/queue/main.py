@@ -10,7 +10,6 @@ from types import FrameType
 
 from setproctitle import setproctitle
 
-from services.common.resolve import resolve_run
 from services.queue.journal import Journal
 from services.queue.server import Server
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
@@ -63,6 +62,8 @@ def serve(
 def load_resolved(path: Path) -> ResolvedRun:
     """A run from a RunSpec (`.toml`, resolved here) or from an already resolved one (`.json`)."""
     if path.suffix == ".toml":
+        from services.common.resolve import resolve_run  # loads what reads data, which a generic queue never needs
+
         return resolve_run(load_run_spec(path))
     try:
         return parse_resolved_run(path.read_bytes(), source=str(path))
