@@ -7,7 +7,7 @@ from pathlib import Path
 
 TEACHER, STUDENT, PROJECTION = "teacher", "student", "projection.safetensors"
 CROSS_ENTROPY, DISTILLED = "cross-entropy", "distilled"
-EVAL_BYTES = 60_000
+EVAL_BYTES = 40_000
 _VOCAB_TOPK = 1024
 
 
@@ -24,11 +24,11 @@ class StudentTraining:
         seed: Of the order of documents.
     """
 
-    steps: int = 108
+    steps: int = 96
     samples_per_step: int = 4
     context_length: int = 256
     learning_rate: float = 3e-3
-    eval_every: int = 27
+    eval_every: int = 32
     seed: int = 0
 
 

@@ -54,12 +54,12 @@ class TeacherTraining:
         threads: torch's.
     """
 
-    steps: int = 210
+    steps: int = 180
     rows: int = 4
     context_length: int = 256
     learning_rate: float = 1e-3
     warmup_steps: int = 20
-    eval_every: int = 70
+    eval_every: int = 60
     eval_bytes: int = 60_000
     seed: int = 0
     threads: int = 2
