@@ -106,6 +106,7 @@ def authenticated(address: Address, outcome: Outcome, go_on: Callable[[], bool],
     requests = corpus(client.session, ("plain", "a_run"))
     context = zmq.Context()
     bare = context.socket(zmq.DEALER)
+    bare.sndtimeo = bare.linger = 10_000
     address.authenticate(bare)
     bare.connect(address.url)
     open_requests = 0
@@ -182,7 +183,7 @@ def fuzz(address: Address, process: psutil.Process, *, go_on: Callable[[Outcome]
     before = process.memory_info().rss
     for thread in threads:
         thread.start()
-    while go_on(outcome) and not outcome.errors and process.is_running():
+    while go_on(outcome) and not outcome.errors and process.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.05)
     over.set()
     for thread in threads:

@@ -39,6 +39,7 @@ class Connection:
             self._monitor = self._socket.get_monitor_socket(BROKEN | REFUSED)
             self._socket.connect(address.url)
         except BaseException:
+            self._socket.disable_monitor()
             self._socket.close(linger=0)
             raise
         self._poller = zmq.Poller()

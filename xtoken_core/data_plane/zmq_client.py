@@ -66,7 +66,7 @@ class ZmqDataPlaneClient(DataPlaneClient):
             connections = list(self._connections)
         for connection in connections:
             connection.close()
-        self._context.term()
+        self._context.destroy(linger=0)
 
     def _connection(self) -> Connection:
         connection: Connection | None = getattr(self._local, "connection", None)
