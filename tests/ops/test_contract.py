@@ -12,6 +12,7 @@ from xtoken_core.ops.registry import BACKENDS, load_backend
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPE_IDS = ["fp32", "bf16", "fp16"]
+SLOW_TO_INTERPRET = ("p_kl", "p_kl_cross_entropy", "gold")
 
 
 def _parameters():
@@ -19,8 +20,8 @@ def _parameters():
         for variant, case in cases.items():
             for short in BACKENDS[name]:
                 label = "-".join(filter(None, (name, variant, short)))
-                # The interpreter takes seconds per launch of p_kl: one test of it is in the default suite.
-                marks = [pytest.mark.slow] if short == "triton" and name.startswith("p_kl") else []
+                # The interpreter takes seconds for a call of these: one test of each is in the default suite.
+                marks = [pytest.mark.slow] if short == "triton" and name in SLOW_TO_INTERPRET else []
                 yield pytest.param(name, case, short, CPU, id=f"{label}-cpu", marks=marks)
                 gpu = torch.device("cuda")
                 yield pytest.param(name, case, short, gpu, id=f"{label}-cuda", marks=pytest.mark.gpu)
@@ -79,8 +80,9 @@ def test_axis_b_values_and_gradients_are_the_references(name, case, short, devic
     check_against_the_reference(name, case, short, device, dtype)
 
 
-def test_axis_b_of_p_kls_kernels_in_float32():
-    check_against_the_reference("p_kl", CASES["p_kl"][""], "triton", CPU, torch.float32)
+@pytest.mark.parametrize(("name", "variant"), [("p_kl", ""), ("p_kl_cross_entropy", "wide_head_T2")])
+def test_axis_b_of_the_large_kernels_in_float32(name, variant):
+    check_against_the_reference(name, CASES[name][variant], "triton", CPU, torch.float32)
 
 
 def check_against_the_reference(name, case, short, device, dtype):

@@ -9,6 +9,7 @@ import torch
 
 from tests.ops.op_cases import CASES, gradient, outputs
 from tests.ops.tolerances import FAMILY, GRADIENT, OUTPUT, assert_within
+from xtoken_core.ops.gold import GoldOptions, TokenPartition
 from xtoken_core.ops.p_kl import PKLOptions
 from xtoken_core.ops.registry import BACKENDS, load_backend
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
@@ -17,9 +18,9 @@ pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def check(name, inputs, differentiable):
+def check(name, inputs, differentiable, dtype=torch.float32):
     op, truth = (load_backend(BACKENDS[name][short]) for short in ("triton", "reference"))
-    key = FAMILY[name], torch.float32
+    key = FAMILY[name], dtype
     for actual, expected in zip(outputs(op, inputs), outputs(truth, inputs, fp32=True), strict=True):
         assert_within(actual, expected, OUTPUT[key], "output")
     assert_within(
@@ -46,6 +47,13 @@ def test_p_kl(monkeypatch, device, variant):
     logits = {f"{name}_TILE": (16, 8) for name in ("STUDENT", "TEACHER", "GRADIENT")}
     shrink(monkeypatch, "p_kl", where="launch", **tiles, **logits, PER=4, PARTS=2, PADDING=16, PROJECT_AHEAD=1)
     check("p_kl", CASES["p_kl"][variant].make(torch.float32, torch.device(device)), "student_logits")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", ["cut", pytest.param("untruncated", marks=pytest.mark.slow)])
+def test_gold(monkeypatch, device, variant):
+    shrink(monkeypatch, "gold", BLOCK=16, COMMON_BLOCK=2, GRADIENT_BLOCK=16, SLAB_BYTES=1000)
+    check("gold", CASES["gold"][variant].make(torch.float32, torch.device(device)), "student_logits")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,3 +91,24 @@ def test_p_kl_at_thousands_of_tokens(k):
         "options": PKLOptions(max_chunks=T // 3 + 1),
     }
     check("p_kl", inputs, "student_logits")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [900, None], ids=["cut", "untruncated"])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 2), (torch.bfloat16, 1)], ids=["fp32", "bf16_with_ties"])
+def test_gold_at_thousands_of_tokens(cut, dtype, size):
+    device, V_s, V_t, T = torch.device("cuda"), 4999, 6007, 130
+    generator = torch.Generator(device).manual_seed(0)
+    order = torch.randperm(V_t, device=device, generator=generator)
+    # Means of several bfloat16 numbers tie up to rounding, and whose sign is whose is then chance: chunks of one.
+    chunks = (torch.arange(T, device=device) // size).repeat(2, 1)
+    ids = torch.arange(V_s, device=device)
+    inputs = {
+        "student_logits": 3 * torch.randn(2, T, V_s + 5, device=device, generator=generator, dtype=dtype)[..., :V_s],
+        "teacher_logits": 3 * torch.randn(2, T, V_t + 9, device=device, generator=generator, dtype=dtype)[..., :V_t],
+        "partition": TokenPartition(ids[:3000], order[:3000], ids[3000:], order[3000:].sort().values),
+        "student_chunk_id": chunks,
+        "teacher_chunk_id": chunks,
+        "options": GoldOptions(T + 1, uncommon_topk=cut),
+    }
+    check("gold", inputs, "student_logits", dtype)

@@ -40,6 +40,8 @@ class OpBackend(Enum):
     TRITON_P_KL = "xtoken_core.ops.p_kl.triton:TritonPKLOp"
     TRITON_P_KL_CROSS_ENTROPY = "xtoken_core.ops.p_kl.triton:TritonPKLCrossEntropyOp"
 
+    TRITON_GOLD = "xtoken_core.ops.gold.triton:TritonGoldOp"
+
 
 BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
     "embedding": {
@@ -65,20 +67,20 @@ BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
         "reference": OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY,
         "triton": OpBackend.TRITON_P_KL_CROSS_ENTROPY,
     },
-    "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD},
+    "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD, "triton": OpBackend.TRITON_GOLD},
 }
 """Every op's backends by the short name that `XTOKEN_OPS` uses."""
 
 _REFERENCE_ONLY: Mapping[str, tuple[str, ...]] = dict.fromkeys(BACKENDS, ("reference",))
 PRIORITY: Mapping[DeviceKind, Mapping[str, tuple[str, ...]]] = {
-    "cuda": {**_REFERENCE_ONLY},
+    "cuda": {name: tuple(sorted(backends, reverse=True)) for name, backends in BACKENDS.items()},
     "rocm": {**_REFERENCE_ONLY},
     "cpu": {**_REFERENCE_ONLY},
 }
 """Per kind of device and op, the backends from first to last choice.
 
-A kernel enters a list once its tests have passed on such a device; until then `XTOKEN_OPS` reaches it. ROCm is listed
-and untested.
+On CUDA the kernels come first: their tests have passed there (`benchmarks/results/gpu_tests.json`). ROCm is listed and
+untested, so that only `XTOKEN_OPS` reaches them there.
 """
 
 

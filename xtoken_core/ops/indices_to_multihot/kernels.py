@@ -29,6 +29,7 @@ def _indices_to_multihot_kernel(
     for slot in tl.static_range(topk):
         index = tl.load(indices_ptr + rows * topk + slot, mask=row_mask, other=-1)
         prob = tl.load(probs_in_indices_ptr + rows * topk + slot, mask=row_mask, other=0.0)
+        index = tl.where((index >= 0) & (index < num_of_local_experts), index, -1).to(tl.int32)
         hit = index[:, None] == experts[None, :]
         chosen = chosen | hit
         probs = tl.where(hit, prob[:, None], probs)
@@ -55,11 +56,10 @@ def _multihot_to_indices_kernel(
     mask = (rows < num_of_tokens)[:, None] & (slots < topk)[None, :]
     places = rows[:, None] * topk + slots[None, :]
     index = tl.load(indices_ptr + places, mask=mask, other=-1)
-    wins = mask & (index >= 0) & (index < num_of_local_experts)
+    wins = (index >= 0) & (index < num_of_local_experts)
+    index = tl.where(wins, index, -1).to(tl.int32)
     for later in tl.static_range(1, topk):
-        other = tl.load(indices_ptr + rows * topk + later, mask=rows < num_of_tokens, other=-1)
+        other = tl.max(tl.where(slots[None, :] == later, index, -1), axis=1)
         wins = wins & ((slots[None, :] >= later) | (index != other[:, None]))
-    values = tl.load(
-        probs_in_multihot_ptr + rows[:, None] * num_of_local_experts + index.to(tl.int64), mask=wins, other=0.0
-    )
+    values = tl.load(probs_in_multihot_ptr + rows[:, None] * num_of_local_experts + index, mask=wins, other=0.0)
     tl.store(probs_indices_ptr + places, values, mask=mask)

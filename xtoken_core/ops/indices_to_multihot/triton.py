@@ -14,8 +14,10 @@ from xtoken_core.ops.indices_to_multihot.kernels import _indices_to_multihot_ker
 from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.triton_support import launching_on, power_of_2
 
-TILE = 4096
-"""Elements of the widest block that a program holds."""
+TILE = 512
+"""Entries that a program of the forward spreads."""
+SLOT_TILE = 256
+"""Slots of a program of the backward."""
 
 
 class IndicesToMultihot(torch.autograd.Function):
@@ -39,22 +41,25 @@ class IndicesToMultihot(torch.autograd.Function):
                     indices, probs_indices, multihot, probs, T, E, width, k, block
                 )
         ctx.save_for_backward(indices)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(multihot)
         return multihot, probs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_multihot_indices: Tensor | None, grad_probs_in_multihot: Float[Tensor, "T E"]
-    ) -> tuple[None, Float[Tensor, "T k"], None]:
+        ctx: Any, grad_multihot_indices: Tensor | None, grad_probs_in_multihot: Float[Tensor, "T E"] | None
+    ) -> tuple[None, Float[Tensor, "T k"] | None, None]:
         """The gradient of each slot's probability; that of the indicator does not exist."""
         (indices,) = ctx.saved_tensors
+        if grad_probs_in_multihot is None:
+            return None, None, None
         gradient = grad_probs_in_multihot.contiguous()
         T, k = indices.shape
         E = gradient.shape[1]
         slots = torch.empty((T, k), dtype=gradient.dtype, device=gradient.device)
         width = power_of_2(k)
-        block = max(1, TILE // 4 // width)
+        block = max(1, SLOT_TILE // width)
         if T and k:
             _multihot_to_indices_kernel[(triton.cdiv(T, block),)](gradient, indices, slots, T, E, k, width, block)
         return None, slots, None

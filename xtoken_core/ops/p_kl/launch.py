@@ -19,8 +19,8 @@ from xtoken_core.ops.triton_support import power_of_2
 
 PADDING = 64
 """Every buffer's rows are this many positions (or chunks) or a multiple, whatever the batch: layouts stay the same."""
-STUDENT_TILE = (64, 128)
-TEACHER_TILE = (32, 128)
+STUDENT_TILE = (64, 256)
+TEACHER_TILE = (64, 64)
 GRADIENT_TILE = (32, 128)
 """Positions and columns of a tile of logits."""
 PROJECT_TILE = (64, 16)
@@ -54,7 +54,7 @@ class Slots(NamedTuple):
 class StudentRows:
     """What one reading of the student's rows gives. Vectors are padded, except `losses` and `hits`, `[B, T_s]`."""
 
-    transposed: Tensor | None
+    transposed: Tensor
     lse: Tensor
     head_lse: Tensor
     losses: Tensor | None
@@ -81,7 +81,7 @@ class ChunkResults:
 
 def padded(n: int) -> int:
     """`n` rounded up to a multiple of PADDING."""
-    return triton.cdiv(n, PADDING) * PADDING
+    return (n + PADDING - 1) // PADDING * PADDING
 
 
 class Comparison:
@@ -146,6 +146,8 @@ class Comparison:
             logits, lse if targets is None else targets, *sums, *of_head, lse, head_lse, losses, hits,
             B * T, T, V_head, parts, *strides, targets is not None, PARTS, ROWS, columns,
         )  # fmt: skip
+        if targets is None:
+            return StudentRows(transposed, lse, lse, None, None)
         return StudentRows(transposed, lse, head_lse if head else lse, losses, hits)
 
     def project(self, transposed: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +173,7 @@ class Comparison:
         sums, lse = self._float(2, parts, width), self._float(width)
         kernels.p_kl_teacher_kernel[(parts, width // rows)](
             self.z_t, self.columns, gathered, *sums, B * T, T, self.K, self.z_t.stride(0), self.z_t.stride(1),
-            width, self.scale, rows, columns,
+            width, self.scale, rows, columns, num_warps=8,
         )  # fmt: skip
         log_sum_exp_kernel[(width // ROWS,)](*sums, lse, parts, width, PARTS, ROWS)
         return TeacherRows(gathered, lse)

@@ -41,7 +41,7 @@ class TritonPKL(torch.autograd.Function):
             logits, *slots, student.lse, student.head_lse, projected, *teacher, chunks.norm, chunks.inner, targets
         )
         ctx.mark_non_differentiable(chunks.agrees, chunks.mass)
-        if targets is None:
+        if student.losses is None or student.hits is None:
             return chunks.kl, chunks.agrees, chunks.mass
         ctx.mark_non_differentiable(chunks.agrees, chunks.mass, student.hits)
         return chunks.kl, chunks.agrees, chunks.mass, student.losses, student.hits

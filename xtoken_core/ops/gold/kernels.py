@@ -1,0 +1,190 @@
+"""The Triton kernels of `gold`: one program per chunk forward, one per tile of a student row backward."""
+# Triton has no types, and its kernels can carry none.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from xtoken_core.ops.row_kernels import row_log_sum_exp
+
+EPS = tl.constexpr(1e-10)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gold_lse_kernel(logits_ptr, chunk_ptr, lse_ptr, T, V, stride_b, stride_t, scale, BLOCK: tl.constexpr):
+    """`log sum exp(scale * x)` of one row; rows of no chunk are not read."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(chunk_ptr + row) >= 0:
+        base = logits_ptr + row // T * stride_b + row % T * stride_t
+        tl.store(lse_ptr + row, row_log_sum_exp(base, V, scale, BLOCK))
+
+
+@triton.jit
+def mean_log_probs(
+    logits_ptr, order_ptr, lse_ptr, first, count, ids, there, T, stride_b, stride_t, scale, BLOCK: tl.constexpr
+):
+    """The averaged log-probabilities of one chunk at `ids`, its positions `order[first : first + count]`."""
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in range(count):
+        row = tl.load(order_ptr + first + i)
+        base = logits_ptr + row // T * stride_b + row % T * stride_t
+        x = tl.load(base + ids, mask=there, other=0.0).to(tl.float32)
+        total += x * scale - tl.load(lse_ptr + row)
+    return total / (count.to(tl.float32) + EPS)
+
+
+@triton.jit
+def kl_term(log_p, log_q):
+    """`p (log p - log q)`, with `0 * -inf = 0`."""
+    p = tl.exp(log_p)
+    return tl.where(p > 0.0, p * (tl.where(p > 0.0, log_p, 0.0) - log_q), 0.0)
+
+
+@triton.jit
+def common_slope(S, L, REVERSE: tl.constexpr):
+    """The derivative of a common pair's term by the student's averaged log-probability."""
+    return kl_term(S, L) + tl.exp(S) if REVERSE else -tl.exp(L)
+
+
+@triton.jit(do_not_specialize=["T_s", "T_t", "c"])
+def gold_common_kernel(
+    student_ptr, student_order_ptr, student_first_ptr, student_lse_ptr,
+    teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr, common_student_ptr, common_teacher_ptr,
+    kl_ptr, mass_ptr, slope_ptr, agrees_ptr, c, T_s, T_t,
+    student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
+    REVERSE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One chunk over the common pairs: divergence, the teacher's mass, the sum of the slopes, the best pairs."""
+    chunk = tl.program_id(0).to(tl.int64)
+    first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
+    count_s = tl.load(student_first_ptr + chunk + 1) - first_s
+    count_t = tl.load(teacher_first_ptr + chunk + 1) - first_t
+    lanes = tl.arange(0, BLOCK)
+    kl = tl.zeros((BLOCK,), dtype=tl.float32)
+    mass = tl.zeros((BLOCK,), dtype=tl.float32)
+    slope = tl.zeros((BLOCK,), dtype=tl.float32)
+    best_s = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    best_t = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    at_s, at_t = lanes, lanes
+    for start in range(0, c, BLOCK):
+        pair = start + lanes
+        there = pair < c
+        of_s = tl.load(common_student_ptr + pair, mask=there, other=0)
+        of_t = tl.load(common_teacher_ptr + pair, mask=there, other=0)
+        S = mean_log_probs(
+            student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, of_s, there,
+            T_s, student_stride_b, student_stride_t, scale, BLOCK
+        )  # fmt: skip
+        L = mean_log_probs(
+            teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, of_t, there,
+            T_t, teacher_stride_b, teacher_stride_t, scale, BLOCK
+        )  # fmt: skip
+        kl += tl.where(there, kl_term(S, L) if REVERSE else kl_term(L, S), 0.0)
+        mass += tl.where(there, tl.exp(L), 0.0)
+        slope += tl.where(there, common_slope(S, L, REVERSE), 0.0)
+        at_s = tl.where(there & (best_s < S), pair, at_s)
+        best_s = tl.where(there, tl.maximum(best_s, S), best_s)
+        at_t = tl.where(there & (best_t < L), pair, at_t)
+        best_t = tl.where(there, tl.maximum(best_t, L), best_t)
+    tl.store(kl_ptr + chunk, tl.sum(kl, axis=0))
+    tl.store(mass_ptr + chunk, tl.sum(mass, axis=0))
+    tl.store(slope_ptr + chunk, tl.sum(slope, axis=0))
+    s = tl.min(tl.where(best_s == tl.max(best_s, axis=0), at_s, 2147483647), axis=0)
+    t = tl.min(tl.where(best_t == tl.max(best_t, axis=0), at_t, 2147483647), axis=0)
+    tl.store(agrees_ptr + chunk, (s == t) & (c > 0))
+
+
+@triton.jit(do_not_specialize=["T", "from_chunk"])
+def gold_rest_kernel(
+    logits_ptr, order_ptr, first_ptr, lse_ptr, ids_ptr, rest_ptr, mass_ptr, from_chunk, u, T, stride_b, stride_t, scale,
+    MASS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One chunk's probabilities at the uncommon ids, side by side; their sum is added to its mass."""
+    slot = tl.program_id(0).to(tl.int64)
+    chunk = from_chunk + slot
+    first = tl.load(first_ptr + chunk)
+    count = tl.load(first_ptr + chunk + 1) - first
+    mass = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, u, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        there = place < u
+        ids = tl.load(ids_ptr + place, mask=there, other=0)
+        log_p = mean_log_probs(
+            logits_ptr, order_ptr, lse_ptr, first, count, ids, there, T, stride_b, stride_t, scale, BLOCK
+        )
+        p = tl.where(there, tl.exp(log_p), 0.0)
+        tl.store(rest_ptr + slot * u + place, p, mask=there)
+        mass += p
+    if MASS:
+        tl.store(mass_ptr + chunk, tl.load(mass_ptr + chunk) + tl.sum(mass, axis=0))
+
+
+@triton.jit(do_not_specialize=["from_chunk"])
+def gold_l1_kernel(
+    student_ptr, places_ptr, teacher_ptr, ids_ptr, l1_ptr, slope_ptr, signs_ptr, from_chunk, n_s, n_t, n, V,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """One chunk's L1 distance of two descending lists; the sign of each difference is put at the student's id."""
+    slot = tl.program_id(0).to(tl.int64)
+    chunk = from_chunk + slot
+    l1 = tl.zeros((BLOCK,), dtype=tl.float32)
+    slope = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        a = tl.load(student_ptr + slot * n_s + i, mask=i < n_s, other=0.0)
+        b = tl.load(teacher_ptr + slot * n_t + i, mask=i < n_t, other=0.0)
+        sign = (a > b).to(tl.float32) - (a < b).to(tl.float32)
+        l1 += tl.abs(a - b)
+        slope += sign * a
+        place = tl.load(places_ptr + slot * n_s + i, mask=i < n_s, other=0)
+        v = tl.load(ids_ptr + place, mask=i < n_s, other=0)
+        tl.store(signs_ptr + chunk * V + v, sign.to(tl.int8), mask=i < n_s)
+    tl.store(l1_ptr + chunk, tl.sum(l1, axis=0))
+    tl.store(slope_ptr + chunk, tl.sum(slope, axis=0))
+
+
+@triton.jit(do_not_specialize=["T_s", "T_t"])
+def gold_bwd_kernel(
+    student_ptr, chunk_ptr, student_order_ptr, student_first_ptr, student_lse_ptr,
+    teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr, pair_ptr, signs_ptr,
+    kl_upstream_ptr, l1_upstream_ptr, kl_slope_ptr, l1_slope_ptr, gradient_ptr, T_s, T_t, V,
+    student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
+    REVERSE: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """`scale / n (g - softmax(x) sum g)` for PER ids of one position, `g` the gradient by its chunk's averages."""
+    row = tl.program_id(1).to(tl.int64)
+    from_v, to_v = tl.program_id(0) * PER, tl.minimum(tl.program_id(0) * PER + PER, V)
+    chunk = tl.load(chunk_ptr + row)
+    known = tl.maximum(chunk, 0)
+    of_kl, of_l1 = tl.load(kl_upstream_ptr + known), tl.load(l1_upstream_ptr + known)
+    if (chunk < 0) | ((of_kl == 0.0) & (of_l1 == 0.0)):
+        for start in range(from_v, to_v, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            tl.store(gradient_ptr + row * V + v, tl.zeros((BLOCK,), dtype=gradient_ptr.dtype.element_ty), mask=v < V)
+    else:
+        first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
+        count_s = tl.load(student_first_ptr + chunk + 1) - first_s
+        count_t = tl.load(teacher_first_ptr + chunk + 1) - first_t
+        total = of_kl * tl.load(kl_slope_ptr + chunk) + of_l1 * tl.load(l1_slope_ptr + chunk)
+        lse = tl.load(student_lse_ptr + row)
+        base = student_ptr + row // T_s * student_stride_b + row % T_s * student_stride_t
+        for start in range(from_v, to_v, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            inside = v < V
+            pair = tl.load(pair_ptr + v, mask=inside, other=-1)
+            sign = tl.load(signs_ptr + chunk * V + v, mask=inside, other=0).to(tl.float32)
+            x = tl.load(base + v, mask=inside, other=float("-inf")).to(tl.float32)
+            S = mean_log_probs(
+                student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, v, inside,
+                T_s, student_stride_b, student_stride_t, scale, BLOCK
+            )  # fmt: skip
+            L = mean_log_probs(
+                teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, pair, pair >= 0,
+                T_t, teacher_stride_b, teacher_stride_t, scale, BLOCK
+            )  # fmt: skip
+            by_mean = of_kl * tl.where(pair >= 0, common_slope(S, L, REVERSE), 0.0)
+            by_mean += of_l1 * tl.where(sign != 0.0, sign * tl.exp(S), 0.0)
+            gradient = (by_mean - tl.exp(x * scale - lse) * total) * scale / (count_s.to(tl.float32) + EPS)
+            tl.store(gradient_ptr + row * V + v, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)

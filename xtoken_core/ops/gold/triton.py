@@ -1,0 +1,179 @@
+"""The Triton backend of `gold`: rows are read where they are; only the uncommon tails are ever held in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from xtoken_core.ops.chunks import ChunkPositions, chunk_positions
+from xtoken_core.ops.gold import kernels
+from xtoken_core.ops.gold.reference import GoldOptions, GoldResult, TokenPartition, gold
+from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
+
+BLOCK = 4096
+COMMON_BLOCK = 1024
+GRADIENT_BLOCK = 2048
+"""Ids of a row that a program takes at once."""
+GRADIENT_BLOCKS = 8
+"""How many times a program of the backward does so."""
+SLAB_BYTES = 1 << 29
+"""Most memory for the tails of both sides; chunks are taken slab by slab."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model's logits, last dimension contiguous, and its positions by chunk."""
+
+    logits: Tensor
+    positions: ChunkPositions
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """From sample to sample and from position to position."""
+        return self.logits.stride(0), self.logits.stride(1)
+
+    def log_sum_exp(self, scale: float) -> Tensor:
+        """`[B * T]`; positions of no chunk are not written."""
+        B, T, V = self.logits.shape
+        lse = torch.empty(B * T, dtype=torch.float32, device=self.logits.device)
+        kernels.gold_lse_kernel[(B * T,)](
+            self.logits, self.positions.chunk, lse, T, V, *self.strides, scale, min(BLOCK, power_of_2(V)), num_warps=8
+        )
+        return lse
+
+
+class TritonGold(torch.autograd.Function):
+    """Per-chunk gold with a gradient for the student's logits alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student_logits: Tensor, student: Side, teacher: Side, partition: TokenPartition, options: GoldOptions
+    ) -> tuple[Tensor, ...]:
+        """(kl_common, l1_uncommon, agrees, mass), each `[B, P]`."""
+        B, _, V = student_logits.shape
+        shape, device = (B, options.max_chunks), student_logits.device
+        kl, mass, kl_slope, l1, l1_slope = torch.empty((5, *shape), dtype=torch.float32, device=device)
+        agrees = torch.empty(shape, dtype=torch.bool, device=device)
+        signs = torch.zeros((B * options.max_chunks, V), dtype=torch.int8, device=device)
+        scale = 1.0 / options.temperature
+        lse = student.log_sum_exp(scale), teacher.log_sum_exp(scale)
+        c = partition.common_student.shape[0]
+        kernels.gold_common_kernel[(kl.numel(),)](
+            student.logits, *student.positions[1:], lse[0], teacher.logits, *teacher.positions[1:], lse[1],
+            partition.common_student.int(), partition.common_teacher.int(), kl, mass, kl_slope, agrees, c,
+            student.logits.shape[1], teacher.logits.shape[1], *student.strides, *teacher.strides, scale,
+            options.reverse, min(COMMON_BLOCK, power_of_2(c)), num_warps=8,
+        )  # fmt: skip
+        _compare_tails(student, teacher, lse, partition, options, (mass, l1, l1_slope, signs))
+        ctx.student, ctx.teacher, ctx.partition, ctx.options = student, teacher, partition, options
+        ctx.save_for_backward(*lse, kl_slope, l1_slope, signs)
+        ctx.mark_non_differentiable(agrees, mass)
+        return kl, l1, agrees, mass
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_kl: Tensor, grad_l1: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient in the dtype of the logits."""
+        student_lse, teacher_lse, kl_slope, l1_slope, signs = ctx.saved_tensors
+        student, teacher, partition = ctx.student, ctx.teacher, ctx.partition
+        B, T, V = student.logits.shape
+        gradient = torch.empty((B, T, V), dtype=student.logits.dtype, device=student.logits.device)
+        pair = torch.full((V,), -1, dtype=torch.int32, device=gradient.device)
+        pair = pair.scatter(0, partition.common_student, partition.common_teacher.int())
+        block = min(GRADIENT_BLOCK, power_of_2(V))
+        per = GRADIENT_BLOCKS * block
+        kernels.gold_bwd_kernel[(triton.cdiv(V, per), B * T)](
+            student.logits, *student.positions, student_lse, teacher.logits, *teacher.positions[1:], teacher_lse,
+            pair, signs, grad_kl.float().contiguous(), grad_l1.float().contiguous(), kl_slope, l1_slope, gradient,
+            T, teacher.logits.shape[1], V, *student.strides, *teacher.strides, 1.0 / ctx.options.temperature,
+            ctx.options.reverse, per, block, num_warps=8,
+        )  # fmt: skip
+        return gradient, None, None, None, None
+
+
+def _compare_tails(
+    student: Side,
+    teacher: Side,
+    lse: tuple[Tensor, Tensor],
+    partition: TokenPartition,
+    options: GoldOptions,
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Fill in the distance of the uncommon lists, its slopes and signs, and the rest of the teacher's mass."""
+    mass, l1, l1_slope, signs = results
+    u_s, u_t = partition.uncommon_student.shape[0], partition.uncommon_teacher.shape[0]
+    cut = options.uncommon_topk
+    n_s, n_t = (u_s, u_t) if cut is None else (min(u_s, u_t, cut),) * 2
+    slab = max(1, SLAB_BYTES // (4 * max(u_s + u_t, 1)))
+    sides = ((student, lse[0], partition.uncommon_student.int()), (teacher, lse[1], partition.uncommon_teacher.int()))
+    scale = 1.0 / options.temperature
+    for start in range(0, l1.numel(), slab):
+        rows = min(slab, l1.numel() - start)
+        tails = []
+        for side, side_lse, ids in sides:
+            rest = torch.empty((rows, ids.shape[0]), dtype=torch.float32, device=l1.device)
+            kernels.gold_rest_kernel[(rows,)](
+                side.logits, *side.positions[1:], side_lse, ids, rest, mass, start, ids.shape[0],
+                side.logits.shape[1], *side.strides, scale, side is teacher, min(BLOCK, power_of_2(ids.shape[0])),
+                num_warps=8,
+            )  # fmt: skip
+            tails.append(_descending(rest, n_s if side is student else n_t, places=side is student))
+            del rest
+        (a, places), (b, _) = tails
+        kernels.gold_l1_kernel[(rows,)](
+            a, places, b, partition.uncommon_student, l1, l1_slope, signs, start, n_s, n_t, max(n_s, n_t),
+            signs.shape[1], min(BLOCK, power_of_2(max(n_s, n_t))),
+        )  # fmt: skip
+
+
+def _descending(x: Tensor, n: int, *, places: bool) -> tuple[Tensor, Tensor | None]:
+    """The `n` largest values of each row, descending, and their places; equal ones in the order of their places."""
+    if n == x.shape[1]:
+        ordered = x.sort(dim=1, descending=True, stable=True)
+        return ordered.values, ordered.indices
+    largest = x.topk(n, dim=1, sorted=False)
+    ordered = largest.values.sort(dim=1, descending=True, stable=True)
+    return ordered.values, largest.indices.gather(1, ordered.indices) if places else None
+
+
+class TritonGoldOp(nn.Module):
+    """Triton backend: float32 inside, deterministic, no float32 copy of either vocabulary."""
+
+    def forward(
+        self,
+        student_logits: Float[Tensor, "B T_s V_s"],
+        teacher_logits: Float[Tensor, "B T_t V_t"],
+        partition: TokenPartition,
+        student_chunk_id: Int[Tensor, "B T_s"],
+        teacher_chunk_id: Int[Tensor, "B T_t"],
+        options: GoldOptions,
+    ) -> GoldResult:
+        """As the reference's `gold`; float64 and batches without a chunk take that path."""
+        if not accumulates_in_float32(student_logits) or not student_logits.numel() * options.max_chunks:
+            return gold(student_logits, teacher_logits, partition, student_chunk_id, teacher_chunk_id, options)
+        student, teacher = (
+            Side(z if z.stride(-1) == 1 else z.contiguous(), chunk_positions(ids, options.max_chunks))
+            for z, ids in ((student_logits.detach(), student_chunk_id), (teacher_logits.detach(), teacher_chunk_id))
+        )
+        with launching_on(student_logits):
+            return GoldResult(*TritonGold.apply(student_logits, student, teacher, partition, options))  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+    def forward_fp32(
+        self,
+        student_logits: Float[Tensor, "B T_s V_s"],
+        teacher_logits: Float[Tensor, "B T_t V_t"],
+        partition: TokenPartition,
+        student_chunk_id: Int[Tensor, "B T_s"],
+        teacher_chunk_id: Int[Tensor, "B T_t"],
+        options: GoldOptions,
+    ) -> GoldResult:
+        """As `forward` on logits upcast first."""
+        logits = upcast(student_logits), upcast(teacher_logits)
+        return self.forward(*logits, partition, student_chunk_id, teacher_chunk_id, options)
