@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all docs bench-collate bench-ops clean
+.PHONY: help install demo lint format type test test-all docs fuzz bench-queue bench-collate bench-ops clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -47,6 +47,12 @@ test-all: $(STAMP)  ## the slow ones too
 
 docs: $(STAMP)  ## write the reference pages anew from the code
 	$(BIN)/python docs/generate.py
+
+bench-queue: $(STAMP)  ## the queue beside plain pyzmq
+	$(BIN)/python -m benchmarks.queue
+
+fuzz: $(STAMP)  ## malformed frames against a queue, for three minutes
+	$(BIN)/python -m tests.contract.fuzz 180
 
 bench-collate: $(STAMP)  ## alignment, collation and projection on one core
 	$(BIN)/python benchmarks/collate.py

@@ -13,6 +13,7 @@ import typer
 
 from services.common.align_cli import align_app
 from services.common.projection_cli import projection_app
+from services.queue.cli import queue_app
 from xtoken_core.errors import XtokenError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(queue_app, name="queue")
 app.add_typer(align_app, name="align")
 app.add_typer(projection_app, name="projection")
 
@@ -39,6 +41,12 @@ QueueOption = Annotated[
 TokenFileOption = Annotated[
     Path | None,
     typer.Option("--token-file", help="The file with the queue's token, for a tcp address.", show_default=False),
+]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys", metavar="DIR", help="The directory of keys, for a tcp address beyond loopback.", show_default=False
+    ),
 ]
 NameOption = Annotated[
     str | None, typer.Option("--name", help="The worker's name in the queue.", show_default="by its kind and place")
@@ -106,38 +114,17 @@ def run(
 
 
 @app.command()
-def queue(
-    bind: Annotated[
-        str, typer.Option("--bind", metavar="ADDR", help="Where to serve: ipc://PATH or tcp://127.0.0.1:PORT.")
-    ],
-    run: Annotated[
-        Path | None,
-        typer.Option("--run", metavar="RUN.toml|resolved.json", help="A run to open.", show_default=False),
-    ] = None,
-    token_file: TokenFileOption = None,
-    memory_limit: Annotated[
-        int | None,
-        typer.Option("--memory-limit", min=1, metavar="BYTES", help="Bytes held at most.", show_default="the run's"),
-    ] = None,
-) -> None:
-    """Serve a transfer queue."""
-    _log()
-    from services.queue.main import serve
-
-    serve(bind, run=run, token_file=token_file, memory_limit=memory_limit)
-
-
-@app.command()
 def collator(
     queue: QueueOption,
     name: NameOption = None,
     incarnation: IncarnationOption = None,
     token_file: TokenFileOption = None,
+    keys: KeysOption = None,
     patience: PatienceOption = 30.0,
 ) -> None:
     """Tokenize and align a run's text."""
     _log()
-    link = _link(queue, token_file, incarnation, patience)
+    link = _link(queue, token_file, keys, incarnation, patience)
     from services.collator.main import work
 
     work(link, name=name or "collator-0")
@@ -151,11 +138,12 @@ def teacher(
     name: NameOption = None,
     incarnation: IncarnationOption = None,
     token_file: TokenFileOption = None,
+    keys: KeysOption = None,
     patience: PatienceOption = 30.0,
 ) -> None:
     """Serve a teacher's logits to one trainer."""
     _log()
-    link = _link(queue, token_file, incarnation, patience)
+    link = _link(queue, token_file, keys, incarnation, patience)
     from services.teacher.main import work
 
     work(link, teacher=teacher, rank=rank, name=name)
@@ -168,6 +156,7 @@ def trainer(
     name: NameOption = None,
     incarnation: IncarnationOption = None,
     token_file: TokenFileOption = None,
+    keys: KeysOption = None,
     patience: PatienceOption = 30.0,
 ) -> None:
     """Train the student.
@@ -175,7 +164,7 @@ def trainer(
     It goes on from the run's newest checkpoint if there is one.
     """
     _log()
-    link = _link(queue, token_file, incarnation, patience)
+    link = _link(queue, token_file, keys, incarnation, patience)
     from services.trainer.main import work
 
     work(link, rank=rank, name=name)
@@ -262,15 +251,17 @@ def _log() -> None:
     set_up(debug=bool(os.environ.get(DEBUG_VARIABLE)))
 
 
-def _link(queue: str, token_file: Path | None, incarnation: int | None, patience: float) -> QueueLink:
+def _link(
+    queue: str, token_file: Path | None, keys: Path | None, incarnation: int | None, patience: float
+) -> QueueLink:
     """The way to a queue; an address that cannot be right is refused before anything heavy is loaded."""
     from services.common.worker import QueueLink
     from xtoken_core.data_plane.address import Address, read_token
 
-    address = Address.parse(queue, token_file)
+    address = Address.parse(queue, token_file, keys)
     if address.token_file is not None:
         read_token(address.token_file)
-    return QueueLink(queue, token_file, incarnation, patience)
+    return QueueLink(queue, token_file, keys, incarnation, patience)
 
 
 if __name__ == "__main__":

@@ -101,13 +101,15 @@ class QueueLink:
 
     Attributes:
         url: The queue's address.
-        token_file: The file with its token, for a tcp address.
+        token_file: The file with its token, for a loopback tcp address.
+        keys: The directory of keys, for any other tcp address.
         incarnation: Which start of this worker it is; None: the time, so that a later start replaces an earlier one.
         patience_s: How long an unanswered request is repeated.
     """
 
     url: str
     token_file: Path | None = None
+    keys: Path | None = None
     incarnation: int | None = None
     patience_s: float = 30.0
 
@@ -122,7 +124,7 @@ def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> I
         QueueUnreachableError: Nobody answers at the address, or no run was opened there in time.
     """
     setproctitle(f"xtoken {name}")
-    client = ZmqDataPlaneClient(Address.parse(link.url, link.token_file), patience_s=link.patience_s)
+    client = ZmqDataPlaneClient(Address.parse(link.url, link.token_file, link.keys), patience_s=link.patience_s)
     stopping = threading.Event()
 
     def ask_to_stop(number: int, _frame: FrameType | None) -> None:
