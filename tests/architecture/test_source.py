@@ -17,7 +17,6 @@ MOST_LINES_OF_A_FUNCTION = 60
 LONG_FILES = {"xtoken_core/wire/messages.py": "one declaration per message, and nothing else: read as a table"}
 LONG_FUNCTIONS = {
     "services/control/app.py:create_app": "the routes of one application, each a short function inside it",
-    "xtoken_core/ops/p_kl/kernels.py:p_kl_chunk_kernel": "a kernel is compiled as one function",
 }
 
 OBJECT_COLLECTIVES = {

@@ -11,6 +11,7 @@ from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
+from xtoken_core.ops.select_topk_columns import select_topk_columns
 
 CONFIGS = {
     "p_kl": LossConfig(vocab_topk=6),
@@ -102,7 +103,11 @@ def test_log_prob_average_is_bounded_by_its_mass_and_never_clamped(seed, k):
     _, gradient, metrics = run(case, LossConfig(vocab_topk=k, ce_loss_scale=0.0))
     assert metrics["kl_loss"] >= -0.37
     assert 0 < metrics["chunk_mass_t0"] <= 1 + 1e-6
-    assert k == 1 or gradient.abs().max() > 0
+    # Where the projection reaches fewer than two of the compared columns, Q is the same whatever the student says.
+    teacher = case.teachers[0]
+    columns = select_topk_columns(case.teacher_logits[0][..., : teacher.vocab_size], k)
+    reached = torch.isin(columns, teacher.indices[teacher.likelihoods > 0])
+    assert reached.sum() < 2 or gradient.abs().max() > 0
 
 
 INFINITE = {
