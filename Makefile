@@ -57,8 +57,10 @@ fuzz: $(STAMP)  ## malformed frames against a queue, for three minutes
 bench-collate: $(STAMP)  ## alignment, collation and projection on one core
 	$(BIN)/python benchmarks/collate.py
 
-bench-ops: $(STAMP)  ## time the ops on a GPU, the references beside them
-	$(BIN)/python benchmarks/ops.py
+bench-ops: $(STAMP)  ## test and time the ops on a GPU, the references beside them, and write their pages' figures
+	$(BIN)/python -m benchmarks.gpu_tests
+	$(BIN)/python -m benchmarks.ops
+	$(BIN)/python -m benchmarks.operator_pages
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build runs demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
