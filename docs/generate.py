@@ -163,7 +163,7 @@ def configuration() -> str:
 def commands_of(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command that does something, with the words that lead to it."""
     children = getattr(command, "commands", {})
-    if not children:
+    if not children or command.invoke_without_command:
         yield path, command
     for name, child in children.items():
         yield from commands_of(child, (*path, name))
