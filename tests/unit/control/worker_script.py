@@ -122,7 +122,9 @@ class Script:
             with contextlib.suppress(AlreadyDone):
                 self.run.ack_window(step, rewinds=rewinds)
             step += 1
-            cursor.write_text(str(step))
+            scratch = cursor.with_suffix(f".{os.getpid()}")  # another rank may read it at any moment
+            scratch.write_text(str(step))
+            scratch.replace(cursor)
             with (self.state / "steps").open("a") as file:
                 file.write(f"{step - 1}\n")
             time.sleep(SPEED_S)
