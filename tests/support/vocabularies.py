@@ -67,8 +67,13 @@ def _merge(piece: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, ...
 
 
 @cache
-def tekken(size: int = 130072) -> PreTrainedTokenizerFast:
-    """The carried byte-level BPE as a fast tokenizer: `<unk>`, `<s>`, `</s>`, then `size` tokens."""
+def tekken(size: int = 130072, pattern: str | None = None) -> PreTrainedTokenizerFast:
+    """The carried byte-level BPE as a fast tokenizer: `<unk>`, `<s>`, `</s>`, `<pad>`, then `size` tokens.
+
+    Args:
+        size: How many of the carried tokens it has.
+        pattern: How text is split into words before merging; None: as the carried one does.
+    """
     carried = json.loads(TEKKEN.read_bytes())
     pieces = [base64.b64decode(entry["token_bytes"]) for entry in carried["vocab"][:size]]
     ranks = {piece: rank for rank, piece in enumerate(pieces)}
@@ -85,7 +90,7 @@ def tekken(size: int = 130072) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merged, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(carried["config"]["pattern"]), "isolated"),
+            pre_tokenizers.Split(Regex(pattern or carried["config"]["pattern"]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

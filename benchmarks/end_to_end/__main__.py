@@ -1,0 +1,145 @@
+"""A whole run at real model sizes, beside the plain serial loop: `python -m benchmarks.end_to_end` (`make bench-e2e`).
+
+Random weights of Llama-3.2-1B's and Qwen3-4B's shapes, real vocabularies, 4 documents of 2,048 tokens a step. Every
+variant runs in processes of its own, one after the other, the plain loop first and last; ratios are of one call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.end_to_end.variants import LOSSES, VARIANTS, run_spec
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> int:
+    """Measure what is asked for, write JSON after every variant."""
+    arguments = _arguments()
+    if arguments.serial:
+        print(json.dumps(_serial(arguments)))
+        return 0
+    from benchmarks.end_to_end.assets import make_assets
+
+    assets = make_assets(
+        arguments.work,
+        small=arguments.small,
+        documents=arguments.samples * (arguments.steps + arguments.warmup),
+        characters=6 * arguments.context,
+    )
+    report: dict[str, Any] = {"settings": _plain(arguments), "machine": _machine(), "serial": {}, "variants": {}}
+    for name in arguments.variants:
+        loss = VARIANTS[name].loss
+        began = time.monotonic()
+        if loss not in report["serial"] and not arguments.no_serial:
+            report["serial"][loss] = _serial_process(arguments, loss)
+            _say(f"serial loop, {loss}", report["serial"][loss], began)
+        began = time.monotonic()
+        from benchmarks.end_to_end.pipeline import pipeline
+
+        try:
+            found = pipeline(
+                assets,
+                run_spec(VARIANTS[name], arguments),
+                directory=arguments.work / name,
+                warmup=arguments.warmup,
+                timeout_s=arguments.timeout,
+            )
+            serial = report["serial"].get(loss)
+            if serial:
+                found["times_serial"] = found["tokens_per_second"] / serial["tokens_per_second"]
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            found = {"failed": str(error)}
+        report["variants"][name] = {"settings": VARIANTS[name].changes, "loss": loss, **found}
+        _say(name, found, began)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="models, text and runs")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "end_to_end.json")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["p_kl", "gold"])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations, on both sides")
+    parser.add_argument("--small", action="store_true", help="thin models: to try the harness on a CPU")
+    parser.add_argument("--no-serial", action="store_true", help="leave the plain loop out")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one variant")
+    parser.add_argument("--serial", choices=LOSSES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _serial_process(arguments: argparse.Namespace, loss: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.end_to_end", "--serial", loss, "--work", str(arguments.work)]
+    for name in ("steps", "warmup", "samples", "context"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    command += ["--checkpointing"] if arguments.checkpointing else []
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _serial(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.end_to_end.assets import Assets
+    from benchmarks.end_to_end.serial import serial_loop
+
+    work = arguments.work
+    assets = Assets(work / "student", work / "teacher", work / "projection.safetensors", work / "text.jsonl")
+    return serial_loop(
+        assets,
+        LOSSES[arguments.serial],
+        context=arguments.context,
+        samples=arguments.samples,
+        steps=arguments.steps,
+        warmup=arguments.warmup,
+        checkpointing=arguments.checkpointing,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "gpus": gpus,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+    }
+
+
+def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(arguments).items()
+        if name not in ("serial", "out", "work")
+    }
+
+
+def _say(name: str, found: dict[str, Any], began: float) -> None:
+    if "failed" in found:
+        text = "failed: " + found["failed"]
+    else:
+        ratio = f", {found['times_serial']:.2f} times the serial loop" if "times_serial" in found else ""
+        text = f"{found['tokens_per_second']:,.0f} tokens/s{ratio}"
+    print(f"{name}: {text} ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What both sides of the comparison read: models with random weights, tokenizers, text, a projection."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from xtoken_core.projection import build_projection, write_projection
+
+LLAMA_1B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
+QWEN3_4B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rope_theta": 1000000.0,
+}
+COMMON: dict[str, Any] = {"max_position_embeddings": 8192, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+"""Replaces the shapes above where only the harness is tried; the heads stay as wide as the tokenizers need."""
+
+STUDENT_MERGES, TEACHER_MERGES = 128_000, 150_000
+TEACHER_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+"
+"""Words in one piece whatever their case, digits one by one: not how the student's vocabulary was cut."""
+
+
+@dataclass(frozen=True)
+class Assets:
+    """Directories and files.
+
+    Attributes:
+        student: Tokenizer and weights.
+        teacher: Likewise.
+        projection: From the student's vocabulary to the teacher's.
+        text: One record per document, each longer than the context on both sides.
+    """
+
+    student: Path
+    teacher: Path
+    projection: Path
+    text: Path
+
+
+def make_tokenizers(directory: Path) -> None:
+    """`student/` and `teacher/` with real byte-level vocabularies of 128,000 and 150,000 tokens (mistral-common's)."""
+    from tests.support.vocabularies import tekken
+
+    tekken(STUDENT_MERGES).save_pretrained(directory / "student")
+    tekken(TEACHER_MERGES, pattern=TEACHER_PATTERN).save_pretrained(directory / "teacher")
+
+
+def make_assets(directory: Path, *, small: bool, documents: int, characters: int) -> Assets:
+    """Everything a comparison reads, made once per directory.
+
+    Args:
+        directory: Holds `student/` and `teacher/` with their tokenizers already, or gets them.
+        small: Two thin layers in place of the real shapes.
+        documents: Records of text.
+        characters: Of each.
+    """
+    assets = Assets(
+        student=directory / "student",
+        teacher=directory / "teacher",
+        projection=directory / "projection.safetensors",
+        text=directory / "text.jsonl",
+    )
+    if not (assets.student / "tokenizer.json").exists():
+        make_tokenizers(directory)
+    shapes = {assets.student: LLAMA_1B, assets.teacher: QWEN3_4B}
+    for seed, (place, shape) in enumerate(shapes.items()):
+        if not (place / "config.json").exists():
+            _make_model(place, {**shape, **COMMON, **(SMALL if small else {})}, seed)
+    if not assets.projection.exists():
+        tokenizers = [AutoTokenizer.from_pretrained(place) for place in (assets.student, assets.teacher)]
+        write_projection(build_projection(*tokenizers, student_rows=LLAMA_1B["vocab_size"]), assets.projection)
+    _write_text(assets.text, documents, characters)
+    return assets
+
+
+def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    values = dict(config)
+    found = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(found, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+
+
+def _write_text(path: Path, documents: int, characters: int) -> None:
+    """Stretches of the standard library's sources, again from the start where they end."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    source = "".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(library.glob("*.py")))
+    while len(source) < documents * characters:
+        source += source
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(documents):
+            text = source[number * characters : (number + 1) * characters]
+            file.write(json.dumps({"text": text}) + "\n")

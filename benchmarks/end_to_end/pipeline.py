@@ -1,0 +1,84 @@
+"""The same training through xtoken's own processes: queue, collators, teacher, trainer, started by `xtoken run`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.end_to_end.assets import Assets
+
+
+def pipeline(assets: Assets, spec: dict[str, Any], *, directory: Path, warmup: int, timeout_s: float) -> dict[str, Any]:
+    """Run a RunSpec to its end and read its own records.
+
+    Args:
+        assets: What it reads.
+        spec: The run, as plain values, without models, text and output.
+        directory: Its output, emptied first.
+        warmup: Steps at the beginning that do not count.
+        timeout_s: The whole run is ended after so long.
+
+    Returns:
+        Unpadded student tokens per wall second after the warm-up, medians of every number in `steps.jsonl`, and the
+        seconds from the command to the first step's end.
+
+    Raises:
+        RuntimeError: The run failed; its last lines are in the text.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    file = directory / "run.toml"
+    file.write_text(_toml(_complete(spec, assets, directory / "out")), encoding="utf-8")
+    began = time.time()
+    log = directory / "xtoken-run.log"
+    with log.open("w", encoding="utf-8") as out:
+        command = [sys.executable, "-m", "services.cli", "run", str(file)]
+        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=timeout_s, check=False).returncode
+    rows = [json.loads(line) for line in _lines(directory / "out" / "steps.jsonl")]
+    if code != 0 or len(rows) <= warmup:
+        raise RuntimeError(f"xtoken run ended with {code} after {len(rows)} steps:\n" + _tail(directory))
+    kept = rows[warmup:]
+    numbers = {name for row in kept for name, value in row.items() if isinstance(value, float)}
+    return {
+        "tokens_per_second": sum(row["tokens"] for row in kept) / (kept[-1]["time"] - rows[warmup - 1]["time"]),
+        "command_to_first_step_s": rows[0]["time"] - began,
+        "median": {name: statistics.median(row[name] for row in kept if name in row) for name in sorted(numbers)},
+        "steps": len(kept),
+        "losses": [row["loss"] for row in rows],
+    }
+
+
+def _complete(spec: dict[str, Any], assets: Assets, output: Path) -> dict[str, Any]:
+    teacher = {"model": str(assets.teacher), "projection": str(assets.projection), **spec.get("teacher", {})}
+    return {
+        **spec,
+        "output": str(output),
+        "student": {"model": str(assets.student), **spec.get("student", {})},
+        "teacher": teacher,
+        "data": {"path": str(assets.text), "shuffle": False, **spec.get("data", {})},
+    }
+
+
+def _toml(spec: dict[str, Any]) -> str:
+    """Tables one level deep, as a RunSpec of one teacher has them; JSON's scalars are TOML's."""
+    plain = [f"{name} = {json.dumps(value)}" for name, value in spec.items() if not isinstance(value, dict)]
+    for name, table in spec.items():
+        if isinstance(table, dict):
+            plain += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    return "\n".join(plain) + "\n"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _tail(directory: Path) -> str:
+    """The ends of the command's output and of its workers' logs."""
+    logs = [directory / "xtoken-run.log", *sorted((directory / "out").rglob("*.log"))]
+    return "\n".join(f"{path.name}:\n" + "\n".join(_lines(path)[-12:]) for path in logs)

@@ -1,0 +1,134 @@
+"""The plain serial loop: teacher, student, loss, backward, one sample after the other, in one process.
+
+It is what one writes first: eager Hugging Face models, whole logits, the loss in plain PyTorch operations (the
+package's reference backends), AdamW's fused step. Its batches are collated before the clock starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.end_to_end.assets import Assets
+from xtoken_core import schema
+from xtoken_core.alignment import TokenAligner
+from xtoken_core.collate import CrossTokenizerCollator
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
+from xtoken_core.ops.registry import ENVIRONMENT, op_names
+from xtoken_core.projection import get_topk_projection
+
+
+def serial_loop(
+    assets: Assets,
+    loss: LossConfig,
+    *,
+    context: int,
+    samples: int,
+    steps: int,
+    warmup: int,
+    checkpointing: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Train `steps` steps of `samples` samples.
+
+    Returns:
+        Medians after the warm-up: seconds of a step and of its parts, unpadded student tokens per second, and the
+        peak of allocated memory above parameters, gradients and optimiser state, in bytes (0 on the CPU).
+    """
+    os.environ[ENVIRONMENT] = ",".join(f"{name}=reference" for name in op_names())
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).to(device)
+        for place in (assets.student, assets.teacher)
+    )
+    student.train()
+    if checkpointing:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+    teacher.eval().requires_grad_(False)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=device.type == "cuda")
+    batches = _batches(assets, context, samples * (steps + warmup))
+    objective = _objective(assets, loss, device)
+    clock = _Clock(device)
+    standing, rows = 0, []
+    for step in range(steps + warmup):
+        if step == 1 and device.type == "cuda":
+            standing = torch.cuda.memory_allocated() + sum(p.numel() * p.element_size() for p in student.parameters())
+            torch.cuda.reset_peak_memory_stats()
+        clock.restart()
+        tokens = 0
+        for batch in itertools.islice(batches, samples):
+            moved = {name: value.to(device) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+            tokens += int(batch[schema.INPUT_LENGTHS.name].sum())
+            with torch.no_grad():
+                signal = teacher(input_ids=moved["teacher_input_ids"], use_cache=False).logits
+            clock.lap("teacher")
+            logits = student(input_ids=moved[schema.INPUT_IDS.name], use_cache=False).logits
+            clock.lap("student forward")
+            value, _ = objective(moved, logits, [signal])
+            clock.lap("loss")
+            (value / samples).backward()
+            del signal, logits, value
+            clock.lap("backward")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        clock.lap("optimiser")
+        rows.append({"tokens": tokens, **clock.parts, "seconds": sum(clock.parts.values())})
+    kept = rows[warmup:]
+    peak = torch.cuda.max_memory_allocated() - standing if device.type == "cuda" else 0
+    names = [name for name in kept[0] if name != "tokens"]
+    return {
+        "tokens_per_second": sum(row["tokens"] for row in kept) / sum(row["seconds"] for row in kept),
+        "peak_bytes_above_state": peak,
+        "median": {name: statistics.median(row[name] for row in kept) for name in names},
+    }
+
+
+class _Clock:
+    """Seconds between laps; waits for the device at each, as a loop that prints its loss does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.parts: dict[str, float] = {}
+        self._last = 0.0
+
+    def restart(self) -> None:
+        self.parts = {}
+        self._last = self._now()
+
+    def lap(self, name: str) -> None:
+        now = self._now()
+        self.parts[name] = self.parts.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def _batches(assets: Assets, context: int, count: int) -> Any:
+    """`count` collated micro-batches of one sample."""
+    ours, theirs = (AutoTokenizer.from_pretrained(place) for place in (assets.student, assets.teacher))
+    collator = CrossTokenizerCollator(
+        student_tokenizer=ours,
+        teacher_tokenizer=theirs,
+        aligner=TokenAligner(ours, theirs),
+        ctx_length_student=context,
+        ctx_length_teacher=context,
+    )
+    with assets.text.open(encoding="utf-8") as file:
+        records = [json.loads(line) for line in itertools.islice(file, count)]
+    return iter([collator([record]) for record in records])
+
+
+def _objective(assets: Assets, loss: LossConfig, device: torch.device) -> CrossTokenizerDistillationLoss:
+    vocabularies = [len(AutoTokenizer.from_pretrained(place)) for place in (assets.student, assets.teacher)]
+    teacher = LossTeacher(vocabularies[1], *get_topk_projection(assets.projection, device))
+    return CrossTokenizerDistillationLoss(loss, student_vocab_size=vocabularies[0], teachers=[teacher], device=device)

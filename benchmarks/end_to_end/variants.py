@@ -1,0 +1,61 @@
+"""What is compared: the losses of the serial loop, and the settings of every run through the processes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any
+
+from xtoken_core.config.loss import LossConfig
+
+LOSSES = {
+    "p_kl": LossConfig(),
+    "gold": LossConfig(gold_loss=True),
+    "h_kl": LossConfig(gold_loss=True, xtoken_loss=True),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run through all processes.
+
+    Attributes:
+        loss: The key of its loss, and of the serial loop that it is compared with.
+        changes: Tables of its RunSpec that differ from `run_spec`'s.
+    """
+
+    loss: str
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+COMPILED: dict[str, dict[str, Any]] = {"train": {"compile": True}, "teacher": {"compile": True}}
+
+VARIANTS = {
+    "p_kl_eager": Variant("p_kl"),
+    "p_kl": Variant("p_kl", COMPILED),
+    "p_kl_hidden": Variant("p_kl", {**COMPILED, "workers": {"signal": "cuda_ipc_hidden"}}),
+    "p_kl_shared_memory": Variant("p_kl", {**COMPILED, "workers": {"signal": "shared_memory"}}),
+    "gold": Variant("gold", COMPILED),
+    "h_kl": Variant("h_kl", COMPILED),
+}
+
+
+def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The variant's RunSpec as plain values, without its files."""
+    loss = LOSSES[variant.loss].model_dump(mode="json", exclude_defaults=True)
+    base: dict[str, dict[str, Any]] = {
+        "student": {"dtype": "bfloat16", "context_length": arguments.context},
+        "teacher": {"dtype": "bfloat16", "context_length": arguments.context},
+        "loss": loss,
+        "train": {
+            "samples_per_step": arguments.samples,
+            "micro_batch_tokens": arguments.context,
+            "max_steps": arguments.steps + arguments.warmup,
+            "checkpoint_every": 1_000_000,
+            "learning_rate": 1e-5,
+        },
+        "queue": {},
+        "workers": {"collators": 2, "slots": 2},
+    }
+    merged = {name: {**table, **variant.changes.get(name, {})} for name, table in base.items()}
+    return {"name": "end-to-end", **merged}
