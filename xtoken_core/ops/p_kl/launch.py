@@ -168,11 +168,12 @@ class Comparison:
         B, T, _ = self.z_t.shape
         width = self.teacher_padded
         rows, columns = TEACHER_TILE
+        compared = torch.arange(self.K, device=self.device) if self.options.gathered else self.columns
         parts = triton.cdiv(self.K, columns)
         gathered = torch.empty((self.K, width), dtype=self.z_t.dtype, device=self.device)
         sums, lse = self._float(2, parts, width), self._float(width)
         kernels.p_kl_teacher_kernel[(parts, width // rows)](
-            self.z_t, self.columns, gathered, *sums, B * T, T, self.K, self.z_t.stride(0), self.z_t.stride(1),
+            self.z_t, compared, gathered, *sums, B * T, T, self.K, self.z_t.stride(0), self.z_t.stride(1),
             width, self.scale, rows, columns, num_warps=8,
         )  # fmt: skip
         log_sum_exp_kernel[(width // ROWS,)](*sums, lse, parts, width, PARTS, ROWS)
@@ -232,7 +233,8 @@ class Comparison:
         """`[B, T_s, V_head]` in the dtype of the logits; `of_losses` is the upstream of the cross-entropy."""
         B, T, V_head = logits.shape
         rows, columns = GRADIENT_TILE[0], min(GRADIENT_TILE[1], power_of_2(V_head))
-        out = torch.empty((B, T, V_head), dtype=logits.dtype, device=self.device)
+        in_place = self.options.overwrite and logits.is_contiguous()
+        out = logits if in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=self.device)
         head = V_head != self.V or self.scale != 1.0
         unused = lse
         kernels.p_kl_student_bwd_kernel[(triton.cdiv(V_head, columns), self.student_padded // rows)](

@@ -26,12 +26,16 @@ class PKLOptions:
         temperature: `T`.
         reverse: Weigh by the student's distribution instead of the teacher's.
         teacher_average: How a chunk's teacher positions are averaged: their log-probabilities or probabilities.
+        gathered: Whether the teacher's logits hold the compared columns alone, in their order.
+        overwrite: Whether a backend may write the gradient over the student's logits, which are lost then.
     """
 
     max_chunks: int
     temperature: float = 1.0
     reverse: bool = False
     teacher_average: Literal["log_prob", "prob"] = "log_prob"
+    gathered: bool = False
+    overwrite: bool = False
 
 
 class PKLResult(NamedTuple):
@@ -76,7 +80,8 @@ def p_kl(
 
     Args:
         student_logits: Cut to the student's vocabulary.
-        teacher_logits: At least as wide as the largest of `columns`; no gradient is wanted for it.
+        teacher_logits: At least as wide as the largest of `columns`, or `K` wide where they are gathered already; no
+            gradient is wanted for it.
         projection: `W [V_s, V_t]`.
         columns: The compared teacher ids.
         student_chunk_id: Chunk of each student position, already shifted to the predicting position; -1 = none.
@@ -87,7 +92,8 @@ def p_kl(
     q, _ = chunk_average_log_probs(torch.softmax(upcast(student_logits) / T, dim=-1), student_chunk_id, P)
     Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)
     log_q = torch.log(Q / (Q.sum(-1, keepdim=True) + EPSILON) + EPSILON)
-    log_p = _teacher_log_probs(upcast(teacher_logits.index_select(-1, columns)) / T, teacher_chunk_id, options)
+    compared = teacher_logits if options.gathered else teacher_logits.index_select(-1, columns)
+    log_p = _teacher_log_probs(upcast(compared) / T, teacher_chunk_id, options)
     # What both sides rule out costs nothing, although eps gives the student a little of it.
     log_p = log_p.masked_fill((Q == 0) & (log_p == -torch.inf), math.log(EPSILON))
     terms = kl_terms(log_q, log_p) if options.reverse else kl_terms(log_p, log_q)
