@@ -60,6 +60,11 @@ KD_CHUNKS = Field("kd_chunks", "int64", "sample", per_teacher=True)
 TEACHER_LOGITS = Field("teacher_full_logits_ipc", "object", "sample", per_teacher=True)
 """Where the teacher's logits of the row are: `{ring, slot, row, generation}`. Volatile."""
 
+TEACHER_HIDDEN = Field("teacher_hidden_states", "float32", "teacher", per_teacher=True)
+"""Signal `queue`: the hidden states of the row, padding included, in the teacher's dtype. Volatile."""
+TEACHER_MAXIMA = Field("teacher_column_maxima", "float32", "sample", per_teacher=True)
+"""Signal `queue`: the row's largest logit per column of the teacher's vocabulary, in its dtype. Volatile."""
+
 STUDENT_FIELDS = (INPUT_IDS, INPUT_LENGTHS, TOKEN_MASK, SAMPLE_MASK)
 TEACHER_FIELDS = (TEACHER_INPUT_IDS, TEACHER_INPUT_LENGTHS, TEACHER_TOKEN_MASK)
 ALIGNMENT_FIELDS = (

@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from services.common.steps import ring_shape
 from services.common.vocabulary import vocabulary_size
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import ModelSpec, RunSpec
@@ -59,6 +60,7 @@ def resolve_run(spec: RunSpec) -> ResolvedRun:
         records=records,
         positions=positions,
     )
+    _check_signal(resolved)
     _check_memory(resolved)
     return resolved
 
@@ -75,13 +77,28 @@ def largest_row(spec: RunSpec) -> int:
     return student * STUDENT_TOKEN_BYTES + sides + ROW_BYTES
 
 
+def _check_signal(resolved: ResolvedRun) -> None:
+    spec = resolved.spec
+    for place, teacher in enumerate(resolved.teachers):
+        if spec.sends_hidden_states and not teacher.hidden_size:
+            raise ConfigError(
+                f'workers.signal = "{spec.workers.signal}": {spec.teacher[place].model / "config.json"} names no '
+                'hidden_size: let the teacher send logits ("cuda_ipc", "shared_memory")'
+            )
+
+
 def _check_memory(resolved: ResolvedRun) -> None:
     spec = resolved.spec
-    need = resolved.span * largest_row(spec)
-    if need > spec.queue.memory_limit:
+    rows, signals = resolved.span * largest_row(spec), 0
+    if spec.workers.signal == "queue":
+        shapes = [ring_shape(resolved, place) for place in range(len(resolved.teachers))]
+        signals = spec.workers.ranks * sum(shape.slots * shape.slot_bytes for shape in shapes)
+    if rows + signals > spec.queue.memory_limit:
+        through = f" and {signals} bytes of signals (workers.slots = {spec.workers.slots})" if signals else ""
         raise ConfigError(
             f"queue.memory_limit = {spec.queue.memory_limit} bytes cannot hold queue.span_steps = "
-            f"{spec.queue.span_steps} steps of {spec.train.samples_per_step} samples: {need} bytes are needed"
+            f"{spec.queue.span_steps} steps of {spec.train.samples_per_step} samples{through}: {rows + signals} bytes "
+            "are needed"
         )
 
 
@@ -99,7 +116,13 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
             "they do not belong together"
         )
     fingerprint = tokenizer_fingerprint(spec.tokenizer_dir)
-    return ResolvedModel(vocab_size=vocabulary, head_width=width, tokenizer_fingerprint=fingerprint)
+    hidden = text.get("hidden_size", text.get("n_embd"))
+    return ResolvedModel(
+        vocab_size=vocabulary,
+        head_width=width,
+        tokenizer_fingerprint=fingerprint,
+        hidden_size=hidden if isinstance(hidden, int) else 0,
+    )
 
 
 def _check_weights(what: str, directory: Path) -> None:

@@ -108,14 +108,26 @@ def max_widths(run: ResolvedRun) -> tuple[int, ...]:
 
 def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
     """The shape of a teacher's ring, which both its sides take from the run, never from a message."""
-    model = run.teachers[teacher]
+    spec, model = run.spec, run.teachers[teacher]
+    hidden = model.hidden_size if spec.sends_hidden_states else 0
+    rows = min(spec.train.samples_per_step, spec.train.micro_batch_tokens // PAD_MULTIPLE)
     return RingShape(
-        slots=run.spec.workers.slots,
-        slot_tokens=run.spec.train.micro_batch_tokens,
+        slots=spec.workers.slots,
+        slot_tokens=spec.train.micro_batch_tokens,
         head_width=model.head_width,
         vocab=model.vocab_size,
-        dtype=run.spec.teacher[teacher].dtype,
+        dtype=spec.teacher[teacher].dtype,
+        hidden=hidden,
+        max_rows=rows if hidden and selects_columns(run, teacher) else 0,
     )
+
+
+def selects_columns(run: ResolvedRun, teacher: int) -> bool:
+    """Whether the loss compares only the columns with a teacher's largest logits, which it must be told."""
+    spec = run.spec
+    if spec.loss.vocab_topk is None or spec.loss.vocab_topk >= run.teachers[teacher].vocab_size:
+        return False
+    return spec.same_tokenizer[teacher] or spec.loss.mode_of(teacher) == "p_kl"
 
 
 def _integers(column: Column) -> Sequence[int]:

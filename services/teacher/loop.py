@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from services.common.batches import padded_batch
-from services.common.models import head_width
+from services.common.completions import Completions
 from services.common.steps import StepPlan, plan_fields, plan_step, ring_shape
 from services.common.worker import WAIT_S, Worker
+from services.teacher.model import TeacherModel
 from xtoken_core import schema
 from xtoken_core.data_plane.client import AlreadyDone
-from xtoken_core.errors import InputError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.plan import MicroBatch
+from xtoken_core.teacher.queue_signal import TRANSPORT as QUEUE
 from xtoken_core.teacher.signal import SignalRing
 from xtoken_core.teacher.transports import create_ring
 from xtoken_core.wire import QueueError
@@ -23,30 +25,54 @@ from xtoken_core.wire.messages import Claimed, Trainer
 log = logging.getLogger("xtoken.teacher")
 
 
+@dataclass(frozen=True)
+class Pair:
+    """What a teacher has for one trainer session.
+
+    Attributes:
+        ring: Its slots.
+        number: The queue's number of it.
+        published: What is said once a slot is written.
+    """
+
+    ring: SignalRing
+    number: int
+    published: Completions
+
+
 class TeacherLoop:
     """One teacher's work for one rank.
 
     Args:
         worker: The session.
-        model: The teacher, in evaluation mode.
+        model: The teacher.
+        transport: How its signal travels, as `pick_transport` says.
         teacher: Its place in the run's list.
         rank: The student rank it serves.
         pad_id: The token id that fills padding.
     """
 
-    def __init__(self, worker: Worker, model: PreTrainedModel, *, teacher: int, rank: int, pad_id: int) -> None:
+    def __init__(
+        self, worker: Worker, model: TeacherModel, transport: str, *, teacher: int, rank: int, pad_id: int
+    ) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
-        self.model, self.teacher, self.rank, self.pad_id = model, teacher, rank, pad_id
+        self.model, self.transport = model, transport
+        self.teacher, self.rank, self.pad_id = teacher, rank, pad_id
         spec = self.run.spec
         shared = spec.same_tokenizer[teacher]
-        index = schema.teacher_indices(len(spec.teacher))[teacher]
-        self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, index)
+        self.index = schema.teacher_indices(len(spec.teacher))[teacher]
+        self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, self.index)
         self.shape = ring_shape(self.run, teacher)
-        width = head_width(model)
+        directory, width = spec.teacher[teacher].model, model.head.shape[0]
         if width != self.shape.head_width:
             raise InputError(
-                f"teacher {teacher}: the head of {spec.teacher[teacher].model} has {width} rows, "
+                f"teacher {teacher}: the head of {directory} has {width} rows, "
                 f"its config.json says {self.shape.head_width}"
+            )
+        if self.shape.hidden and not model.plain_head:
+            raise ConfigError(
+                f'workers.signal = "{spec.workers.signal}": the logits of teacher {teacher} ({directory}) are not just '
+                'hidden states times head: let it send logits ("cuda_ipc", "shared_memory")'
             )
 
     def serve(self) -> None:
@@ -73,35 +99,57 @@ class TeacherLoop:
     def _pair(self, trainer: Trainer) -> None:
         """Make a ring for one trainer session and fill it until that session ends."""
         spec = self.run.spec
-        ring = create_ring(spec.workers.signal, self.shape, run=spec.name, session=trainer.trainer)
+        ring = create_ring(self.transport, self.shape, run=spec.name, session=trainer.trainer, device=self.model.device)
+        limit = spec.workers.step_timeout_s
+        published = Completions(self.model.device, f"publisher of teacher {self.teacher}", limit_s=limit)
         try:
+            if self.shape.hidden and self.transport != QUEUE:
+                ring.head_view().copy_(self.model.head)
             number = self.queue.announce_ring(self.teacher, self.rank, trainer.trainer, ring.handle.to_bytes())
             while not self.queue.await_opened(number, wait_s=WAIT_S):
                 self.worker.alive()
             ring.unlink()
-            log.info("ring %d is open, %d slots", number, self.shape.slots)
-            self._fill(ring, number, trainer.step, trainer.rewinds)
+            log.info("ring %d is open, %d slots in %s", number, self.shape.slots, self.transport)
+            self._fill(Pair(ring, number, published), trainer.step, trainer.rewinds)
         finally:
+            published.close()
             ring.close()
 
-    def _fill(self, ring: SignalRing, number: int, step: int, rewinds: int) -> None:
+    def _fill(self, pair: Pair, step: int, rewinds: int) -> None:
         while True:
             try:
-                found = self._window(step, rewinds)
+                found = self._window(pair, step, rewinds)
                 for batch in found.plan.ranks[self.rank] if found else ():
-                    self._signal(ring, number, batch, rewinds)
+                    self._signal(pair, batch, rewinds)
                 step += 1
             except QueueError as error:
-                if error.code == "rewound":
-                    step, rewinds = error.detail["step"], error.detail["rewinds"]
-                    log.info("%s", error)
-                elif error.code != "lease_revoked":
+                step, rewinds = self._after(error, step, rewinds)
+                self._settle(pair)
+
+    def _after(self, error: QueueError, step: int, rewinds: int) -> tuple[int, int]:
+        """Where to go on after a refusal: where the run was rewound to, or at the same step."""
+        if error.code == "rewound":
+            log.info("%s", error)
+            return error.detail["step"], error.detail["rewinds"]
+        if error.code != "lease_revoked":
+            raise error
+        return step, rewinds
+
+    def _settle(self, pair: Pair) -> None:
+        """Nothing is on its way any more before the step is gone through again; what is revoked stays so."""
+        while True:
+            try:
+                pair.published.settle()
+                return
+            except QueueError as error:
+                if error.code not in ("lease_revoked", "rewound"):
                     raise
 
-    def _window(self, step: int, rewinds: int) -> StepPlan | None:
+    def _window(self, pair: Pair, step: int, rewinds: int) -> StepPlan | None:
         """The plan of a step; None if it was done meanwhile."""
         while True:
             self.worker.alive()
+            pair.published.check()
             try:
                 rows = self.queue.window(step, plan_fields(self.run), rewinds=rewinds, wait_s=WAIT_S)
             except AlreadyDone:
@@ -109,29 +157,29 @@ class TeacherLoop:
             if rows is not None:
                 return plan_step(self.run, step, rows)
 
-    def _signal(self, ring: SignalRing, number: int, batch: MicroBatch, rewinds: int) -> None:
+    def _signal(self, pair: Pair, batch: MicroBatch, rewinds: int) -> None:
         """Leave a micro-batch's signal in a slot; without the samples that turn out to be impossible."""
         while batch.ids:
-            claim = self._claim(number, batch, rewinds)
+            claim = self._claim(pair, batch, rewinds)
             if claim is None:
                 return
             claimed, tokens = claim
             foreign = (tokens >= self.shape.head_width).any(dim=1).tolist()
             if not any(foreign):
-                self._forward(ring, claimed, tokens)
-                self.queue.complete(claimed.lease)
+                self._forward(pair, claimed, tokens)
                 self.worker.alive(1)
                 return
             bad = [sample for sample, strange in zip(claimed.ids, foreign, strict=True) if strange]
             reason = f"token ids beyond the head of teacher {self.teacher} ({self.shape.head_width} rows)"
             self.queue.nack(claimed.lease, bad, reason)
 
-    def _claim(self, number: int, batch: MicroBatch, rewinds: int) -> tuple[Claimed, torch.Tensor] | None:
+    def _claim(self, pair: Pair, batch: MicroBatch, rewinds: int) -> tuple[Claimed, torch.Tensor] | None:
         """A micro-batch with its slot, and its padded tokens `[B, T_t]`; None if its signal is there or was read."""
         while True:
             self.worker.alive()
+            pair.published.check()
             try:
-                claim = self.queue.claim_slot(number, batch.ids, [self.ids_field], rewinds=rewinds, wait_s=WAIT_S)
+                claim = self.queue.claim_slot(pair.number, batch.ids, [self.ids_field], rewinds=rewinds, wait_s=WAIT_S)
             except AlreadyDone:
                 return None
             if claim is not None:
@@ -142,8 +190,19 @@ class TeacherLoop:
         tokens[[row for row, sample in enumerate(claimed.ids) if sample in dead]] = self.pad_id
         return claimed, tokens
 
-    def _forward(self, ring: SignalRing, claimed: Claimed, tokens: torch.Tensor) -> None:
-        view = ring.slot_view(claimed.slot, rows=tokens.shape[0], width=tokens.shape[1])
-        logits = self.model(input_ids=tokens.to(self.model.device), use_cache=False).logits
-        view.copy_(logits)
-        ring.publish(claimed.slot, claimed.generation)
+    def _forward(self, pair: Pair, claimed: Claimed, tokens: torch.Tensor) -> None:
+        """Queue the forward; its slot is published once the device has written it. The next may be queued before."""
+        ring, slot = pair.ring, claimed.slot
+        rows, width = tokens.shape
+        view = ring.slot_view(slot, rows, width)
+        if self.shape.hidden:
+            maxima = ring.maxima_view(slot, rows) if self.shape.max_rows else None
+            self.model.write_hidden(tokens, view, maxima)
+        else:
+            self.model.write_logits(tokens, view)
+
+        def publish() -> None:
+            ring.publish(slot, claimed.generation)
+            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.index))
+
+        pair.published.after(publish)

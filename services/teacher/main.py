@@ -7,12 +7,19 @@ import logging
 import torch
 
 from services.common.models import load_model, pick_device
+from services.common.steps import ring_shape
 from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import QueueLink, worker_session
+from services.teacher.budget import check_budget, weight_bytes
+from services.teacher.fp8 import check_fp8, swap_linears
 from services.teacher.loop import TeacherLoop
+from services.teacher.model import TeacherModel
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
 from xtoken_core.protocol.run import TEACHER
 from xtoken_core.teacher import sweep
+from xtoken_core.teacher.cuda_ipc import TRANSPORT as CUDA_IPC
+from xtoken_core.teacher.transports import pick_transport
 
 log = logging.getLogger("xtoken.teacher")
 
@@ -36,11 +43,35 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
         for leftover in sweep():
             log.warning("removed %s, left behind by a process that is gone", leftover)
         device = pick_device(spec.workers.device, rank)
-        model = load_model(mine, f"teacher {teacher}", device)
-        model.eval()  # type: ignore[no-untyped-call]
+        transport = pick_transport(spec.workers.signal, device)
+        model = prepared_model(worker.run, teacher, device, transport)
         worker.alive()
         tokenizer = load_tokenizer(mine.tokenizer_dir, f"teacher {teacher}")
         worker.phase("run")
         log.info("teacher %d loaded from %s on %s", teacher, mine.model, device)
         with torch.inference_mode():
-            TeacherLoop(worker, model, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer)).serve()
+            loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer))
+            loop.serve()
+
+
+def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transport: str) -> TeacherModel:
+    """The teacher as its settings want it, if it fits its device.
+
+    Raises:
+        ConfigError: It does not fit, or the device cannot do what is asked for.
+        InputError: It cannot be loaded.
+    """
+    spec, what = run.spec.teacher[teacher], f"teacher {teacher}"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if spec.fp8:
+        check_fp8(device, spec.dtype, what)
+    weights = weight_bytes(spec.model, spec.dtype)
+    check_budget(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
+    model = load_model(spec, what, device)
+    if spec.fp8:
+        count = swap_linears(model.base_model)
+        if not count:
+            raise ConfigError(f"{what}: fp8 finds no linear layer whose sides are multiples of 16: set fp8 = false")
+        log.info("%s: %d linear layers in 8 bits", what, count)
+    return TeacherModel(model, compiled=spec.compile)

@@ -58,7 +58,7 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
             )
         loss = make_loss(run, device)
         group = Group(rank, run.spec.workers.ranks, device)
-        rings = OpenRings(worker)
+        rings = OpenRings(worker, device)
         try:
             runner = StepRunner(worker, model, loss, rings, rank=rank, pad_id=pad_id(tokenizer))
             evaluator = Evaluator(worker, tokenizer) if run.spec.eval is not None else None

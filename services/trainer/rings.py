@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from services.common.completions import Completions
 from services.common.steps import ring_shape
 from services.common.worker import Worker
+from xtoken_core import schema
+from xtoken_core.teacher.head import load_head
+from xtoken_core.teacher.queue_signal import OpenedQueueRing, take_columns
 from xtoken_core.teacher.ring import SignalError
 from xtoken_core.teacher.signal import forget_ring, opened_ring
 from xtoken_core.teacher.transports import open_ring
-from xtoken_core.wire import QueueError
+from xtoken_core.wire import Column, QueueError
+from xtoken_core.wire.objects import object_values
 
 log = logging.getLogger("xtoken.trainer")
+Filling = tuple[int, int, int]
+"""Ring, slot and generation."""
 
 
 class OpenRings:
-    """The rings that this rank has open, one per teacher."""
+    """The rings that this rank has open, one per teacher.
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    Args:
+        worker: The session.
+        device: Where the student computes.
+    """
+
+    def __init__(self, worker: Worker, device: torch.device) -> None:
+        self.worker, self.device = worker, device
         self._open: dict[int, int] = {}
+        self._released = Completions(device, "releaser", limit_s=worker.run.spec.workers.step_timeout_s)
 
     def look_after(self) -> None:
-        """Open what a teacher has announced since the last look; close what it replaces."""
+        """Open what a teacher has announced since the last look; close what it replaces.
+
+        Raises:
+            Exception: What a release has met.
+        """
+        self._released.check()
         run = self.worker.run
         for teacher in range(len(run.spec.teacher)):
             ring = self.worker.queue.await_ring(teacher, wait_s=0.0)
@@ -30,28 +53,63 @@ class OpenRings:
                 continue
             self._forget(teacher)
             try:
-                open_ring(run.spec.workers.signal, ring.ring, ring.handle, ring_shape(run, teacher))
-                self._open[teacher] = ring.ring
+                self._take(teacher, ring.ring, ring.handle)
                 self.worker.queue.opened_ring(teacher, ring.ring)
             except (SignalError, QueueError) as error:
                 self._explain(teacher, ring.ring, error)
             else:
                 log.info("ring %d of teacher %d is open", ring.ring, teacher)
 
-    def release(self, slots: set[tuple[int, int, int]]) -> None:
-        """The backward that read these slots (ring, slot, generation) has completed: check, then release.
+    def receive(self, columns: MutableMapping[str, Column]) -> None:
+        """Take the signals out of a claim's columns that came through the queue, for `rebuild_...` to find."""
+        for index in schema.teacher_indices(len(self.worker.run.spec.teacher)):
+            mine = take_columns(columns, index)
+            if not mine:
+                continue
+            place: Any = object_values(columns[schema.field_name(schema.TEACHER_LOGITS, index)])[0]
+            ring = opened_ring(place["ring"])
+            if not isinstance(ring, OpenedQueueRing):
+                raise SignalError(f"ring {place['ring']} is in memory, and its signal came through the queue as well")
+            ring.receive(place["slot"], place["generation"], mine, index)
+
+    def release(self, slots: set[Filling]) -> None:
+        """Once the backward that read these slots has completed on the device: check, then release.
+
+        Raises:
+            StaleSignalError: A slot was refilled while it was read; on a GPU it comes from a later call.
+        """
+
+        def done() -> None:
+            for ring, slot, generation in sorted(slots):
+                opened_ring(ring).check(slot, generation)
+                self.worker.queue.release(ring, slot, generation)
+
+        self._released.after(done)
+
+    def settle(self) -> None:
+        """Wait until every slot is released: a step may be checked only then.
 
         Raises:
             StaleSignalError: A slot was refilled while it was read.
         """
-        for ring, slot, generation in sorted(slots):
-            opened_ring(ring).check(slot, generation)
-            self.worker.queue.release(ring, slot, generation)
+        self._released.settle()
 
     def close(self) -> None:
         """Close all."""
+        self._released.close()
         for teacher in list(self._open):
-            self._forget(teacher)
+            forget_ring(self._open.pop(teacher))
+
+    def _take(self, teacher: int, number: int, handle: bytes) -> None:
+        run = self.worker.run
+        shape, spec = ring_shape(run, teacher), run.spec.teacher[teacher]
+
+        def head() -> Tensor:
+            dtype: torch.dtype = getattr(torch, shape.dtype)
+            return load_head(spec.model, width=shape.head_width, hidden=shape.hidden, dtype=dtype)
+
+        open_ring(run.spec.workers.signal, number, handle, shape, device=self.device, head=head)
+        self._open[teacher] = number
 
     def _explain(self, teacher: int, ring: int, error: Exception) -> None:
         """Go on if the teacher has gone meanwhile, with its ring: the next one announces its own."""
@@ -62,6 +120,8 @@ class OpenRings:
         log.info("ring %d of teacher %d is gone before it was open: %s", ring, teacher, error)
 
     def _forget(self, teacher: int) -> None:
+        """Close a ring that is replaced, once nothing reads it any more."""
         ring = self._open.pop(teacher, None)
         if ring is not None:
+            self._released.settle()
             forget_ring(ring)

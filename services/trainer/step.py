@@ -13,11 +13,11 @@ from services.common.batches import padded_batch
 from services.common.steps import StepPlan
 from services.common.worker import WAIT_S, Worker
 from services.trainer.rings import OpenRings
+from services.trainer.signals import teacher_logits
 from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.plan import MicroBatch
 from xtoken_core.protocol.run import signal_fields
-from xtoken_core.teacher.signal import rebuild_teacher_full_logits_from_ipc
 from xtoken_core.wire import Column
 from xtoken_core.wire.messages import Claimed
 
@@ -57,12 +57,14 @@ class StepRunner:
             if batch.ids:
                 torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.rank, index))
                 metrics += self._micro_batch(step, batch, rewinds)
+        self.rings.settle()
         return metrics
 
     def _micro_batch(self, step: StepPlan, batch: MicroBatch, rewinds: int) -> list[dict[str, Tensor]]:
         claimed, columns = self._claim(batch, rewinds)
         if any(name not in columns for name in self.signals):
             return []  # every sample has died
+        self.rings.receive(columns)
         data = self._padded(batch, claimed, columns)
         slots = {(ref["ring"], ref["slot"], ref["generation"]) for name in self.signals for ref in data[name]}
         metrics = self._backward(step, data)
@@ -72,17 +74,14 @@ class StepRunner:
 
     def _backward(self, step: StepPlan, data: dict[str, Any]) -> dict[str, Tensor]:
         """Forward, loss and backward of a micro-batch; no view of a teacher's memory outlives it."""
-        signals = [
-            rebuild_teacher_full_logits_from_ipc(data, index)
-            for index in schema.teacher_indices(len(self.run.spec.teacher))
-        ]
         device = self.model.device
+        signals = [teacher_logits(data, index, device) for index in schema.teacher_indices(len(self.run.spec.teacher))]
         on_device = {name: value.to(device) for name, value in data.items() if isinstance(value, Tensor)}
         logits = self.model(input_ids=on_device[schema.INPUT_IDS.name], use_cache=False).logits
         loss, metrics = self.loss(
             on_device,
             logits,
-            [signal.to(device) for signal in signals],
+            signals,
             global_valid_toks=step.ce_tokens,
             global_valid_chunks=list(step.kd_chunks),
         )

@@ -16,11 +16,13 @@ class ResolvedModel(Part):
         vocab_size: Token ids of its tokenizer: the highest plus one.
         head_width: Rows of its head, at least `vocab_size`.
         tokenizer_fingerprint: Hash of the tokenizer's files.
+        hidden_size: Columns of its head; 0 if its configuration does not say.
     """
 
     vocab_size: int
     head_width: int
     tokenizer_fingerprint: str
+    hidden_size: int = 0
 
 
 class ResolvedRun(Part):

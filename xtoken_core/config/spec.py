@@ -14,6 +14,7 @@ from xtoken_core.errors import ConfigError, InputError
 
 Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+SignalName = Literal["auto", "cuda_ipc", "cuda_ipc_hidden", "shared_memory", "shared_memory_hidden", "queue"]
 
 
 PAD_MULTIPLE = 8
@@ -51,6 +52,11 @@ class TeacherSpec(ModelSpec):
     tokenizer."""
     weight: Positive = 1.0
     """Its share in the sum over teachers."""
+    compile: bool = False
+    """Compile its layers with `torch.compile`: worth it for more than a few hundred steps."""
+    fp8: bool = False
+    """Keep and multiply the weights of its linear layers in 8 bits, scaled by row; the head stays as it is. Needs a GPU
+    that can (Ada, Hopper or newer)."""
 
 
 class DataSpec(Part):
@@ -146,8 +152,9 @@ class WorkersSpec(Part):
     """Student processes; each has a teacher process of its own per teacher."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one; rank r uses GPU r modulo their number."""
-    signal: Literal["shared_memory"] = "shared_memory"
-    """How the teacher's logits reach the student."""
+    signal: SignalName = "auto"
+    """How the teachers' signal reaches the student: logits or, smaller by far, hidden states and the head once. `auto`
+    is `cuda_ipc` on a GPU and `shared_memory` elsewhere; `queue` sends hidden states to another node."""
     slots: Annotated[int, Field(ge=1, le=64)] = 2
     """Micro-batches that a teacher may be ahead of its student."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
@@ -205,6 +212,11 @@ class RunSpec(Part):
     def same_tokenizer(self) -> tuple[bool, ...]:
         """Per teacher, whether it shares the student's tokenizer."""
         return tuple(teacher.projection is None for teacher in self.teacher)
+
+    @property
+    def sends_hidden_states(self) -> bool:
+        """Whether the teachers' signal is hidden states instead of logits."""
+        return self.workers.signal in ("cuda_ipc_hidden", "shared_memory_hidden", "queue")
 
     @property
     def block_size(self) -> int:

@@ -79,9 +79,9 @@ class RunClient:
             wait_s,
         )
 
-    def complete(self, lease: int) -> None:
-        """The slot of a lease is full."""
-        self.client.complete(self.partition, lease)
+    def complete(self, lease: int, columns: Mapping[str, Column] | None = None) -> None:
+        """The slot of a lease is full; its columns, where the signal comes through the queue."""
+        self.client.complete(self.partition, lease, columns)
 
     # Teachers and trainers
 

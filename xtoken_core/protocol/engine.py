@@ -85,6 +85,7 @@ class Engine:
             self.counts[tag] = self.counts.get(tag, 0) + 1
             if kind not in READS:
                 self.changes += 1
+                self._settle()
                 if self.journal is not None:
                     self.journal(request, buffers, touched)
                 self._note_lease(request, answer)
@@ -97,9 +98,16 @@ class Engine:
         for session in self.sessions.silent(self.clock()):
             self.sessions.end(session.id, f"no sign of life for {session.silence:g} s")
             self.changes += 1
+            self._settle()
         if len(self.leased_at) > 2 * sum(len(part.lease_ids()) for part in self.partitions.values()) + 1024:
             live = {(name, lease) for name, part in self.partitions.items() for lease in part.lease_ids()}
             self.leased_at = {key: since for key, since in self.leased_at.items() if key in live}
+
+    def _settle(self) -> None:
+        """After a change no columns are held of signals that are gone by it."""
+        for part in self.partitions.values():
+            if part.signals is not None:
+                part.signals.settle()
 
     def _touched(self, request: m.AnyRequest) -> Touched:
         part = self.partitions.get(getattr(request, "partition", ""))
@@ -133,8 +141,9 @@ class Engine:
             case m.Put():
                 columns = unpack_columns(request.columns, buffers)
                 return sample_calls.put(part, request, columns, self.memory_limit - self.nbytes)
-            case m.Complete() if part.run is None:
-                return sample_calls.complete(part, request, unpack_columns(request.columns, buffers))
+            case m.Complete():
+                complete = sample_calls.complete if part.run is None else run_calls.complete
+                return complete(part, request, unpack_columns(request.columns, buffers))
             case m.Room():
                 room = self.memory_limit - self.nbytes
                 if request.bytes > self.memory_limit:
@@ -229,7 +238,6 @@ NATURAL: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})
 CALLS: dict[type[m.Request], Callable[[Partition, Any], Answer | None]] = {
     m.Get: sample_calls.get,
     m.Claim: sample_calls.claim,
-    m.Complete: run_calls.complete,
     m.Ack: sample_calls.ack,
     m.Nack: sample_calls.nack,
     m.Clear: sample_calls.clear,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from xtoken_core.protocol.run import RunProtocol
 from xtoken_core.protocol.samples import Samples, Status, Task
 from xtoken_core.protocol.sessions import Sessions
+from xtoken_core.protocol.signal_columns import SignalColumns
 from xtoken_core.protocol.store import Store
 from xtoken_core.wire import Column, QueueError, object_values
 from xtoken_core.wire.messages import OpenPartition
@@ -18,6 +19,7 @@ class Partition:
     Attributes:
         definition: The message that opened it; opening it again with the same one is no error.
         run: The protocol of the run, or None for a generic partition.
+        signals: The columns of a run's signals, where they come through the queue; None for a generic partition.
         rows_put: Rows that were new.
         kinds: Kind, dtype and item shape of every field, as its first rows had them.
         sealed: Whether nothing will be put any more.
@@ -32,9 +34,11 @@ class Partition:
         self.rows_put = 0
         self._vouched: dict[str, list[tuple[int, str, str]]] = {}
         self.run: RunProtocol | None = None
+        self.signals: SignalColumns | None = None
         if definition.run is not None:
             self.run = _run(definition, sessions)
             self.samples = self.run.samples
+            self.signals = SignalColumns(self.run.rings, self.store, self.run.teachers)
         else:
             self.samples = Samples(_tasks(definition), definition.max_attempts)
             sessions.on_end.append(self._session_ended)
@@ -69,8 +73,12 @@ class Partition:
         """Store the rows of `new`, some of `ids`."""
         new = list(new)
         self.rows_put += len(new)
-        self.kinds.update({name: _kind(column) for name, column in columns.items()})
+        self.learn(columns)
         self.store.put(ids, dict(columns), new)
+
+    def learn(self, columns: Mapping[str, Column]) -> None:
+        """Note kind, dtype and item shape of fields: later rows must have the same."""
+        self.kinds.update({name: _kind(column) for name, column in columns.items()})
 
     def vouch(self, session: str, ids: Sequence[int], fields: Iterable[str], task: str = "") -> None:
         """Volatile fields belong to the session that put them, `task` being what it did by that."""
@@ -101,6 +109,13 @@ class Partition:
     def let_go(self, ids: Iterable[int]) -> None:
         """Free the memory of samples that are done."""
         self.store.drop(ids)
+
+    def the_signals(self) -> SignalColumns:
+        """The columns of the run's signals, without those whose slot is another's by now."""
+        self.the_run()
+        assert self.signals is not None
+        self.signals.settle()
+        return self.signals
 
     def the_run(self) -> RunProtocol:
         """The run's protocol.

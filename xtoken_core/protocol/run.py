@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from xtoken_core import schema
 from xtoken_core.protocol.intervals import IntervalSet
-from xtoken_core.protocol.rings import Ring
+from xtoken_core.protocol.rings import Ring, Slot
 from xtoken_core.protocol.samples import Lease, Samples, Status, Task
 from xtoken_core.protocol.sessions import Session, Sessions
 from xtoken_core.protocol.signals import Signals, SlotClaim, SlotRef, signal_fields, teacher_task
@@ -213,6 +213,15 @@ class RunProtocol:
         if all(i < self.cursor * self.samples_per_step for i in ids):
             return Status.DONE
         return self.table.fill(session, ring, ids)
+
+    def slot_of(self, session: str, lease_id: int) -> tuple[Ring, int, Slot]:
+        """The slot that a teacher's lease fills.
+
+        Raises:
+            QueueError: `lease_revoked` if there is none any more.
+        """
+        self.samples.held(lease_id, session)
+        return self.table.slot_of(session, lease_id)
 
     def publish(self, session: str, lease_id: int) -> Lease:
         """The slot of a lease is full: put and ack in one.

@@ -6,7 +6,7 @@ from xtoken_core.protocol.answers import Answer
 from xtoken_core.protocol.partition import Partition
 from xtoken_core.protocol.run import COLLATOR, SlotClaim, SlotRef
 from xtoken_core.protocol.sessions import Sessions
-from xtoken_core.wire import QueueError, object_column
+from xtoken_core.wire import Column, QueueError, object_column
 from xtoken_core.wire import messages as m
 
 
@@ -90,11 +90,18 @@ def claim_slot(part: Partition, request: m.ClaimSlot) -> Answer | None:
     return Answer(reply, part.store.read(request.ids, request.fields))
 
 
-def complete(part: Partition, request: m.Complete) -> Answer:
-    """A teacher's slot is full."""
-    if request.columns:
-        raise QueueError("bad_request", "the signal of this run lies in a ring: complete carries no columns")
-    part.the_run().publish(request.session, request.lease)
+def complete(part: Partition, request: m.Complete, columns: dict[str, Column]) -> Answer:
+    """A teacher's slot is full. Where its signal comes through the queue, the columns are the slot's rows."""
+    run, signals = part.the_run(), part.the_signals()
+    if columns:
+        part.check(columns)
+        ring, index, slot = run.slot_of(request.session, request.lease)
+        ids, generation = slot.ids, slot.generation
+        signals.check(ring.teacher, ids, columns)
+    run.publish(request.session, request.lease)
+    if columns:
+        part.learn(columns)
+        signals.keep(ring.id, index, generation, ids, columns)
     return Answer(m.Ok())
 
 
@@ -109,6 +116,7 @@ def claim_batch(part: Partition, request: m.ClaimBatch) -> Answer | None:
     columns = part.store.read(request.ids, request.fields)
     for ref in refs:
         teacher = run.rings.get(ref.ring).teacher
+        columns |= part.the_signals().read(ref.ring, ref.slot, ref.generation)
         columns[run.signals[teacher]] = object_column([_place(ref, i) for i in request.ids])
     dead = [i for i in request.ids if i in run.samples.dead]
     return Answer(m.Claimed(lease=lease.id, ids=request.ids, dead=dead), columns)

@@ -97,12 +97,24 @@ class Signals:
 
     def publish(self, session: str, lease: Lease) -> None:
         """The lease's slot is full: its signal is there, its task done."""
-        ring, slot = self._slot_of(session, lease.id)
+        ring, _, slot = self.slot_of(session, lease.id)
         slot.state = SlotState.FULL
         self._free_if_dead(slot)
         ids = lease.ids
         self.samples.finish(lease.task, ids)
         self.samples.produce(ids, {self.fields[ring.teacher]})
+
+    def slot_of(self, session: str, lease_id: int) -> tuple[Ring, int, Slot]:
+        """The ring, index and slot that a teacher's lease fills.
+
+        Raises:
+            QueueError: `lease_revoked` if there is none any more.
+        """
+        for ring in self.rings.of_session(session):
+            for index, slot in enumerate(ring.slots):
+                if slot.lease == lease_id and slot.state == SlotState.FILLING:
+                    return ring, index, slot
+        raise QueueError("lease_revoked", f"lease {lease_id} has no slot any more")
 
     def refused(self, session: str, lease_id: int) -> None:
         """A nack: a teacher's slot is free again; what a trainer's lease has missed makes its step be done again."""
@@ -211,10 +223,3 @@ class Signals:
         for reading in self.readings.values():
             if (ring.id, index) in reading.pending:
                 reading.withdrawn = True
-
-    def _slot_of(self, session: str, lease_id: int) -> tuple[Ring, Slot]:
-        for ring in self.rings.of_session(session):
-            for slot in ring.slots:
-                if slot.lease == lease_id and slot.state == SlotState.FILLING:
-                    return ring, slot
-        raise QueueError("lease_revoked", f"lease {lease_id} has no slot any more")

@@ -12,29 +12,39 @@ from xtoken_core.teacher.ring import RingHandle, RingShape, SignalError, SlotRef
 from xtoken_core.teacher.shared_files import sweep
 
 if TYPE_CHECKING:
+    from xtoken_core.teacher.head import load_head
     from xtoken_core.teacher.signal import (
+        HiddenSignal,
         OpenedRing,
         SignalRing,
         forget_ring,
+        holds_hidden_states,
         opened_ring,
         rebuild_teacher_full_logits_from_ipc,
+        rebuild_teacher_hidden_from_ipc,
         slot_refs,
     )
-    from xtoken_core.teacher.transports import create_ring, open_ring
+    from xtoken_core.teacher.transports import create_ring, open_ring, pick_transport
 
 _LAZY = {
+    "HiddenSignal": "signal",
     "OpenedRing": "signal",
     "SignalRing": "signal",
     "create_ring": "transports",
     "forget_ring": "signal",
+    "holds_hidden_states": "signal",
+    "load_head": "head",
     "open_ring": "transports",
     "opened_ring": "signal",
+    "pick_transport": "transports",
     "rebuild_teacher_full_logits_from_ipc": "signal",
+    "rebuild_teacher_hidden_from_ipc": "signal",
     "slot_refs": "signal",
 }
 """The module that each lazily loaded name lives in."""
 
 __all__ = [
+    "HiddenSignal",
     "OpenedRing",
     "RingHandle",
     "RingShape",
@@ -44,9 +54,13 @@ __all__ = [
     "StaleSignalError",
     "create_ring",
     "forget_ring",
+    "holds_hidden_states",
+    "load_head",
     "open_ring",
     "opened_ring",
+    "pick_transport",
     "rebuild_teacher_full_logits_from_ipc",
+    "rebuild_teacher_hidden_from_ipc",
     "slot_refs",
     "sweep",
 ]

@@ -24,8 +24,11 @@ CANARY_BYTES = 16
 UNPUBLISHED = -1
 """The generation in the header of a slot that holds nothing to read."""
 
-_RING_HEADER = struct.Struct("=8s16sqqq16s")
-_MAGIC = b"xtring01"
+SLOT_HEADER_BYTES = 64
+"""A cache line, so that no two slots share one."""
+
+_RING_HEADER = struct.Struct("=8s16s6q16s")
+_MAGIC = b"xtring02"
 
 
 class SignalError(XtokenError):
@@ -49,12 +52,18 @@ class SlotRef(TypedDict):
 class RingShape:
     """The shape of a ring, from the run's specification and its plan.
 
+    A slot holds a micro-batch's logits, or its hidden states and each row's column maxima; then the ring holds the
+    teacher's head once. Memory is laid out as a page with the ring's header, the head, then the slots, all in whole
+    pages. The slots' headers are on a board of their own, always in host memory.
+
     Attributes:
         slots: Number of slots.
         slot_tokens: Rows times width of a micro-batch at most.
         head_width: Columns of the teacher's head, V_m.
         vocab: Columns that its tokenizer uses, V_t <= V_m.
         dtype: `float32`, `bfloat16` or `float16`.
+        hidden: Width of the hidden states, H; 0 where slots hold logits.
+        max_rows: Rows of a micro-batch at most, where column maxima come with the hidden states; otherwise 0.
     """
 
     slots: int
@@ -62,52 +71,96 @@ class RingShape:
     head_width: int
     vocab: int
     dtype: str
+    hidden: int = 0
+    max_rows: int = 0
 
     def __post_init__(self) -> None:
         if min(self.slots, self.slot_tokens, self.vocab) < 1 or self.vocab > self.head_width:
             raise ValueError(f"impossible ring: {self}")
+        if self.hidden < 0 or self.max_rows < 0 or (self.max_rows and not self.hidden):
+            raise ValueError(f"column maxima go with hidden states: {self}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"logits are floating point, not {self.dtype}")
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one value."""
+        return ITEM_SIZES[self.dtype]
+
+    @property
+    def width(self) -> int:
+        """Values of one token in a slot: H or V_m."""
+        return self.hidden or self.head_width
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head, 0 where slots hold logits."""
+        return self.head_width * self.hidden * self.itemsize
+
+    @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot's values."""
-        return self.slot_tokens * self.head_width * ITEM_SIZES[self.dtype]
+        """Bytes of a slot's values: tokens in whole pages, then the maxima."""
+        tokens = self.slot_tokens * self.width * self.itemsize
+        return _pages(tokens) + self.max_rows * self.vocab * self.itemsize
 
     @property
     def slot_stride(self) -> int:
-        """Bytes from one slot to the next: a header page, then the values in whole pages."""
-        return PAGE + -(-self.slot_bytes // PAGE) * PAGE
+        """Bytes from one slot to the next."""
+        return _pages(self.slot_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of header, head and slots."""
+        return PAGE + _pages(self.head_bytes) + self.slots * self.slot_stride
+
+    @property
+    def board_bytes(self) -> int:
+        """Bytes of the board with the slots' headers."""
+        return PAGE + _pages(self.slots * SLOT_HEADER_BYTES)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole ring, with its header page."""
-        return PAGE + self.slots * self.slot_stride
+        """Bytes of memory and board."""
+        return self.memory_bytes + self.board_bytes
+
+    @property
+    def strides(self) -> list[int]:
+        """Bytes from slot to slot, from token to token and from value to value."""
+        return [self.slot_stride, self.width * self.itemsize, self.itemsize]
 
     def slot_offset(self, slot: int) -> int:
-        """First byte of a slot's header; its values are a page further.
+        """First byte of a slot's values in the ring's memory.
 
         Raises:
             SignalError: If there is no such slot.
         """
         if not 0 <= slot < self.slots:
             raise SignalError(f"there is no slot {slot}: the ring has {self.slots}")
-        return PAGE + slot * self.slot_stride
+        return PAGE + _pages(self.head_bytes) + slot * self.slot_stride
 
-    def count(self, rows: int, width: int) -> int:
-        """Values of `rows` rows of `width` tokens.
+    def maxima_offset(self, slot: int) -> int:
+        """First byte of a slot's column maxima."""
+        return self.slot_offset(slot) + _pages(self.slot_tokens * self.width * self.itemsize)
+
+    def check_batch(self, rows: int, width: int) -> None:
+        """Refuse a micro-batch that a slot cannot hold.
 
         Raises:
-            SignalError: If they are more than a slot holds, or none.
+            SignalError: If its tokens or rows are more than a slot holds, or none.
         """
         if rows < 1 or width < 1 or rows * width > self.slot_tokens:
             raise SignalError(f"{rows} rows of {width} tokens do not fit a slot of {self.slot_tokens} tokens")
-        return rows * width * self.head_width
+        if self.max_rows and rows > self.max_rows:
+            raise SignalError(f"{rows} rows do not fit a slot with the maxima of {self.max_rows} rows")
 
     def header(self, canary: bytes) -> bytes:
-        """The bytes that a ring in memory starts with."""
-        sizes = (self.slots, self.slot_tokens, self.head_width)
+        """The bytes that a ring's memory and its board start with."""
+        sizes = (self.slots, self.slot_tokens, self.head_width, self.vocab, self.hidden, self.max_rows)
         return _RING_HEADER.pack(_MAGIC, canary, *sizes, self.dtype.encode())
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
 
 
 class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,6 +174,8 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pid_namespace: The producer's PID namespace: teacher and student of a rank share one container.
         uid: The producer's user.
         canary: Random bytes that the memory starts with, read before the first step.
+        dtype: Of its values, by name; like the strides it must be what the run says.
+        strides: As `RingShape.strides`.
         extra: What a transport needs besides.
     """
 
@@ -131,7 +186,26 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid_namespace: Annotated[str, msgspec.Meta(max_length=64)]
     uid: Annotated[int, msgspec.Meta(ge=0)]
     canary: Annotated[bytes, msgspec.Meta(min_length=CANARY_BYTES, max_length=CANARY_BYTES)]
+    dtype: Annotated[str, msgspec.Meta(max_length=16)] = ""
+    strides: Annotated[list[int], msgspec.Meta(max_length=8)] = []
     extra: Annotated[dict[str, bytes], msgspec.Meta(max_length=16)] = {}
+
+    @classmethod
+    def of(cls, transport: str, name: str, shape: RingShape, canary: bytes, **extra: bytes) -> RingHandle:
+        """The handle of a ring of this process."""
+        boot_id, pid_namespace = host_identity()
+        return cls(
+            transport,
+            name,
+            shape.nbytes,
+            boot_id,
+            pid_namespace,
+            os.geteuid(),
+            canary,
+            shape.dtype,
+            shape.strides,
+            extra,
+        )
 
     def to_dict(self) -> dict[str, object]:
         """The handle as plain msgpack values."""
@@ -170,17 +244,29 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SignalError(f"these bytes are no ring's handle: {error}") from error
 
-    def check(self, shape: RingShape, transport: str) -> None:
-        """Refuse a handle of another transport, size, machine, container or user.
+    def check_kind(self, shape: RingShape, transport: str) -> None:
+        """Refuse a handle of another transport, size, dtype or layout.
+
+        Raises:
+            SignalError: Naming what differs.
+        """
+        if self.transport != transport:
+            raise SignalError(f"ring {self.name} is {self.transport}; this run's signal is {transport}")
+        if self.size != shape.nbytes:
+            raise SignalError(f"ring {self.name} has {self.size} bytes where the run's shape has {shape.nbytes}")
+        if (self.dtype, self.strides) != (shape.dtype, shape.strides):
+            raise SignalError(
+                f"ring {self.name} holds {self.dtype} with strides {self.strides} where the run has "
+                f"{shape.dtype} with strides {shape.strides}"
+            )
+
+    def check_place(self) -> None:
+        """Refuse a handle of another machine, container or user.
 
         Raises:
             SignalError: Naming what differs.
         """
         boot_id, pid_namespace = host_identity()
-        if self.transport != transport:
-            raise SignalError(f"ring {self.name} is {self.transport}; this run's signal is {transport}")
-        if self.size != shape.nbytes:
-            raise SignalError(f"ring {self.name} has {self.size} bytes where the run's shape has {shape.nbytes}")
         if self.boot_id != boot_id:
             raise SignalError(f"ring {self.name} is on another machine: a rank's teacher and student share one")
         if self.pid_namespace != pid_namespace:

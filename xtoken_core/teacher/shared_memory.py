@@ -1,8 +1,4 @@
-"""The signal on a CPU: a ring in a mapped file under /dev/shm that only its two processes can reach.
-
-Each slot starts with a header page: generation, rows and width as int64. The generation is set to "unpublished" before
-a slot is refilled and to its number after, so that a reader that asks again after its backward sees any refill.
-"""
+"""The signal in host memory: a ring in a mapped file under /dev/shm that only its two processes can reach."""
 
 from __future__ import annotations
 
@@ -14,55 +10,116 @@ import weakref
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from xtoken_core.data_plane.buffers import tensor_over
 from xtoken_core.errors import InputError
-from xtoken_core.teacher.ring import (
-    CANARY_BYTES,
-    PAGE,
-    UNPUBLISHED,
-    RingHandle,
-    RingShape,
-    SignalError,
-    StaleSignalError,
-    host_identity,
-)
+from xtoken_core.teacher.board import Board
+from xtoken_core.teacher.memory import RingMemory
+from xtoken_core.teacher.ring import CANARY_BYTES, RingHandle, RingShape, SignalError
 from xtoken_core.teacher.shared_files import DIRECTORY, create_file, open_file
-from xtoken_core.teacher.signal import OpenedRing, SignalRing
+from xtoken_core.teacher.signal import MappedRing, SignalRing
 
 TRANSPORT = "shared_memory"
-_GENERATION, _ROWS, _WIDTH = range(3)
 
 
-class _Mapping:
-    """A mapped ring: tensors over its parts."""
+class OwnedFile:
+    """A file in shared memory that this process has made. Make it with `create`."""
 
-    def __init__(self, fd: int, shape: RingShape, access: int) -> None:
-        self.shape = shape
-        self.dtype: torch.dtype = getattr(torch, shape.dtype)
-        self.memory = mmap.mmap(fd, shape.nbytes, access=access)
-        self.headers = [
-            tensor_over(self.memory, torch.int64, count=3, offset=shape.slot_offset(slot))
-            for slot in range(shape.slots)
-        ]
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.drop = weakref.finalize(self, _drop_file, path, fd, os.getpid())
 
-    def logits(self, slot: int, rows: int, width: int) -> Tensor:
-        count = self.shape.count(rows, width)
-        values = tensor_over(self.memory, self.dtype, count=count, offset=self.shape.slot_offset(slot) + PAGE)
-        return values.view(rows, width, self.shape.head_width)
+    @classmethod
+    def create(cls, size: int, *, run: str, session: str, directory: Path) -> tuple[OwnedFile, mmap.mmap]:
+        """A new file and its mapping, to be written.
+
+        Args:
+            size: Its bytes.
+            run: As for `create_file`.
+            session: As for `create_file`.
+            directory: As for `create_file`.
+
+        Raises:
+            InputError: If there is no room for it; the text says how many bytes it needs.
+        """
+        fd, path = create_file(size, run=run, session=session, directory=directory)
+        try:
+            mapping = mmap.mmap(fd, size, access=mmap.ACCESS_WRITE)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            raise InputError(f"cannot map a ring of {size} bytes: {error.strerror}") from error
+        return cls(path, fd), mapping
+
+    def unlink(self) -> None:
+        """Nobody can open it any more."""
+        self.path.unlink(missing_ok=True)
 
 
-class SharedMemoryRing(SignalRing):
-    """The teacher's side. Make it with `create`."""
+def _drop_file(path: Path, fd: int, owner: int) -> None:
+    """End of a ring, an exit without `close` included. A forked child leaves its parent's file alone."""
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):  # at exit nobody could act on it, and a sweep comes
+            path.unlink()
+    os.close(fd)
 
-    def __init__(self, mapping: _Mapping, handle: RingHandle, path: Path, fd: int) -> None:
-        self.shape = mapping.shape
-        self.handle = handle
-        self._mapping: _Mapping | None = mapping
-        self._path = path
-        self._drop_file = weakref.finalize(self, _drop_file, path, fd, os.getpid())
+
+def map_file(name: str, size: int, directory: Path) -> mmap.mmap:
+    """Another process's file, read-only, so that a loss that writes into it is stopped by the processor.
+
+    Raises:
+        SignalError: If it is not a private file of this user and size.
+    """
+    fd = open_file(name, size, directory=directory)
+    try:
+        return mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
+
+
+class BoardedRing(SignalRing):
+    """The teacher's side of a ring with a board in a file of its own making.
+
+    Args:
+        shape: From the run's specification.
+        handle: What is announced.
+        file: The file that the board is in.
+        board: The slots' headers.
+        memory: Head and slots.
+    """
+
+    def __init__(self, shape: RingShape, handle: RingHandle, file: OwnedFile, board: Board, memory: RingMemory) -> None:
+        self.shape, self.handle = shape, handle
+        self._file = file
+        self._parts: tuple[Board, RingMemory] | None = (board, memory)
+
+    def publish(self, slot: int, generation: int) -> None:
+        """See `SignalRing.publish`."""
+        self._open()[0].publish(slot, generation)
+
+    def unlink(self) -> None:
+        """See `SignalRing.unlink`."""
+        self._file.unlink()
+
+    def close(self) -> None:
+        """See `SignalRing.close`. The file goes too, if it is still there."""
+        self._parts = None
+        self._file.drop()
+
+    def _memory(self) -> RingMemory:
+        return self._open()[1]
+
+    def _begin(self, slot: int, rows: int, width: int) -> None:
+        self._open()[0].begin(slot, rows, width)
+
+    def _open(self) -> tuple[Board, RingMemory]:
+        if self._parts is None:
+            raise SignalError(f"ring {self.handle.name} is closed")
+        return self._parts
+
+
+class SharedMemoryRing(BoardedRing):
+    """The teacher's side, all of it in one file. Make it with `create`."""
 
     @classmethod
     def create(cls, shape: RingShape, *, run: str, session: str, directory: Path = DIRECTORY) -> SharedMemoryRing:
@@ -77,63 +134,16 @@ class SharedMemoryRing(SignalRing):
         Raises:
             InputError: If there is no room for it; the text says how many bytes it needs.
         """
-        fd, path = create_file(shape.nbytes, run=run, session=session, directory=directory)
-        try:
-            mapping = _Mapping(fd, shape, mmap.ACCESS_WRITE)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            os.close(fd)
-            raise InputError(f"cannot map a ring of {shape.nbytes} bytes: {error.strerror}") from error
+        file, mapping = OwnedFile.create(shape.nbytes, run=run, session=session, directory=directory)
         canary = secrets.token_bytes(CANARY_BYTES)
-        header = shape.header(canary)
-        mapping.memory[: len(header)] = header
-        for slot_header in mapping.headers:
-            slot_header[_GENERATION] = UNPUBLISHED
-        boot_id, pid_namespace = host_identity()
-        handle = RingHandle(TRANSPORT, path.name, shape.nbytes, boot_id, pid_namespace, os.geteuid(), canary)
-        return cls(mapping, handle, path, fd)
-
-    def slot_view(self, slot: int, rows: int, width: int) -> Float[Tensor, "rows width V_m"]:
-        """See `SignalRing.slot_view`."""
-        mapping = self._open()
-        logits = mapping.logits(slot, rows, width)
-        header = mapping.headers[slot]
-        header[_GENERATION] = UNPUBLISHED
-        header[_ROWS], header[_WIDTH] = rows, width
-        return logits
-
-    def publish(self, slot: int, generation: int) -> None:
-        """See `SignalRing.publish`."""
-        self.shape.slot_offset(slot)
-        if generation < 0:
-            raise SignalError(f"a generation is not negative; got {generation}")
-        self._open().headers[slot][_GENERATION] = generation
-
-    def unlink(self) -> None:
-        """See `SignalRing.unlink`."""
-        self._path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """See `SignalRing.close`. The file goes too, if it is still there."""
-        self._mapping = None
-        self._drop_file()
-
-    def _open(self) -> _Mapping:
-        if self._mapping is None:
-            raise SignalError(f"ring {self.handle.name} is closed")
-        return self._mapping
+        board, memory = _parts(mapping, shape, file.path.name)
+        memory.write_header(canary)
+        board.format(canary)
+        return cls(shape, RingHandle.of(TRANSPORT, file.path.name, shape, canary), file, board, memory)
 
 
-def _drop_file(path: Path, fd: int, owner: int) -> None:
-    """End of a ring, an exit without `close` included. A forked child leaves its parent's file alone."""
-    if os.getpid() == owner:
-        with contextlib.suppress(OSError):  # at exit nobody could act on it, and a sweep comes
-            path.unlink()
-    os.close(fd)
-
-
-class OpenedSharedMemoryRing(OpenedRing):
-    """The student's side: mapped read-only, so that a loss that writes into it is stopped by the processor."""
+class OpenedSharedMemoryRing(MappedRing):
+    """The student's side."""
 
     def __init__(self, handle: RingHandle, shape: RingShape, *, directory: Path = DIRECTORY) -> None:
         """Open an announced ring and read its canary.
@@ -146,43 +156,15 @@ class OpenedSharedMemoryRing(OpenedRing):
         Raises:
             SignalError: If the handle, the file or what it starts with is not what the run says.
         """
-        handle.check(shape, TRANSPORT)
-        fd = open_file(handle.name, shape.nbytes, directory=directory)
-        try:
-            mapping = _Mapping(fd, shape, mmap.ACCESS_READ)
-        finally:
-            os.close(fd)
-        expected = shape.header(handle.canary)
-        if mapping.memory[: len(expected)] != expected:
-            raise SignalError(f"ring {handle.name} does not start with the canary and shape that were announced")
-        self.shape = shape
-        self._name = handle.name
-        self._mapping: _Mapping | None = mapping
+        handle.check_kind(shape, TRANSPORT)
+        handle.check_place()
+        board, memory = _parts(map_file(handle.name, shape.nbytes, directory), shape, handle.name)
+        board.check_canary(handle.canary)
+        memory.check_canary(handle.canary, handle.name)
+        super().__init__(shape, board, memory)
 
-    def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width V_t"]:
-        """See `OpenedRing.view`."""
-        self.check(slot, generation)
-        mapping = self._open()
-        _, filled_rows, filled_width = mapping.headers[slot].tolist()
-        if rows > filled_rows or width != filled_width:
-            raise SignalError(
-                f"slot {slot} holds {filled_rows} rows of {filled_width} tokens, the plan has {rows} of {width}: "
-                "teacher and student do not plan alike"
-            )
-        return mapping.logits(slot, rows, width)[..., : self.shape.vocab]
 
-    def check(self, slot: int, generation: int) -> None:
-        """See `OpenedRing.check`."""
-        self.shape.slot_offset(slot)
-        found = int(self._open().headers[slot][_GENERATION])
-        if found != generation or generation < 0:
-            raise StaleSignalError(f"slot {slot} of ring {self._name} holds generation {found}, not {generation}")
-
-    def close(self) -> None:
-        """See `OpenedRing.close`."""
-        self._mapping = None
-
-    def _open(self) -> _Mapping:
-        if self._mapping is None:
-            raise SignalError(f"ring {self._name} is closed")
-        return self._mapping
+def _parts(mapping: mmap.mmap, shape: RingShape, name: str) -> tuple[Board, RingMemory]:
+    """Memory, then the board."""
+    board = Board(memoryview(mapping)[shape.memory_bytes : shape.nbytes], shape, name)
+    return board, RingMemory(tensor_over(mapping, torch.uint8, count=shape.memory_bytes), shape)

@@ -1,16 +1,21 @@
-"""The teacher's logits from its slot to the loss: one interface for every transport, views instead of copies."""
+"""The teacher's signal from its slot to the loss: one interface for every transport, views instead of copies."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from xtoken_core.schema import TEACHER_INPUT_IDS, TEACHER_LOGITS, field_name
+from xtoken_core.teacher.board import Board
+from xtoken_core.teacher.memory import RingMemory
 from xtoken_core.teacher.ring import RingHandle, RingShape, SignalError, SlotRef
+from xtoken_core.wire import Column
 
 _OPENED: dict[int, OpenedRing] = {}
 """The rings that this process has opened, by the queue's number of each."""
@@ -28,12 +33,16 @@ class SignalRing(ABC):
     handle: RingHandle
 
     @abstractmethod
-    def slot_view(self, slot: int, rows: int, width: int) -> Float[Tensor, "rows width V_m"]:
-        """A slot as logits to write into; what it held before counts as gone from now on.
+    def _memory(self) -> RingMemory:
+        """Head and slots.
 
         Raises:
-            SignalError: If there is no such slot, or the micro-batch does not fit.
+            SignalError: If the ring is closed.
         """
+
+    @abstractmethod
+    def _begin(self, slot: int, rows: int, width: int) -> None:
+        """What the slot held before counts as gone."""
 
     @abstractmethod
     def publish(self, slot: int, generation: int) -> None:
@@ -45,7 +54,30 @@ class SignalRing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the memory; a student that has it open keeps it."""
+        """Let go of the memory, once the device is done with it; a student that has it open keeps it."""
+
+    def slot_view(self, slot: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
+        """A slot to write into, logits `[.., V_m]` or hidden states `[.., H]`; what it held counts as gone from now on.
+
+        Raises:
+            SignalError: If there is no such slot, or the micro-batch does not fit.
+        """
+        memory = self._memory()
+        self._begin(slot, rows, width)
+        return memory.tokens(slot, rows, width)
+
+    def maxima_view(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
+        """The column maxima of a slot that is being filled, to write into."""
+        return self._memory().maxima(slot, rows)
+
+    def head_view(self) -> Float[Tensor, "V_m H"]:
+        """The head, to be written once, before the ring is announced."""
+        return self._memory().head()
+
+    def columns(self, slot: int, rows: int, width: int, teacher: int | None) -> dict[str, Column]:
+        """What is sent along with the slot's `complete`: nothing where the student reads the slot itself."""
+        del slot, rows, width, teacher
+        return {}
 
 
 class OpenedRing(ABC):
@@ -58,12 +90,28 @@ class OpenedRing(ABC):
     shape: RingShape
 
     @abstractmethod
-    def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width V_t"]:
-        """The first `rows` rows of a slot: a view of storage that is V_m wide. To be read only.
+    def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
+        """The first `rows` rows of a slot, to be read only: logits cut to V_t in storage V_m wide, or hidden states.
 
         Raises:
             StaleSignalError: If the slot does not hold this generation.
             SignalError: If there is no such slot, or it was filled in another shape.
+        """
+
+    @abstractmethod
+    def maxima(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
+        """The column maxima of the first rows of a slot that `view` was asked for.
+
+        Raises:
+            SignalError: If the ring has none.
+        """
+
+    @abstractmethod
+    def head(self, device: torch.device) -> Float[Tensor, "V_t H"]:
+        """The teacher's head cut to its vocabulary: a view of the ring's, or one copy per device.
+
+        Raises:
+            SignalError: If the ring holds logits.
         """
 
     @abstractmethod
@@ -77,6 +125,56 @@ class OpenedRing(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the memory, once the last view of it is gone."""
+
+
+class MappedRing(OpenedRing):
+    """The student's side of a ring whose slots it can read itself.
+
+    Args:
+        shape: From the run's specification.
+        board: The slots' headers.
+        memory: Head and slots.
+    """
+
+    def __init__(self, shape: RingShape, board: Board, memory: RingMemory) -> None:
+        self.shape = shape
+        self._name = board.name
+        self._parts: tuple[Board, RingMemory] | None = (board, memory)
+        self._heads: dict[torch.device, Tensor] = {}
+
+    def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
+        """See `OpenedRing.view`."""
+        board, memory = self._open()
+        board.check_filled(slot, generation, rows, width)
+        tokens = memory.tokens(slot, rows, width)
+        return tokens if self.shape.hidden else tokens[..., : self.shape.vocab]
+
+    def maxima(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
+        """See `OpenedRing.maxima`."""
+        return self._open()[1].maxima(slot, rows)
+
+    def head(self, device: torch.device) -> Float[Tensor, "V_t H"]:
+        """See `OpenedRing.head`."""
+        head = self._open()[1].head()[: self.shape.vocab]
+        if head.device == device:
+            return head
+        if device not in self._heads:
+            self._heads[device] = head.to(device)
+        return self._heads[device]
+
+    def check(self, slot: int, generation: int) -> None:
+        """See `OpenedRing.check`."""
+        self._open()[0].check(slot, generation)
+
+    def close(self) -> None:
+        """See `OpenedRing.close`."""
+        self._parts = None
+        self._heads.clear()
+
+    def _open(self) -> tuple[Board, RingMemory]:
+        if self._parts is None:
+            raise SignalError(f"ring {self._name} is closed")
+        return self._parts
 
 
 def remember_ring(ring: int, opened: OpenedRing) -> None:
@@ -113,6 +211,33 @@ def slot_refs(ring: int, slot: int, generation: int, rows: int) -> list[SlotRef]
     return [SlotRef(ring=ring, slot=slot, row=row, generation=generation) for row in range(rows)]
 
 
+@dataclass(frozen=True)
+class HiddenSignal:
+    """A micro-batch's signal as hidden states: its logits are `hidden @ head.T`.
+
+    Attributes:
+        hidden: `[B, T_t, H]` in the teacher's dtype.
+        head: `[V_t, H]`, the same tensor for every micro-batch.
+        maxima: `[B, V_t]` each sample's largest logit per column over the padded row; None where nothing needs it.
+    """
+
+    hidden: Float[Tensor, "B T_t H"]
+    head: Float[Tensor, "V_t H"]
+    maxima: Float[Tensor, "B V_t"] | None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a micro-batch's signal lies: rows `start .. stop - 1` of a slot."""
+
+    ring: OpenedRing
+    slot: int
+    generation: int
+    start: int
+    stop: int
+    width: int
+
+
 def rebuild_teacher_full_logits_from_ipc(
     data: Mapping[str, Any], teacher: int | None = None
 ) -> Float[Tensor, "B T_t V_t"]:
@@ -129,9 +254,46 @@ def rebuild_teacher_full_logits_from_ipc(
 
     Raises:
         SignalError: If references are missing, malformed, of several slots, or of rows that are not adjacent; if they
-            point outside the ring; or if the teacher filled the slot in another shape.
+            point outside the ring; if the teacher filled the slot in another shape, or with hidden states.
         StaleSignalError: If the slot does not hold the generation they name.
     """
+    place = _located(data, teacher)
+    if place.ring.shape.hidden:
+        raise SignalError("the ring holds hidden states, and no logits: rebuild_teacher_hidden_from_ipc reads them")
+    return place.ring.view(place.slot, place.generation, place.stop, place.width)[place.start :]
+
+
+def rebuild_teacher_hidden_from_ipc(
+    data: Mapping[str, Any], teacher: int | None = None, *, device: torch.device | None = None
+) -> HiddenSignal:
+    """The micro-batch's hidden states and column maxima as views, and the head that makes logits of them.
+
+    Args:
+        data: As for `rebuild_teacher_full_logits_from_ipc`.
+        teacher: Likewise.
+        device: Where the head is wanted; None: where the hidden states are. It is copied there once per ring.
+
+    Raises:
+        SignalError: As there; also if the ring holds logits.
+        StaleSignalError: As there.
+    """
+    place = _located(data, teacher)
+    hidden = place.ring.view(place.slot, place.generation, place.stop, place.width)[place.start :]
+    head = place.ring.head(device or hidden.device)
+    maxima = place.ring.maxima(place.slot, place.stop)[place.start :] if place.ring.shape.max_rows else None
+    return HiddenSignal(hidden, head, maxima)
+
+
+def holds_hidden_states(data: Mapping[str, Any], teacher: int | None = None) -> bool:
+    """Whether the micro-batch's signal is hidden states.
+
+    Raises:
+        SignalError: If its references are missing or malformed, or their ring is not open.
+    """
+    return _located(data, teacher).ring.shape.hidden > 0
+
+
+def _located(data: Mapping[str, Any], teacher: int | None) -> _Place:
     name = field_name(TEACHER_LOGITS, teacher)
     refs = [_checked(name, ref) for ref in data[name]]
     rows, width = data[field_name(TEACHER_INPUT_IDS, teacher)].shape
@@ -143,8 +305,8 @@ def rebuild_teacher_full_logits_from_ipc(
             raise SignalError(f"{name} mixes slots: {first} and {ref}; a micro-batch lies in one")
         if ref["row"] != first["row"] + index:
             raise SignalError(f"{name}: row {ref['row']} follows row {first['row']} at distance {index}")
-    stop = first["row"] + rows
-    return opened_ring(first["ring"]).view(first["slot"], first["generation"], stop, width)[first["row"] :]
+    start = first["row"]
+    return _Place(opened_ring(first["ring"]), first["slot"], first["generation"], start, start + rows, width)
 
 
 def _checked(name: str, ref: Any) -> SlotRef:

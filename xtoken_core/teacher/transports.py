@@ -2,43 +2,131 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from xtoken_core.config.spec import SignalName
+from xtoken_core.errors import ConfigError
+from xtoken_core.teacher import cuda_ipc, queue_signal, shared_memory
+from xtoken_core.teacher.cuda_memory import bindings_installed
 from xtoken_core.teacher.ring import RingHandle, RingShape, SignalError
-from xtoken_core.teacher.shared_memory import TRANSPORT, OpenedSharedMemoryRing, SharedMemoryRing
 from xtoken_core.teacher.signal import OpenedRing, SignalRing, remember_ring
 
+log = logging.getLogger("xtoken.signal")
 
-def create_ring(transport: str, shape: RingShape, *, run: str, session: str) -> SignalRing:
+TRANSPORTS: dict[SignalName, tuple[str, ...]] = {
+    "auto": (cuda_ipc.TRANSPORT, shared_memory.TRANSPORT),
+    "cuda_ipc": (cuda_ipc.TRANSPORT,),
+    "cuda_ipc_hidden": (cuda_ipc.TRANSPORT,),
+    "shared_memory": (shared_memory.TRANSPORT,),
+    "shared_memory_hidden": (shared_memory.TRANSPORT,),
+    "queue": (queue_signal.TRANSPORT,),
+}
+"""The transports that each setting of `workers.signal` allows."""
+
+
+def pick_transport(signal: str, device: torch.device) -> str:
+    """The transport of a teacher on a device.
+
+    Args:
+        signal: The run's `workers.signal`.
+        device: Where the teacher computes.
+
+    Raises:
+        ConfigError: The setting needs a GPU, or a package, that is not there.
+        SignalError: For an unknown setting.
+    """
+    allowed = _allowed(signal)
+    if cuda_ipc.TRANSPORT not in allowed:
+        return allowed[0]
+    reason = "the teacher is not on a GPU" if device.type != "cuda" else ""
+    if not reason and not bindings_installed():
+        reason = "the package cuda-bindings is not installed (extra gpu)"
+    if not reason:
+        return cuda_ipc.TRANSPORT
+    if shared_memory.TRANSPORT not in allowed:
+        other = "shared_memory_hidden" if signal == "cuda_ipc_hidden" else "shared_memory"
+        raise ConfigError(f'workers.signal = "{signal}": {reason}: use "{other}" or "auto"')
+    log.info("the signal goes through shared memory: %s", reason)
+    return shared_memory.TRANSPORT
+
+
+def create_ring(
+    transport: str, shape: RingShape, *, run: str, session: str, device: torch.device | None = None
+) -> SignalRing:
     """A fresh ring for one student session.
 
     Args:
-        transport: The run's `workers.signal`.
+        transport: As `pick_transport` says.
         shape: From the run's specification.
         run: The run's name.
         session: The teacher's session.
+        device: Where the teacher computes; None: on the CPU.
 
     Raises:
         InputError: If there is no memory for it.
         SignalError: For an unknown transport.
     """
-    if transport != TRANSPORT:
-        raise SignalError(f"unknown transport {transport!r}: {TRANSPORT} is possible")
-    return SharedMemoryRing.create(shape, run=run, session=session)
+    on_gpu = device is not None and device.type == "cuda"
+    if transport == shared_memory.TRANSPORT:
+        return shared_memory.SharedMemoryRing.create(shape, run=run, session=session)
+    if transport == cuda_ipc.TRANSPORT and device is not None and on_gpu:
+        return cuda_ipc.CudaIpcRing.create(shape, device, run=run, session=session)
+    if transport == queue_signal.TRANSPORT:
+        return queue_signal.QueueRing(shape, pinned=on_gpu)
+    raise SignalError(f"unknown transport {transport!r} for a teacher on {device or 'the CPU'}")
 
 
-def open_ring(transport: str, ring: int, handle: bytes, shape: RingShape) -> OpenedRing:
+def open_ring(
+    signal: str,
+    ring: int,
+    handle: bytes,
+    shape: RingShape,
+    *,
+    device: torch.device | None = None,
+    head: Callable[[], Tensor] | None = None,
+) -> OpenedRing:
     """Open an announced ring and enter it into this process's table.
 
     Args:
-        transport: The run's `workers.signal`; a handle of another is refused.
+        signal: The run's `workers.signal`; a handle of a transport that it does not allow is refused.
         ring: The queue's number of the ring.
         handle: As announced.
         shape: From the run's specification.
+        device: Where the student computes; None: on the CPU.
+        head: Reads the teacher's head `[V_m, H]`, for a signal that comes without one.
 
     Raises:
         SignalError: If the handle or the memory is not what the run says.
     """
-    if transport != TRANSPORT:
-        raise SignalError(f"unknown transport {transport!r}: {TRANSPORT} is possible")
-    opened = OpenedSharedMemoryRing(RingHandle.from_bytes(handle), shape)
-    remember_ring(ring, opened)
+    allowed = _allowed(signal)
+    announced = RingHandle.from_bytes(handle)
+    if announced.transport not in allowed:
+        raise SignalError(
+            f"ring {announced.name} is {announced.transport}; this run's signal is {' or '.join(allowed)}"
+        )
+    opened: OpenedRing
+    if announced.transport == shared_memory.TRANSPORT:
+        opened = shared_memory.OpenedSharedMemoryRing(announced, shape)
+    elif announced.transport == cuda_ipc.TRANSPORT:
+        opened = cuda_ipc.OpenedCudaIpcRing(announced, shape, device=device)
+    elif head is not None:
+        opened = queue_signal.OpenedQueueRing(announced, shape, head())
+    else:
+        raise SignalError("a signal through the queue needs the teacher's head: none was given")
+    try:
+        remember_ring(ring, opened)
+    except SignalError:
+        opened.close()
+        raise
     return opened
+
+
+def _allowed(signal: str) -> tuple[str, ...]:
+    for name, transports in TRANSPORTS.items():
+        if name == signal:
+            return transports
+    raise SignalError(f"unknown signal {signal!r}: one of {', '.join(TRANSPORTS)} is possible")

@@ -11,7 +11,7 @@ import torch
 
 from xtoken_core.errors import InputError
 from xtoken_core.teacher import RingShape, SignalError, StaleSignalError, slot_refs, sweep
-from xtoken_core.teacher.ring import PAGE
+from xtoken_core.teacher.ring import PAGE, SLOT_HEADER_BYTES
 from xtoken_core.teacher.shared_files import create_file
 from xtoken_core.teacher.shared_memory import OpenedSharedMemoryRing, SharedMemoryRing
 
@@ -45,7 +45,7 @@ def test_another_process_sees_every_refill_through_a_view(shm, peers, shape):
         student.do("check", slot=1, generation=generation)
     (address,) = addresses
     ((start, stop),) = student.do("mappings", name=ring.handle.name)
-    assert address == start + shape.slot_offset(1) + PAGE < stop
+    assert address == start + shape.slot_offset(1) < stop
     part = student.do("read", refs=slot_refs(1, 1, 3, 3)[1:], width=4)
     assert part["values"] == logits[1:, :, :5].to(torch.float64).tolist()
     student.do("forget")
@@ -215,9 +215,12 @@ def test_a_handle_that_does_not_fit_is_refused(shm, change, complaint):
 def test_a_ring_of_another_shape_but_equal_size_is_refused(shm):
     ring = ring_in(shm)
     turned = dataclasses.replace(SHAPE, slot_tokens=7, head_width=12)
-    assert turned.nbytes == SHAPE.nbytes
-    with pytest.raises(SignalError, match="shape that were announced"):
+    narrower = dataclasses.replace(SHAPE, vocab=4)
+    assert turned.nbytes == narrower.nbytes == SHAPE.nbytes
+    with pytest.raises(SignalError, match="strides"):
         OpenedSharedMemoryRing(ring.handle, turned, directory=shm)
+    with pytest.raises(SignalError, match="shape that were announced"):
+        OpenedSharedMemoryRing(ring.handle, narrower, directory=shm)
 
 
 @pytest.mark.parametrize(("slot", "rows", "width"), [(2, 1, 1), (-1, 1, 1), (0, 4, 4), (0, 0, 1), (0, 1, 0)])
@@ -297,5 +300,7 @@ def test_headers_lie_where_the_shape_says(shm):
     ring.publish(1, 9)
     raw = (shm / ring.handle.name).read_bytes()
     assert raw.startswith(SHAPE.header(ring.handle.canary))
-    assert struct.unpack_from("=qqq", raw, SHAPE.slot_offset(1)) == (9, 3, 4)
-    assert struct.unpack_from("=q", raw, SHAPE.slot_offset(0)) == (-1,)
+    board = SHAPE.memory_bytes
+    assert raw[board:].startswith(SHAPE.header(ring.handle.canary))
+    assert struct.unpack_from("=qqq", raw, board + PAGE + SLOT_HEADER_BYTES) == (9, 3, 4)
+    assert struct.unpack_from("=q", raw, board + PAGE) == (-1,)

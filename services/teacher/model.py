@@ -1,0 +1,150 @@
+"""A teacher as a function from tokens to a slot: logits, or hidden states and each row's column maxima."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+WIDTH_BUCKET = 128
+"""A compiled model's widths are rounded up to a multiple of this, so that few shapes are ever seen."""
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at a time where only their maxima are wanted."""
+PROBE_TOKENS = 8
+
+
+class TeacherModel:
+    """A causal language model in evaluation mode, its layers and its head apart.
+
+    Args:
+        model: The model, on its device.
+        compiled: Whether its layers are compiled.
+
+    Attributes:
+        plain_head: Whether its logits are just the product of hidden states and head, without bias, cap or scale.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, compiled: bool = False) -> None:
+        self.model = model.eval()
+        self.compiled = compiled
+        self.plain_head = head_is_plain(model)
+        body: Any = model.base_model
+        self._body = torch.compile(body) if compiled else body
+        self._chunk: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def head(self) -> Float[Tensor, "V_m H"]:
+        """The head's weight."""
+        weight: Tensor = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+        return weight.detach()
+
+    @torch.inference_mode()
+    def write_logits(self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T V_m"]) -> None:
+        """Forward, the head's product written where it belongs.
+
+        Args:
+            tokens: Padded ids, on the host.
+            out: A slot, on any device.
+        """
+        if self.plain_head and out.device == self.device and out.dtype == self.head.dtype:
+            hidden = self.hidden(tokens)
+            torch.mm(hidden.reshape(-1, hidden.shape[-1]), self.head.t(), out=out.view(-1, out.shape[-1]))
+        elif self.plain_head:
+            out.copy_(self.hidden(tokens) @ self.head.t(), non_blocking=True)
+        else:
+            out.copy_(self.model(input_ids=self._on_device(tokens), use_cache=False).logits, non_blocking=True)
+
+    @torch.inference_mode()
+    def write_hidden(
+        self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T H"], maxima: Float[Tensor, "B V_t"] | None
+    ) -> None:
+        """Forward without logits; their maxima over each padded row are taken from pieces of the head's product.
+
+        Args:
+            tokens: Padded ids, on the host.
+            out: A slot's hidden states, on any device.
+            maxima: A slot's column maxima; None where nobody needs them.
+        """
+        hidden = self.hidden(tokens)
+        out.copy_(hidden, non_blocking=True)
+        if maxima is not None:
+            maxima.copy_(self.column_maxima(hidden, maxima.shape[1]), non_blocking=True)
+
+    @torch.inference_mode()
+    def column_maxima(self, hidden: Float[Tensor, "B T H"], vocab: int) -> Float[Tensor, "B V_t"]:
+        """Each row's largest logit per column, padding included, rounded as the logits themselves would be."""
+        rows, width, H = hidden.shape
+        head = self.head[:vocab].t()
+        out = hidden.new_empty(rows, vocab)
+        if self._chunk is None or self._chunk.shape[1] != vocab:
+            self._chunk = hidden.new_empty(CHUNK_TOKENS, vocab)
+        step = max(1, CHUNK_TOKENS // width)
+        for first in range(0, rows, step):
+            part = hidden[first : first + step]
+            for start in range(0, width, CHUNK_TOKENS):
+                piece = part[:, start : start + CHUNK_TOKENS]
+                count, length = piece.shape[:2]
+                logits = torch.mm(piece.reshape(-1, H), head, out=self._chunk[: count * length])
+                found = logits.view(count, length, vocab).amax(dim=1)
+                mine = out[first : first + count]
+                mine.copy_(found if start == 0 else torch.maximum(mine, found))
+        return out
+
+    @torch.inference_mode()
+    def hidden(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
+        """The hidden states that the head reads."""
+        rows, width = tokens.shape
+        if self.compiled:
+            tokens = self._bucketed(tokens)
+        states: Tensor = self._body(input_ids=self._on_device(tokens), use_cache=False).last_hidden_state
+        return states[:rows, :width]
+
+    def _bucketed(self, tokens: Tensor) -> Tensor:
+        """Padded on the right to a shape that few others differ from; causal models do not see it."""
+        width = tokens.shape[1]
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or width
+        wanted = max(width, min(-(-width // WIDTH_BUCKET) * WIDTH_BUCKET, longest))
+        return torch.nn.functional.pad(tokens, (0, wanted - width), value=int(tokens[0, -1]))
+
+    def _on_device(self, tokens: Tensor) -> Tensor:
+        """Copied without waiting for what the device is still doing."""
+        if self.device.type != "cuda":
+            return tokens.to(self.device)
+        return tokens.pin_memory().to(self.device, non_blocking=True)
+
+
+@torch.inference_mode()
+def head_is_plain(model: PreTrainedModel) -> bool:
+    """Whether a model's logits are what its head makes of its last hidden states, and nothing is done to them after.
+
+    It is tried: the head is watched, and answers something of its own that must come out unchanged.
+    """
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if getattr(head, "bias", None) is not None:
+        return False
+    tokens = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0) % head.weight.shape[0]
+    seen: list[Tensor] = []
+    answer = torch.linspace(-100.0, 100.0, PROBE_TOKENS * head.weight.shape[0], device=model.device)
+    answer = answer.to(head.weight.dtype).view(1, PROBE_TOKENS, -1)
+
+    def watch(_head: Any, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+        seen.append(inputs[0].clone())
+        return answer
+
+    hook = head.register_forward_hook(watch)
+    try:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        hook.remove()
+    states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    untouched = torch.equal(logits.to(answer.dtype), answer)
+    return untouched and len(seen) == 1 and torch.allclose(seen[0], states, rtol=1e-2, atol=1e-3)

@@ -1,0 +1,191 @@
+"""The signal through the queue, for a teacher on another node: hidden states and column maxima as ordinary columns.
+
+The slot table is the same, but there is no memory behind it that both sides see: the teacher keeps its slots to itself
+and sends what is in one along with its `complete`; the student finds it in its claim, and has read the head from the
+teacher's own weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from xtoken_core.data_plane.buffers import tensor_over
+from xtoken_core.schema import TEACHER_HIDDEN, TEACHER_MAXIMA, field_name
+from xtoken_core.teacher.memory import RingMemory
+from xtoken_core.teacher.ring import CANARY_BYTES, RingHandle, RingShape, SignalError, StaleSignalError
+from xtoken_core.teacher.signal import OpenedRing, SignalRing
+from xtoken_core.wire import Column
+from xtoken_core.wire.columns import offsets_from_lengths
+
+TRANSPORT = "queue"
+
+
+class QueueRing(SignalRing):
+    """The teacher's side: slots in its own host memory, pinned where a GPU writes into them.
+
+    Args:
+        shape: From the run's specification; of hidden states.
+        pinned: Whether a GPU copies into the slots.
+    """
+
+    def __init__(self, shape: RingShape, *, pinned: bool) -> None:
+        self.shape = shape
+        name = f"queue-{secrets.token_hex(8)}"
+        self.handle = RingHandle.of(TRANSPORT, name, shape, secrets.token_bytes(CANARY_BYTES))
+        empty = torch.empty(shape.memory_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._slots: RingMemory | None = RingMemory(empty, shape)
+
+    def publish(self, slot: int, generation: int) -> None:
+        """See `SignalRing.publish`: the queue alone says which filling a slot holds."""
+        self.shape.slot_offset(slot)
+        if generation < 0:
+            raise SignalError(f"a generation is not negative; got {generation}")
+
+    def unlink(self) -> None:
+        """See `SignalRing.unlink`: nobody can open it."""
+
+    def close(self) -> None:
+        """See `SignalRing.close`."""
+        if self._slots is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        self._slots = None
+
+    def columns(self, slot: int, rows: int, width: int, teacher: int | None) -> dict[str, Column]:
+        """The slot's rows as columns over its memory: jagged hidden states `[width, H]`, dense maxima `[V_t]`."""
+        memory, shape = self._memory(), self.shape
+        hidden = memory.tokens(slot, rows, width)
+        offsets = offsets_from_lengths([width] * rows)
+        columns = {
+            field_name(TEACHER_HIDDEN, teacher): Column(
+                "jagged", shape.dtype, rows, (shape.hidden,), _bytes(hidden), offsets
+            )
+        }
+        if shape.max_rows:
+            maxima = memory.maxima(slot, rows)
+            columns[field_name(TEACHER_MAXIMA, teacher)] = Column(
+                "dense", shape.dtype, rows, (shape.vocab,), _bytes(maxima)
+            )
+        return columns
+
+    def _memory(self) -> RingMemory:
+        if self._slots is None:
+            raise SignalError(f"ring {self.handle.name} is closed")
+        return self._slots
+
+    def _begin(self, slot: int, rows: int, width: int) -> None:
+        self.shape.slot_offset(slot)
+        self.shape.check_batch(rows, width)
+
+
+class OpenedQueueRing(OpenedRing):
+    """The student's side: it is handed each micro-batch's columns, and looks them up by slot and generation.
+
+    Args:
+        handle: As announced; checked against the run's shape.
+        shape: From the run's specification.
+        head: `[V_m, H]`, read from the teacher's weights.
+    """
+
+    def __init__(self, handle: RingHandle, shape: RingShape, head: Float[Tensor, "V_m H"]) -> None:
+        handle.check_kind(shape, TRANSPORT)
+        if tuple(head.shape) != (shape.head_width, shape.hidden):
+            raise SignalError(f"the head has shape {list(head.shape)}, not [{shape.head_width}, {shape.hidden}]")
+        self.shape = shape
+        self._head = head
+        self._heads: dict[torch.device, Tensor] = {}
+        self._held: dict[int, tuple[int, Tensor, Tensor | None]] = {}
+
+    def receive(self, slot: int, generation: int, columns: Mapping[str, Column], teacher: int | None) -> None:
+        """Take a slot's columns, checked against the run's shape.
+
+        Raises:
+            SignalError: If a column is missing or of another shape.
+        """
+        self.shape.slot_offset(slot)
+        hidden = _column(columns, field_name(TEACHER_HIDDEN, teacher), "jagged", self.shape, self.shape.hidden)
+        offsets = hidden.offsets.tolist() if hidden.offsets is not None else []
+        widths = {after - before for before, after in itertools.pairwise(offsets)}
+        if len(widths) != 1:
+            raise SignalError(f"the hidden states of slot {slot} have rows of different widths")
+        (width,) = widths
+        self.shape.check_batch(hidden.rows, width)
+        maxima = None
+        if self.shape.max_rows:
+            found = _column(columns, field_name(TEACHER_MAXIMA, teacher), "dense", self.shape, self.shape.vocab)
+            maxima = _tensor(found, self.shape).view(-1, self.shape.vocab)
+            if len(maxima) != hidden.rows:
+                raise SignalError(f"slot {slot} has {hidden.rows} rows of hidden states, and maxima of {len(maxima)}")
+        values = _tensor(hidden, self.shape).view(hidden.rows, width, self.shape.hidden)
+        self._held[slot] = (generation, values, maxima)
+
+    def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width H"]:
+        """See `OpenedRing.view`."""
+        self.check(slot, generation)
+        hidden = self._held[slot][1]
+        if rows > hidden.shape[0] or width != hidden.shape[1]:
+            raise SignalError(
+                f"slot {slot} came with {hidden.shape[0]} rows of {hidden.shape[1]} tokens, the plan has {rows} of "
+                f"{width}: teacher and student do not plan alike"
+            )
+        return hidden[:rows]
+
+    def maxima(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
+        """See `OpenedRing.maxima`."""
+        maxima = self._held[slot][2] if slot in self._held else None
+        if maxima is None or rows > len(maxima):
+            raise SignalError(f"slot {slot} came without the column maxima of {rows} rows")
+        return maxima[:rows]
+
+    def head(self, device: torch.device) -> Float[Tensor, "V_t H"]:
+        """See `OpenedRing.head`."""
+        if device not in self._heads:
+            self._heads[device] = self._head[: self.shape.vocab].to(device)
+        return self._heads[device]
+
+    def check(self, slot: int, generation: int) -> None:
+        """See `OpenedRing.check`: what has come stays as it is."""
+        held = self._held.get(slot)
+        if held is None or held[0] != generation:
+            raise StaleSignalError(f"nothing came for generation {generation} of slot {slot}")
+
+    def close(self) -> None:
+        """See `OpenedRing.close`."""
+        self._held.clear()
+        self._heads.clear()
+
+
+def take_columns(columns: MutableMapping[str, Column], teacher: int | None) -> dict[str, Column]:
+    """Take one teacher's signal out of a claim's columns; empty where the signal lies in a ring that both see."""
+    names = (field_name(TEACHER_HIDDEN, teacher), field_name(TEACHER_MAXIMA, teacher))
+    return {name: columns.pop(name) for name in names if name in columns}
+
+
+def signal_columns(teachers: Sequence[int | None]) -> frozenset[str]:
+    """The names of every column that such a signal may have."""
+    return frozenset(field_name(field, i) for i in teachers for field in (TEACHER_HIDDEN, TEACHER_MAXIMA))
+
+
+def _column(columns: Mapping[str, Column], name: str, kind: str, shape: RingShape, item: int) -> Column:
+    column = columns.get(name)
+    if column is None or (column.kind, column.dtype, column.item_shape) != (kind, shape.dtype, (item,)):
+        found = "nothing" if column is None else f"{column.kind} {column.dtype} {list(column.item_shape)}"
+        raise SignalError(f"{name}: {found} came where the run has {kind} {shape.dtype} [{item}]")
+    return column
+
+
+def _tensor(column: Column, shape: RingShape) -> Tensor:
+    """A column's values; a copy only where they are not aligned."""
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    flat: Tensor = tensor_over(column.values, dtype)
+    return flat.clone() if flat.data_ptr() % flat.element_size() else flat
+
+
+def _bytes(values: Tensor) -> Any:
+    return values.reshape(-1).view(torch.uint8).numpy().data
