@@ -346,7 +346,8 @@ def _block(part: Partition, run: RunProtocol, block: int) -> Iterator[Entry]:
         reason = next((run.samples.dead[p] for p in positions if p in run.samples.dead), "")
         yield BlockRefused(partition=part.name, block=block, reason=reason, times=run.samples.max_attempts), ()
         return
-    fields = sorted(set.intersection(*(run.samples.samples[p].fields for p in ids)) - set(run.signals)) if ids else []
+    held = [run.samples.samples[p].fields for p in ids]
+    fields = sorted(frozenset.intersection(*held) - set(run.signals)) if held else []
     heads, buffers = pack_columns(part.store.read(ids, fields))
     sizes = [buffer.nbytes for buffer in buffers]
     yield BlockRows(partition=part.name, ids=ids, tombstones=tombstones, columns=heads, sizes=sizes), buffers

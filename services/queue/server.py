@@ -19,6 +19,7 @@ from services.queue.journal import Journal
 from services.queue.metrics import Exporter, Latencies, prometheus_text
 from services.queue.waiting import Parked, Waiting
 from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.frames import MORE_AT_ONCE, readable, receive_frames, send_frames
 from xtoken_core.errors import XtokenError
 from xtoken_core.protocol.engine import READS, Engine
 from xtoken_core.protocol.stats import stats_document
@@ -33,7 +34,6 @@ BURST = 64
 FAILED = "failed on this request, see its log"
 PEERS_KNOWN = 1 << 16
 CUT = -1
-ZERO_COPY_BYTES = 1 << 14
 OWN_COPY_BYTES = 1 << 13
 """A received frame smaller than this shares its memory with others, all of which it would keep."""
 
@@ -62,6 +62,7 @@ class Server:
         self.exporter = None if metrics_port is None else Exporter(metrics_port)
         self._endpoint = Endpoint(address, max_frame=engine.memory_limit)
         self._socket = self._endpoint.socket
+        self._socket.rcvtimeo = int(TICK_S * 1000)
         self.waiting = Waiting(engine, self._answer_parked)
         self._peers: OrderedDict[bytes, int] = OrderedDict()
         self._outbox: list[tuple[bytes, m.Reply, Sequence[memoryview]]] = []
@@ -79,8 +80,7 @@ class Server:
         next_tick = time.monotonic()
         try:
             while not self._stop:
-                if self._socket.poll(int(TICK_S * 1000), zmq.POLLIN):
-                    self._receive_burst()
+                self._receive_burst()
                 now = time.monotonic()
                 if now >= next_tick:
                     self.engine.tick()
@@ -114,14 +114,18 @@ class Server:
                 self._send(entry.peer, m.Empty(id=entry.request.id), [])
 
     def _receive_burst(self) -> None:
+        """Answer what is there, after waiting a tick for the first."""
         for _ in range(BURST):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = receive_frames(self._socket)
             except zmq.Again:
                 return
             peer = frames[0].bytes
-            self._meet(peer, frames[0])
+            if peer not in self._peers:
+                self._meet(peer, frames[0])
             self._on_message(peer, frames[1:])
+            if not readable(self._socket):
+                return
 
     def _on_message(self, peer: bytes, frames: Sequence[zmq.Frame]) -> None:
         header = frames[0].buffer if frames else memoryview(b"")
@@ -191,11 +195,8 @@ class Server:
 
     def _send_now(self, peer: bytes, reply: m.Reply, buffers: Sequence[memoryview]) -> None:
         try:
-            self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-            self._socket.send(m.encode(reply), zmq.SNDMORE if buffers else 0)
-            for number, buffer in enumerate(buffers, start=1):
-                more = zmq.SNDMORE if number < len(buffers) else 0
-                self._socket.send(buffer, more, copy=buffer.nbytes < ZERO_COPY_BYTES)
+            self._socket.send(peer, MORE_AT_ONCE)
+            send_frames(self._socket, m.encode(reply), buffers)
         except zmq.Again:
             self._disconnect(peer)
         except zmq.ZMQError as error:
@@ -204,11 +205,10 @@ class Server:
 
     def _meet(self, peer: bytes, frame: zmq.Frame) -> None:
         """Remember which file descriptor a peer's connection has."""
-        if peer not in self._peers:
-            with suppress(zmq.ZMQError):
-                self._peers[peer] = int(frame.get(zmq.SRCFD))
-            if len(self._peers) > PEERS_KNOWN:
-                self._peers.popitem(last=False)
+        with suppress(zmq.ZMQError):
+            self._peers[peer] = int(frame.get(zmq.SRCFD))
+        if len(self._peers) > PEERS_KNOWN:
+            self._peers.popitem(last=False)
 
     def _disconnect(self, peer: bytes) -> None:
         """Cut a peer that does not take its replies; what it has sent before may still come in."""

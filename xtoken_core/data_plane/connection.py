@@ -9,13 +9,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.frames import receive_frames, send_frames
 from xtoken_core.errors import QueueUnreachableError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
 
 SEND_S = 5.0
 HANDSHAKE_MS = 5000
-ZERO_COPY_BYTES = 1 << 14
+SOON_S = 0.02
+"""An answer that comes as soon as this is taken without looking whether the connection still stands."""
 BROKEN = zmq.EVENT_DISCONNECTED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -34,6 +36,7 @@ class Connection:
         try:
             self._socket.linger = 0
             self._socket.sndtimeo = int(SEND_S * 1000)
+            self._socket.rcvtimeo = int(SOON_S * 1000)
             self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
             address.authenticate(self._socket)
             self._monitor = self._socket.get_monitor_socket(BROKEN | REFUSED)
@@ -52,10 +55,7 @@ class Connection:
         Raises:
             zmq.Again: The queue takes nothing more for now.
         """
-        self._socket.send(header, zmq.SNDMORE if buffers else 0)
-        for number, buffer in enumerate(buffers, start=1):
-            more = zmq.SNDMORE if number < len(buffers) else 0
-            self._socket.send(buffer, more, copy=memoryview(buffer).nbytes < ZERO_COPY_BYTES)
+        send_frames(self._socket, header, buffers)
 
     def receive(self, request: str, deadline: float) -> tuple[m.AnyReply, list[Buffer]] | None:
         """The reply to a request; None once the connection has broken or the deadline (monotonic clock) has passed.
@@ -65,14 +65,16 @@ class Connection:
             QueueError: `bad_frame` if the peer's reply is no message.
         """
         while (left := deadline - time.monotonic()) > 0:
-            for source, _ in self._poller.poll(int(left * 1000) + 1):
-                if source is self._socket:
-                    frames = self._socket.recv_multipart(copy=False)
-                    reply = m.decode_reply(frames[0].buffer)
-                    if reply.id == request:
-                        return reply, [frame.buffer for frame in frames[1:]]
-                elif self._has_broken():
+            try:
+                frames = receive_frames(self._socket)
+            except zmq.Again:
+                ready = [source for source, _ in self._poller.poll(int(left * 1000) + 1)]
+                if self._monitor in ready and self._has_broken():
                     return None
+                continue
+            reply = m.decode_reply(frames[0].buffer)
+            if reply.id == request:
+                return reply, [frame.buffer for frame in frames[1:]]
         return None
 
     def close(self) -> None:

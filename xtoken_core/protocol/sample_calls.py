@@ -97,7 +97,10 @@ def ack(part: Partition, request: m.Ack) -> Answer:
     """A task has done samples that the session holds."""
     _generic(part)
     task = part.task(request.task)
-    mine = {i for lease in part.samples.of_session(request.session) if lease.task == task for i in lease.ids}
+    wanted, mine = set(request.ids), set()
+    for lease in part.samples.of_session(request.session):
+        if lease.task == task:
+            mine |= wanted.intersection(lease.ids)
     done = part.samples.samples
     strange = [
         i
@@ -106,7 +109,7 @@ def ack(part: Partition, request: m.Ack) -> Answer:
     ]
     if strange:
         raise QueueError("lease_revoked", f"sample {strange[0]} is not leased to this session for task {task!r}")
-    part.let_go(part.samples.finish(task, mine.intersection(request.ids)))
+    part.let_go(part.samples.finish(task, mine))
     return Answer(m.Ok())
 
 

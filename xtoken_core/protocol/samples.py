@@ -46,7 +46,7 @@ class Sample:
 
     id: int
     put_at: int
-    fields: set[str]
+    fields: frozenset[str]
     status: dict[str, Status]
     attempts: int = 0
 
@@ -89,21 +89,23 @@ class Samples:
 
     def produce(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
         """Note that `ids` have `fields` now; returns the ids for which this is news (the others are retries)."""
-        new_fields = set(fields)
+        came = frozenset(fields)
+        fresh = {name: Status.READY if t.requires <= came else Status.WAITING for name, t in self.tasks.items()}
         news = []
         for sample_id in ids:
             if sample_id in self.finished or sample_id in self.dead:
                 continue
             sample = self.samples.get(sample_id)
             if sample is None:
-                sample = Sample(sample_id, self._puts, set(), dict.fromkeys(self.tasks, Status.WAITING))
+                sample = Sample(sample_id, self._puts, came, fresh.copy())
                 self.samples[sample_id] = sample
                 self._puts += 1
-                self._push(sample, (t.name for t in self.tasks.values() if t.order == "strict"))
-            elif new_fields <= sample.fields:
+                self._push(sample, self._heaps)
+            elif came <= sample.fields:
                 continue
-            sample.fields |= new_fields
-            self._refresh(sample)
+            else:
+                sample.fields |= came
+                self._refresh(sample)
             news.append(sample_id)
         return news
 
@@ -111,7 +113,7 @@ class Samples:
         """Take back a volatile field: tasks that need it and are not at work on the sample wait again."""
         sample = self.samples.get(sample_id)
         if sample is not None:
-            sample.fields.discard(name)
+            sample.fields -= {name}
             self._refresh(sample)
 
     # What consumers do
@@ -140,7 +142,7 @@ class Samples:
     def claim_next(self, session: str, task: str, count: int) -> Lease | None:
         """Lease up to `count` samples in the task's order; None while there is none."""
         heap = self._heaps[task]
-        taken: list[int] = []
+        taken: dict[int, None] = {}
         while heap and len(taken) < count:
             _, sample_id = heap[0]
             sample = self.samples.get(sample_id)
@@ -148,7 +150,7 @@ class Samples:
                 break
             heapq.heappop(heap)
             if sample is not None and sample.status[task] == Status.READY and sample_id not in taken:
-                taken.append(sample_id)
+                taken[sample_id] = None
         return self._lease(session, task, tuple(taken)) if taken else None
 
     def reopen(self, sample_id: int, task: str) -> None:
@@ -170,7 +172,7 @@ class Samples:
             sample.status[task] = Status.DONE
             if all(s == Status.DONE for s in sample.status.values()):
                 gone.append(sample_id)
-        for lease in [lease for lease in self.leases.values() if lease.task == task and done.intersection(lease.ids)]:
+        for lease in [lease for lease in self.leases.values() if lease.task == task and not done.isdisjoint(lease.ids)]:
             lease.ids = tuple(i for i in lease.ids if i not in done)
             if not lease.ids:
                 del self.leases[lease.id]

@@ -8,7 +8,9 @@ ragged axis, or bytes for an object column, whose rows are one msgpack value eac
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -119,12 +121,7 @@ def int64_view(buffer: Buffer) -> memoryview:
 
 def offsets_from_lengths(lengths: Sequence[int]) -> memoryview:
     """`rows + 1` offsets of rows with these lengths."""
-    out = memoryview(bytearray(OFFSET_BYTES * (len(lengths) + 1))).cast("q")
-    total = 0
-    for row, length in enumerate(lengths, start=1):
-        total += length
-        out[row] = total
-    return out
+    return memoryview(array("q", itertools.accumulate(lengths, initial=0)))
 
 
 def pack_columns(columns: dict[str, Column]) -> tuple[list[ColumnHead], list[memoryview]]:
@@ -175,7 +172,7 @@ def _checked(head: ColumnHead, values: Buffer, offsets: Buffer | None) -> Column
         raise QueueError("bad_request", f"column {head.name!r}: {head.rows} rows need {head.rows + 1} int64 offsets")
     bounds = int64_view(offsets)
     flat = bounds.tolist()
-    if flat[0] != 0 or any(a > b for a, b in itertools.pairwise(flat)) or flat[-1] * unit != view.nbytes:
+    if flat[0] != 0 or any(map(operator.gt, flat, flat[1:])) or flat[-1] * unit != view.nbytes:
         raise QueueError(
             "bad_request",
             f"column {head.name!r}: offsets must start at 0, never fall and end with the values",
@@ -184,33 +181,45 @@ def _checked(head: ColumnHead, values: Buffer, offsets: Buffer | None) -> Column
 
 
 def select_rows(column: Column, rows: Sequence[int]) -> Column:
-    """The given rows: a view where they are adjacent, otherwise one gather."""
-    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        start, stop = column.row_bounds(rows[0])[0], column.row_bounds(rows[-1])[1]
-        values = column.values[start:stop]
-    else:
-        values = memoryview(b"".join([column.values[slice(*column.row_bounds(r))] for r in rows]))
-    offsets = None
-    if column.offsets is not None:
-        offsets = offsets_from_lengths([column.offsets[r + 1] - column.offsets[r] for r in rows])
+    """The given rows: views where they are adjacent (the column itself, where they are all), otherwise one gather."""
+    if not rows or not _adjacent(rows):
+        return gather_rows([(column, rows)])
+    if len(rows) == column.rows:
+        return column
+    values = column.values[column.row_bounds(rows[0])[0] : column.row_bounds(rows[-1])[1]]
+    offsets = column.offsets
+    if offsets is not None:
+        first = offsets[rows[0]]
+        offsets = memoryview(array("q", [bound - first for bound in offsets[rows[0] : rows[-1] + 2].tolist()]))
     return Column(column.kind, column.dtype, len(rows), column.item_shape, values, offsets)
 
 
-def concat_columns(parts: Sequence[Column]) -> Column:
+def gather_rows(parts: Sequence[tuple[Column, Sequence[int]]]) -> Column:
     """Rows of several columns of the same kind, dtype and item shape, one after the other: one copy of the values.
 
     Raises:
         QueueError: `conflict` if they differ.
     """
-    first = parts[0]
-    if len(parts) == 1:
-        return first
+    first = parts[0][0]
     key = (first.kind, first.dtype, first.item_shape)
-    if any((p.kind, p.dtype, p.item_shape) != key for p in parts):
-        raise QueueError("conflict", "rows of one field differ in kind, dtype or item shape")
-    offsets = None
-    if first.offsets is not None:
-        lengths = [p.offsets[r + 1] - p.offsets[r] for p in parts if p.offsets is not None for r in range(p.rows)]
-        offsets = offsets_from_lengths(lengths)
-    values = memoryview(b"".join([p.values for p in parts]))
-    return Column(first.kind, first.dtype, sum(p.rows for p in parts), first.item_shape, values, offsets)
+    unit = first.unit
+    pieces: list[memoryview] = []
+    lengths: list[int] = []
+    for column, rows in parts:
+        if column is not first and (column.kind, column.dtype, column.item_shape) != key:
+            raise QueueError("conflict", "rows of one field differ in kind, dtype or item shape")
+        values, offsets = column.values, column.offsets
+        if offsets is None:
+            pieces += [values[row * unit : (row + 1) * unit] for row in rows]
+            continue
+        for row in rows:
+            start, stop = offsets[row], offsets[row + 1]
+            lengths.append(stop - start)
+            pieces.append(values[start * unit : stop * unit])
+    total = sum(len(rows) for _, rows in parts)
+    bounds = None if first.offsets is None else offsets_from_lengths(lengths)
+    return Column(first.kind, first.dtype, total, first.item_shape, memoryview(b"".join(pieces)), bounds)
+
+
+def _adjacent(rows: Sequence[int]) -> bool:
+    return rows[-1] - rows[0] + 1 == len(rows) and list(rows) == list(range(rows[0], rows[0] + len(rows)))

@@ -18,7 +18,7 @@ from xtoken_core.data_plane import (
     tensordict_from_columns,
 )
 from xtoken_core.data_plane.tensors import DTYPES
-from xtoken_core.wire import concat_columns, object_column, pack_columns, select_rows, unpack_columns
+from xtoken_core.wire import gather_rows, object_column, pack_columns, select_rows, unpack_columns
 
 
 def over_the_wire(columns):
@@ -74,7 +74,7 @@ def test_buffers_are_shared_both_ways():
 
 def test_rows_chosen_and_joined_by_the_queue_come_back():
     column = column_from_rows([torch.arange(n) for n in (1, 2, 3, 4)])
-    joined = concat_columns([select_rows(column, [1, 2]), select_rows(column, [3, 0])])
+    joined = gather_rows([(select_rows(column, [1, 2]), [0, 1]), (select_rows(column, [3, 0]), [0, 1])])
     assert [row.tolist() for row in rows_from_column(joined)] == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0]]
 
 
