@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xtoken_core.alignment import alignment_from_flat_batch as alignment_from_flat_batch
+    from xtoken_core.losses.blocks import TokenBlocks as TokenBlocks
     from xtoken_core.losses.combine import CrossTokenizerDistillationLoss as CrossTokenizerDistillationLoss
     from xtoken_core.losses.combine import combine_metrics as combine_metrics
     from xtoken_core.losses.common import LossTeacher as LossTeacher
     from xtoken_core.losses.distributed import dp_all_reduce_sum as dp_all_reduce_sum
     from xtoken_core.losses.exact_map import exact_token_map as exact_token_map
+    from xtoken_core.losses.heads import HeadProjection as HeadProjection
     from xtoken_core.losses.masks import ce_token_counts as ce_token_counts
     from xtoken_core.losses.masks import kd_chunk_counts as kd_chunk_counts
     from xtoken_core.losses.masks import shifted_chunk_ids as shifted_chunk_ids
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "CrossTokenizerDistillationLoss": "xtoken_core.losses.combine",
     "Fp32SparseMM": "xtoken_core.ops.sparse_projection",
+    "HeadProjection": "xtoken_core.losses.heads",
     "LossTeacher": "xtoken_core.losses.common",
+    "TokenBlocks": "xtoken_core.losses.blocks",
     "_EXACT_TOKEN_MAP_CACHE": "xtoken_core.projection",
     "_SPARSE_PROJECTION_CACHE": "xtoken_core.projection",
     "_TOPK_PROJECTION_CACHE": "xtoken_core.projection",

@@ -7,21 +7,27 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core.config.loss import LossConfig
-from xtoken_core.losses.common import ChunkView, Scalar, TeacherTerm, chunk_shares, masked_sum, share
+from xtoken_core.losses.common import (
+    ChunkView,
+    Divergence,
+    Pairing,
+    Scalar,
+    TeacherTerm,
+    chunk_shares,
+    masked_sum,
+    share,
+)
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import EPSILON
 
 
-def alm_loss(
+def alm_divergence(
     student_logits: Float[Tensor, "B T_s V_s"],
     teacher_logits: Float[Tensor, "B T_t V_t"],
-    student_ids: Int[Tensor, "B T_s"],
-    teacher_ids: Int[Tensor, "B T_t"],
-    chunks: ChunkView,
+    pairing: Pairing,
     config: LossConfig,
-    denominator: Scalar | None,
-) -> TeacherTerm:
-    """Approximate likelihood matching: mean over valid chunks of a Bernoulli KL.
+) -> Divergence:
+    """Approximate likelihood matching: the Bernoulli KL of every chunk.
 
     `p` is the product of a side's probabilities of the chunk's own tokens, at temperature 1; the coins are
     `p_t^(1/tau)` and `p_s^(1/tau)`, with `tau = config.alm_temperature`. Logarithms are kept below `-1e-10`, so that
@@ -30,19 +36,29 @@ def alm_loss(
     Args:
         student_logits: Cut to the student's vocabulary.
         teacher_logits: Cut to the teacher's vocabulary.
-        student_ids: The student's own tokens.
-        teacher_ids: The teacher's.
-        chunks: The alignment at predicting positions.
+        pairing: The chunks, and the tokens that positions predict.
         config: The loss's settings.
+    """
+    tau, P = config.alm_temperature, pairing.max_chunks
+    of_student, of_teacher = pairing.chunk_ids
+    if pairing.teacher_targets is None:
+        raise ValueError("ALM needs the tokens that the teacher's positions predict")
+    log_b = _chunk_log_likelihood(student_logits, pairing.student_targets, of_student, P) / tau
+    log_a = _chunk_log_likelihood(teacher_logits, pairing.teacher_targets, of_teacher, P) / tau
+    return Divergence((bernoulli_kl(log_b, log_a) if config.reverse_kl else bernoulli_kl(log_a, log_b),))
+
+
+def alm_term(divergence: Divergence, chunks: ChunkView, denominator: Scalar | None) -> TeacherTerm:
+    """The mean over valid chunks.
+
+    Args:
+        divergence: Of every chunk.
+        chunks: The alignment at predicting positions.
         denominator: The step's valid chunks; None: this micro-batch's.
     """
-    tau = config.alm_temperature
-    log_b = _chunk_log_likelihood(student_logits, student_ids, chunks.student_chunk_id, chunks) / tau
-    log_a = _chunk_log_likelihood(teacher_logits, teacher_ids, chunks.teacher_chunk_id, chunks) / tau
-    divergence = bernoulli_kl(log_b, log_a) if config.reverse_kl else bernoulli_kl(log_a, log_b)
     in_force, count, metrics = chunk_shares(chunks, denominator)
     metrics["num_valid_chunks"] = count
-    return TeacherTerm(share(masked_sum(divergence, chunks.valid), in_force), count, metrics)
+    return TeacherTerm(share(masked_sum(divergence.parts[0], chunks.valid), in_force), count, metrics)
 
 
 def bernoulli_kl(log_a: Float[Tensor, "*shape"], log_b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -54,9 +70,9 @@ def bernoulli_kl(log_a: Float[Tensor, "*shape"], log_b: Float[Tensor, "*shape"])
 
 
 def _chunk_log_likelihood(
-    logits: Float[Tensor, "B T V"], ids: Int[Tensor, "B T"], chunk_id: Int[Tensor, "B T"], chunks: ChunkView
+    logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], chunk_id: Int[Tensor, "B T"], max_chunks: int
 ) -> Float[Tensor, "B P"]:
-    nll, _ = get_op("cross_entropy", logits.device)(logits[:, :-1], ids[:, 1:])
-    means, sizes = get_op("chunk_mean", logits.device)(nll.unsqueeze(-1), chunk_id[:, :-1], chunks.max_chunks)
+    nll, _ = get_op("cross_entropy", logits.device)(logits, targets)
+    means, sizes = get_op("chunk_mean", logits.device)(nll.unsqueeze(-1), chunk_id, max_chunks)
     total: Tensor = means.squeeze(-1) * (sizes + EPSILON)
     return -total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from jaxtyping import Float
@@ -12,9 +11,12 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.losses.common import LossTeacher, Scalar, cut, detached
-from xtoken_core.losses.cross_entropy import cross_entropy_loss, mean_over_tokens, next_token_targets
-from xtoken_core.losses.same_tokenizer import same_tokenizer_loss
+from xtoken_core.losses.blocks import BLOCK_ROWS, Extent, TokenBlocks, blocks_of_samples, packed_blocks
+from xtoken_core.losses.blockwise import Blockwise
+from xtoken_core.losses.common import LossTeacher, Scalar
+from xtoken_core.losses.comparison import ComparedTeacher, compare
+from xtoken_core.losses.heads import HeadProjection, Logits, MeanLogits
+from xtoken_core.losses.masks import next_token_mask
 from xtoken_core.losses.teacher_loss import TeacherLoss
 from xtoken_core.losses.teachers import (
     lowest_index_of_minimum,
@@ -23,12 +25,9 @@ from xtoken_core.losses.teachers import (
     teacher_tokens,
     vocabulary_factors,
 )
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.losses.total import Metrics, Shares, Total, at
 
-Metrics = dict[str, Tensor]
 Denominators = Sequence[Scalar | None]
-Tokens = tuple[Tensor, Tensor]
-"""The student's cross-entropy and hits at every position."""
 
 RATIOS = ("kl_loss_scale", "weight_")
 """How the names of those metrics begin that do not add up over a step."""
@@ -92,29 +91,38 @@ class CrossTokenizerDistillationLoss:
             )
             for place, (teacher, index) in enumerate(zip(teachers, schema.teacher_indices(len(teachers)), strict=True))
         ]
-        self._factors = vocabulary_factors(teachers) if config.normalize_teacher_by_vocab else [1.0] * len(teachers)
+        self.factors = vocabulary_factors(teachers) if config.normalize_teacher_by_vocab else [1.0] * len(teachers)
 
     def __call__(
         self,
         batch: Mapping[str, Tensor],
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Sequence[Tensor],
+        student_logits: Logits,
+        teacher_logits: Sequence[Logits],
         *,
         global_valid_toks: Scalar | None = None,
         global_valid_chunks: Denominators | None = None,
         global_selected_chunks: Scalar | None = None,
+        blocks: TokenBlocks | None = None,
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """The loss of one padded micro-batch.
 
+        A student given as a `HeadProjection` is never multiplied out as a whole: blocks of its positions are, one
+        after the other, and the gradients of its hidden states and head are computed with the loss, so that it can be
+        differentiated once. Dynamic scaling needs both losses before either's gradient and goes through all blocks
+        twice. A teacher given so beside a student's logits is multiplied out at the tokens it compares.
+
         Args:
             batch: The columns of `xtoken_core.schema` for this run's teachers.
-            student_logits: The student's whole head, any floating dtype.
-            teacher_logits: Each teacher's `[B, T_t, V_m]`, in order; `[B, T_s, V_m]` with the student's tokenizer.
+            student_logits: The student's whole head, any floating dtype: `[B, T_s, V_head]`, or what gives it.
+            teacher_logits: Each teacher's `[B, T_t, V_m]` or what gives it, in order; `[B, T_s, V_m]` with the
+                student's tokenizer.
             global_valid_toks: The step's next-token predictions; None: this micro-batch's.
             global_valid_chunks: Per teacher the step's valid chunks (unused for one with the student's tokenizer,
                 which divides by `global_valid_toks`); None: this micro-batch's.
             global_selected_chunks: `select_teacher` only: the step's chunks of the teachers chosen, the sum of what
                 `select` gives; None: this micro-batch's.
+            blocks: For a `HeadProjection`: what `token_blocks` says about this batch. None: that is found out for a
+                batch on the CPU, elsewhere blocks are whole samples.
 
         Returns:
             The loss, float32 (float64 for float64 logits), and the metrics.
@@ -125,27 +133,36 @@ class CrossTokenizerDistillationLoss:
         self._check_heads(student_logits, teacher_logits)
         frozen = [logits.detach() for logits in teacher_logits]
         denominators = self._denominators(global_valid_toks, global_valid_chunks, global_selected_chunks)
-        trains_on_kd = self.config.dynamic_loss_scaling or self.config.kl_loss_weight > 0
-        with nullcontext() if trains_on_kd else torch.no_grad():
-            kd, metrics, tokens = self._divergence(batch, student_logits, frozen, denominators)
-        if trains_on_kd and tokens is not None:
-            ce = mean_over_tokens(batch, *tokens, global_valid_toks)
-        else:
-            ce = cross_entropy_loss(batch, student_logits, global_valid_toks)
-        scale = self._kl_scale(kd, ce.loss)
-        ce_scale = 1.0 if self.config.dynamic_loss_scaling else self.config.ce_loss_scale
-        loss = scale * kd + ce_scale * ce.loss
-        summary: dict[str, Scalar] = {
-            "loss": loss,
-            "kl_loss": kd,
-            "ce_loss": ce.loss,
-            "kl_loss_scale": scale,
-            "accuracy": ce.accuracy,
-            "num_valid_samples": float(student_logits.shape[0]),
-        }
-        return loss, {name: detached(value, loss) for name, value in (summary | metrics).items()}
+        with torch.no_grad():
+            shares = self._shares(batch, frozen)
+            total = Total(self.config, self.losses, self.factors, batch, denominators, global_valid_toks, shares)
+            compared = self._compared(batch, frozen)
+        if isinstance(student_logits, HeadProjection):
+            given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
+            blockwise = Blockwise(batch, student_logits, compared, given, trains_on_kd=self.trains_on_kd)
+            return blockwise.loss(total, linear=not self.config.dynamic_loss_scaling)
+        return total(compare(batch, student_logits, compared, trains_on_kd=self.trains_on_kd))
 
-    def select(self, batch: Mapping[str, Tensor], teacher_logits: Sequence[Tensor]) -> tuple[Tensor, Float[Tensor, ""]]:
+    @property
+    def trains_on_kd(self) -> bool:
+        """Whether the divergence has a gradient; it is reported in any case."""
+        return self.config.dynamic_loss_scaling or self.config.kl_loss_weight > 0
+
+    def token_blocks(
+        self, batch: Mapping[str, Tensor], teacher_widths: Sequence[int], *, rows: int = BLOCK_ROWS
+    ) -> TokenBlocks:
+        """The blocks in which a student's head is multiplied out: no chunk is cut, no position is computed in vain.
+
+        Args:
+            batch: As for the call, on the CPU.
+            teacher_widths: Each teacher's `T_t`.
+            rows: Most student positions of a block: memory grows with it, and larger matrix products are faster.
+        """
+        mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]) > 0
+        needed = torch.cat([mask, torch.zeros_like(mask[:, :1])], dim=1)
+        return packed_blocks(needed, self._extents(batch, teacher_widths), rows)
+
+    def select(self, batch: Mapping[str, Tensor], teacher_logits: Sequence[Logits]) -> tuple[Tensor, Float[Tensor, ""]]:
         """The teacher that `select_teacher` follows on a micro-batch, and what it adds to the step's denominator.
 
         It needs no student: the sum of the second value over the step's micro-batches and ranks is the
@@ -164,67 +181,52 @@ class CrossTokenizerDistillationLoss:
             for part, logits in zip(self.losses, teacher_logits, strict=True)
         ]
         chosen = lowest_index_of_minimum(torch.stack(losses))
-        return chosen, _at(torch.stack([part.count(batch) for part in self.losses]), chosen)
+        return chosen, at(torch.stack([part.count(batch) for part in self.losses]), chosen)
 
-    def _divergence(
-        self,
-        batch: Mapping[str, Tensor],
-        student_logits: Tensor,
-        teacher_logits: Sequence[Tensor],
-        denominators: Denominators,
-    ) -> tuple[Tensor, dict[str, Scalar], Tokens | None]:
-        """The weighed divergence, its metrics, and the cross-entropy where some teacher's kernel computes it too."""
+    def _compared(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits]) -> list[ComparedTeacher]:
+        """What the student is compared with, each with its tokens."""
         if self.config.teacher_aggregation == "averaged_logits":
-            return *self._averaged(batch, student_logits, teacher_logits, denominators[0]), None
-        with_tokens = next((part for part in self.losses if part.compares_with_tokens), None)
-        targets = next_token_targets(batch)
-        terms = [
-            part(batch, student_logits, logits, denominator, targets=targets if part is with_tokens else None)
-            for part, logits, denominator in zip(self.losses, teacher_logits, denominators, strict=True)
+            part = self.losses[0]
+            mean = MeanLogits(teachers, list(self._static_shares()), part.vocab_size)
+            return [ComparedTeacher(part, mean, None, part.pairing(batch))]
+        return [
+            ComparedTeacher(part, logits, part.columns(logits), part.pairing(batch))
+            for part, logits in zip(self.losses, teachers, strict=True)
         ]
-        tokens = next((term.tokens for term in terms if term.tokens is not None), None)
-        metrics: dict[str, Scalar] = {}
-        for place, term in enumerate(terms):
-            metrics[f"kl_loss_t{place}"] = term.kd
-            metrics |= {f"{name}_t{place}": value for name, value in term.metrics.items()}
-        if self.config.teacher_aggregation == "select_teacher":
-            chosen, count = self.select(batch, teacher_logits)
-            weights: list[Scalar] = [(chosen == place).float() for place in range(len(terms))]
-            kd = _at(torch.stack([term.kd for term in terms]), chosen)
-            metrics["num_selected_chunks"] = count
-        else:
-            weights = self._weights(batch, teacher_logits)
-            parts = zip(weights, self._factors, terms, strict=True)
-            kd = torch.stack([weight * factor * term.kd for weight, factor, term in parts]).sum()
-        return kd, metrics | {f"weight_t{place}": weight for place, weight in enumerate(weights)}, tokens
 
-    def _weights(self, batch: Mapping[str, Tensor], teacher_logits: Sequence[Tensor]) -> list[Scalar]:
+    def _static_shares(self) -> Iterable[float]:
+        total = sum(part.teacher.weight for part in self.losses)
+        return (part.teacher.weight / total for part in self.losses)
+
+    def _shares(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits]) -> Shares:
+        """How much each teacher counts on this micro-batch: the student has no say in it."""
         kind = self.config.dynamic_teacher_weights
+        if self.config.teacher_aggregation == "averaged_logits":
+            return Shares(list(self._static_shares()))
+        if self.config.teacher_aggregation == "select_teacher":
+            chosen, count = self.select(batch, teachers)
+            return Shares([(chosen == place).float() for place in range(len(self.losses))], chosen, count)
         if kind is None:
-            return [part.teacher.weight for part in self.losses]
+            return Shares([part.teacher.weight for part in self.losses])
         sample_mask = batch[schema.SAMPLE_MASK.name]
         scores = [
             teacher_score(kind, logits, *teacher_tokens(batch, part.teacher, part.index), sample_mask) * factor
-            for part, logits, factor in zip(self.losses, teacher_logits, self._factors, strict=True)
+            for part, logits, factor in zip(self.losses, teachers, self.factors, strict=True)
         ]
-        return list(torch.softmax(self.config.dynamic_weight_alpha * torch.stack(scores), dim=0).unbind())
+        return Shares(list(torch.softmax(self.config.dynamic_weight_alpha * torch.stack(scores), dim=0).unbind()))
 
-    def _averaged(
-        self,
-        batch: Mapping[str, Tensor],
-        student_logits: Tensor,
-        teacher_logits: Sequence[Tensor],
-        denominator: Scalar | None,
-    ) -> tuple[Tensor, dict[str, Scalar]]:
-        V_s = self.student_vocab_size
-        total = sum(part.teacher.weight for part in self.losses)
-        weights = [part.teacher.weight / total for part in self.losses]
-        mean = torch.zeros_like(upcast(cut(teacher_logits[0], V_s)))
-        for weight, logits in zip(weights, teacher_logits, strict=True):
-            mean = mean + weight * upcast(cut(logits, V_s))
-        term = same_tokenizer_loss(batch, cut(student_logits, V_s), mean, self.config, denominator, vocab_topk=None)
-        metrics: dict[str, Scalar] = dict(term.metrics)
-        return term.kd, metrics | {f"weight_t{place}": weight for place, weight in enumerate(weights)}
+    def _blocks(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits]) -> TokenBlocks:
+        ids, widths = batch[schema.INPUT_IDS.name], [teacher.shape[1] for teacher in teachers]
+        if ids.device.type == "cpu":
+            return self.token_blocks(batch, widths)
+        return blocks_of_samples((ids.shape[0], ids.shape[1]), self._extents(batch, widths), BLOCK_ROWS, ids.device)
+
+    def _extents(self, batch: Mapping[str, Tensor], widths: Sequence[int]) -> list[Extent]:
+        parts = self.losses[:1] if self.config.teacher_aggregation == "averaged_logits" else self.losses
+        return [
+            Extent(None if part.teacher.same_tokenizer else part.chunks(batch), width)
+            for part, width in zip(parts, widths, strict=False)
+        ]
 
     def _denominators(self, toks: Scalar | None, chunks: Denominators | None, selected: Scalar | None) -> Denominators:
         if self.config.teacher_aggregation == "select_teacher":
@@ -235,15 +237,7 @@ class CrossTokenizerDistillationLoss:
         pairs = zip(self.losses, given, strict=True)
         return [toks if part.teacher.same_tokenizer else count for part, count in pairs]
 
-    def _kl_scale(self, kd: Tensor, ce: Tensor) -> Scalar:
-        if not self.config.dynamic_loss_scaling:
-            return self.config.kl_loss_weight
-        kd, ce = kd.detach().abs(), ce.detach().abs()
-        scale = torch.where(kd == 0, 1.0, ce / torch.where(kd == 0, 1.0, kd))
-        cap = self.config.dynamic_loss_scale_cap
-        return scale if cap is None else scale.clamp(max=cap)
-
-    def _check_heads(self, student_logits: Tensor, teacher_logits: Sequence[Tensor]) -> None:
+    def _check_heads(self, student_logits: Logits, teacher_logits: Sequence[Logits]) -> None:
         if len(teacher_logits) != len(self.losses):
             raise InputError(f"{len(teacher_logits)} teachers' logits were given for {len(self.losses)} teachers")
         if student_logits.shape[-1] < self.student_vocab_size:
@@ -267,7 +261,3 @@ def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> Metrics:
             collected.setdefault(name, []).append(value)
     stacked = {name: torch.stack(values) for name, values in collected.items()}
     return {name: v.mean() if name.startswith(RATIOS) else v.sum() for name, v in stacked.items()}
-
-
-def _at(values: Tensor, place: Tensor) -> Tensor:
-    return values.gather(0, place.unsqueeze(0)).squeeze(0)

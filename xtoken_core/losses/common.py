@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -89,6 +90,48 @@ class ChunkView:
 
 
 @dataclass(frozen=True)
+class Pairing:
+    """Which positions of a student and a teacher belong together, and what each of them predicts.
+
+    Attributes:
+        student_targets: The id that each student position predicts; any id where it predicts none.
+        teacher_targets: Likewise; None where the mode does not read them.
+        student_chunk_id: Chunk of each student position, -1 = none; None with the student's tokenizer.
+        teacher_chunk_id: Likewise.
+        max_chunks: `P`.
+    """
+
+    student_targets: Int[Tensor, "B T_s"]
+    teacher_targets: Int[Tensor, "B T_t"] | None = None
+    student_chunk_id: Int[Tensor, "B T_s"] | None = None
+    teacher_chunk_id: Int[Tensor, "B T_t"] | None = None
+    max_chunks: int = 0
+
+    @property
+    def chunk_ids(self) -> tuple[Int[Tensor, "B T_s"], Int[Tensor, "B T_t"]]:
+        """Both sides' chunks, where the tokenizers differ."""
+        if self.student_chunk_id is None or self.teacher_chunk_id is None:
+            raise ValueError("a teacher with the student's tokenizer has no chunks")
+        return self.student_chunk_id, self.teacher_chunk_id
+
+
+class Divergence(NamedTuple):
+    """How far a student is from a teacher, per chunk (`[B, P]`) or, with one tokenizer, per position (`[B, T_s]`).
+
+    Attributes:
+        parts: What is added up, in nats, without the factor `T^2`; with gradients.
+        agrees: Whether both sides' first guess is the same, where the mode has one.
+        mass: The teacher's mass, where the mode has one.
+        tokens: The student's cross-entropy and hits at every position, where they came with it.
+    """
+
+    parts: tuple[Tensor, ...]
+    agrees: Tensor | None = None
+    mass: Tensor | None = None
+    tokens: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
 class TeacherTerm:
     """One teacher's part of the loss.
 
@@ -96,13 +139,11 @@ class TeacherTerm:
         kd: The divergence including `T^2`, divided by the step's denominator.
         count: What this micro-batch adds to that denominator.
         metrics: Detached parts by name, without the teacher's suffix.
-        tokens: The student's cross-entropy and hits at every position, where the divergence came with them.
     """
 
     kd: Float[Tensor, ""]
     count: Float[Tensor, ""]
     metrics: dict[str, Float[Tensor, ""]]
-    tokens: tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]] | None = None
 
 
 def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:

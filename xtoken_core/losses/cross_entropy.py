@@ -12,7 +12,6 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.losses.common import CE_EPSILON, Scalar
 from xtoken_core.losses.masks import next_token_mask
-from xtoken_core.ops import get_op
 
 
 class CrossEntropy(NamedTuple):
@@ -27,14 +26,18 @@ class CrossEntropy(NamedTuple):
     accuracy: Float[Tensor, ""]
 
 
+def predicted_ids(ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """The id that each position predicts; the last position predicts none, its 0 has no weight."""
+    return torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
+
+
 def next_token_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, "B T"]:
-    """The id that each position predicts; the last position predicts none, its 0 has no weight.
+    """`predicted_ids` of the student's own tokens.
 
     Args:
         batch: Holds `input_ids`.
     """
-    ids = batch[schema.INPUT_IDS.name]
-    return torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
+    return predicted_ids(batch[schema.INPUT_IDS.name])
 
 
 def mean_over_tokens(
@@ -55,19 +58,3 @@ def mean_over_tokens(
     count = mask.sum() if global_valid_toks is None else global_valid_toks
     total = (torch.where(mask > 0, losses[:, :-1], 0.0) * mask).sum()
     return CrossEntropy(total / (count + CE_EPSILON), (hits[:, :-1] * mask).sum() / (count + CE_EPSILON))
-
-
-def cross_entropy_loss(
-    batch: Mapping[str, Tensor],
-    logits: Float[Tensor, "B T V"],
-    global_valid_toks: Scalar | None = None,
-) -> CrossEntropy:
-    """Mean negative log-likelihood of the next tokens that the masks leave.
-
-    Args:
-        batch: Holds `input_ids`, `token_mask`, `sample_mask`.
-        logits: The student's, its whole head.
-        global_valid_toks: The step's number of predictions; None: this micro-batch's.
-    """
-    losses, hits = get_op("cross_entropy", logits.device)(logits, next_token_targets(batch))
-    return mean_over_tokens(batch, losses, hits, global_valid_toks)

@@ -11,12 +11,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
+from xtoken_core.losses.blocks import BLOCK_ROWS
 from xtoken_core.losses.common import CE_EPSILON, LossTeacher
+from xtoken_core.losses.cross_entropy import predicted_ids
+from xtoken_core.losses.heads import Logits, map_positions
 from xtoken_core.losses.masks import next_token_mask
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import kl_terms, upcast
 
 Score = Literal["ce", "entropy", "max_prob"]
+FLOAT_ROWS = 256
+"""Positions of a head whose float32 log-probabilities are held at once."""
 
 
 def teacher_tokens(
@@ -30,20 +35,21 @@ def teacher_tokens(
 
 
 def masked_cross_entropy(
-    logits: Float[Tensor, "B T V"],
+    logits: Logits,
     ids: Int[Tensor, "B T"],
     token_mask: Int[Tensor, "B T"],
     sample_mask: Float[Tensor, " B"],
 ) -> Float[Tensor, ""]:
     """A teacher's mean next-token loss on its own tokens of the micro-batch, at temperature 1 and full width."""
     mask = next_token_mask(token_mask, sample_mask)
-    losses, _ = get_op("cross_entropy", logits.device)(logits[:, :-1], ids[:, 1:])
+    op = get_op("cross_entropy", logits.device)
+    losses = map_positions(lambda x, targets: op(x, targets)[0], logits, predicted_ids(ids), rows=BLOCK_ROWS)[:, :-1]
     return (torch.where(mask > 0, losses, 0.0) * mask).sum() / (mask.sum() + CE_EPSILON)
 
 
 def teacher_score(
     kind: Score,
-    logits: Float[Tensor, "B T V"],
+    logits: Logits,
     ids: Int[Tensor, "B T"],
     token_mask: Int[Tensor, "B T"],
     sample_mask: Float[Tensor, " B"],
@@ -61,8 +67,12 @@ def teacher_score(
     logits = logits.detach()
     if kind == "ce":
         return -masked_cross_entropy(logits, ids, token_mask, sample_mask)
-    log_p = torch.log_softmax(upcast(logits), dim=-1)
-    per_position = kl_terms(log_p, torch.zeros_like(log_p)).sum(-1) if kind == "entropy" else log_p.amax(-1).exp()
+
+    def per_row(x: Tensor, _: Tensor) -> Tensor:
+        log_p = torch.log_softmax(upcast(x), dim=-1)
+        return kl_terms(log_p, torch.zeros_like(log_p)).sum(-1) if kind == "entropy" else log_p.amax(-1).exp()
+
+    per_position = map_positions(per_row, logits, ids, rows=FLOAT_ROWS)
     mask = token_mask.float() * sample_mask.float().unsqueeze(1)
     return (torch.where(mask > 0, per_position, 0.0) * mask).sum() / (mask.sum() + CE_EPSILON)
 

@@ -1,0 +1,282 @@
+"""Losses whose student is a head that is never multiplied out: block by block, values and gradients together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from xtoken_core.losses.blocks import TeacherBlocks, TokenBlocks
+from xtoken_core.losses.common import Divergence, Pairing
+from xtoken_core.losses.comparison import ComparedTeacher, Values, first_with_tokens
+from xtoken_core.losses.cross_entropy import next_token_targets
+from xtoken_core.losses.heads import HeadProjection, HeadRows
+from xtoken_core.losses.total import Metrics, Total
+from xtoken_core.ops import get_op
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Gradients(NamedTuple):
+    """The gradients of a head's operands; None where none is wanted."""
+
+    hidden: Float[Tensor, "B T H"] | None
+    weight: Float[Tensor, "V H"] | None
+    bias: Float[Tensor, " V"] | None
+
+
+class Blockwise:
+    """One micro-batch's comparison of a student's head with its teachers."""
+
+    def __init__(
+        self,
+        batch: Mapping[str, Tensor],
+        student: HeadProjection,
+        teachers: Sequence[ComparedTeacher],
+        blocks: TokenBlocks,
+        *,
+        trains_on_kd: bool,
+    ) -> None:
+        """Nothing is computed yet.
+
+        Args:
+            batch: Holds the student's own tokens.
+            student: Its head.
+            teachers: What it is compared with.
+            blocks: On the device of the head.
+            trains_on_kd: Whether gradients go through the divergences.
+        """
+        self.student, self.teachers, self.blocks, self.trains_on_kd = student, teachers, blocks, trains_on_kd
+        self.rows = HeadRows(student.detach())
+        self.teacher_rows = [teacher.rows() for teacher in teachers]
+        self.targets = next_token_targets(batch)
+        self.with_tokens = first_with_tokens(teachers) if trains_on_kd else None
+
+    def loss(self, total: Total, *, linear: bool) -> tuple[Float[Tensor, ""], Metrics]:
+        """The loss and its metrics; where gradients are wanted they are computed here, and backward scales them.
+
+        Args:
+            total: The loss as a function of the values.
+            linear: Whether its gradient is the same wherever the values are: then one pass gives both.
+        """
+        head = self.student
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in head.operands if x is not None)):
+            with torch.no_grad():
+                return total(self.values())
+        with torch.no_grad():
+            start = self.nothing() if linear else self.values()
+        leaves = [x.requires_grad_() for x in start.differentiable]
+        with torch.enable_grad():
+            loss, _ = total(start)
+        upstream = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            values, gradients = self.values_and_gradients(upstream)
+            loss, metrics = total(values)
+        result: Tensor = WithGradients.apply(*head.operands, loss, gradients)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return result, metrics
+
+    def nothing(self) -> Values:
+        """Values of the right shapes, all zero: a linear loss has the same gradient there as anywhere."""
+        dtype = torch.float64 if self.student.dtype == torch.float64 else torch.float32
+        device = self.targets.device
+        divergences = [
+            Divergence(tuple(torch.zeros(self._shape(t), dtype=dtype, device=device) for _ in range(t.loss.parts)))
+            for t in self.teachers
+        ]
+        losses = torch.zeros(self.targets.shape, dtype=dtype, device=device)
+        return Values(tuple(divergences), losses, torch.zeros_like(self.targets, dtype=torch.bool))
+
+    def values(self) -> Values:
+        """Every divergence and cross-entropy, without gradients."""
+        found = [self._block(n, self._logits(n), overwrite=False) for n in range(len(self.blocks.rows))]
+        return self._assembled(found)
+
+    def values_and_gradients(self, upstream: Sequence[Tensor]) -> tuple[Values, Gradients]:
+        """The values, and the gradients of the sum of `upstream` times the differentiable ones.
+
+        Args:
+            upstream: One tensor for each of `Values.differentiable`, in their shapes.
+        """
+        head = self.student
+        wanted = [x is not None and x.requires_grad for x in head.operands]
+        total = GradientSums(self.rows, head, wanted)
+        only = len(self.teachers) == 1 and self.with_tokens is not None
+        found = []
+        for n, rows in enumerate(self.blocks.rows):
+            states = self.rows.states(rows)
+            logits = self.rows.of(states).requires_grad_()
+            with torch.enable_grad():
+                values = self._block(n, logits, overwrite=only)
+            outputs, weights = self._of_block(n, values, upstream)
+            (gradient,) = torch.autograd.grad(outputs, logits, weights)
+            total.add(gradient[0], states, rows)
+            found.append(_detached(values))
+            del values, outputs, gradient
+        return self._assembled(found), total.result()
+
+    def _logits(self, n: int) -> Tensor:
+        return self.rows(self.blocks.rows[n])
+
+    def _block(self, n: int, logits: Tensor, *, overwrite: bool) -> Values:
+        """Values of one block: chunks as the block numbers them, positions in its order."""
+        targets = _at(self.targets, self.blocks.rows[n])
+        divergences, tokens = [], None
+        for (teacher, side), (rows, gathered) in zip(self._sides(), self.teacher_rows, strict=True):
+            with nullcontext() if self.trains_on_kd else torch.no_grad():
+                divergence = teacher.loss.compare(
+                    _pairing(teacher, side, n, targets),
+                    logits,
+                    rows(side.rows[n]),
+                    teacher.columns,
+                    gathered=gathered,
+                    overwrite=overwrite,
+                    with_tokens=teacher is self.with_tokens,
+                )
+            tokens = tokens or divergence.tokens
+            divergences.append(divergence)
+        losses, hits = tokens or get_op("cross_entropy", logits.device)(logits, targets)
+        return Values(tuple(divergences), losses, hits)
+
+    def _of_block(self, n: int, values: Values, upstream: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The block's tensors with gradients, and what the loss makes of each."""
+        places = [self._places(side)[n] for teacher, side in self._sides() for _ in range(teacher.loss.parts)]
+        outputs, weights = [], []
+        for output, whole, rows in zip(values.differentiable, upstream, [*places, self.blocks.rows[n]], strict=True):
+            if output.requires_grad:
+                outputs.append(output)
+                padded = torch.cat([whole.flatten(), whole.new_zeros(1)])
+                weights.append(padded.index_select(0, rows.clamp(max=whole.numel())).unsqueeze(0).to(output.dtype))
+        return outputs, weights
+
+    def _sides(self) -> list[tuple[ComparedTeacher, TeacherBlocks]]:
+        return list(zip(self.teachers, self.blocks.teachers, strict=True))
+
+    def _places(self, side: TeacherBlocks) -> Tensor:
+        """Where the blocks' values belong in the flattened shape of the whole."""
+        return self.blocks.rows if side.chunks is None else side.chunks
+
+    def _shape(self, teacher: ComparedTeacher) -> tuple[int, int]:
+        B, T = self.targets.shape
+        return (B, T) if teacher.pairing.student_chunk_id is None else (B, teacher.pairing.max_chunks)
+
+    def _assembled(self, blocks: Sequence[Values]) -> Values:
+        """The values of all blocks, each in its place; 0 where no block has one."""
+        divergences = []
+        for (teacher, side), found in zip(
+            self._sides(), zip(*(b.divergences for b in blocks), strict=True), strict=True
+        ):
+            places, shape = self._places(side), self._shape(teacher)
+            parts = [_placed(each, places, shape) for each in zip(*(d.parts for d in found), strict=True)]
+            agrees, mass = ([getattr(d, name) for d in found] for name in ("agrees", "mass"))
+            divergences.append(
+                Divergence(
+                    tuple(parts),
+                    None if agrees[0] is None else _placed(agrees, places, shape),
+                    None if mass[0] is None else _placed(mass, places, shape),
+                )
+            )
+        B, T = self.targets.shape
+        losses, hits = ([getattr(b, name) for b in blocks] for name in ("losses", "hits"))
+        rows = self.blocks.rows
+        return Values(tuple(divergences), _placed(losses, rows, (B, T)), _placed(hits, rows, (B, T)))
+
+
+class GradientSums:
+    """The gradients of a head's operands, added block by block: the weight's in float32, in the blocks' order."""
+
+    def __init__(self, rows: HeadRows, head: HeadProjection, wanted: Sequence[bool]) -> None:
+        """Args: the head's rows; the head; whether hidden states, weight and bias want a gradient."""
+        self.head, self.multiplier = head, rows.weight
+        exact = torch.float32 if head.dtype in HALF else head.dtype
+        H, V = head.weight.shape[1], head.weight.shape[0]
+        device = head.device
+        self.hidden = head.hidden.new_zeros(head.hidden.shape[:2].numel() + 1, H) if wanted[0] else None
+        self.weight = torch.zeros(V, H, dtype=exact, device=device) if wanted[1] else None
+        self.bias = torch.zeros(V, dtype=exact, device=device) if wanted[2] else None
+
+    def add(self, gradient: Float[Tensor, "R V"], states: Float[Tensor, "R H"], rows: Tensor) -> None:
+        """One block's: the gradient by its logits, its hidden states, the places of its positions."""
+        if self.hidden is not None:
+            places = rows.clamp(max=self.hidden.shape[0] - 1)
+            self.hidden.index_copy_(0, places, gradient @ self.multiplier)
+        if self.weight is not None:
+            add_product(self.weight, gradient.t(), states)
+        if self.bias is not None:
+            self.bias += gradient.sum(0, dtype=self.bias.dtype)
+
+    def result(self) -> Gradients:
+        """The sums."""
+        hidden = None if self.hidden is None else self.hidden[:-1].view(self.head.hidden.shape)
+        return Gradients(hidden, self.weight, self.bias)
+
+
+def add_product(total: Float[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> None:
+    """`total += a @ b` in the dtype of `total`, which is float32 for half-precision factors."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+class WithGradients(torch.autograd.Function):
+    """A scalar whose gradients are known: backward scales them. Once, for they are scaled where they are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, gradients: Gradients
+    ) -> Tensor:
+        """The value."""
+        ctx.gradients = gradients
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients in the dtypes of the operands."""
+        if ctx.gradients is None:
+            raise RuntimeError("a loss from hidden states can be differentiated once: call it again")
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [
+            None if x is None else _scaled(x, upstream, dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    factor = factor.to(torch.promote_types(x.dtype, torch.float32))
+    return x.mul_(factor) if x.dtype == dtype else torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
+
+
+def _pairing(teacher: ComparedTeacher, side: TeacherBlocks, n: int, targets: Tensor) -> Pairing:
+    of_teacher = teacher.pairing.teacher_targets
+    of_teacher = None if of_teacher is None else _at(of_teacher, side.rows[n])
+    if side.chunks is None or side.student_chunk_id is None or side.teacher_chunk_id is None:
+        return Pairing(targets, of_teacher)
+    student, own = side.student_chunk_id[n].unsqueeze(0), side.teacher_chunk_id[n].unsqueeze(0)
+    return Pairing(targets, of_teacher, student, own, side.chunks.shape[1])
+
+
+def _at(whole: Tensor, rows: Tensor) -> Tensor:
+    """`[1, R]` entries of a `[B, T]` tensor; the last one beyond it."""
+    return whole.flatten().index_select(0, rows.clamp(max=whole.numel() - 1)).unsqueeze(0)
+
+
+def _placed(parts: Sequence[Tensor], places: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Blocks' values in their places of the whole."""
+    values, size = torch.cat(list(parts)).flatten(), shape[0] * shape[1]
+    whole = torch.zeros(size + 1, dtype=values.dtype, device=values.device)
+    return whole.scatter(0, places.flatten().clamp(max=size), values)[:size].view(shape)
+
+
+def _detached(values: Values) -> Values:
+    """The numbers alone, and none that is a view of more."""
+    divergences = [Divergence(tuple(p.detach() for p in d.parts), d.agrees, d.mass) for d in values.divergences]
+    return Values(tuple(divergences), values.losses.detach(), values.hits)
