@@ -1,4 +1,4 @@
-"""Runs the `gpu` tests of ops and losses on this machine and writes what came of them, with the kernels' hash.
+"""Runs the `gpu` tests of ops, losses and the teacher's signal on this machine and writes what came of them, with the kernels' hash.
 
     python -m benchmarks.gpu_tests [--out benchmarks/results/gpu_tests.json]
 
@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
-TESTS = ("tests/ops", "tests/unit/losses")
+TESTS = ("tests/ops", "tests/unit/losses", "tests/unit/teacher", "tests/integration/test_signals.py")
 KERNEL_FILES = {"kernels.py", "triton.py", "launch.py", "row_kernels.py", "tile_kernels.py", "triton_support.py"}
 
 

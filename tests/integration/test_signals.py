@@ -53,3 +53,38 @@ def test_a_killed_teacher_is_replaced_where_the_signal_goes_through_the_queue(
     ending = crew.join()
     assert ending.state == RunState.COMPLETED, ending.error
     assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(160))
+
+
+# On a GPU
+
+
+def gpu_workers(signal: str) -> dict[str, Any]:
+    return {"signal": signal, "device": "cuda"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("signal", ["auto", "cuda_ipc", "cuda_ipc_hidden", "queue"])
+def test_every_signal_trains_alike_on_a_gpu(
+    assets: TinyAssets, tmp_path: Path, start: Start, expected: dict[str, torch.Tensor], signal: str
+) -> None:
+    if not expected:
+        expected["gpu"] = losses_of(assets, tmp_path / "logits", start, workers=gpu_workers("shared_memory"))
+    found = losses_of(assets, tmp_path / "found", start, workers=gpu_workers(signal))
+    torch.testing.assert_close(found, expected["gpu"], rtol=1e-3, atol=1e-4)
+    teacher_log = next((tmp_path / "found" / "out" / "logs").glob("teacher-0-0.*.log")).read_text()
+    assert ("slots in cuda_ipc" in teacher_log) == (signal != "queue")
+
+
+@pytest.mark.gpu
+def test_kills_on_a_gpu_lose_nothing_and_leave_no_memory(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    torch.zeros(1, device="cuda")
+    free, _ = torch.cuda.mem_get_info()
+    spec = tiny_spec(assets, tmp_path, records=640, workers=gpu_workers("cuda_ipc"))
+    crew = start(spec)
+    for steps, victim in ((3, "teacher-0-0"), (12, "trainer-0"), (24, "teacher-0-0")):
+        crew.wait_for_steps(steps)
+        crew.kill(victim)
+    ending = crew.join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(640))
+    assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)

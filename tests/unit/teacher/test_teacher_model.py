@@ -1,0 +1,179 @@
+"""The teacher from tokens to a slot: the head apart, column maxima, buckets, 8-bit weights, its budget."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from services.teacher import model as teacher_model
+from services.teacher.budget import check_budget, weight_bytes
+from services.teacher.fp8 import Fp8Linear, check_fp8, swap_linears
+from services.teacher.model import TeacherModel, head_is_plain
+from xtoken_core.errors import ConfigError
+from xtoken_core.teacher import RingShape
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WIDTH = 131
+
+
+def llama(device="cpu", dtype=torch.float32, hidden=32, tied=False):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WIDTH, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(device, dtype).eval()
+
+
+def gemma():
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=WIDTH, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    return Gemma2ForCausalLM(config).eval()
+
+
+def tokens(rows, width):
+    return torch.randint(WIDTH, (rows, width), generator=torch.Generator().manual_seed(3))
+
+
+def logits_of(model, ids):
+    with torch.inference_mode():
+        return model(input_ids=ids.to(model.device), use_cache=False).logits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_logits_are_written_into_the_slot(device, dtype, tied):
+    model, ids = llama(device, dtype, tied=tied), tokens(3, 17)
+    teacher = TeacherModel(model)
+    assert teacher.plain_head and teacher.device.type == device
+    out = torch.full((3, 17, WIDTH), torch.nan, device=device, dtype=dtype)
+    teacher.write_logits(ids, out)
+    tight = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
+    torch.testing.assert_close(out, logits_of(model, ids), **tight)
+    elsewhere = torch.full((3, 17, WIDTH), torch.nan, dtype=torch.float64)
+    teacher.write_logits(ids, elsewhere)
+    torch.testing.assert_close(elsewhere, out.cpu().double(), **tight)
+
+
+def test_what_happens_to_logits_after_the_head_is_noticed():
+    assert head_is_plain(llama())
+    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=WIDTH, n_embd=32, n_layer=1, n_head=2, n_positions=64)).eval()
+    assert head_is_plain(gpt)
+    capped, ids = gemma(), tokens(2, 9)
+    assert not head_is_plain(capped)
+    biased = llama()
+    biased.lm_head = torch.nn.Linear(32, WIDTH)
+    assert not head_is_plain(biased)
+    out = torch.full((2, 9, WIDTH), torch.nan)
+    TeacherModel(capped).write_logits(ids, out)
+    torch.testing.assert_close(out, logits_of(capped, ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 7), (2, 40), (3, 64)])
+def test_hidden_states_come_with_each_rows_column_maxima(monkeypatch, device, dtype, rows, width):
+    monkeypatch.setattr(teacher_model, "CHUNK_TOKENS", 16)
+    model, ids, vocab = llama(device, dtype), tokens(rows, width), 100
+    teacher = TeacherModel(model)
+    hidden = torch.full((rows, width, 32), torch.nan, device=device, dtype=dtype)
+    maxima = torch.full((rows, vocab), torch.nan, device=device, dtype=dtype)
+    teacher.write_hidden(ids, hidden, maxima)
+    logits = logits_of(model, ids)
+    tight = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
+    torch.testing.assert_close(hidden @ teacher.head.t(), logits, **tight)
+    torch.testing.assert_close(maxima, logits[..., :vocab].amax(1), **tight)
+    teacher.write_hidden(ids, hidden, None)
+
+
+def test_a_bucket_changes_no_valid_position(monkeypatch):
+    teacher, ids = TeacherModel(llama()), tokens(3, 17)
+    plain = teacher.hidden(ids)
+    teacher.compiled = True
+    monkeypatch.setattr(teacher_model, "WIDTH_BUCKET", 32)
+    seen = []
+    body = teacher._body
+    teacher._body = lambda input_ids, use_cache: seen.append(input_ids.shape) or body(input_ids, use_cache=use_cache)
+    torch.testing.assert_close(teacher.hidden(ids), plain, rtol=1e-5, atol=1e-5)
+    assert teacher.hidden(tokens(1, 250)).shape == (1, 250, 32)
+    assert seen == [(3, 32), (1, 256)]
+
+
+def test_fp8_is_refused_where_it_cannot_run():
+    with pytest.raises(ConfigError, match="teacher 0: fp8 needs a GPU, and this teacher is on the CPU"):
+        check_fp8(torch.device("cpu"), "bfloat16", "teacher 0")
+
+
+def test_weights_are_counted_from_their_headers(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    values = sum(parameter.numel() for parameter in model.parameters())
+    assert weight_bytes(tmp_path, "bfloat16") == 2 * values
+    assert weight_bytes(tmp_path, "float32") == 4 * values
+
+
+def test_a_cpu_has_no_budget():
+    shape = RingShape(slots=2, slot_tokens=1 << 30, head_width=1 << 18, vocab=1 << 18, dtype="float32")
+    check_budget(torch.device("cpu"), 1 << 60, shape, "teacher 0", ring_on_device=False)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_a_teacher_that_cannot_fit_is_refused_in_one_line():
+    shape = RingShape(slots=2, slot_tokens=8192, head_width=151936, vocab=151936, dtype="bfloat16")
+    check_budget(torch.device("cuda", 0), 1 << 30, shape, "teacher 0", ring_on_device=True)
+    huge = dataclasses.replace(shape, slots=64)
+    with pytest.raises(
+        ConfigError, match=r"teacher 0 needs \d+\.\d\d GiB on cuda:0 \(weights 1\.00, 64 slots"
+    ) as found:
+        check_budget(torch.device("cuda", 0), 1 << 30, huge, "teacher 0", ring_on_device=True)
+    assert "\n" not in str(found.value)
+    check_budget(torch.device("cuda", 0), 1 << 30, huge, "teacher 0", ring_on_device=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("rows", [(1,), (3, 5), (4, 64)], ids=str)
+def test_a_layer_in_8_bits_is_close_to_the_layer(rows, bias):
+    check_fp8(torch.device("cuda", 0), "bfloat16", "teacher 0")
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 128, bias=bias, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(*rows, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        exact = torch.nn.functional.linear(x.double(), layer.weight.double(), None if not bias else layer.bias.double())
+        found = Fp8Linear(layer)(x)
+    assert found.dtype == torch.bfloat16 and found.shape == exact.shape
+    assert (found.double() - exact).norm() / exact.norm() < 0.04
+
+
+@pytest.mark.gpu
+def test_layers_are_swapped_and_the_head_is_not():
+    model = llama("cuda", torch.bfloat16, hidden=64)
+    ids = tokens(4, 48)
+    expected = logits_of(model, ids).double()
+    assert swap_linears(model.base_model) == 2 * 7
+    assert type(model.lm_head) is torch.nn.Linear
+    with pytest.raises(ConfigError, match="bfloat16"):
+        check_fp8(torch.device("cuda", 0), "float32", "teacher 0")
+    found = logits_of(model, ids).double()
+    assert 0 < (found - expected).norm() / expected.norm() < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_compiled_teacher_gives_the_same_whatever_the_shape(fp8):
+    model = llama("cuda", torch.bfloat16, hidden=64)
+    if fp8:
+        swap_linears(model.base_model)
+    eager, compiled = TeacherModel(model), TeacherModel(model, compiled=True)
+    for rows, width in ((4, 64), (2, 128), (1, 200), (7, 24)):
+        ids = tokens(rows, width)
+        found, expected = compiled.hidden(ids).double(), eager.hidden(ids).double()
+        assert (found - expected).norm() / expected.norm() < (0.05 if fp8 else 0.02)
