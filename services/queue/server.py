@@ -110,7 +110,7 @@ class Server:
             self.waiting.of_ended_sessions()
             self.waiting.wake_all()
         for entry in self.waiting.expired(now):
-            if not self._answer(entry.peer, entry.request, entry.buffers):
+            if not self._answer(entry.peer, entry.request, entry.buffers, waited=True):
                 self._send(entry.peer, m.Empty(id=entry.request.id), [])
 
     def _receive_burst(self) -> None:
@@ -148,15 +148,15 @@ class Server:
             self._refuse(peer, request.id, error)
 
     def _answer_parked(self, entry: Parked) -> bool:
-        done = self._answer(entry.peer, entry.request, entry.buffers)
+        done = self._answer(entry.peer, entry.request, entry.buffers, waited=True)
         if done:
             self.latencies.note_wait(entry.request, time.monotonic() - entry.since)
         return done
 
-    def _answer(self, peer: bytes, request: m.AnyRequest, buffers: list[Buffer]) -> bool:
+    def _answer(self, peer: bytes, request: m.AnyRequest, buffers: list[Buffer], *, waited: bool = False) -> bool:
         """Answer a request; False if it has to wait."""
         try:
-            answer = self.engine.handle(request, buffers)
+            answer = self.engine.handle(request, buffers, waited=waited)
         except QueueError as error:
             self._refuse(peer, request.id, error)
             return True

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from services.queue.server import Server
 from xtoken_core.data_plane.address import Address
@@ -28,12 +29,12 @@ def free_port() -> int:
         return port
 
 
-def start_queue(address: Address, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a queue at an address; returns once it answers."""
+def start_queue(address: Address, *arguments: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """Start a queue at an address, its log going to `stderr`; returns once it answers."""
     command = [sys.executable, "-m", "services.queue.cli", "--bind", address.url, *arguments]
     if address.token_file is not None:
         command += ["--token-file", str(address.token_file)]
-    process = subprocess.Popen(command, cwd=ROOT)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=stderr)
     deadline = time.monotonic() + UP_S
     ready = address.ipc_path or address.token_file
     while ready is not None and not ready.exists() and time.monotonic() < deadline:

@@ -37,12 +37,13 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         typed = m.decode_request(m.encode(request))
         copies = [bytes_view(buffer).tobytes() for buffer in buffers]
         engine, deadline = self.queue.engine, time.monotonic() + wait_s
+        waited = False
         with self.queue.changed:
             while True:
                 engine.tick()
                 before = engine.changes
                 try:
-                    answer = engine.handle(typed, copies)
+                    answer = engine.handle(typed, copies, waited=waited)
                 except QueueError as error:
                     return m.Failure(id=request.id, code=error.code, message=str(error), detail=error.detail), []
                 finally:
@@ -55,6 +56,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 if left <= 0:
                     return m.Empty(id=request.id), []
                 self.queue.changed.wait(min(left, 1.0))
+                waited = True
 
     def close(self) -> None:
         """Nothing to let go."""

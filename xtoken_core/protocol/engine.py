@@ -62,10 +62,11 @@ class Engine:
         """Bytes of all buffers held."""
         return sum(part.store.nbytes for part in self.partitions.values())
 
-    def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer]) -> Answer | None:
+    def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer], *, waited: bool = False) -> Answer | None:
         """Answer a request, or None if it has to wait for a change.
 
         The last request of a lane (see `xtoken_core.protocol.replies`) gets the same answer again and changes nothing.
+        One that is tried again after it has `waited` is no sign of life of its session.
 
         Raises:
             QueueError: The request is refused.
@@ -73,7 +74,8 @@ class Engine:
         if isinstance(request, m.Hello):
             return self._hello(request)
         session = self.sessions.get(request.session)
-        session.last_seen = self.clock()
+        if not waited:
+            session.last_seen = self.clock()
         known = self._replies.recall(session.id, request.id)
         if known is not None:
             return self._again(request, known)
@@ -142,8 +144,10 @@ class Engine:
                 columns = unpack_columns(request.columns, buffers)
                 return sample_calls.put(part, request, columns, self.memory_limit - self.nbytes)
             case m.Complete():
-                complete = sample_calls.complete if part.run is None else run_calls.complete
-                return complete(part, request, unpack_columns(request.columns, buffers))
+                columns = unpack_columns(request.columns, buffers)
+                if part.run is not None:
+                    return run_calls.complete(part, request, columns)
+                return sample_calls.complete(part, request, columns, 2 * self.memory_limit - self.nbytes)
             case m.Room():
                 room = self.memory_limit - self.nbytes
                 if request.bytes > self.memory_limit:

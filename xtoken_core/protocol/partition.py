@@ -80,10 +80,21 @@ class Partition:
         """Note kind, dtype and item shape of fields: later rows must have the same."""
         self.kinds.update({name: _kind(column) for name, column in columns.items()})
 
-    def vouch(self, session: str, ids: Sequence[int], fields: Iterable[str], task: str = "") -> None:
+    def lacking(self, ids: Sequence[int], fields: Iterable[str]) -> list[tuple[int, str]]:
+        """Samples that may be put and the volatile ones of `fields` that they have not got."""
+        names = self.volatile.intersection(fields)
+        held, dead, finished = self.samples.samples, self.samples.dead, self.samples.finished
+        return [
+            (i, name)
+            for name in sorted(names)
+            for i in ids
+            if i not in dead and i not in finished and (i not in held or name not in held[i].fields)
+        ]
+
+    def vouch(self, session: str, put: Sequence[tuple[int, str]], task: str = "") -> None:
         """Volatile fields belong to the session that put them, `task` being what it did by that."""
-        for name in self.volatile.intersection(fields):
-            self._vouched.setdefault(session, []).extend((i, name, task) for i in ids)
+        if put:
+            self._vouched.setdefault(session, []).extend((i, name, task) for i, name in put)
 
     def provisional(self) -> set[tuple[str, int]]:
         """Tasks and samples that are done only as long as a session vouches for what came of it."""

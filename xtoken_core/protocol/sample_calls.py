@@ -27,8 +27,9 @@ def put(part: Partition, request: m.Put, columns: dict[str, Column], room: int) 
             raise QueueError("bad_request", "tombstones belong to the block of a run")
         if size > room:
             raise QueueError("no_room", f"{size} bytes do not fit into {max(room, 0)}", {"room": max(room, 0)})
+        lacking = part.lacking(request.ids, columns)
         new = part.samples.produce(request.ids, columns)
-        part.vouch(request.session, new, columns)
+        part.vouch(request.session, lacking)
     part.keep(request.ids, columns, new)
     return Answer(m.Stored(room=max(room - size, 0)))
 
@@ -56,39 +57,37 @@ def claim(part: Partition, request: m.Claim) -> Answer | None:
     dead = [i for i in request.ids if i in part.samples.dead]
     if request.ids and len(dead) == len(request.ids):
         return Answer(m.Claimed(lease=0, ids=[], dead=dead))
-    held = set(part.samples.leases)
     lease = _lease(part, request, task)
     if lease is None:
         if part.exhausted(task):
             raise QueueError("exhausted", f"task {task!r} has done everything that partition {part.name!r} will hold")
         return None
-    try:
-        columns = part.store.read(lease.ids, request.fields)
-    except QueueError:
-        if lease.id not in held:
-            part.samples.give_back(lease.id)
-        raise
+    columns = part.store.read(lease.ids, request.fields)
     return Answer(m.Claimed(lease=lease.id, ids=list(lease.ids), dead=dead), columns)
 
 
 def _lease(part: Partition, request: m.Claim, task: str) -> Lease | None:
     if request.ids:
-        return part.samples.claim_ids(request.session, task, request.ids)
+        return part.samples.claim_ids(request.session, task, request.ids, request.fields)
     if part.samples.tasks[task].order == "by_id":
         raise QueueError("bad_request", f"task {task!r} is claimed by ids only")
-    return part.samples.claim_next(request.session, task, request.count)
+    return part.samples.claim_next(request.session, task, request.count, request.fields)
 
 
-def complete(part: Partition, request: m.Complete, columns: dict[str, Column]) -> Answer:
-    """Put a lease's result and finish the lease."""
+def complete(part: Partition, request: m.Complete, columns: dict[str, Column], room: int) -> Answer:
+    """Put a lease's result and finish the lease; results have room of their own, or inputs could lock them out."""
     _generic(part)
     lease = part.samples.held(request.lease, request.session)
     _check_rows(columns, len(lease.ids))
     part.check(columns)
+    size = sum(c.nbytes for c in columns.values())
+    if size > room:
+        raise QueueError("no_room", f"{size} bytes do not fit into {max(room, 0)}", {"room": max(room, 0)})
     ids = lease.ids
+    lacking = part.lacking(ids, columns)
     new = part.samples.produce(ids, columns) if columns else []
     part.keep(ids, columns, new)
-    part.vouch(request.session, new, columns, lease.task)
+    part.vouch(request.session, lacking, lease.task)
     part.let_go(part.samples.finish(lease.task, ids))
     return Answer(m.Ok())
 

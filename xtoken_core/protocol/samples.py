@@ -16,6 +16,7 @@ from xtoken_core.protocol.intervals import IntervalSet
 from xtoken_core.wire import QueueError
 
 Order = Literal["strict", "arrival", "by_id"]
+SPARE_PLACES = 1024
 
 
 class Status(IntEnum):
@@ -84,6 +85,7 @@ class Samples:
         self._leased = 0
         self._ready_count = 0
         self._heaps: dict[str, list[tuple[int, int]]] = {t.name: [] for t in self.tasks.values() if t.order != "by_id"}
+        self._places: dict[str, dict[int, int]] = {name: {} for name in self._heaps}
 
     # What producers do
 
@@ -118,39 +120,58 @@ class Samples:
 
     # What consumers do
 
-    def claim_ids(self, session: str, task: str, ids: Sequence[int]) -> Lease | None:
+    def claim_ids(self, session: str, task: str, ids: Sequence[int], fields: Iterable[str] = ()) -> Lease | None:
         """Lease exactly these ids, dead ones left out; None while one of them is not ready.
 
         A lease on nothing, where all have died, needs neither ack nor nack.
         The session that holds them already gets the same lease again.
 
         Raises:
-            QueueError: `unknown_sample` for an id that is not held.
+            QueueError: `unknown_sample` for an id that is not held, or one that is ready and lacks one of `fields`.
         """
         alive = tuple(i for i in ids if i not in self.dead)
         for lease in self.leases.values():
             if lease.session == session and lease.task == task and alive and lease.ids == alive:
                 return lease
+        missing = [i for i in alive if i not in self.samples]
+        if missing:
+            raise QueueError("unknown_sample", f"sample {missing[0]} is not here")
+        if any(self.samples[i].status[task] != Status.READY for i in alive):
+            return None
+        needed = frozenset(fields)
         for sample_id in alive:
-            sample = self.samples.get(sample_id)
-            if sample is None:
-                raise QueueError("unknown_sample", f"sample {sample_id} is not here")
-            if sample.status[task] != Status.READY:
-                return None
+            _check_fields(self.samples[sample_id], needed)
         return self._lease(session, task, alive)
 
-    def claim_next(self, session: str, task: str, count: int) -> Lease | None:
-        """Lease up to `count` samples in the task's order; None while there is none."""
-        heap = self._heaps[task]
-        taken: dict[int, None] = {}
-        while heap and len(taken) < count:
-            _, sample_id = heap[0]
-            sample = self.samples.get(sample_id)
-            if sample is not None and sample.status[task] == Status.WAITING and self.tasks[task].order == "strict":
-                break
-            heapq.heappop(heap)
-            if sample is not None and sample.status[task] == Status.READY and sample_id not in taken:
-                taken[sample_id] = None
+    def claim_next(self, session: str, task: str, count: int, fields: Iterable[str] = ()) -> Lease | None:
+        """Lease up to `count` samples in the task's order; None while there is none.
+
+        Raises:
+            QueueError: `unknown_sample` if one of them lacks one of `fields`; nothing is leased then.
+        """
+        heap, places = self._heaps[task], self._places[task]
+        strict, needed = self.tasks[task].order == "strict", frozenset(fields)
+        seen: list[tuple[int, int]] = []
+        taken: list[int] = []
+        try:
+            while heap and len(taken) < count:
+                place, sample_id = heap[0]
+                sample = self.samples.get(sample_id) if places.get(sample_id) == place else None
+                if sample is not None and strict and sample.status[task] == Status.WAITING:
+                    break
+                heapq.heappop(heap)
+                if sample is None:
+                    continue
+                del places[sample_id]
+                seen.append((place, sample_id))
+                if sample.status[task] == Status.READY:
+                    _check_fields(sample, needed)
+                    taken.append(sample_id)
+        except QueueError:
+            for place, sample_id in seen:
+                places[sample_id] = place
+                heapq.heappush(heap, (place, sample_id))
+            raise
         return self._lease(session, task, tuple(taken)) if taken else None
 
     def reopen(self, sample_id: int, task: str) -> None:
@@ -232,8 +253,9 @@ class Samples:
         self.leases.clear()
         self.dead.clear()
         self.finished = IntervalSet()
-        for heap in self._heaps.values():
+        for name, heap in self._heaps.items():
             heap.clear()
+            self._places[name].clear()
 
     def reset(self) -> None:
         """Every task starts over on the samples that are held; leases are gone."""
@@ -289,10 +311,28 @@ class Samples:
         for name in tasks:
             if name not in self._heaps:
                 continue
+            place, places = sample.put_at, self._places[name]
             if self.tasks[name].order == "arrival":
                 if sample.status[name] != Status.READY:
                     continue
                 self._ready_count += 1
-                heapq.heappush(self._heaps[name], (self._ready_count, sample.id))
-            else:
-                heapq.heappush(self._heaps[name], (sample.put_at, sample.id))
+                place = self._ready_count
+            elif places.get(sample.id) == place:
+                continue
+            places[sample.id] = place
+            heap = self._heaps[name]
+            heapq.heappush(heap, (place, sample.id))
+            if len(heap) > 2 * len(self.samples) + SPARE_PLACES:
+                self._prune(name)
+
+    def _prune(self, task: str) -> None:
+        """Forget the places of samples that have gone, or that became ready again later."""
+        held = {i: place for i, place in self._places[task].items() if i in self.samples}
+        self._places[task] = held
+        self._heaps[task] = sorted((place, i) for i, place in held.items())
+
+
+def _check_fields(sample: Sample, needed: frozenset[str]) -> None:
+    if not needed <= sample.fields:
+        missing = ", ".join(sorted(needed - sample.fields))
+        raise QueueError("unknown_sample", f"sample {sample.id} has no {missing} here")

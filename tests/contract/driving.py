@@ -1,0 +1,275 @@
+"""Drives queues by the same commands as the oracle: names of sessions and leases are translated, answers compared."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.queue.server import Server
+from tests.contract.oracle import Answer
+from tests.contract.peers import column_from, neutral_from
+from tests.contract.processes import ipc_address
+from xtoken_core.data_plane.client import DataPlaneClient
+from xtoken_core.data_plane.memory_client import MemoryQueue
+from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.protocol.engine import Engine
+from xtoken_core.wire import messages as m
+from xtoken_core.wire import pack_columns, unpack_columns
+
+PATIENCE_S = 20.0
+TICK_S = 0.004
+
+
+def _kinds(base: type[m.Request]) -> Iterator[tuple[str, type[m.Request]]]:
+    for kind in base.__subclasses__():
+        yield str(kind.__struct_config__.tag), kind
+        yield from _kinds(kind)
+
+
+KINDS = dict(_kinds(m.Request))
+
+
+class Clock:
+    """Time as the machine says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Driven:
+    """A queue, one client a worker, and what its sessions and leases are called in the oracle."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self.engine, self.clock = engine, clock
+        self.clients: dict[str, DataPlaneClient] = {}
+        self.sessions: dict[str, str] = {}
+        self.leases: dict[tuple[str, int], int] = {}
+        self.watcher = ""
+        self.handled = 0
+        handle = engine.handle
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            try:
+                return handle(*arguments, **options)
+            finally:
+                self.handled += 1
+
+        engine.handle = counting  # type: ignore[method-assign]
+
+    def connect(self) -> DataPlaneClient:
+        """A new client."""
+        raise NotImplementedError
+
+    def lose_reply(self, client: DataPlaneClient, request: m.Request, buffers: list[Any]) -> None:
+        """Send a request whose answer nobody reads."""
+        raise NotImplementedError
+
+    def advance(self, seconds: float) -> None:
+        """Time passes, and the queue has noticed."""
+        raise NotImplementedError
+
+    def client(self, worker: str) -> DataPlaneClient:
+        """The worker's."""
+        if worker not in self.clients:
+            self.clients[worker] = self.connect()
+        return self.clients[worker]
+
+    def leave(self, worker: str) -> None:
+        """The worker's connection is gone, and nobody said bye."""
+        if worker in self.clients:
+            self.clients.pop(worker).close()
+
+    def ask(self, worker: str, session: str, request: str, kind: str, f: Answer, *, lose: bool = False) -> Answer:
+        """Send a request, and again after a lost reply; the answer in the oracle's terms, names not yet translated."""
+        message, buffers = self._message(session, request, kind, f)
+        client = self.client(worker)
+        if lose:
+            self.lose_reply(client, message, buffers)
+        reply, frames = client.exchange(message, buffers, f.get("wait_s", 0.0))
+        return _answer(reply, frames)
+
+    def wait(self, session: str, request: str, kind: str, f: Answer) -> Waiter:
+        """Send a request that has to wait."""
+        before, client = self.handled, self.connect()
+        waiter = Waiter(client, *self._message(session, request, kind, f), f["wait_s"])
+        deadline = time.monotonic() + PATIENCE_S
+        while self.handled == before:
+            assert time.monotonic() < deadline, "a waiting request was not heard"
+            time.sleep(0.0005)
+        return waiter
+
+    def agree(self, partition: str, expected: Answer, found: Answer) -> None:
+        """An answer must be the oracle's, whatever sessions and leases are called here."""
+        if "codes" in expected:
+            assert found["type"] == "error", f"{found} where one of {expected['codes']} was due"
+            assert found["code"] in expected["codes"], f"{found} where one of {expected['codes']} was due"
+            if found["code"] == "no_room":
+                assert found["detail"] == expected["detail"]
+            return
+        expected, found = dict(expected), dict(found)
+        if expected["type"] == found["type"] == "claimed":
+            number, lease = expected.pop("lease"), found.pop("lease")
+            known = self.leases.setdefault((partition, number), lease) if number else 0
+            assert known == lease, f"lease {lease} where {known} was due"
+            here = [theirs for (at, _), theirs in self.leases.items() if at == partition]
+            assert len(set(here)) == len(here), f"lease {lease} was given twice"
+        if expected["type"] == found["type"] == "welcome":
+            known_session = self.sessions.setdefault(expected.pop("session"), found["session"])
+            assert known_session == found.pop("session"), "another session where the same was due"
+        assert found == expected
+
+    def stats(self) -> Answer:
+        """The statistics, as far as the oracle knows them."""
+        if not self.watcher:
+            hello = m.Hello(id="watch", versions=[1], name="watch", role="watch", incarnation=0, silence_s=86400.0)
+            welcome, _ = self.client("watch").exchange(hello, [], 0.0)
+            assert isinstance(welcome, m.Welcome)
+            self.watcher = welcome.session
+        shown, _ = self.client("watch").exchange(m.Stats(id="look", session=self.watcher), [], 0.0)
+        assert isinstance(shown, m.StatsReply)
+        document = json.loads(shown.document)
+        keys = ("samples", "bytes", "leases", "oldest_lease_s", "rows_put", "given_back", "dead", "sealed", "tasks")
+        partitions = {n: {key: part[key] for key in keys} for n, part in document["partitions"].items()}
+        others = [s for s in document["sessions"] if s["role"] != "watch"]
+        sessions = [(s["name"], s["role"], s["incarnation"]) for s in others]
+        return {"bytes": document["bytes"], "sessions": sessions, "partitions": partitions}
+
+    def _message(self, session: str, request: str, kind: str, f: Answer) -> tuple[m.Request, list[Any]]:
+        fields, buffers = dict(f), []
+        if "columns" in fields:
+            packed = {name: column_from(column) for name, column in fields["columns"].items()}
+            fields["columns"], buffers = pack_columns(packed)
+        if "tasks" in fields:
+            fields["tasks"] = [m.TaskDef(**task) for task in fields["tasks"]]
+        if "lease" in fields:
+            fields["lease"] = self.leases.get((f["partition"], f["lease"]), 999_999)
+        if kind == "hello":
+            return m.Hello(id=request, versions=[1], **fields), []
+        return KINDS[kind](id=request, session=self.sessions.get(session, "none"), **fields), list(buffers)
+
+
+def _answer(reply: m.AnyReply, frames: list[Any]) -> Answer:
+    found = {"type": str(type(reply).__struct_config__.tag), **msgspec.structs.asdict(reply)}
+    found.pop("id")
+    if isinstance(reply, (m.Claimed, m.Rows)):
+        found["columns"] = {name: neutral_from(c) for name, c in unpack_columns(reply.columns, frames).items()}
+    for name in ("slot", "generation", "version", "partition", "run"):
+        found.pop(name, None)
+    return found
+
+
+class Waiter:
+    """A request that waits, in a thread of its own."""
+
+    def __init__(self, client: DataPlaneClient, request: m.Request, buffers: list[Any], wait_s: float) -> None:
+        self._client = client
+        self._found: list[Answer] = []
+        self._thread = threading.Thread(target=self._ask, args=(request, buffers, wait_s), daemon=True)
+        self._thread.start()
+
+    @property
+    def answered(self) -> bool:
+        """Whether its answer has come."""
+        return bool(self._found)
+
+    def answer(self) -> Answer:
+        """The answer, which must come soon."""
+        self._thread.join(PATIENCE_S)
+        assert self._found, "a waiting request was forgotten"
+        self._client.close()
+        return self._found[0]
+
+    def _ask(self, request: m.Request, buffers: list[Any], wait_s: float) -> None:
+        self._found.append(_answer(*self._client.exchange(request, buffers, wait_s)))
+
+
+class DrivenMemory(Driven):
+    """The queue inside the process."""
+
+    def __init__(self, limit: int) -> None:
+        clock = Clock()
+        self.queue = MemoryQueue(memory_limit=limit, clock=clock)
+        super().__init__(self.queue.engine, clock)
+
+    def connect(self) -> DataPlaneClient:
+        """Another client."""
+        return self.queue.connect()
+
+    def lose_reply(self, client: DataPlaneClient, request: m.Request, buffers: list[Any]) -> None:
+        """Ask, and look away."""
+        client.exchange(request, buffers, 0.0)
+
+    def advance(self, seconds: float) -> None:
+        """The engine is told."""
+        with self.queue.changed:
+            self.clock.now += seconds
+            self.engine.tick()
+            self.queue.changed.notify_all()
+
+
+class DrivenServer(Driven):
+    """A server on a thread, behind its socket."""
+
+    def __init__(self, engine: Engine, clock: Clock, directory: Path) -> None:
+        super().__init__(engine, clock)
+        self.ticks = 0
+        tick = engine.tick
+
+        def counting() -> None:
+            tick()
+            self.ticks += 1
+
+        engine.tick = counting  # type: ignore[method-assign]
+        self.address = ipc_address(directory)
+        self.server = Server(engine, self.address)
+        self._thread = threading.Thread(target=self.server.serve)
+        self._thread.start()
+
+    def connect(self) -> DataPlaneClient:
+        """Another client."""
+        return ZmqDataPlaneClient(self.address, patience_s=PATIENCE_S)
+
+    def lose_reply(self, client: DataPlaneClient, request: m.Request, buffers: list[Any]) -> None:
+        """Send on a connection that breaks once the queue has dealt with the request."""
+        assert isinstance(client, ZmqDataPlaneClient)
+        before, connection = self.handled, client._connection()
+        connection.send(m.encode(request), buffers)
+        deadline = time.monotonic() + PATIENCE_S
+        while self.handled == before:
+            assert time.monotonic() < deadline, "a request was not heard"
+            time.sleep(0.0002)
+        client._drop(connection)
+
+    def advance(self, seconds: float) -> None:
+        """The server has looked at its clock since."""
+        before, self.clock.now = self.ticks, self.clock.now + seconds
+        while self.ticks < before + 2:
+            time.sleep(0.0005)
+
+    def close(self) -> None:
+        """Stop serving."""
+        for worker in list(self.clients):
+            self.leave(worker)
+        self.server.stop()
+        self._thread.join(PATIENCE_S)
+
+
+@contextmanager
+def driven_server(limit: int, directory: Path) -> Iterator[DrivenServer]:
+    """A server with a clock of its own."""
+    clock = Clock()
+    made = DrivenServer(Engine(memory_limit=limit, clock=clock), clock, directory)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,324 @@
+"""Random commands of random workers, for Hypothesis: the oracle and every driven queue must answer alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.contract.driving import Driven, Waiter
+from tests.contract.oracle import Answer, Oracle
+
+LIMIT = 2400
+PARTITIONS: dict[str, Answer] = {
+    "orders": {
+        "tasks": [
+            {"name": "strict", "requires": ["x"]},
+            {"name": "arrival", "requires": ["x", "y"], "order": "arrival"},
+        ],
+        "volatile": [],
+        "max_attempts": 2,
+    },
+    "signals": {
+        "tasks": [
+            {"name": "teach", "requires": ["x"], "order": "arrival"},
+            {"name": "train", "requires": ["x", "v"], "order": "by_id"},
+            {"name": "watch", "requires": ["v"]},
+        ],
+        "volatile": ["v", "o"],
+        "max_attempts": 3,
+    },
+    "shelf": {"tasks": [], "volatile": ["v"], "max_attempts": 1},
+}
+WORKERS = ("w0", "w1", "w2")
+TASKS = ("strict", "arrival", "teach", "train", "watch", "nobody")
+FIELDS = ("x", "y", "v", "o")
+
+partitions = st.sampled_from([*PARTITIONS, *PARTITIONS, "nowhere"])
+workers = st.sampled_from(WORKERS)
+ids = st.lists(st.integers(0, 7), min_size=1, max_size=4)
+unique_ids = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
+fields = st.lists(st.sampled_from(FIELDS), max_size=2, unique=True)
+picks = st.integers(0, 5)
+names = st.lists(st.sampled_from(FIELDS), unique=True)
+
+
+def column(name: str, rows: int, salt: int) -> Any:
+    """A column of a field: jagged, dense or of objects, as its name says."""
+    if name == "x":
+        return ("jagged", "int64", (), [bytes([salt]) * 8 * ((salt + row) % 4) for row in range(rows)])
+    if name == "o":
+        return ("object", "", (), [{"row": row, "salt": [salt, None, "é"]} for row in range(rows)])
+    shape = (2,) if name == "y" else (3,)
+    return ("dense", "uint8", shape, [bytes([salt, *([row] * (shape[0] - 1))]) for row in range(rows)])
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Three workers. Subclasses say which queues are driven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.oracle = Oracle(LIMIT)
+        self.driven = self.queues()
+        self.session = dict.fromkeys(WORKERS, "")
+        self.incarnation = dict.fromkeys(WORKERS, 0)
+        self.numbers = dict.fromkeys(WORKERS, 0)
+        self.latest: dict[str, tuple[str, str, str, Answer]] = {}
+        self.leases: list[tuple[str, Answer]] = []
+        self.waiting: tuple[str, str, str, Answer, list[Waiter]] | None = None
+
+    def queues(self) -> Sequence[Driven]:
+        """The queues."""
+        raise NotImplementedError
+
+    def ask(self, worker: str, kind: str, *, lose: bool = False, **f: Any) -> Answer:
+        """One request of a worker to all queues."""
+        self.numbers[worker] += 1
+        request = f"{worker}{'' if self.numbers[worker] % 3 else 'b'}.{self.numbers[worker]}"
+        return self._send(worker, (self.session[worker], request, kind, f), lose=lose)
+
+    def _send(self, worker: str, request: tuple[str, str, str, Answer], *, lose: bool = False) -> Answer:
+        self.latest[worker] = request
+        partition = request[3].get("partition", "")
+        if lose:
+            self.oracle.handle(*request)
+            self._settle_oracle_first()
+        expected = self.oracle.handle(*request)
+        for queue in self.driven:
+            queue.agree(partition, expected, queue.ask(worker, *request, lose=lose))
+        if expected.get("type") == "claimed" and expected["lease"]:
+            self.leases.append((partition, {**expected, "task": request[3]["task"]}))
+        if expected.get("type") == "welcome":
+            self.session[worker] = expected["session"]
+        self._settle()
+        return expected
+
+    def _settle_oracle_first(self) -> None:
+        """Whoever waits may be answered between a request and its repetition."""
+        if self.waiting is not None:
+            *request, waiters = self.waiting
+            expected = self.oracle.retry(*request)
+            if expected != {"type": "empty"}:
+                self.waiting = None
+                self._due.append((request[3]["partition"], expected, waiters))
+
+    _due: list[tuple[str, Answer, list[Waiter]]]
+
+    def _settle(self) -> None:
+        """Whoever waits is answered if the oracle says so, and only then."""
+        self._settle_oracle_first()
+        for partition, expected, waiters in self._due:
+            for queue, waiter in zip(self.driven, waiters, strict=True):
+                queue.agree(partition, expected, waiter.answer())
+        self._due.clear()
+        if self.waiting is not None:
+            assert not any(waiter.answered for waiter in self.waiting[-1]), "answered what had to wait"
+
+    # Sessions
+
+    @initialize()
+    def begin(self) -> None:
+        self._due = []
+        for worker in WORKERS:
+            self.hello(worker, 0, 30.0, False)
+        for partition in PARTITIONS:
+            self.open(WORKERS[0], partition, partition, False)
+
+    @rule(worker=workers, newer=st.integers(-1, 1), silence_s=st.sampled_from([3.0, 30.0, 300.0]), lose=st.booleans())
+    def hello(self, worker: str, newer: int, silence_s: float, lose: bool) -> None:
+        self.incarnation[worker] = max(0, self.incarnation[worker] + newer)
+        self.ask(
+            worker, "hello", lose=lose, name=worker, role="worker", incarnation=self.incarnation[worker],
+            silence_s=silence_s,
+        )  # fmt: skip
+
+    @rule(worker=workers)
+    def crash(self, worker: str) -> None:
+        """Its connection is gone; it comes back as a newer incarnation or not at all."""
+        for queue in self.driven:
+            queue.leave(worker)
+        self.session[worker] = ""
+
+    @rule(worker=workers)
+    def reconnect(self, worker: str) -> None:
+        for queue in self.driven:
+            queue.leave(worker)
+
+    @rule(worker=workers)
+    def bye(self, worker: str) -> None:
+        self.ask(worker, "bye")
+
+    @rule(worker=workers)
+    def heartbeat(self, worker: str) -> None:
+        self.ask(worker, "heartbeat", phase="run", progress=1)
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.oracle.advance(seconds)
+        for queue in self.driven:
+            queue.advance(seconds)
+        self._settle()
+
+    @rule(worker=workers, lose=st.booleans())
+    def repeat(self, worker: str, lose: bool) -> None:
+        """The same request once more, as after a lost reply."""
+        if worker in self.latest:
+            self._send(worker, self.latest[worker], lose=lose)
+
+    # Partitions
+
+    @rule(worker=workers, partition=partitions, like=st.sampled_from(list(PARTITIONS)), lose=st.booleans())
+    def open(self, worker: str, partition: str, like: str, lose: bool) -> None:
+        if partition in PARTITIONS:
+            self.ask(worker, "open", lose=lose, partition=partition, **PARTITIONS[like])
+
+    @rule(worker=workers, partition=partitions)
+    def seal(self, worker: str, partition: str) -> None:
+        self.ask(worker, "seal", partition=partition)
+
+    @rule(worker=workers, partition=partitions, ids=ids, everything=st.sampled_from([False, False, True]))
+    def clear(self, worker: str, partition: str, ids: list[int], everything: bool) -> None:
+        self.ask(worker, "clear", partition=partition, ids=ids, everything=everything)
+
+    # Samples
+
+    @rule(
+        worker=workers, partition=partitions, ids=ids, names=st.lists(st.sampled_from(FIELDS), min_size=1, unique=True),
+        salt=st.integers(0, 9), off=st.sampled_from([0] * 9 + [1]), lose=st.booleans(),
+    )  # fmt: skip
+    def put(
+        self, worker: str, partition: str, ids: list[int], names: list[str], salt: int, off: int, lose: bool
+    ) -> None:
+        columns = {name: column(name, len(ids) + off, salt) for name in names}
+        if salt == 9:  # another kind than the field has
+            columns["y"] = column("x", len(ids), 1)
+        self.ask(worker, "put", lose=lose, partition=partition, ids=ids, columns=columns)
+
+    @rule(worker=workers, partition=partitions, ids=unique_ids, salt=st.integers(0, 7))
+    def put_plain(self, worker: str, partition: str, ids: list[int], salt: int) -> None:
+        self.ask(worker, "put", partition=partition, ids=ids, columns={"x": column("x", len(ids), salt)})
+
+    @rule(worker=workers, partition=partitions, ids=ids, fields=fields)
+    def get(self, worker: str, partition: str, ids: list[int], fields: list[str]) -> None:
+        self.ask(worker, "get", partition=partition, ids=ids, fields=fields)
+
+    @rule(
+        worker=workers, partition=st.sampled_from(["orders", "signals"]), task=st.integers(0, 2),
+        count=st.integers(0, 3), fields=fields, lose=st.booleans(),
+    )  # fmt: skip
+    def claim(self, worker: str, partition: str, task: int, count: int, fields: list[str], lose: bool) -> None:
+        names = [task["name"] for task in PARTITIONS[partition]["tasks"]]
+        self.ask(
+            worker, "claim", lose=lose, partition=partition, task=names[task % len(names)], count=count, fields=fields
+        )
+
+    @rule(worker=workers, partition=partitions, task=st.sampled_from(TASKS), ids=ids, fields=fields, lose=st.booleans())
+    def claim_ids(self, worker: str, partition: str, task: str, ids: list[int], fields: list[str], lose: bool) -> None:
+        self.ask(worker, "claim", lose=lose, partition=partition, task=task, ids=ids, fields=fields)
+
+    def _lease(self, pick: int) -> tuple[str, Answer] | None:
+        return self.leases[-1 - pick % len(self.leases)] if self.leases else None
+
+    def _holder(self, worker: str, pick: int, lease: Answer) -> str:
+        """Mostly the worker whose lease it is."""
+        partition = self.oracle.parts[self.leases[-1 - pick % len(self.leases)][0]]
+        session = partition.leases.get(lease["lease"], {}).get("session")
+        return next((w for w in WORKERS if self.session[w] == session), worker) if pick < 5 else worker
+
+    @rule(worker=workers, pick=picks, keep=st.integers(0, 3), lose=st.booleans())
+    def ack(self, worker: str, pick: int, keep: int, lose: bool) -> None:
+        found = self._lease(pick)
+        if found is not None:
+            partition, lease = found
+            worker = self._holder(worker, pick, lease)
+            self.ask(worker, "ack", lose=lose, partition=partition, task=lease["task"], ids=lease["ids"][keep % 3 :])
+
+    @rule(worker=workers, pick=picks, only=st.integers(0, 4), reason=st.sampled_from(["no", ""]), lose=st.booleans())
+    def nack(self, worker: str, pick: int, only: int, reason: str, lose: bool) -> None:
+        found = self._lease(pick)
+        if found is not None:
+            partition, lease = found
+            worker = self._holder(worker, pick, lease)
+            self.ask(worker, "nack", lose=lose, partition=partition, lease=lease["lease"], ids=lease["ids"][:only],
+                     reason=reason)  # fmt: skip
+
+    @rule(worker=workers, pick=picks, names=names, off=st.sampled_from([0, 0, 1]), lose=st.booleans())
+    def complete(self, worker: str, pick: int, names: list[str], off: int, lose: bool) -> None:
+        found = self._lease(pick)
+        if found is not None:
+            partition, lease = found
+            worker = self._holder(worker, pick, lease)
+            held = self.oracle.parts[partition].leases.get(lease["lease"], lease)["ids"]
+            columns = {name: column(name, len(held) + off, 7) for name in names}
+            self.ask(worker, "complete", lose=lose, partition=partition, lease=lease["lease"], columns=columns)
+
+    # Looking
+
+    @rule(worker=workers, partition=partitions, task=st.sampled_from(TASKS),
+          state=st.sampled_from(["waiting", "ready", "leased", "done", "dead", "skipped", "merry"]),
+          after=st.integers(-1, 6), limit=st.sampled_from([1, 2, 1024]))  # fmt: skip
+    def list_ids(self, worker: str, partition: str, task: str, state: str, after: int, limit: int) -> None:
+        self.ask(worker, "list", partition=partition, task=task, state=state, after=after, limit=limit)
+
+    @rule(worker=workers, partition=partitions, sample=st.integers(0, 7))
+    def peek(self, worker: str, partition: str, sample: int) -> None:
+        self.ask(worker, "peek", partition=partition, sample=sample)
+
+    @rule(worker=workers, partition=partitions, nbytes=st.sampled_from([0, LIMIT // 2, LIMIT, LIMIT + 1]))
+    def room(self, worker: str, partition: str, nbytes: int) -> None:
+        self.ask(worker, "room", partition=partition, bytes=nbytes)
+
+    # Waiting
+
+    def _wait(self, worker: str, kind: str, **f: Any) -> None:
+        if self.waiting is not None or not self.session[worker]:
+            return
+        self.numbers[worker] += 1
+        request = (self.session[worker], f"waits-{worker}.{self.numbers[worker]}", kind, {**f, "wait_s": 50.0})
+        expected = self.oracle.handle(*request)
+        waiters = [queue.wait(*request) for queue in self.driven]
+        if expected == {"type": "empty"}:
+            self.waiting = (*request, waiters)
+        else:
+            if expected.get("type") == "claimed" and expected["lease"]:
+                self.leases.append((f["partition"], {**expected, "task": f["task"]}))
+            self._due.append((f["partition"], expected, waiters))
+        self._settle()
+
+    @rule(worker=workers, partition=st.sampled_from(["orders", "signals"]), task=st.integers(0, 2),
+          count=st.integers(1, 3))  # fmt: skip
+    def claim_waits(self, worker: str, partition: str, task: int, count: int) -> None:
+        names = [task["name"] for task in PARTITIONS[partition]["tasks"]]
+        self._wait(worker, "claim", partition=partition, task=names[task % len(names)], count=count)
+
+    @rule(worker=workers, ids=unique_ids)
+    def claim_ids_waits(self, worker: str, ids: list[int]) -> None:
+        self._wait(worker, "claim", partition="signals", task="train", ids=ids)
+
+    @rule(worker=workers, partition=st.sampled_from(list(PARTITIONS)), ids=ids, fields=fields)
+    def get_waits(self, worker: str, partition: str, ids: list[int], fields: list[str]) -> None:
+        self._wait(worker, "get", partition=partition, ids=ids, fields=fields)
+
+    @rule(worker=workers, nbytes=st.sampled_from([LIMIT // 2, LIMIT]))
+    def room_waits(self, worker: str, nbytes: int) -> None:
+        self._wait(worker, "room", partition="shelf", bytes=nbytes)
+
+    # At the end of each step
+
+    @invariant()
+    def statistics_agree(self) -> None:
+        expected = self.oracle.stats()
+        for queue in self.driven:
+            assert queue.stats() == expected
+
+    def teardown(self) -> None:
+        if self.waiting is not None:
+            session = self.waiting[0]
+            worker = next((w for w in WORKERS if self.session[w] == session), WORKERS[0])
+            self.session[worker] = session
+            self.ask(worker, "bye")
+
+
+Make = Callable[[], QueueMachine]

@@ -1,0 +1,56 @@
+"""The queue in memory and the real server against a model of the protocol, by random commands."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from services.queue import server
+from tests.contract.driving import TICK_S, Driven, DrivenMemory, driven_server
+from tests.contract.machine import LIMIT, QueueMachine
+
+PROFILE = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+    stateful_step_count=40,
+    database=None,
+    report_multiple_bugs=False,
+    phases=[Phase.generate],
+)
+numbers = itertools.count()
+
+
+def machine(directory: Path | None) -> QueueMachine:
+    """A machine that drives the queue in memory and, given a directory, a real server."""
+
+    class Both(QueueMachine):
+        def queues(self) -> Sequence[Driven]:
+            self.stack = ExitStack()
+            found: list[Driven] = [DrivenMemory(LIMIT)]
+            if directory is not None:
+                place = Path(tempfile.mkdtemp(dir=directory))
+                found.append(self.stack.enter_context(driven_server(LIMIT, place)))
+            return found
+
+        def teardown(self) -> None:
+            with self.stack:
+                super().teardown()
+
+    return Both()
+
+
+@pytest.mark.parametrize(
+    "examples",
+    [60, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+)
+def test_both_queues_answer_as_the_model_does(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
+    monkeypatch.setattr(server, "TICK_S", TICK_S)
+    run_state_machine_as_test(lambda: machine(short_tmp), settings=settings(PROFILE, max_examples=examples))
