@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
 import traceback
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +15,7 @@ import typer
 
 from services.common.align_cli import align_app
 from services.common.projection_cli import projection_app
+from services.control.cli import ControlTokenOption, runs_app, token_in
 from services.queue.cli import queue_app
 from xtoken_core.errors import XtokenError
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from services.common.worker import QueueLink
 
 DEBUG_VARIABLE = "XTOKEN_DEBUG"
+STATUS_VARIABLE = "XTOKEN_STATUS_FILE"
 INTERRUPTED = 130
 
 app = typer.Typer(
@@ -31,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(runs_app, name="runs")
 app.add_typer(queue_app, name="queue")
 app.add_typer(align_app, name="align")
 app.add_typer(projection_app, name="projection")
@@ -65,6 +70,13 @@ PatienceOption = Annotated[
 RankOption = Annotated[int, typer.Option("--rank", min=0, help="The rank of the trainer that it is, or works for.")]
 
 
+class OnExit(StrEnum):
+    """What becomes of a control plane's runs when it is told to leave."""
+
+    LEAVE = "leave"
+    STOP = "stop"
+
+
 @app.callback()
 def options(
     debug: Annotated[
@@ -96,18 +108,19 @@ def run(
         str | None,
         typer.Option("--control", metavar="URL", help="A control plane to run it on.", show_default="one of its own"),
     ] = None,
+    token_file: ControlTokenOption = None,
 ) -> None:
     """Distil, and watch it.
 
     Shows the run's progress until it ends. Ctrl-C stops it in order, a second one at once; the same command goes on
-    from the last checkpoint.
+    from the last checkpoint. Without --control everything ends with this command, however it ends.
     """
     from xtoken_core.config import load_run_spec
 
     spec = load_run_spec(run_file)
     from services.control.client import run_at, run_in_place
 
-    outcome = run_at(control, spec) if control else run_in_place(spec)
+    outcome = run_at(control, spec, token=token_in(token_file)) if control else run_in_place(spec)
     if outcome.error:
         _complain(outcome.error)
     raise typer.Exit(outcome.exit_code)
@@ -172,20 +185,43 @@ def trainer(
 
 @app.command()
 def control(
-    host: Annotated[str, typer.Option(help="A loopback address.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Where to listen; other than at a loopback address only with --token-file.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8400,
-    runs_dir: Annotated[
-        Path, typer.Option(help="Where runs are remembered, and made if their output is relative.")
-    ] = Path("runs"),
+    runs_dir: Annotated[Path, typer.Option(help="Where runs are remembered and written; nowhere else.")] = Path("runs"),
+    root: Annotated[
+        list[Path] | None,
+        typer.Option("--root", metavar="DIR", help="Where runs may read; may be given again.", show_default="."),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            help="The file (0600) with the token that requests must carry; made if it is missing.",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="HOST", help="A host name it may be asked for under; may be given again."),
+    ] = None,
+    on_exit: Annotated[
+        OnExit, typer.Option("--on-exit", help="What becomes of its runs when it is told to leave.")
+    ] = OnExit.LEAVE,
 ) -> None:
     """Serve the control plane.
 
-    Starts, lists, shows and stops runs over HTTP, for this machine only. Its runs end with it.
+    Starts, lists, shows, stops and resumes runs over HTTP. Its runs outlive it: a control plane started for the same
+    directory finds them again. While none lives, nothing is restarted.
     """
     _log()
     from services.control.serve import serve
 
-    serve(host, port, runs_dir)
+    serve(
+        host, port, runs_dir, roots=root or [Path()], token_file=token_file, names=name or (),
+        stop_on_exit=on_exit == OnExit.STOP,
+    )  # fmt: skip
 
 
 @app.command()
@@ -198,7 +234,17 @@ def version() -> None:
 
 def main() -> None:
     """Run a command; an expected failure becomes one line on standard error and the error's exit status."""
-    sys.exit(_status_of(sys.argv[1:]))
+    status = _status_of(sys.argv[1:])
+    _leave_status(status)
+    sys.exit(status)
+
+
+def _leave_status(status: int) -> None:
+    """Write the exit status where the control plane asks for it: one that did not start this process cannot wait."""
+    file = os.environ.get(STATUS_VARIABLE)
+    if file:
+        with contextlib.suppress(OSError):
+            Path(file).write_text(f"{status}\n", encoding="ascii")
 
 
 def _status_of(arguments: list[str]) -> int:

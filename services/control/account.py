@@ -33,7 +33,7 @@ def attempts_of(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         worker.member.name: {
             "pid": worker.pid,
-            "created": worker.created,
+            "identity": worker.handle.identity if worker.handle is not None and worker.pid else None,
             "attempt": group.incarnation,
             "restarts": group.restarts,
             "exit_code": worker.exit_code,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,12 +12,16 @@ from enum import StrEnum
 from pathlib import Path
 
 from services.control.fleet import Kind, Member
-from services.control.launcher import Handle, Launcher
+from services.control.journal import Attempt, Journal
+from services.control.launcher import STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
 from services.control.policy import RestartPolicy
+from services.control.processes import MARK
 
 JOIN_POLL_S = 0.02
 LAST_LINE_BYTES = 8192
 OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
+"""A process title must not overwrite the environment, by which a worker and its children are found."""
 
 
 class GroupState(StrEnum):
@@ -38,13 +41,15 @@ class Worker:
     handle: Handle | None = None
     log: Path | None = None
     exit_code: int | None = None
-    created: float | None = None
+    on_end: Callable[[Worker], None] = lambda worker: None
 
     @property
     def alive(self) -> bool:
         """Whether its process runs; looks, and remembers how it ended."""
         if self.handle is not None and self.exit_code is None:
             self.exit_code = self.handle.poll()
+            if self.exit_code is not None:
+                self.on_end(self)
         return self.handle is not None and self.exit_code is None
 
     @property
@@ -74,11 +79,14 @@ class Group:
         restarts: Starts beyond the first in this supervisor's life.
     """
 
-    def __init__(self, members: Sequence[Member], policy: RestartPolicy, first_incarnation: int) -> None:
+    def __init__(
+        self, members: Sequence[Member], policy: RestartPolicy, first_incarnation: int, journal: Journal
+    ) -> None:  # fmt: skip
         self.kind: Kind = members[0].kind
         self.name = members[0].group
-        self.workers = [Worker(member) for member in members]
+        self.workers = [Worker(member, on_end=self._note_end) for member in members]
         self.policy = policy
+        self._journal = journal
         self.state = GroupState.WAITING
         self.incarnation = first_incarnation - 1
         self.started_at = 0.0
@@ -94,14 +102,41 @@ class Group:
         self.incarnation += 1
         self.restarts += self.started_at > 0
         self.state, self.started_at = GroupState.RUNNING, time.monotonic()
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if len(self.workers) > 1 else {}
+        shared = launcher.rendezvous() if len(self.workers) > 1 else {}
         for worker in self.workers:
             worker.handle, worker.exit_code = None, None
+            worker.log = log_of(logs, worker.member.name, self.incarnation)
+        self._journal.intend([self._attempt(worker) for worker in self.workers])
         for worker in self.workers:
-            worker.log = logs / f"{worker.member.name}.{self.incarnation}.log"
-            env = _environment({**worker.member.env, **shared})
+            assert worker.log is not None
+            own = {
+                MARK: self._journal.mark_of(worker.member.name, self.incarnation),
+                STATUS_FILE: str(status_of_log(worker.log)),
+            }
+            env = _environment({**worker.member.env, **shared, **own})
             worker.handle = launcher.start(worker.member.command_of(self.incarnation), env, worker.log)
-            worker.created = worker.handle.created
+            self._journal.started(worker.member.name, self.incarnation, worker.handle.identity)
+        self.count()
+
+    def take_over(self, handles: Mapping[str, Handle], incarnation: int, restarts: int, logs: Path) -> None:
+        """Go on with processes that an earlier supervisor has started, living or not.
+
+        Args:
+            handles: By the worker's name; a missing one has ended well.
+            incarnation: Which start of the group they are.
+            restarts: Starts beyond the first until now.
+            logs: The directory of its logs.
+        """
+        self.incarnation, self.restarts = incarnation, restarts
+        self.state, self.started_at = GroupState.RUNNING, time.monotonic()
+        for worker in self.workers:
+            worker.handle = handles.get(worker.member.name)
+            worker.exit_code = None if worker.handle else 0
+            worker.log = log_of(logs, worker.member.name, incarnation)
+
+    def count(self) -> None:
+        """Write down how often it has failed."""
+        self._journal.counted(self.name, self.restarts, self.policy.failures, self.policy.highest)
 
     def settle(self) -> Worker | None:
         """A member that has ended with a failure; the group is `finished` once all have ended well."""
@@ -113,6 +148,13 @@ class Group:
     def wait_until(self, due: float) -> None:
         """Be started again, at this time."""
         self.state, self.due = GroupState.WAITING, due
+
+    def _note_end(self, worker: Worker) -> None:
+        self._journal.ended(worker.member.name, self.incarnation, worker.exit_code)
+
+    def _attempt(self, worker: Worker) -> Attempt:
+        assert worker.log is not None
+        return Attempt(worker.member.name, worker.member.kind, self.incarnation, worker.log)
 
 
 def end_all(groups: Iterable[Group], grace_s: Callable[[], float]) -> None:
@@ -136,6 +178,16 @@ def end_all(groups: Iterable[Group], grace_s: Callable[[], float]) -> None:
         worker.kill()
 
 
+def log_of(logs: Path, worker: str, incarnation: int) -> Path:
+    """Where one start of a worker logs."""
+    return logs / f"{worker}.{incarnation}.log"
+
+
+def status_of_log(log: Path) -> Path:
+    """Where the start of a worker that writes this log leaves its exit status."""
+    return log.with_suffix(".status")
+
+
 def next_incarnation(logs: Path) -> int:
     """A number above every attempt that has a log in this directory."""
     found = (re.search(r"\.(\d+)\.log$", path.name) for path in logs.glob("*.log"))
@@ -157,16 +209,11 @@ def describe_exit(code: int | None) -> str:
     """An exit status in words."""
     if code is None:
         return "has not ended"
+    if code == UNKNOWN_EXIT:
+        return "has ended without a word"
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
-    return inherited | dict(extra)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return inherited | KEEP_ENVIRONMENT | dict(extra)

@@ -1,17 +1,26 @@
-"""How a process of a run is started and signalled: an interface, and its form for this machine."""
+"""How a process of a run is started, signalled and found again: an interface, and its form for this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from services.control import processes
+from services.control.processes import Identity
+
+UNKNOWN_EXIT = 255
+"""The status of a process that ended without leaving one, while nobody watched it who could have been told."""
+STATUS_FILE = "XTOKEN_STATUS_FILE"
+"""The variable that tells a worker where to leave its exit status: only a parent is told it by the kernel."""
+LOOPBACK = "127.0.0.1"
 
 
 class Handle(Protocol):
@@ -19,16 +28,16 @@ class Handle(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Its process id, on the machine where it runs."""
         ...
 
     @property
-    def created(self) -> float | None:
-        """When it was started, in seconds since the epoch: with the pid it names the process for good."""
+    def identity(self) -> dict[str, Any]:
+        """What its launcher finds it again by, as plain values."""
         ...
 
     def poll(self) -> int | None:
-        """Its exit status, -N for a death by signal N; None while it lives."""
+        """Its exit status, -N for a death by signal N, `UNKNOWN_EXIT` if it left none; None while it lives."""
         ...
 
     def terminate(self) -> None:
@@ -41,14 +50,31 @@ class Handle(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes somewhere."""
+    """Starts processes somewhere, and finds again what an earlier one of its kind has started."""
 
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
-        """Start a command with exactly this environment, its output going to a file."""
+        """Start a command with exactly this environment, its output going to a file.
+
+        `env` has the attempt's mark (`processes.MARK`), unique among all, and the file for its status (`STATUS_FILE`).
+        """
+        ...
+
+    def find(self, identity: dict[str, Any] | None, mark: str, status: Path) -> Handle:
+        """A process that was started before, living or not.
+
+        Args:
+            identity: What its handle said it is found by; None if that was never written down.
+            mark: Its mark.
+            status: Where it leaves its status.
+        """
+        ...
+
+    def rendezvous(self) -> Mapping[str, str]:
+        """What the ranks of a trainer need in their environment to find each other: `MASTER_ADDR`, `MASTER_PORT`."""
         ...
 
     def close(self) -> None:
-        """Nothing will be started any more, and everything started has ended."""
+        """Nothing will be started any more; what was started without being tied to this process lives on."""
         ...
 
 
@@ -58,7 +84,8 @@ class LocalHandle:
     def __init__(self, process: subprocess.Popen[bytes], guard: Guard | None) -> None:
         self._process = process
         self._guard = guard
-        self._created = processes.created(process.pid)
+        identity = processes.identify(process.pid)
+        self._identity = identity.document() if identity else {}
         if guard is not None:
             guard.watch(process.pid)
 
@@ -68,9 +95,9 @@ class LocalHandle:
         return self._process.pid
 
     @property
-    def created(self) -> float | None:
-        """When the kernel started it, in seconds since the epoch."""
-        return self._created
+    def identity(self) -> dict[str, Any]:
+        """Pid, time of start, machine's start and PID namespace."""
+        return self._identity
 
     def poll(self) -> int | None:
         """Its exit status; what it leaves running in its group is killed before it is reaped."""
@@ -99,8 +126,71 @@ class LocalHandle:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        processes.kill_group(self.pid)
+
+
+class FoundHandle:
+    """A process of this machine that another process has started: watched by a pidfd, found by pid and time of start.
+
+    Args:
+        identity: Which process; None if it was gone when it was looked for.
+        mark: What its environment and its children's say.
+        status: The file in which it leaves its exit status.
+    """
+
+    def __init__(self, identity: Identity | None, mark: str, status: Path) -> None:
+        self._pidfd = processes.open_handle(identity) if identity is not None else None
+        self._process = identity
+        self._mark, self._status = mark, status
+        self._exit_code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 if it never had one that is known."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """As of the handle that started it."""
+        return self._process.document() if self._process else {}
+
+    def poll(self) -> int | None:
+        """Its exit status, if it left one; what it leaves running is killed."""
+        if self._exit_code is None and (self._pidfd is None or select.select([self._pidfd], [], [], 0)[0]):
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
+            processes.kill_marked(self._mark)
+            self._exit_code = read_status(self._status)
+        return self._exit_code
+
+    def terminate(self) -> None:
+        """SIGTERM to the process itself."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to it, to its group, to its descendants and to all that carry its mark."""
+        if self.poll() is not None:
+            return
+        below = processes.descendants(self.pid)
+        # It has not been reaped: the poll above found it alive, so the group's number is still its own.
+        processes.kill_group(self.pid)
+        self._send(signal.SIGKILL)
+        processes.kill(below)
+        processes.kill_marked(self._mark)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+def read_status(file: Path) -> int:
+    """The exit status that a process has left in a file, `UNKNOWN_EXIT` if it has not."""
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return UNKNOWN_EXIT
 
 
 class LocalLauncher:
@@ -127,6 +217,21 @@ class LocalLauncher:
                 start_new_session=True,
             )  # fmt: skip
         return LocalHandle(process, self._guard)
+
+    def find(self, identity: dict[str, Any] | None, mark: str, status: Path) -> FoundHandle:
+        """A process that an earlier launcher on this machine has started, living or not."""
+        process = Identity.of_document(identity) if identity else None
+        if process is None:
+            # Its starter was killed before it could write its number down.
+            candidates = sorted((found for found, _ in processes.marked(mark)), key=lambda found: found.ticks)
+            process = next(iter(candidates), None)
+        return FoundHandle(process, mark, status)
+
+    def rendezvous(self) -> Mapping[str, str]:
+        """A free port of this machine."""
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(probe.getsockname()[1])}
 
     def close(self) -> None:
         """Send the guard home."""

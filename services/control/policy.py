@@ -12,21 +12,25 @@ class RestartPolicy:
     Args:
         limit: Restarts allowed without progress.
         first_delay_s: Seconds before the first of them; each further one waits twice as long.
+        failures: Those in a row before now.
+        highest: The highest step reached before now.
     """
 
-    def __init__(self, limit: int, *, first_delay_s: float = FIRST_DELAY_S) -> None:
+    def __init__(
+        self, limit: int, *, first_delay_s: float = FIRST_DELAY_S, failures: int = 0, highest: int = 0
+    ) -> None:  # fmt: skip
         self.limit = limit
-        self.failures = 0
+        self.failures = failures
+        self.highest = highest
         self._first_delay_s = first_delay_s
-        self._highest = 0
 
     def failed(self, step: int) -> float | None:
         """The group has failed while the run stood at a step; returns the seconds to wait, None to give the run up.
 
         Progress is a step that the run has not reached before: doing the steps since a checkpoint again is none.
         """
-        if step > self._highest:
-            self._highest, self.failures = step, 0
+        if step > self.highest:
+            self.highest, self.failures = step, 0
         self.failures += 1
         if self.failures > self.limit:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -12,6 +13,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from xtoken_core.errors import XtokenError
+
+log = logging.getLogger("xtoken.control")
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -33,6 +36,8 @@ class Problem(BaseModel):
     errors: list[FieldError] = []
     exit_code: int | None = None
     """What a command that meets this error exits with."""
+    run: str | None = None
+    """The run that is in the way."""
 
 
 class ProblemResponse(JSONResponse):
@@ -42,11 +47,12 @@ class ProblemResponse(JSONResponse):
 
 
 def problem(
-    status: int, detail: str, *, errors: list[FieldError] | None = None, exit_code: int | None = None
-) -> ProblemResponse:
+    status: int, detail: str, *, errors: list[FieldError] | None = None, exit_code: int | None = None,
+    run: str | None = None,
+) -> ProblemResponse:  # fmt: skip
     """The response for an error."""
     found = Problem(
-        title=HTTPStatus(status).phrase, status=status, detail=detail, errors=errors or [], exit_code=exit_code
+        title=HTTPStatus(status).phrase, status=status, detail=detail, errors=errors or [], exit_code=exit_code, run=run
     )
     return ProblemResponse(found.model_dump(), status_code=status)
 
@@ -61,15 +67,27 @@ def install(app: FastAPI) -> None:
         return problem(422, detail, errors=fields, exit_code=2)
 
     async def expected(_: Request, error: Exception) -> ProblemResponse:
-        return problem(getattr(error, "status", 422), str(error), exit_code=getattr(error, "exit_code", 1))
+        field = getattr(error, "field", None)
+        return problem(
+            getattr(error, "status", 422), str(error),
+            errors=[FieldError(field=field, message=getattr(error, "message", str(error)))] if field else None,
+            exit_code=getattr(error, "exit_code", 1), run=getattr(error, "run_id", None),
+        )  # fmt: skip
 
     async def refused(_: Request, error: Exception) -> ProblemResponse:
         assert isinstance(error, HTTPException)
-        return problem(error.status_code, str(error.detail))
+        answer = problem(error.status_code, str(error.detail))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def unexpected(request: Request, error: Exception) -> ProblemResponse:
+        log.error("%s %s", request.method, request.url.path, exc_info=error)
+        return problem(500, "this is an error in xtoken: see the control plane's log")
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(XtokenError, expected)
     app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(Exception, unexpected)
 
 
 def _field(item: dict[str, Any]) -> str:

@@ -16,14 +16,17 @@ class RunState(StrEnum):
 
     STARTING = "starting"
     RUNNING = "running"
+    STOPPING = "stopping"
     COMPLETED = "completed"
     FAILED = "failed"
     STOPPED = "stopped"
+    INTERRUPTED = "interrupted"
+    """All its processes were found gone by a control plane that came after the one that had started them."""
 
     @property
     def over(self) -> bool:
-        """Whether it will not change any more."""
-        return self in (RunState.COMPLETED, RunState.FAILED, RunState.STOPPED)
+        """Whether it will not change any more, unless somebody resumes it."""
+        return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
 
 
 def write_record(output: Path, document: dict[str, Any]) -> None:

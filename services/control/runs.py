@@ -1,150 +1,54 @@
-"""All runs of a control plane: started, watched each in a thread of its own, remembered in a directory."""
+"""All runs of a control plane: started, found again, resumed, stopped, forgotten."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
+import json
 import logging
 import os
-import re
 import secrets
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from services.common.resolve import resolve_run
-from services.control import processes
-from services.control.fleet import fleet_of
-from services.control.launcher import LocalLauncher
-from services.control.lines import last_line_of, read_json
-from services.control.record import RunState, read_record, replace_json, write_record
-from services.control.supervisor import Ending, Limits, Supervisor
-from xtoken_core.config.resolved import ResolvedRun
+from services.control.admission import Admission, RefusedError
+from services.control.place import OccupiedError
+from services.control.record import RunState, read_record
+from services.control.run import LauncherFactory, Run, local_launcher
+from services.control.store import RunRow, Store, TakenError, now
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.data_plane.address import IPC_PATH_BYTES, Address, create_token
 from xtoken_core.errors import ConfigError, XtokenError
-from xtoken_core.teacher import sweep
 
 log = logging.getLogger("xtoken.control")
 
-INDEX = ".index"
-SOCKET = "queue"
-TICK_LIMIT_S = 60.0
-JOIN_POLL_S = 0.1
+LOCK = ".control.lock"
+TICK_LIMIT_S = 90.0
+ROUND_S = 1.0
+KEPT_S = 60.0
+"""How long a run that has ended is kept in memory; after that the database tells of it."""
 
 
-class OccupiedError(XtokenError):
-    """Another run is writing to the same directory."""
+class ConflictError(XtokenError):
+    """The run is not in a state for what is asked."""
 
     status = 409
 
 
-class Run:
-    """One run of this control plane, from its specification to its end.
+class TakenOutputError(TakenError):
+    """Another run has this output directory.
 
     Attributes:
-        id: Its name for others, unique among all runs of the control plane.
-        started: Set once its files are checked, or it has failed before.
-        over: Set once it has ended and nothing of it is left.
-        ending: How it ended.
-        refusal: What the check of its files has found, if that ended it.
+        run_id: Which.
     """
 
-    def __init__(self, spec: RunSpec, *, run_id: str, created: str, tied: bool) -> None:
-        self.id, self.spec, self.created = run_id, spec, created
-        self.started, self.over = threading.Event(), threading.Event()
-        self.ending: Ending | None = None
-        self.refusal: XtokenError | None = None
-        self._tied = tied
-        self._supervisor: Supervisor | None = None
-        self._stop_asked = False
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name=f"run {run_id}", daemon=True)
+    field = "output"
 
-    def start(self) -> None:
-        """Begin, in a thread of its own."""
-        self._thread.start()
-
-    def stop(self, *, now: bool = False) -> None:
-        """End it in order, and at once if `now`; does not wait."""
-        with self._lock:
-            self._stop_asked = True
-            if self._supervisor is not None:
-                self._supervisor.stop(now=now)
-
-    def join(self) -> None:
-        """Wait until nothing of it is left; not for the checks before it starts anything, once it shall stop."""
-        while not self.over.wait(JOIN_POLL_S):
-            with self._lock:
-                if self._stop_asked and self._supervisor is None:
-                    return
-
-    @property
-    def tick_age_s(self) -> float:
-        """Seconds since its supervisor last went round; 0 while it has none."""
-        return time.monotonic() - self._supervisor.ticked_at if self._supervisor else 0.0
-
-    def status(self) -> dict[str, Any]:
-        """Where it stands; asks no other process."""
-        ending = self.ending
-        told = self._supervisor.status() if self._supervisor is not None else {}
-        if ending is None and RunState(told.get("state", RunState.STARTING)).over:
-            told = told | {"state": RunState.RUNNING, "error": ""}  # what is left of it is being removed
-        if ending is not None:
-            told = told | {"state": ending.state, "error": ending.error, "exit_code": ending.exit_code}
-        return told
-
-    def _work(self) -> None:
-        ending = Ending(RunState.FAILED, "its supervisor has failed: this is an error in xtoken, see the log", 1)
-        try:
-            with _sole_writer(self.spec.output):
-                ending = self._run()
-        except XtokenError as error:
-            self.refusal = error
-            ending = Ending(RunState.FAILED, str(error), error.exit_code)
-        except OSError as error:
-            ending = Ending(RunState.FAILED, f"cannot start the run: {error}", 1)
-        finally:
-            self.ending = ending
-            self.started.set()
-            self.over.set()
-            log.info("run %s: %s %s", self.id, ending.state, ending.error)
-
-    def _run(self) -> Ending:
-        output = self.spec.output
-        try:
-            resolved = resolve_run(self.spec)
-        except XtokenError as error:
-            write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
-            raise
-        replace_json(output / "spec.json", self.spec.model_dump(mode="json"))
-        replace_json(output / "resolved.json", resolved.model_dump(mode="json"))
-        with _private_directory() as private:
-            launcher = LocalLauncher(tied=self._tied, private=[private])
-            try:
-                supervisor = self._supervise(resolved, private, launcher)
-                self.started.set()
-                return supervisor.run()
-            finally:
-                launcher.close()
-                sweep()
-
-    def _supervise(self, resolved: ResolvedRun, private: Path, launcher: LocalLauncher) -> Supervisor:
-        output, workers = self.spec.output, self.spec.workers
-        address = _address_of(self.spec, private)
-        members = fleet_of(resolved, output / "resolved.json", address)
-        limits = Limits(max_restarts=workers.max_restarts, load_timeout_s=workers.load_timeout_s)
-        supervisor = Supervisor(members, address, output, launcher, limits, steps=resolved.steps)
-        with self._lock:
-            self._supervisor = supervisor
-            if self._stop_asked:
-                supervisor.stop()
-        return supervisor
+    def __init__(self, message: str, run_id: str) -> None:
+        super().__init__(f"output: {message}")
+        self.message, self.run_id = message, run_id
 
 
 class Runs:
@@ -153,179 +57,250 @@ class Runs:
     Args:
         directory: Where they are remembered; None forgets them with this object.
         tied: Should this process die in any way, its runs' processes die with it.
+        admission: Which runs it takes; all, if left out, with a relative `output` below the directory.
+        launchers: Makes what starts a run's processes; on this machine, if left out.
+
+    Raises:
+        XtokenError: The directory cannot be used, or another control plane uses it.
     """
 
-    def __init__(self, directory: Path | None, *, tied: bool = True) -> None:
-        self.directory = directory
-        self._tied = tied
+    def __init__(
+        self, directory: Path | None, *, tied: bool = False, admission: Admission | None = None,
+        launchers: LauncherFactory | None = None,
+    ) -> None:  # fmt: skip
+        self.directory = directory.resolve() if directory is not None else None
+        self._lock_file = _hold(self.directory) if self.directory is not None else None
+        self.store = Store(self.directory)
+        self.admission = admission or Admission(base=self.directory)
+        self._launchers = launchers or local_launcher(tied=tied)
         self._here: dict[str, Run] = {}
         self._lock = threading.Lock()
-        if directory is not None:
-            try:
-                (directory / INDEX).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise XtokenError(f"cannot make the runs' directory {directory}: {error.strerror}") from error
+        self._closing = threading.Event()
+        self.worked_at = time.monotonic()
+        self._recover()
+        self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
+        self._keeper.start()
 
-    def start(self, spec: RunSpec) -> Run:
-        """Begin a run. A relative `output` is meant relative to the runs' directory.
+    # Changing them
+
+    def start(self, spec: RunSpec, *, key: str | None = None) -> tuple[Run | None, RunRow]:
+        """Begin a run.
+
+        Args:
+            spec: What to run.
+            key: With the same key and specification the same run is returned again instead of another one begun.
+
+        Returns:
+            The run, None if it is an earlier one; and its row.
 
         Raises:
-            ConfigError: Another path of it is relative.
+            RefusedError, OutsideError: This control plane does not take it.
+            TakenError: Its output or key is another run's.
         """
-        spec = self._placed(spec)
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        run = Run(spec, run_id=f"{spec.name}-{secrets.token_hex(4)}", created=created, tied=self._tied)
+        digest = _digest(spec) if key is not None else None
         with self._lock:
-            self._here[run.id] = run
-        if self.directory is not None:
-            entry = {"id": run.id, "name": spec.name, "output": str(spec.output), "created": created}
-            replace_json(self.directory / INDEX / f"{run.id}.json", entry)
-        run.start()
-        return run
+            earlier = self.store.run_with_key(key) if key is not None else None
+            if earlier is not None:
+                if earlier.digest != digest:
+                    raise TakenError(f"Idempotency-Key: {key!r} was sent before, with another run")
+                return None, earlier
+            spec = self.vet(spec)
+            row = RunRow(
+                id=f"{spec.name}-{secrets.token_hex(4)}", name=spec.name, output=str(spec.output), created=now(),
+                began=now(), spec=spec.model_dump(mode="json"), state=RunState.STARTING, key=key, digest=digest,
+            )  # fmt: skip
+            run = self._live(self.store.add(row))
+        return run, row
+
+    def vet(self, spec: RunSpec) -> RunSpec:
+        """The run as it would be begun; its files are not looked into.
+
+        Raises:
+            RefusedError, OutsideError, TakenOutputError: This control plane would not take it.
+        """
+        spec = self.admission.admit(spec)
+        self._check_output(spec.output)
+        return spec
+
+    def resume(self, run_id: str) -> Run:
+        """Begin a run again that has been stopped, has failed or was interrupted: it goes on from its last checkpoint.
+
+        Raises:
+            ConflictError: It goes on, or is complete.
+            RefusedError, OutsideError: This control plane does not take it any more.
+        """
+        with self._lock:
+            row = self._over(run_id, "resumed")
+            if row.state == RunState.COMPLETED:
+                raise ConflictError(f"the run {run_id!r} is complete: there is nothing left to do")
+            spec = self.admission.admit(RunSpec.model_validate(row.spec))
+            if str(spec.output) != row.output:
+                raise ConflictError(f"{row.output} leads elsewhere now, to {spec.output}")
+            fresh = {
+                "state": RunState.STARTING, "error": "", "exit_code": None, "life": row.life + 1, "began": now(),
+                "ended": None, "queue": None,
+            }  # fmt: skip
+            self.store.change(run_id, **fresh)
+            self.store.drop_groups(run_id)
+            self.store.note(run_id, "resumed")
+            found = self.store.run(run_id)
+            assert found is not None
+            return self._live(found)
+
+    def stop(self, run_id: str, *, now: bool = False) -> None:
+        """Stop a run in order, or at once; nothing happens if it is over."""
+        run = self.get(run_id)
+        if run is not None:
+            run.stop(now=now)
+
+    def remove(self, run_id: str, *, files: bool = False) -> None:
+        """Forget a run that is over.
+
+        Args:
+            run_id: Which.
+            files: Whether to remove its output directory as well.
+
+        Raises:
+            ConflictError: It goes on, or the directory is not this run's alone.
+        """
+        with self._lock:
+            row = self._over(run_id, "removed")
+            output = Path(row.output)
+            if files and output.exists():
+                if output.is_symlink() or read_record(output).get("run", run_id) != run_id:
+                    raise ConflictError(f"{output} is not this run's alone: remove it by hand")
+                if self.admission.roots is not None:
+                    self.admission.roots.check(output, "output", write=True)
+                shutil.rmtree(output)
+            self.store.remove(run_id)
+            self._here.pop(run_id, None)
 
     def forget(self, run: Run) -> None:
-        """Drop a run that has never come to anything."""
+        """Drop a run that has never come to anything, and the empty directory that was made for it."""
+        run.join()
         with self._lock:
+            self.store.remove(run.id)
             self._here.pop(run.id, None)
-        if self.directory is not None:
-            (self.directory / INDEX / f"{run.id}.json").unlink(missing_ok=True)
+        ours = self.admission.roots is not None and not isinstance(run.refusal, OccupiedError)
+        if ours and not (run.spec.output / "resolved.json").exists():
+            shutil.rmtree(run.spec.output, ignore_errors=True)
+
+    # Looking at them
 
     def get(self, run_id: str) -> Run | None:
-        """A run of this control plane."""
+        """A run that goes on here, or has ended here."""
         with self._lock:
             return self._here.get(run_id)
 
-    def find(self, run_id: str) -> dict[str, Any] | None:
-        """What is known of a run, with its last metrics and its summary; None if it is unknown."""
-        run = self.get(run_id)
-        found = self._of_here(run) if run is not None else self._of_earlier(run_id)
-        if found is not None:
-            output = Path(found["output"])
-            found |= {
-                "last": last_line_of(output / "steps.jsonl"),
-                "evaluation": last_line_of(output / "eval.jsonl"),
-                "summary": read_json(output / "summary.json") if found["state"] == RunState.COMPLETED else None,
-            }
-        return found
-
-    def list(self) -> list[dict[str, Any]]:
-        """All runs, the newest first."""
+    def here(self) -> list[Run]:
+        """Runs that go on here, or have ended here."""
         with self._lock:
-            here = dict(self._here)
-        found = [self._of_here(run) for run in here.values()]
-        if self.directory is not None:
-            earlier = [path.stem for path in (self.directory / INDEX).glob("*.json") if path.stem not in here]
-            found += [entry for entry in map(self._of_earlier, earlier) if entry is not None]
-        return sorted(found, key=lambda entry: str(entry["created"]), reverse=True)
+            return list(self._here.values())
 
     def stuck(self) -> dict[str, float]:
-        """Runs whose supervisor has not gone round for too long, and for how many seconds."""
-        with self._lock:
-            running = [run for run in self._here.values() if not run.over.is_set()]
+        """Runs whose supervisor has not completed a round for too long, and for how many seconds."""
+        running = [run for run in self.here() if not run.over.is_set()]
         return {run.id: run.tick_age_s for run in running if run.tick_age_s > TICK_LIMIT_S}
+
+    @property
+    def round_age_s(self) -> float:
+        """Seconds since the control plane last read its database and looked through its runs."""
+        return time.monotonic() - self.worked_at
 
     def busy(self) -> bool:
         """Whether any run goes on here."""
-        with self._lock:
-            return any(not run.over.is_set() for run in self._here.values())
+        return any(not run.over.is_set() for run in self.here())
+
+    # Its end
 
     def stop_all(self, *, now: bool = False) -> None:
         """End every run that goes on here; does not wait."""
-        with self._lock:
-            here = list(self._here.values())
-        for run in here:
+        for run in self.here():
             run.stop(now=now)
 
+    def leave_all(self) -> None:
+        """Let every run go on without this control plane; a later one will find it."""
+        for run in self.here():
+            run.leave()
+
     def join(self) -> None:
-        """Wait until nothing is left of any run."""
-        with self._lock:
-            here = list(self._here.values())
-        for run in here:
+        """Wait until nothing is done about any run."""
+        for run in self.here():
             run.join()
 
-    def _placed(self, spec: RunSpec) -> RunSpec:
-        output = spec.output if self.directory is None else self.directory.resolve() / spec.output
-        for name, path in _paths_of(spec.model_dump(exclude={"output"})):
-            if not path.is_absolute():
-                raise ConfigError(f"{name}: {path} is relative: a control plane takes absolute paths")
-        if not output.is_absolute():
-            raise ConfigError(f"output: {output} is relative: this control plane takes absolute paths")
-        return spec.model_copy(update={"output": output})
+    def close(self) -> None:
+        """Let the database go; nothing may be going on any more."""
+        self._closing.set()
+        self._keeper.join()
+        self.store.close()
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
 
-    @staticmethod
-    def _of_here(run: Run) -> dict[str, Any]:
-        known = {"id": run.id, "name": run.spec.name, "output": str(run.spec.output), "created": run.created}
-        return known | run.status()
+    # Within
 
-    def _of_earlier(self, run_id: str) -> dict[str, Any] | None:
-        if self.directory is None or not re.fullmatch(r"[A-Za-z0-9._-]+", run_id):
-            return None
-        entry = read_json(self.directory / INDEX / f"{run_id}.json")
-        if entry is None:
-            return None
-        record = read_record(Path(entry["output"]))
-        state = record.get("state", RunState.FAILED)
-        error = record.get("error", "")
-        if not RunState(state).over and not _lives(record.get("supervisor", {})):
-            state, error = RunState.FAILED, "its control plane has ended: start it again to go on from its checkpoint"
-        return entry | {"state": state, "error": error, "exit_code": record.get("exit_code")}
+    def _live(self, row: RunRow, *, adopt: bool = False) -> Run:
+        run = Run(row, self.store, self.admission.roots, self._launchers, adopt=adopt)
+        self._here[run.id] = run
+        run.start()
+        return run
 
+    def _recover(self) -> None:
+        rows = self.store.unfinished()
+        for row in rows:
+            self._live(row, adopt=True)
+        for row in rows:
+            self._here[row.id].started.wait()
+            if row.state == RunState.STOPPING:
+                self._here[row.id].stop()
 
-def _paths_of(value: Any, name: str = "") -> Iterator[tuple[str, Path]]:
-    """Every path in a dumped specification, with its field's name."""
-    if isinstance(value, Path):
-        yield name, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, item in items:
-        yield from _paths_of(item, f"{name}.{key}" if name else str(key))
+    def _keep(self) -> None:
+        """Rounds of housekeeping, by which `/readyz` judges: the database answers, ended runs are let go."""
+        while not self._closing.wait(ROUND_S):
+            with contextlib.suppress(XtokenError):
+                self.store.counts()
+                with self._lock:
+                    past = [run_id for run_id, run in self._here.items() if run.over_for_s > KEPT_S]
+                    for run_id in past:
+                        del self._here[run_id]
+                self.worked_at = time.monotonic()
 
+    def _over(self, run_id: str, what: str) -> RunRow:
+        row, run = self.store.run(run_id), self._here.get(run_id)
+        if row is None:
+            raise ConflictError(f"there is no run {run_id!r}")
+        if not RunState(row.state).over or (run is not None and not run.over.is_set()):
+            raise ConflictError(f"the run {run_id!r} is {row.state}: it can be {what} once it is over")
+        return row
 
-def _lives(process: dict[str, Any]) -> bool:
-    pid, created = process.get("pid"), process.get("created")
-    return isinstance(pid, int) and created is not None and processes.created(pid) == created
-
-
-def _address_of(spec: RunSpec, private: Path) -> Address:
-    if spec.queue.address is None:
-        return Address.parse(f"ipc://{private / SOCKET}")
-    address = Address.parse(spec.queue.address)
-    if address.ipc_path is not None:
-        return address
-    token = address.token_file or private / "token"
-    create_token(token)
-    return Address.parse(spec.queue.address, token)
-
-
-@contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A directory of this user alone for the queue's socket, gone afterwards."""
-    place = tempfile.gettempdir()
-    longest = len(os.fsencode(place)) + len("/xtoken-12345678/") + len(SOCKET)
-    path = Path(tempfile.mkdtemp(prefix="xtoken-", dir=None if longest <= IPC_PATH_BYTES else "/tmp"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    def _check_output(self, output: Path) -> None:
+        other = self.store.run_around(output)
+        if other is not None:
+            where = "belongs to" if other.output == str(output) else f"overlaps {other.output}, which belongs to"
+            raise TakenOutputError(f"{output} {where} the run {other.id}: resume that, or name another", other.id)
+        if self.admission.roots is not None and output.is_dir() and any(output.iterdir()):
+            raise RefusedError("output", f"{output} is not empty: a new run begins in a directory of its own")
 
 
-@contextmanager
-def _sole_writer(output: Path) -> Iterator[None]:
-    """Hold a run's directory against any other run.
+def _digest(spec: RunSpec) -> str:
+    return hashlib.sha256(json.dumps(spec.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def _hold(directory: Path) -> int:
+    """Make the runs' directory this control plane's own.
 
     Raises:
-        OccupiedError: Another run is writing there.
         XtokenError: It cannot be made.
+        ConfigError: Another control plane serves it.
     """
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise XtokenError(f"cannot make the output directory {output}: {error.strerror}") from error
+        raise XtokenError(f"cannot make the runs' directory {directory}: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OccupiedError(f"another run is writing to {output}: stop it, or name another output") from error
-        yield
-    finally:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         os.close(handle)
+        raise ConfigError(f"another control plane serves the runs in {directory}: name another --runs-dir") from error
+    return handle

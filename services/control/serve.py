@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 
-from services.control.access import check_loopback
+from services.common.roots import Roots
+from services.control.access import Access
+from services.control.admission import Admission
 from services.control.app import create_app
 from services.control.interrupts import Interrupts
 from services.control.runs import Runs
@@ -17,7 +20,8 @@ from xtoken_core.errors import XtokenError
 
 log = logging.getLogger("xtoken.control")
 
-BACKLOG = 128
+BACKLOG = 1024
+GOODBYE_S = 2
 
 
 class HttpServer:
@@ -25,21 +29,21 @@ class HttpServer:
 
     Args:
         runs: What it serves.
-        host: A loopback address.
+        host: Where to listen.
         port: 0 takes any free one.
+        access: Who may ask.
 
     Raises:
-        ConfigError: The host is no loopback address.
         XtokenError: The port is in use.
     """
 
-    def __init__(self, runs: Runs, host: str, port: int) -> None:
-        check_loopback(host)
+    def __init__(self, runs: Runs, host: str, port: int, access: Access) -> None:
         self._socket = _listen(host, port)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         config = uvicorn.Config(
-            create_app(runs), log_level="warning", lifespan="off", access_log=False, log_config=None
-        )
+            create_app(runs, access), log_level="warning", lifespan="off", access_log=False, log_config=None,
+            timeout_graceful_shutdown=GOODBYE_S, server_header=False,
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
         self._thread.start()
@@ -61,28 +65,60 @@ class HttpServer:
         self._socket.close()
 
 
-def serve(host: str, port: int, runs_dir: Path) -> None:
-    """Serve until SIGTERM or SIGINT, then stop what runs, in order; a second one ends it at once.
+def serve(
+    host: str, port: int, runs_dir: Path, *, roots: Sequence[Path] = (), token_file: Path | None = None,
+    names: Sequence[str] = (), stop_on_exit: bool = False,
+) -> None:  # fmt: skip
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        host: Where to listen; any address but a loopback one needs a token file.
+        port: 0 takes any free one.
+        runs_dir: Where runs are remembered and written.
+        roots: Where runs may read, beside the runs' directory.
+        token_file: The file with the token that requests must carry.
+        names: Host names under which it may be asked for.
+        stop_on_exit: Whether it then stops its runs in order, at a second signal at once; otherwise they go on alone
+            until the next control plane finds them.
 
     Raises:
         XtokenError: The address cannot be served, or the runs' directory cannot be made.
     """
-    check_loopback(host)
-    runs = Runs(runs_dir)
-    server = HttpServer(runs, host, port)
-    log.info("serving at %s, runs in %s", server.url, runs_dir)
+    access = Access.of(host, token_file, names)
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    admission = Admission(Roots.of(roots, [runs_dir]), runs_dir.resolve())
     with Interrupts() as interrupts:
+        runs = Runs(runs_dir, admission=admission)
+        try:
+            server = HttpServer(runs, host, port, access)
+        except XtokenError:
+            runs.leave_all()
+            raise
+        log.info("serving at %s, runs in %s", server.url, runs_dir)
         try:
             while server.alive and not interrupts.wait():
                 pass
-            runs.stop_all()
-            while runs.busy():
-                if interrupts.wait() and interrupts.count > 1:
-                    runs.stop_all(now=True)
+            if stop_on_exit:
+                _stop(runs, interrupts)
         finally:
-            runs.stop_all(now=True)
-            runs.join()
             server.close()
+            _say_what_goes_on(runs)
+            runs.leave_all()
+            runs.join()
+            runs.close()
+
+
+def _stop(runs: Runs, interrupts: Interrupts) -> None:
+    runs.stop_all()
+    while runs.busy():
+        if interrupts.wait() and interrupts.count > 1:
+            runs.stop_all(now=True)
+
+
+def _say_what_goes_on(runs: Runs) -> None:
+    going = [run.id for run in runs.here() if not run.over.is_set()]
+    if going:
+        log.info("left to go on alone, until a control plane is started for the same directory: %s", ", ".join(going))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,8 @@ from services.control import processes
 from services.control.account import attempts_of, status_of
 from services.control.fleet import STOP_ORDER, Member
 from services.control.groups import Group, GroupState, Worker, describe_exit, end_all, next_incarnation
-from services.control.launcher import Launcher
+from services.control.journal import Journal
+from services.control.launcher import Handle, Launcher
 from services.control.observer import Observer, why_gone
 from services.control.policy import FIRST_DELAY_S, RestartPolicy
 from services.control.record import RunState, write_record
@@ -69,6 +70,25 @@ class Limits:
     first_delay_s: float = FIRST_DELAY_S
 
 
+@dataclass(frozen=True)
+class TakenGroup:
+    """Where an earlier supervisor has left a group.
+
+    Attributes:
+        incarnation: The number of its last start.
+        handles: The processes of that start that had not ended when it was last heard of, by the worker's name.
+        waiting: Whether it had failed and was to be started again.
+        failures: Those in a row, up to `highest_step`.
+    """
+
+    incarnation: int
+    handles: Mapping[str, Handle]
+    waiting: bool = False
+    restarts: int = 0
+    failures: int = 0
+    highest_step: int = 0
+
+
 class Supervisor:
     """Runs the processes of one run until it is complete, fails or is stopped.
 
@@ -81,38 +101,37 @@ class Supervisor:
         queue: Its address.
         output: The run's directory; logs and `run.json` are written there.
         steps: Optimiser steps of the whole run, for `status`.
+        journal: Where it writes down what another supervisor would need to take its place.
+        taken: Where an earlier supervisor has left each group, by the group's name; a group it lacks starts anew.
     """
 
     def __init__(
         self, members: Sequence[Member], queue: Address, output: Path, launcher: Launcher, limits: Limits, *,
-        steps: int = 0,
+        steps: int = 0, journal: Journal | None = None, taken: Mapping[str, TakenGroup] | None = None,
     ) -> None:  # fmt: skip
         self._logs = output / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        first = next_incarnation(self._logs)
+        self._journal = journal or Journal(str(output))
+        self._limits = limits
         names = dict.fromkeys(member.group for member in members)
-        self._groups = [
-            Group(
-                [m for m in members if m.group == name],
-                RestartPolicy(limits.max_restarts, first_delay_s=limits.first_delay_s), first,
-            )
-            for name in names
-        ]  # fmt: skip
+        first = next_incarnation(self._logs)
+        self._groups = [self._group([m for m in members if m.group == name], first, taken or {}) for name in names]
         self._queue = next(group for group in self._groups if group.kind == "queue")
         self._workers = [group for group in self._groups if group is not self._queue]
         self._output = output
         self._launcher = launcher
-        self._limits = limits
         self._steps = steps
         self._observer = Observer(queue)
         self._looked_at = 0.0
         self._wake = threading.Event()
         self._stop_asked = False
         self._hurry = False
+        self._leave_asked = False
         self._ending: Ending | None = None
         self._identity = {
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "supervisor": {"pid": os.getpid(), "created": processes.created(os.getpid())},
+            "run": self._journal.run_id,
+            "supervisor": _own_identity(),
         }
         self._recorded: dict[str, Any] = {}
         self._status: dict[str, Any] = {}
@@ -127,17 +146,29 @@ class Supervisor:
         self._hurry = self._hurry or now
         self._wake.set()
 
+    def leave(self) -> None:
+        """Go, and let the run's processes go on: another supervisor will take this one's place."""
+        self._leave_asked = True
+        self._wake.set()
+
     def status(self) -> dict[str, Any]:
         """Where the run stands, as last looked at; asks no other process. Ages are seconds."""
         return self._status
 
     # The loop
 
-    def run(self) -> Ending:
-        """Start everything and stay until the run has ended; nothing of it is left then."""
+    def run(self) -> Ending | None:
+        """Start everything and stay until the run has ended; nothing of it is left then.
+
+        Returns:
+            How it ended; None if this supervisor was told to leave it.
+        """
         ending = Ending(RunState.FAILED, "its supervisor has failed: this is an error in xtoken, see the log", 1)
         try:
             while not self._stop_asked:
+                if self._leave_asked:
+                    self._observer.close()
+                    return None
                 self._tick()
                 if self._complete():
                     ending = Ending(RunState.COMPLETED)
@@ -149,24 +180,25 @@ class Supervisor:
             ending = Ending(RunState.FAILED, str(error), error.exit_code)
         except OSError as error:
             ending = Ending(RunState.FAILED, f"cannot keep the run going: {error}", 1)
-        finally:
-            self._end(ending)
+        except Exception:
+            log.exception("the run's supervisor has failed")
+        self._end(ending)
         return ending
 
     def _tick(self) -> None:
-        self.ticked_at = time.monotonic()
         self._watch_queue()
         for group in self._workers:
             if group.state == GroupState.RUNNING:
                 failed = group.settle()
                 if failed is not None:
                     self._fail(group, failed, describe_exit(failed.exit_code))
-        if self._observer.connected and self.ticked_at - self._looked_at >= LOOK_S:
+        if self._observer.connected and time.monotonic() - self._looked_at >= LOOK_S:
             self._look()
         for group in self._workers:
             if self._observer.connected and group.state == GroupState.WAITING and group.due <= time.monotonic():
                 self._start(group)
         self._tell()
+        self.ticked_at = time.monotonic()
 
     def _complete(self) -> bool:
         trainers = [group for group in self._workers if group.kind == "trainer"]
@@ -253,6 +285,8 @@ class Supervisor:
             count = group.policy.limit
             restarts = f"after {count} restart{'s' if count != 1 else ''} without progress"
             raise GivenUp(f"{worker.member.name} {why}, {restarts}{self._leased(worker.member)}{said}")
+        group.count()
+        self._journal.note(f"{why}: starting it again in {delay:.1f} s{said}", worker=worker.member.name)
         log.warning("%s %s: starting it again in %.1f s%s", worker.member.name, why, delay, said)
         end_all([group], lambda: min(self._grace(), RESTART_GRACE_S))
         group.wait_until(time.monotonic() + delay)
@@ -271,6 +305,20 @@ class Supervisor:
 
     # Processes
 
+    def _group(self, members: Sequence[Member], first: int, taken: Mapping[str, TakenGroup]) -> Group:
+        limits, found = self._limits, taken.get(members[0].group)
+        if found is None:
+            policy = RestartPolicy(limits.max_restarts, first_delay_s=limits.first_delay_s)
+            return Group(members, policy, first, self._journal)
+        policy = RestartPolicy(
+            limits.max_restarts, first_delay_s=limits.first_delay_s, failures=found.failures, highest=found.highest_step
+        )
+        group = Group(members, policy, found.incarnation + 1, self._journal)
+        group.take_over(found.handles, found.incarnation, found.restarts, self._logs)
+        if found.waiting:
+            group.wait_until(time.monotonic())
+        return group
+
     def _start(self, group: Group) -> None:
         group.start(self._launcher, self._logs)
         for worker in group.workers:
@@ -281,7 +329,7 @@ class Supervisor:
         return 0.0 if self._hurry else self._limits.grace_s
 
     def _end(self, ending: Ending) -> None:
-        """End every process: workers first, in order, the queue last."""
+        """End every process: workers first, in order, then the queue, then whatever still carries the run's mark."""
         if ending.state == RunState.FAILED:
             self._observer.give_up(ending.error)
         ordered = sorted(self._workers, key=lambda group: STOP_ORDER.index(group.kind))
@@ -289,6 +337,7 @@ class Supervisor:
         self._observer.look()
         self._observer.close()
         end_all([self._queue], lambda: QUEUE_GRACE_S)
+        processes.kill_marked(f"{self._journal.run_id}/")
         for group in self._groups:
             group.state = GroupState.FINISHED if ending.state == RunState.COMPLETED else GroupState.STOPPED
         self._ending = ending
@@ -302,6 +351,8 @@ class Supervisor:
     def _state(self) -> RunState:
         if self._ending is not None:
             return self._ending.state
+        if self._stop_asked:
+            return RunState.STOPPING
         started = any(group.state != GroupState.WAITING for group in self._workers)
         return RunState.RUNNING if started else RunState.STARTING
 
@@ -314,7 +365,14 @@ class Supervisor:
         common = {"state": self._state(), "error": self._ending.error if self._ending else ""}
         self._status = common | status_of(self._groups, self._observer, self._steps)
         exit_code = self._ending.exit_code if self._ending else None
+        if self._ending is None:  # whoever started this supervisor writes down how it ends
+            self._journal.run(state=common["state"], step=self._status["step"], steps=self._steps)
         record = common | {"exit_code": exit_code, **self._identity, "workers": attempts_of(self._groups)}
         if record != self._recorded:
             write_record(self._output, record)
             self._recorded = record
+
+
+def _own_identity() -> dict[str, Any]:
+    own = processes.identify(os.getpid())
+    return own.document() if own else {}

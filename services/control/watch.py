@@ -13,6 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.control.record import RunState
+
 LINE_EVERY_S = 5.0
 STOPPING = "stopping in order; once more to stop at once"
 STOPPING_NOW = "stopping at once"
@@ -113,6 +115,8 @@ def progress_line(status: dict[str, Any]) -> str:
 
 def ending_line(status: dict[str, Any]) -> str:
     """One line on how a run ended."""
+    if not RunState(status["state"]).over:
+        return f"{status['name']} goes on: xtoken runs show {status['id']}"
     where = f"{status['name']}: {status['state']} after step {status['step'] or 0} of {status['steps'] or '?'}"
     if status["state"] == "stopped":
         return f"{where}; start it again to go on from its last checkpoint in {status['output']}"

@@ -152,7 +152,7 @@ def test_the_control_plane_serves_without_torch(tmp_path: Path) -> None:
         url = re.search(r"http://[0-9.]+:\d+", said)
         assert url is not None
         assert httpx.get(f"{url[0]}/readyz", timeout=30).json()["ready"] is True
-        assert httpx.get(f"{url[0]}/v1/runs", timeout=30).json() == {"runs": []}
+        assert httpx.get(f"{url[0]}/v1/runs", timeout=30).json() == {"runs": [], "next": None}
 
 
 def test_no_package_called_proto_comes_with_the_distribution(tmp_path: Path) -> None:

@@ -69,6 +69,18 @@ def run_file(spec: RunSpec, directory: Path) -> Path:
     return path
 
 
+def serve(
+    directory: Path, assets: TinyAssets, *arguments: str, program: tuple[str, ...] = ("-m", "services.cli")
+) -> tuple[Command, str]:
+    """A control plane whose runs may read the tiny assets and the directory; and its URL."""
+    roots = ("--root", str(assets.student.parent), "--root", str(directory))
+    control = Command(
+        directory, "control", "--port", "0", "--runs-dir", str(directory / "runs"), *roots, *arguments, program=program
+    )
+    control.until(lambda: "serving at" in control.said())
+    return control, re.findall(r"http://\S+:\d+", control.said())[-1]
+
+
 def workers_of(output: Path) -> list[int]:
     """The pids of a run's living processes, by its own record."""
     record = json.loads((output / "run.json").read_text()) if (output / "run.json").exists() else {"workers": {}}
@@ -94,15 +106,15 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
 
 
 def test_runs_over_http_by_a_process_without_torch(tmp_path: Path, assets: TinyAssets) -> None:
-    control = Command(
-        tmp_path, "control", "--port", "0", "--runs-dir", str(tmp_path / "runs"), program=("-c", WITHOUT_TORCH)
-    )  # fmt: skip
+    runs = tmp_path / "runs"
+    control, url = serve(tmp_path, assets, program=("-c", WITHOUT_TORCH))
     try:
-        control.until(lambda: "serving at" in control.said())
-        url = re.findall(r"http://\S+:\d+", control.said())[0]
         with httpx.Client(base_url=url, timeout=60) as http:
-            _stop(control, http, tiny_spec(assets, tmp_path / "long", records=4000))
-            _complete(tmp_path, http, url, tiny_spec(assets, tmp_path / "short", records=240, workers={"collators": 1}))
+            _stop(control, http, tiny_spec(assets, tmp_path / "long", records=4000, output=runs / "long"))
+            short = tiny_spec(
+                assets, tmp_path / "short", records=240, output=runs / "short", workers={"collators": 1}
+            )  # fmt: skip
+            _complete(tmp_path, http, url, short)
             assert [run["state"] for run in http.get("/v1/runs").json()["runs"]] == ["completed", "stopped"]
         control.process.terminate()
         assert control.ended() == 0, control.said()
@@ -119,7 +131,7 @@ def _stop(control: Command, http: httpx.Client, spec: RunSpec) -> None:
     control.until(lambda: all(w["pid"] for w in http.get(path).json()["workers"]))
     refused = http.post("/v1/runs", json=body)
     assert refused.status_code == 409
-    assert refused.json()["detail"].startswith(f"another run is writing to {spec.output}")
+    assert refused.json()["detail"].startswith(f"output: {spec.output} belongs to the run {path.split('/')[-1]}")
     pids = [w["pid"] for w in http.get(path).json()["workers"]]
     assert http.post(f"{path}/stop", params={"now": True}).status_code == 202
     control.until(lambda: http.get(path).json()["state"] == "stopped")

@@ -1,9 +1,8 @@
-"""The HTTP interface, as far as it goes without a run: refusals, and runs of earlier control planes."""
+"""The HTTP interface, as far as it goes without starting a run: refusals, and runs that are over."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,36 +10,47 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control import processes
-from services.control.access import MAX_BODY_BYTES, is_loopback
+from services.control.access import MAX_BODY_BYTES
 from services.control.app import create_app
-from services.control.record import write_record
-from services.control.runs import INDEX, Runs
+from services.control.record import RunState
+from services.control.runs import Runs
+from tests.unit.control.planes import HERE, make_runs, put, spec
 
 JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Runs:
-    return Runs(tmp_path / "runs")
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    found = make_runs(tmp_path)
+    yield found
+    found.close()
 
 
 @pytest.fixture
 def client(runs: Runs) -> Iterator[TestClient]:
-    with TestClient(create_app(runs), base_url="http://127.0.0.1:8400") as found:
+    with TestClient(create_app(runs), base_url=HERE, raise_server_exceptions=False) as found:
         yield found
-
-
-def spec(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    model = {"model": str(tmp_path / "model"), "context_length": 8}
-    teacher = {**model, "projection": str(tmp_path / "projection.pt")}
-    data = {"path": str(tmp_path / "data.txt")}
-    return {"output": "out", "student": model, "teacher": teacher, "data": data, **changes}
 
 
 def test_health(client: TestClient, runs: Runs) -> None:
     assert client.get("/livez").json() == {"live": True}
-    assert client.get("/readyz").json() == {"ready": True, "stuck": {}}
+    assert client.get("/readyz").json()["ready"] is True
+    assert 0 <= client.get("/readyz").json()["age_s"] < 30
+
+
+def test_readiness_is_the_age_of_work_not_a_constant(client: TestClient, runs: Runs) -> None:
+    runs.store.close()
+    runs.store.counts = broken  # type: ignore[method-assign]
+    runs.worked_at -= 60
+    answer = client.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json()["age_s"] >= 60 and "the database has not answered" in answer.json()["reason"]
+
+
+def broken() -> dict[str, int]:
+    from services.control.store import StoreError
+
+    raise StoreError("the disk is gone")
 
 
 @pytest.mark.parametrize(
@@ -50,73 +60,102 @@ def test_health(client: TestClient, runs: Runs) -> None:
         ({"colour": "red"}, "colour", "Extra inputs are not permitted"),
         ({"train": {"samples_per_step": 0}}, "train.samples_per_step", "greater than or equal to 1"),
         ({"queue": {"block_size": 5}}, "the run", "queue.block_size = 5 must divide"),
+        ({"student": {"model": "/m", "context_length": 8, "trust_remote_code": True}}, "student.trust_remote_code",
+         "Extra inputs are not permitted"),
+        ({"workers": {"collators": 10**6}}, "workers.collators", "1000000 is more than 256"),
+        ({"train": {"max_steps": 10**30}}, "train.max_steps", "is more than"),
+        ({"queue": {"address": "ipc:///etc/x"}}, "queue.address", "an address of its own"),
+        ({"output": "../out"}, "output", "climbs up"),
+        ({"output": ".hidden"}, "output", "hidden"),
+        ({"output": "a\0b"}, "output", "control characters"),
+        ({"output": "x" * 5000}, "output", "longer than"),
+        ({"output": "."}, "output", "a directory of the run's own"),
+        ({"output": "/tmp/elsewhere"}, "output", "is written: it must lie under"),
+        ({"data": {"path": "data.txt"}}, "data.path", "data.txt is relative: a control plane takes absolute paths"),
+        ({"data": {"path": "/etc/passwd"}}, "data.path", "lies under none of this control plane's roots"),
     ],
-)
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("dry", [False, True], ids=["start", "dry run"])
 def test_a_refused_field_is_named(
-    client: TestClient, tmp_path: Path, changes: dict[str, Any], field: str, message: str
+    client: TestClient, tmp_path: Path, changes: dict[str, Any], field: str, message: str, dry: bool
 ) -> None:
-    answer = client.post("/v1/runs", json=spec(tmp_path, **changes))
-    assert answer.status_code == 422
+    answer = client.post("/v1/runs", json=spec(tmp_path, **changes), params={"dry_run": dry})
+    assert answer.status_code == 422, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     problem = answer.json()
     assert [error["field"] for error in problem["errors"]] == [field]
     assert message in problem["errors"][0]["message"]
     assert problem["detail"].startswith(f"{field}: ") and problem["exit_code"] == 2
-    assert client.get("/v1/runs").json() == {"runs": []}
+    assert client.get("/v1/runs").json() == {"runs": [], "next": None}
+
+
+def test_unfit_files_are_refused_and_the_run_forgotten(client: TestClient, tmp_path: Path) -> None:
+    for params in ({}, {"dry_run": True}):
+        answer = client.post("/v1/runs", json=spec(tmp_path), params=params)
+        assert answer.status_code == 422, answer.text
+        assert f"cannot read the student's model: {tmp_path / 'data' / 'model'}" in answer.json()["detail"]
+        assert client.get("/v1/runs").json()["runs"] == []
+        assert not (tmp_path / "runs" / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "detail"),
+    ("link", "target", "changes", "field"),
     [
-        ({}, "no_model"),
-        ({"data": {"path": "data.txt"}}, "data.path: data.txt is relative: a control plane takes absolute paths"),
-        ({"teacher": [{"model": "/m", "projection": "p", "context_length": 8}]}, "teacher.0.projection: p is relative"),
+        ("data/link.txt", "secret", {"data": {"path": "data/link.txt"}}, "data.path"),
+        (None, None, {"data": {"path": "data/../secret"}}, "data.path"),
+        ("data/model/config.json", "secret", {}, "student.model"),
+        ("data/model/weights", "other", {}, "student.model"),
+        ("runs/out", "elsewhere", {}, "output"),
+        ("runs/up", ".", {"output": "up/out"}, "output"),
     ],
-    ids=["missing model", "relative data", "relative projection"],
+    ids=["file", "dots", "file of a model", "directory of a model", "output", "parent of the output"],
 )
-def test_unfit_files_are_refused_and_the_run_forgotten(
-    client: TestClient, tmp_path: Path, changes: dict[str, Any], detail: str
+def test_links_do_not_lead_out_of_the_roots(
+    client: TestClient, tmp_path: Path, link: str | None, target: str, changes: dict[str, Any], field: str
 ) -> None:
-    body = spec(tmp_path, **changes)
-    if detail == "no_model":
-        detail = f"cannot read the student's model: {tmp_path / 'model' / 'config.json'}"
-    answer = client.post("/v1/runs", json=body)
-    assert answer.status_code == 422, answer.text
-    assert detail in answer.json()["detail"]
-    assert client.get("/v1/runs").json() == {"runs": []}
+    (tmp_path / "secret").write_text("secret")
+    if link:
+        (tmp_path / link).parent.mkdir(exist_ok=True)
+        (tmp_path / link).symlink_to(tmp_path / target)
+    if "data" in changes:
+        changes = {"data": {"path": str(tmp_path / changes["data"]["path"])}}
+    answer = client.post("/v1/runs", json=spec(tmp_path, **changes))
+    assert (answer.status_code, [error["field"] for error in answer.json()["errors"]]) == (422, [field]), answer.text
+    assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_directory_that_cannot_be_made(client: TestClient, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    answer = client.post("/v1/runs", json=spec(tmp_path, output=str(tmp_path / "file" / "out")))
-    assert answer.status_code == 422
-    assert f"cannot make the output directory {tmp_path / 'file' / 'out'}" in answer.json()["detail"]
+def test_a_new_run_needs_a_directory_of_its_own(client: TestClient, runs: Runs, tmp_path: Path) -> None:
+    output = put(runs)
+    answer = client.post("/v1/runs", json=spec(tmp_path, output="old-1"))
+    assert (answer.status_code, answer.json()["run"]) == (409, "old-1")
+    assert client.post("/v1/runs", json=spec(tmp_path, output="old-1/inner")).status_code == 409
+    (output.parent / "full").mkdir()
+    (output.parent / "full" / "file").touch()
+    answer = client.post("/v1/runs", json=spec(tmp_path, output="full"))
+    assert answer.status_code == 422 and "is not empty" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("path", ["/v1/runs/none", "/v1/runs/none/metrics", "/v1/runs/..%2f..%2fetc", "/nowhere"])
+def test_an_idempotency_key_names_one_run(client: TestClient, runs: Runs, tmp_path: Path) -> None:
+    from services.control.runs import _digest
+    from xtoken_core.config.spec import RunSpec
+
+    body = spec(tmp_path)
+    put(runs, key="k", digest=_digest(RunSpec.model_validate(body)))
+    again = client.post("/v1/runs", json=body, headers={"Idempotency-Key": "k"})
+    assert (again.status_code, again.json()["id"]) == (200, "old-1")
+    other = client.post("/v1/runs", json=spec(tmp_path, seed=1), headers={"Idempotency-Key": "k"})
+    assert other.status_code == 409 and "was sent before" in other.json()["detail"]
+    assert client.post("/v1/runs", json=body, headers={"Idempotency-Key": "x" * 300}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/runs/none", "/v1/runs/none/metrics", "/v1/runs/none/events", "/v1/runs/none/artifacts/a", "/nowhere"]
+)
 def test_what_is_not_there(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 404
     assert answer.json()["status"] == 404
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"host": "evil.example"}, 403),
-        ({"host": "evil.example:8400"}, 403),
-        ({"host": "192.168.1.7:8400"}, 403),
-        ({"host": "["}, 403),
-        ({"origin": "https://evil.example"}, 403),
-        ({"origin": "null"}, 403),
-        ({"origin": "http://localhost:8400"}, 200),
-        ({"host": "localhost"}, 200),
-        ({"host": "[::1]:8400"}, 200),
-    ],
-    ids=str,
-)
-def test_foreign_names_and_pages_are_refused(client: TestClient, headers: dict[str, str], status: int) -> None:
-    assert client.get("/v1/runs", headers=headers).status_code == status
 
 
 def test_a_body_too_long_is_refused(client: TestClient) -> None:
@@ -132,52 +171,113 @@ def test_a_body_that_hides_its_length_is_refused_too(client: TestClient) -> None
     assert 400 <= answer.status_code < 500
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'"x"', b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'"x"', b"[" * 100_000, b'{"seed": ' + b"1" * 5000 + b"}"])
 def test_garbage_is_no_server_error(client: TestClient, body: bytes) -> None:
     assert client.post("/v1/runs", content=body, headers=JSON).status_code in (400, 422)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_addresses_of_this_machine(host: str) -> None:
-    assert is_loopback(host)
+def test_pages_of_runs(client: TestClient, runs: Runs) -> None:
+    for number in range(7):
+        put(runs, f"r-{number}", RunState.STOPPED if number % 2 else RunState.COMPLETED)
+    seen, cursor = [], None
+    while True:
+        page = client.get("/v1/runs", params={"limit": 3, **({"cursor": cursor} if cursor else {})}).json()
+        seen += [run["id"] for run in page["runs"]]
+        cursor = page["next"]
+        if cursor is None:
+            break
+    assert seen == [f"r-{number}" for number in reversed(range(7))]
+    stopped = client.get("/v1/runs", params={"state": "stopped"}).json()["runs"]
+    assert [run["id"] for run in stopped] == ["r-5", "r-3", "r-1"]
+    assert client.get("/v1/runs", params={"state": "lost"}).status_code == 422
+    assert client.get("/v1/runs", params={"name": "other"}).json()["runs"] == []
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", ""])
-def test_addresses_that_others_reach(host: str) -> None:
-    assert not is_loopback(host)
-
-
-def remembered(runs: Runs, output: Path, record: dict[str, Any]) -> None:
-    output.mkdir()
-    write_record(output, record)
-    (output / "steps.jsonl").write_text('{"step":0,"loss":2.0,"ids":[1]}\n{"step":1,"loss":1.0,"ids":[2]}\n')
-    (output / "summary.json").write_text('{"trained": 2}')
-    entry = {"id": "old-1", "name": "old", "output": str(output), "created": "2026-01-01T00:00:00+00:00"}
-    assert runs.directory is not None
-    (runs.directory / INDEX / "old-1.json").write_text(json.dumps(entry))
-
-
-def test_a_run_of_an_earlier_control_plane(client: TestClient, runs: Runs, tmp_path: Path) -> None:
-    remembered(runs, tmp_path / "old", {"state": "completed", "error": "", "exit_code": 0})
-    assert [run["id"] for run in client.get("/v1/runs").json()["runs"]] == ["old-1"]
+def test_a_run_that_is_over(client: TestClient, runs: Runs) -> None:
+    put(runs)
     shown = client.get("/v1/runs/old-1").json()
     assert (shown["state"], shown["last"], shown["summary"]) == ("completed", {"step": 1, "loss": 1.0}, {"trained": 2})
-    assert client.get("/v1/runs/old-1/metrics", params={"after": 0}).json() == {
-        "steps": [{"step": 1, "loss": 1.0}], "eval": [],
-    }  # fmt: skip
+    assert [(w["name"], w["state"], w["exit_code"]) for w in shown["workers"]] == [("trainer-0", "stopped", 0)]
     assert client.post("/v1/runs/old-1/stop").json()["state"] == "completed"
-    assert client.get("/v1/runs/old-1/metrics", params={"limit": 0}).status_code == 422
+    assert client.post("/v1/runs/old-1/resume").status_code == 409
+    curves = client.get("/v1/runs/old-1/metrics", params={"after": 0}).json()
+    assert curves == {"steps": [{"step": 1, "loss": 1.0}], "eval": [], "steps_total": 2, "eval_total": 0}
+    assert client.get("/v1/runs/old-1/metrics", params={"points": 0}).status_code == 422
 
 
-def test_a_run_whose_control_plane_was_killed_has_failed(client: TestClient, runs: Runs, tmp_path: Path) -> None:
-    gone = {"pid": os.getpid(), "created": 1.0}
-    remembered(runs, tmp_path / "old", {"state": "running", "error": "", "supervisor": gone})
-    shown = client.get("/v1/runs/old-1").json()
-    assert shown["state"] == "failed" and "its control plane has ended" in shown["error"]
+def test_logs(client: TestClient, runs: Runs) -> None:
+    put(runs)
+    merged = client.get("/v1/runs/old-1/logs").text.splitlines()
+    assert [line.split(" INFO ")[-1] for line in merged] == ["one", "two", "queue |   and more", "three"]
+    assert client.get("/v1/runs/old-1/logs", params={"worker": "trainer-0", "tail": 1, "follow": True}).text == (
+        "2026-01-01T00:00:03Z INFO three\n"
+    )
+    assert client.get("/v1/runs/old-1/logs", params={"worker": "trainer-0", "attempt": 2}).status_code == 404
+    assert client.get("/v1/runs/old-1/logs", params={"worker": "../../run"}).status_code == 404
+    files = client.get("/v1/runs/old-1/logs/files").json()
+    assert [(item["worker"], item["attempt"]) for item in files] == [("queue", 1), ("trainer-0", 1)]
 
 
-def test_a_run_that_another_control_plane_holds(client: TestClient, runs: Runs, tmp_path: Path) -> None:
-    lives = {"pid": os.getpid(), "created": processes.created(os.getpid())}
-    remembered(runs, tmp_path / "old", {"state": "running", "error": "", "supervisor": lives})
-    assert client.get("/v1/runs/old-1").json()["state"] == "running"
-    assert client.post("/v1/runs/old-1/stop").status_code == 409
+def test_artifacts_are_listed_and_fetched_in_ranges(client: TestClient, runs: Runs) -> None:
+    put(runs)
+    listed = client.get("/v1/runs/old-1/artifacts").json()
+    assert "steps.jsonl" in [item["path"] for item in listed["artifacts"]] and not listed["truncated"]
+    assert client.get("/v1/runs/old-1/artifacts/summary.json").json() == {"trained": 2}
+    part = client.get("/v1/runs/old-1/artifacts/summary.json", headers={"Range": "bytes=1-9"})
+    assert (part.status_code, part.text) == (206, '"trained"')
+
+
+def test_artifacts_stay_in_their_directory(client: TestClient, runs: Runs, tmp_path: Path) -> None:
+    output = put(runs)
+    (tmp_path / "secret").write_text("secret")
+    (output / "link").symlink_to(tmp_path / "secret")
+    (output / "up").symlink_to(tmp_path)
+    (output / ".hidden").write_text("hidden")
+    (output / "cache").mkdir()
+    (output / "cache" / "index").write_text("index")
+    paths = ["link", "up/secret", ".hidden", "cache/index", "logs", "", "..%2f..%2fsecret", "%2e%2e/%2e%2e/secret",
+             "logs/../../../secret", "%2fetc%2fpasswd", "a%00b", "logs//queue.1.log"]  # fmt: skip
+    for path in paths:
+        answer = client.get(f"/v1/runs/old-1/artifacts/{path}")
+        assert answer.status_code == 404 or answer.url.path.endswith("/artifacts"), path
+        assert answer.text != "secret"
+    listed = [item["path"] for item in client.get("/v1/runs/old-1/artifacts").json()["artifacts"]]
+    assert not {"link", "up/secret", ".hidden", "cache/index"} & set(listed)
+
+
+def test_events_of_a_run_that_is_over(client: TestClient, runs: Runs) -> None:
+    put(runs)
+    runs.store.note("old-1", "resumed")
+    text = client.get("/v1/runs/old-1/events", params={"after": -1}).text
+    events = [dict(line.split(": ", 1) for line in block.splitlines()) for block in text.split("\n\n") if block]
+    assert [event.get("event") for event in events] == [None, "status", "step", "step", "end"]
+    assert json.loads(events[1]["data"])["state"] == "completed"
+    assert json.loads(events[3]["data"]) == {"step": 1, "loss": 1.0}
+    again = client.get("/v1/runs/old-1/events", headers={"Last-Event-ID": "0:-1:0"}).text
+    assert '"loss": 1.0' in again and '"loss": 2.0' not in again and '"message":"resumed"' in again
+
+
+def test_removing_a_run(client: TestClient, runs: Runs) -> None:
+    kept, gone = put(runs, "kept"), put(runs, "gone")
+    assert client.delete("/v1/runs/kept").status_code == 204
+    assert client.delete("/v1/runs/gone", params={"files": True}).status_code == 204
+    assert kept.exists() and not gone.exists()
+    assert client.get("/v1/runs").json()["runs"] == []
+    assert client.delete("/v1/runs/kept").status_code == 404
+
+
+def test_a_directory_of_another_run_is_not_removed(client: TestClient, runs: Runs) -> None:
+    output = put(runs)
+    (output / "run.json").write_text('{"run": "somebody-else"}')
+    assert client.delete("/v1/runs/old-1", params={"files": True}).status_code == 409
+    assert output.exists()
+
+
+def test_what_prometheus_reads(client: TestClient, runs: Runs) -> None:
+    put(runs)
+    client.get("/v1/runs/old-1")
+    client.get("/v1/runs/scanned-for")
+    text = client.get("/metrics").text
+    assert 'xtoken_runs{state="completed"} 1.0' in text
+    assert 'xtoken_control_requests_total{method="GET",route="/v1/runs/{run_id}",status="200"} 1.0' in text
+    assert "scanned-for" not in text

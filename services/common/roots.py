@@ -1,0 +1,146 @@
+"""Where a run may read and write: set by whoever serves a control plane, passed on to every worker of its runs.
+
+The control plane looks at a run's paths before it starts anything, and every worker looks again when it opens them:
+what a name leads to may have changed in between. A worker started by hand has no roots and may open what its user may.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
+
+VARIABLE = "XTOKEN_ROOTS"
+WRITTEN = ("output",)
+"""Fields whose paths are written; all others are read."""
+MOST_ENTRIES = 100_000
+
+
+class OutsideError(ConfigError):
+    """A path leads out of the roots.
+
+    Attributes:
+        field: The setting that names it.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field, self.message = field, message
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Directories that runs may read, and those that they may write (and read).
+
+    Attributes:
+        read: Absolute and without symbolic links, like `write`.
+    """
+
+    read: tuple[Path, ...]
+    write: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, read: Sequence[Path], write: Sequence[Path]) -> Roots:
+        """Roots from directories as a user names them.
+
+        Raises:
+            ConfigError: One is no directory.
+        """
+        for path in (*read, *write):
+            if not path.is_dir():
+                raise ConfigError(f"--root {path} is no directory")
+        return cls(tuple(path.resolve() for path in read), tuple(path.resolve() for path in write))
+
+    @classmethod
+    def of_environment(cls) -> Roots | None:
+        """The roots that the control plane has set for this process; None if it has not."""
+        told = os.environ.get(VARIABLE)
+        if told is None:
+            return None
+        try:
+            found = json.loads(told)
+            return cls(tuple(map(Path, found["read"])), tuple(map(Path, found["write"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{VARIABLE} is not what a control plane writes: {error}") from error
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a worker's environment says about them."""
+        return {VARIABLE: json.dumps({"read": [str(p) for p in self.read], "write": [str(p) for p in self.write]})}
+
+    def check_run(self, spec: RunSpec) -> None:
+        """Every path of a run.
+
+        Raises:
+            OutsideError: One leads out of the roots.
+        """
+        for field, path in paths_of(spec.model_dump()):
+            self.check(path, field, write=field in WRITTEN)
+
+    def check(self, path: Path, field: str, *, write: bool = False) -> None:
+        """A path, and every symbolic link below it if it is a directory that is read.
+
+        Raises:
+            OutsideError: It leads out of the roots.
+        """
+        allowed = self.write if write else (*self.read, *self.write)
+        names = ", ".join(map(str, allowed))
+        try:
+            target = path.resolve()
+            if not _within(target, allowed):
+                kind = "is written: it must lie under" if write else "lies under none of"
+                raise OutsideError(field, f"{path} {kind} this control plane's roots ({names})")
+            for link in () if write else _links(target):
+                if not _within(link.resolve(), allowed):
+                    raise OutsideError(field, f"{link} leads out of this control plane's roots ({names})")
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise OutsideError(field, f"{str(path)!r} cannot be looked up: {reason}") from error
+
+
+def confined(path: Path, field: str) -> Path:
+    """The path, if this process may open it.
+
+    Raises:
+        OutsideError: It leads out of the roots that the control plane has set.
+    """
+    roots = Roots.of_environment()
+    if roots is not None:
+        roots.check(path, field)
+    return path
+
+
+def paths_of(value: Any, name: str = "") -> Iterator[tuple[str, Path]]:
+    """Every path in a dumped specification, with its field's name."""
+    if isinstance(value, Path):
+        yield name, value
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, item in items:
+        yield from paths_of(item, f"{name}.{key}" if name else str(key))
+
+
+def _within(path: Path, roots: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(root) for root in roots)
+
+
+def _links(directory: Path) -> Iterator[Path]:
+    """The symbolic links in a directory and below; none if it is a file."""
+    seen = 0
+    for place, directories, files in os.walk(directory):
+        for name in (*directories, *files):
+            seen += 1
+            if seen > MOST_ENTRIES:
+                raise ValueError(f"more than {MOST_ENTRIES} files")
+            path = Path(place, name)
+            if path.is_symlink():
+                yield path

@@ -1,0 +1,149 @@
+"""Starting, listing, showing, stopping, resuming and removing runs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Header, HTTPException, Query, Response
+
+from services.common.resolve import largest_row, resolve_run
+from services.control.api.examples import RUNS
+from services.control.api.models import DryRun, RunPage, RunStatus
+from services.control.api.plane import Plane, RunId, ThePlane, problems_of
+from services.control.fleet import fleet_of
+from services.control.record import RunState
+from services.control.run import Run
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.data_plane.address import Address
+
+CHECK_WITHIN_S = 3.0
+DRY_RUNS_AT_ONCE = 2
+LONGEST_PAGE = 200
+LARGEST_CURSOR = 2**62
+NOWHERE = "ipc:///tmp/queue"
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+_dry_runs = threading.BoundedSemaphore(DRY_RUNS_AT_ONCE)
+
+Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key", min_length=1, max_length=255, pattern=r"^[!-~]+$",
+        description="Sent again with the same run, it returns the run that was started the first time.",
+    ),
+]  # fmt: skip
+Specification = Annotated[RunSpec, Body(openapi_examples=RUNS)]
+
+
+@router.post(
+    "", status_code=201, responses={200: {"model": RunStatus | DryRun}, **problems_of(409, 422, 503)}
+)  # fmt: skip
+def start_run(
+    spec: Specification, plane: ThePlane, response: Response, dry_run: bool = False, key: Key = None
+) -> RunStatus | DryRun:
+    """Start a run: a run file's fields as JSON, with absolute paths; a relative `output` is below the runs' directory.
+
+    Its files are checked first; that may go on after this has been answered, and then shows in the run's state. With
+    `dry_run` they are only checked. Answers 200 to a dry run, and to a key that was used before.
+    """
+    if dry_run:
+        response.status_code = 200
+        return check(plane, spec)
+    run, row = plane.runs.start(spec, key=key)
+    if run is None:
+        response.status_code = 200
+    else:
+        refuse_if_unfit(plane, run)
+    response.headers["Location"] = f"/v1/runs/{row.id}"
+    return RunStatus.model_validate(plane.status(row.id))
+
+
+@router.get("", responses=problems_of(422))
+def list_runs(
+    plane: ThePlane,
+    limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 50,
+    cursor: Annotated[int | None, Query(ge=0, le=LARGEST_CURSOR, description="`next` of the page before.")] = None,
+    state: Annotated[list[RunState], Query(max_length=16, description="Only these; may be given again.")] = [],  # noqa: B006
+    name: Annotated[str, Query(max_length=64)] = "",
+) -> RunPage:
+    """A page of runs, the newest first."""
+    rows = plane.runs.store.page(limit + 1, before=cursor, states=state, name=name)
+    following = str(rows[limit - 1]["seq"]) if len(rows) > limit else None
+    return RunPage.model_validate({"runs": rows[:limit], "next": following})
+
+
+@router.get("/{run_id}", responses=problems_of(404, 422))
+def show_run(run_id: RunId, plane: ThePlane) -> RunStatus:
+    """Where a run stands."""
+    return RunStatus.model_validate(plane.status(run_id))
+
+
+@router.post("/{run_id}/stop", status_code=202, responses=problems_of(404, 422))
+def stop_run(run_id: RunId, plane: ThePlane, now: bool = False) -> RunStatus:
+    """Stop a run in order: it writes a checkpoint first; with `now` at once. It is over when its state says so."""
+    view = plane.view(run_id)
+    plane.runs.stop(run_id, now=now)
+    view.fresh.clear()
+    return RunStatus.model_validate(plane.status(run_id))
+
+
+@router.post("/{run_id}/resume", status_code=202, responses=problems_of(404, 409, 422, 503))
+def resume_run(run_id: RunId, plane: ThePlane) -> RunStatus:
+    """Go on with a run that was stopped, failed or interrupted, from its last checkpoint and as it was begun."""
+    view = plane.view(run_id)
+    run = plane.runs.resume(run_id)
+    run.started.wait(CHECK_WITHIN_S)
+    view.fresh.clear()
+    return RunStatus.model_validate(plane.status(run_id))
+
+
+@router.delete("/{run_id}", status_code=204, responses=problems_of(404, 409, 422))
+def remove_run(run_id: RunId, plane: ThePlane, files: bool = False) -> Response:
+    """Forget a run that is over; with `files` remove its output directory, checkpoints and model too."""
+    plane.view(run_id)
+    plane.runs.remove(run_id, files=files)
+    plane.views.drop(run_id)
+    return Response(status_code=204)
+
+
+def refuse_if_unfit(plane: Plane, run: Run) -> None:
+    """Forget a run whose files or settings are unfit before anything was started, and say why.
+
+    Raises:
+        XtokenError: What the check has found.
+    """
+    run.started.wait(CHECK_WITHIN_S)
+    if run.refusal is not None:
+        plane.runs.forget(run)
+        plane.views.drop(run.id)
+        raise run.refusal
+
+
+def check(plane: Plane, spec: RunSpec) -> DryRun:
+    """Check a run's settings and files as for a start.
+
+    Raises:
+        XtokenError: What is wrong with it.
+        HTTPException: 503, too many are being checked.
+    """
+    spec = plane.runs.vet(spec)
+    if not _dry_runs.acquire(blocking=False):
+        raise HTTPException(503, "other runs are being checked: try again in a moment", {"Retry-After": "5"})
+    scratch = Path(tempfile.mkdtemp(prefix="xtoken-dry-"))
+    try:
+        resolved = resolve_run(spec.model_copy(update={"output": scratch}))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        _dry_runs.release()
+    return DryRun(
+        spec=spec,
+        records=resolved.records,
+        positions=resolved.positions,
+        steps=resolved.steps,
+        queue_bytes=resolved.span * largest_row(spec),
+        processes=[member.name for member in fleet_of(resolved, scratch, Address.parse(NOWHERE))],
+    )

@@ -1,0 +1,137 @@
+"""A run's curves, read once: the JSON lines that its trainer writes, kept as columns, thinned out for who asks."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from array import array
+from bisect import bisect_right
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LISTS_OF_IDS = ("ids", "skipped", "dead")
+LOOK_S = 0.5
+RECENT = 1000
+MOST_COLUMNS = 256
+CHUNK_BYTES = 1 << 22
+
+
+class Curve:
+    """One file of JSON lines, each with a `step`, in their order; what a resumed run cuts back is dropped here too.
+
+    Attributes:
+        recent: The last lines as they are, without their lists of sample ids.
+        generation: How often it was read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._looked_at = -math.inf
+        self.generation = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.generation += 1
+        self._offset, self._inode = 0, 0
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        self._whole: set[str] = set()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The last line; None if there is none."""
+        return self.recent[-1] if self.recent else None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def refresh(self) -> None:
+        """Read what has been written since; looks at the file every half second at most, whoever asks."""
+        with self._lock:
+            if time.monotonic() - self._looked_at < LOOK_S:
+                return
+            try:
+                self._read()
+            except OSError:
+                if self._offset:
+                    self._reset()
+            self._looked_at = time.monotonic()
+
+    def sample(self, after: int, points: int) -> list[dict[str, Any]]:
+        """Lines of steps beyond `after`; means of equal stretches of lines if there are more than `points` of them.
+
+        Returns:
+            Per point its columns, `step` being its last line's; what is missing or no finite number is left out.
+        """
+        with self._lock:
+            first = bisect_right(self._steps, after)
+            count = len(self._steps) - first
+            bounds = first + np.unique(np.linspace(0, count, min(points, count) + 1).astype(np.int64))
+            starts, ends = bounds[:-1], bounds[1:]
+            found = [{"step": self._steps[end - 1]} for end in ends]
+            for name, column in self._columns.items():
+                values = np.frombuffer(column, dtype=np.float64)
+                _fill(found, name, values, starts, ends, whole=name in self._whole and count <= points)
+                del values  # or the column could not grow
+        return found
+
+    def _read(self) -> None:
+        with self._path.open("rb") as file:
+            status = self._path.stat()
+            if self._offset and (status.st_ino != self._inode or status.st_size < self._offset):
+                self._reset()
+            self._inode = status.st_ino
+            file.seek(self._offset)
+            torn = b""
+            while chunk := file.read(CHUNK_BYTES):
+                *lines, torn = (torn + chunk).split(b"\n")
+                for line in lines:
+                    self._add(line)
+                    self._offset += len(line) + 1
+
+    def _add(self, raw: bytes) -> None:
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            return
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            return
+        if self._steps and line["step"] < self._steps[-1]:
+            return
+        self.recent.append({k: _plain(v) for k, v in line.items() if k not in LISTS_OF_IDS})
+        numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        for name in numbers.keys() - self._columns.keys() - {"step"}:
+            if len(self._columns) < MOST_COLUMNS:
+                self._columns[name] = array("d", [math.nan]) * len(self._steps)
+                self._whole.add(name)
+        self._steps.append(line["step"])
+        for name, column in self._columns.items():
+            value = numbers.get(name)
+            column.append(math.nan if value is None else float(value))
+            if isinstance(value, float):
+                self._whole.discard(name)
+
+
+def _fill(
+    rows: list[dict[str, Any]], name: str, values: Any, starts: Any, ends: Any, *, whole: bool
+) -> None:  # fmt: skip
+    """Put the means of a column's stretches into the rows."""
+    if not rows:
+        return
+    finite = np.isfinite(values[: ends[-1]])
+    sums = np.add.reduceat(np.where(finite, values[: ends[-1]], 0.0), starts)
+    counts = np.add.reduceat(finite.astype(np.int64), starts)
+    for row, total, count in zip(rows, sums.tolist(), counts.tolist(), strict=True):
+        if count:
+            row[name] = int(total) if whole else total / count
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

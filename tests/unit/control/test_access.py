@@ -1,0 +1,140 @@
+"""Who may ask: tokens, names, pages of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from services.control.access import COOKIE, Access, is_loopback, read_token
+from services.control.app import create_app
+from services.control.runs import Runs
+from tests.unit.control.planes import HERE, make_runs
+from xtoken_core.errors import ConfigError
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    found = make_runs(tmp_path)
+    yield found
+    found.close()
+
+
+def status(runs: Runs, access: Access, headers: dict, path: str = "/v1/runs", method: str = "GET") -> int:
+    client = TestClient(create_app(runs, access), base_url=HERE)
+    return client.request(method, path, headers=headers).status_code
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"host": "evil.example"}, 403),
+        ({"host": "evil.example:8400"}, 403),
+        ({"host": "192.168.1.7:8400"}, 403),
+        ({"host": "127.0.0.1.evil.example:8400"}, 403),
+        ({"host": "["}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "http://127.0.0.1:3000"}, 403),
+        ({"origin": "http://127.0.0.1"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:8400"}, 200),
+        ({"origin": "http://127.0.0.1:8400"}, 200),
+        ({"host": "localhost"}, 200),
+        ({"host": "[::1]:8400"}, 200),
+    ],
+    ids=str,
+)
+def test_foreign_names_and_pages_are_refused(runs: Runs, headers: dict[str, str], expected: int) -> None:
+    assert status(runs, Access(), headers) == expected
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, 401),
+        ({"authorization": f"Bearer {TOKEN}"}, 200),
+        ({"authorization": f"bearer {TOKEN}"}, 200),
+        ({"authorization": f"Bearer {TOKEN}x"}, 401),
+        ({"authorization": "Bearer "}, 401),
+        ({"authorization": TOKEN}, 401),
+        ({b"authorization": b"Bearer \xe9"}, 401),
+        ({"authorization": f"Basic {TOKEN}"}, 401),
+        ({"cookie": f"{COOKIE}={TOKEN}"}, 401),
+        ({"cookie": f"{COOKIE}={Access(TOKEN).cookie}"}, 200),
+        ({"cookie": f"{COOKIE}={Access(TOKEN).cookie}", "origin": "https://evil.example"}, 403),
+    ],
+    ids=str,
+)
+def test_a_token_is_asked_for(runs: Runs, headers: dict, expected: int) -> None:
+    assert status(runs, Access(TOKEN), headers) == expected
+
+
+def test_every_route_but_the_probes_needs_the_token(runs: Runs) -> None:
+    app = create_app(runs, Access(TOKEN))
+    client = TestClient(app, base_url=HERE)
+    for path, item in [*app.openapi()["paths"].items(), ("/openapi.json", {"get": {}}), ("/docs", {"get": {}})]:
+        for method in item:
+            expected = 200 if path in ("/livez", "/readyz") else 401
+            assert client.request(method, path.replace("{run_id}", "x")).status_code == expected, (method, path)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("192.168.1.7:8400", 200), ("gpu-1.lab:8400", 200), ("GPU-1.lab", 200), ("evil.example", 403)],
+)
+def test_names_of_a_control_plane_that_others_reach(runs: Runs, host: str, expected: int) -> None:
+    access = Access(TOKEN, frozenset({"gpu-1.lab"}), remote=True)
+    assert status(runs, access, {"host": host, "authorization": f"Bearer {TOKEN}"}) == expected
+
+
+def test_a_web_socket_is_guarded_like_a_request(runs: Runs) -> None:
+    app = create_app(runs, Access(TOKEN))
+
+    @app.websocket("/socket")
+    async def socket(connection) -> None:  # type: ignore[no-untyped-def]
+        await connection.accept()
+        await connection.close()
+
+    client = TestClient(app, base_url=HERE)
+    for headers in ({}, {"authorization": f"Bearer {TOKEN}", "origin": "https://evil.example"}):
+        url = f"{HERE.replace('http', 'ws')}/socket"
+        with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect(url, headers=headers):
+            pass
+        assert refused.value.code == 1008
+
+
+def test_other_machines_need_a_token(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--host 0.0.0.0: other machines can reach it: give a --token-file"):
+        Access.of("0.0.0.0", None)
+    assert Access.of("127.0.0.1", None).token is None
+    access = Access.of("0.0.0.0", tmp_path / "token")
+    assert access.remote and access.token == (tmp_path / "token").read_text().strip()
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_token_that_others_can_read_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="must be yours alone: chmod 600"):
+        read_token(file)
+    file.chmod(0o600)
+    assert read_token(file) == TOKEN
+    file.write_text("short")
+    with pytest.raises(ConfigError, match="shorter than"):
+        read_token(file)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost", "LOCALHOST"])
+def test_addresses_of_this_machine(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", ""])
+def test_addresses_that_others_reach(host: str) -> None:
+    assert not is_loopback(host)
