@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket as sockets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ from copy import copy
 import zmq
 
 from services.queue.endpoint import Endpoint
+from services.queue.guard import SPARE_BYTES, Guard, cut
 from services.queue.journal import Journal
 from services.queue.metrics import Exporter, Latencies, prometheus_text
 from services.queue.waiting import Parked, Waiting
@@ -30,6 +29,7 @@ from xtoken_core.wire.columns import Buffer
 log = logging.getLogger("xtoken.queue")
 
 TICK_S = 0.25
+LOOK_S = 0.1
 BURST = 64
 FAILED = "failed on this request, see its log"
 PEERS_KNOWN = 1 << 16
@@ -62,9 +62,11 @@ class Server:
         self.exporter = None if metrics_port is None else Exporter(metrics_port)
         self._endpoint = Endpoint(address, max_frame=engine.memory_limit)
         self._socket = self._endpoint.socket
-        self._socket.rcvtimeo = int(TICK_S * 1000)
+        self._socket.rcvtimeo = int(LOOK_S * 1000)
+        self._guard = Guard(self._socket, engine.memory_limit + SPARE_BYTES, BURST, engine.nbytes)
         self.waiting = Waiting(engine, self._answer_parked)
         self._peers: OrderedDict[bytes, int] = OrderedDict()
+        self._heard: set[bytes] = set()
         self._outbox: list[tuple[bytes, m.Reply, Sequence[memoryview]]] = []
         self._ended = False
         self._stop = False
@@ -77,7 +79,7 @@ class Server:
 
     def serve(self) -> None:
         """Answer until stopped, then close the socket and remove its file."""
-        next_tick = time.monotonic()
+        next_tick = next_look = time.monotonic()
         try:
             while not self._stop:
                 self._receive_burst()
@@ -87,6 +89,9 @@ class Server:
                     next_tick = now + TICK_S
                 self._settle(now)
                 self._send_out()
+                if now >= next_look:
+                    self._look()
+                    next_look = now + LOOK_S
                 if self.exporter is not None:
                     self.exporter.serve_pending(self._metrics)
         finally:
@@ -94,11 +99,19 @@ class Server:
 
     def close(self) -> None:
         """Close the socket and remove its file."""
+        self._guard.close()
         self._endpoint.close()
         if self.exporter is not None:
             self.exporter.close()
         if self._journal is not None:
             self._journal.close()
+
+    def _look(self) -> None:
+        """Tell the guard who was heard, and let it act."""
+        for peer in self._heard:
+            self._guard.heard(self._peers.get(peer, CUT))
+        self._heard.clear()
+        self._guard.look(self.engine.nbytes)
 
     def _metrics(self) -> str:
         return prometheus_text(json.loads(stats_document(self.engine)), self.latencies)
@@ -123,6 +136,7 @@ class Server:
             peer = frames[0].bytes
             if peer not in self._peers:
                 self._meet(peer, frames[0])
+            self._heard.add(peer)
             self._on_message(peer, frames[1:])
             if not readable(self._socket):
                 return
@@ -217,10 +231,7 @@ class Server:
             return
         self._peers[peer] = CUT
         log.warning("a peer does not take its replies: it is disconnected")
-        with suppress(OSError):
-            connection = sockets.socket(fileno=os.dup(number))
-            with connection:
-                connection.shutdown(sockets.SHUT_RDWR)
+        cut(number)
 
     def _session_ended(self, _session: str) -> None:
         self._ended = True

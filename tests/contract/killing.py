@@ -68,7 +68,7 @@ def kill_repeatedly(directory: Path, kills: int, *, fsync: str = "interval", see
         load = [_start(role, address.url, directory / f"{role}.log", seed) for role in ROLES]
         try:
             for _ in range(kills):
-                time.sleep(rng.uniform(0.1, 0.8))
+                time.sleep(rng.uniform(0.05, 0.5))
                 outcome.journal_bytes += sum(f.stat().st_size for f in (directory / "j").glob("*.journal"))
                 process.send_signal(signal.SIGKILL)
                 process.wait()

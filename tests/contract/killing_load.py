@@ -110,7 +110,8 @@ class Run:
 
     Attributes:
         step: The step to go on at: everything below is acked, and may not come again until it is lowered.
-        lowered: How often the trainer went back on its own will; what was seen across that proves nothing.
+        lowered: Grows when the trainer begins to go back on its own will, and when it has; what was seen across that,
+            or while it is odd, proves nothing.
         blocks: Blocks whose put was answered since.
     """
 
@@ -134,15 +135,16 @@ class Run:
             block = run.lease_block(wait_s=0.2)
             if block is None:
                 continue
-            if lowered == self.lowered and block.first < step * STEP:
+            sure = lowered == self.lowered and lowered % 2 == 0
+            if sure and block.first < step * STEP:
                 self.log.note("after_ack", block.first)
             in_doubt = block.first < (step + 1) * STEP  # its ack may have been taken, and its answer lost
-            if lowered == self.lowered and block.first // BLOCK in self.blocks and not in_doubt:
+            if sure and block.first // BLOCK in self.blocks and not in_doubt:
                 self.log.note("lost", block.first)
             ids = [p for p in range(block.first, block.first + block.count) if p % 7]
             gone = {p: "no text" for p in range(block.first, block.first + block.count) if p % 7 == 0}
             run.put_block(block.lease, ids, {"input_ids": column_from(ints(*([p, p] for p in ids)))}, gone)
-            if lowered == self.lowered:
+            if lowered == self.lowered and lowered % 2 == 0:
                 self.blocks.add(block.first // BLOCK)
 
     def teach(self, client: ZmqDataPlaneClient) -> None:
@@ -165,7 +167,7 @@ class Run:
             found = run.claim_slot(ring, rows.ids, ["input_ids"], rewinds=trainer.rewinds, wait_s=0.5)
             if found is None:
                 continue
-            if lowered == self.lowered and step < asked:
+            if lowered == self.lowered and lowered % 2 == 0 and step < asked:
                 self.log.note("after_ack", *rows.ids)
             run.complete(found[0].lease)
             step += 1
@@ -175,12 +177,14 @@ class Run:
         client.open("r", run=RUN)
         run = RunClient(client, "r")
         if self.step > 2 and self.rng.random() < 0.3:
-            self.lowered += 1
-            self.blocks.clear()
+            self.lowered += 1 - self.lowered % 2
             self.step -= self.rng.randint(1, 2)
             self.log.note("rewind", self.step)
         below = {p: why for p, why in self.skipped.items() if p < self.step * STEP}
         rewinds = run.rewind(self.step, below, {})
+        if self.lowered % 2:
+            self.blocks.clear()
+            self.lowered += 1
         while (ring := run.await_ring(0, wait_s=0.5)) is None:
             if self.log.stop.is_set():
                 return
