@@ -15,6 +15,7 @@ from services.teacher.fp8 import check_fp8, swap_linears
 from services.teacher.loop import TeacherLoop
 from services.teacher.model import TeacherModel
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.protocol.run import TEACHER
 from xtoken_core.teacher import sweep
@@ -42,7 +43,7 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
         mine = spec.teacher[teacher]
         for leftover in sweep():
             log.warning("removed %s, left behind by a process that is gone", leftover)
-        device = pick_device(spec.workers.device, rank)
+        device = place_of(spec, teacher, rank)
         transport = pick_transport(spec.workers.signal, device)
         model = prepared_model(worker.run, teacher, device, transport)
         worker.alive()
@@ -52,6 +53,14 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
         with torch.inference_mode():
             loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer))
             loop.serve()
+
+
+def place_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:
+    """Where a rank's teacher runs: beside its student, or on the GPU that its settings name."""
+    device, gpu = pick_device(spec.workers.device, rank), spec.teacher[teacher].gpu
+    if gpu is None or device.type != "cuda":
+        return device
+    return torch.device("cuda", (gpu + rank) % torch.cuda.device_count())
 
 
 def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transport: str) -> TeacherModel:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 WIDTH_BUCKET = 128
 """A compiled model's widths are rounded up to a multiple of this, so that few shapes are ever seen."""
@@ -28,11 +29,12 @@ class TeacherModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False) -> None:
-        self.model = model.eval()
+        self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.compiled = compiled
         self.plain_head = head_is_plain(model)
-        body: Any = model.base_model
-        self._body = torch.compile(body) if compiled else body
+        self._body: Any = model.base_model
+        if compiled:
+            compile_layers(self._body)
         self._chunk: Tensor | None = None
 
     @property
@@ -120,6 +122,13 @@ class TeacherModel:
         if self.device.type != "cuda":
             return tokens.to(self.device)
         return tokens.pin_memory().to(self.device, non_blocking=True)
+
+
+def compile_layers(body: nn.Module) -> None:
+    """Compile a model's layers in place: all are alike, so that one of them is compiled for all."""
+    layers: list[nn.Module] = [part for part in body.modules() if isinstance(part, GradientCheckpointingLayer)]
+    for part in layers or [body]:
+        part.compile()
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What the loss is given of a teacher: its logits, wherever its signal lies and whatever it holds."""
+"""What the loss is given of a teacher: its logits or what gives them, wherever its signal lies."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
+from xtoken_core.losses.heads import HeadProjection, Logits
 from xtoken_core.teacher.signal import (
     holds_hidden_states,
     rebuild_teacher_full_logits_from_ipc,
@@ -16,11 +15,10 @@ from xtoken_core.teacher.signal import (
 )
 
 
-def teacher_logits(data: Mapping[str, Any], teacher: int | None, device: torch.device) -> Float[Tensor, "B T_t V_t"]:
-    """A micro-batch's teacher logits on the student's device.
+def teacher_logits(data: Mapping[str, Any], teacher: int | None, device: torch.device) -> Logits:
+    """A micro-batch's teacher logits `[B, T_t, V_t]` on the student's device, or what gives them.
 
     They are a view of the teacher's memory where that is on the device itself; from another place they are copied once.
-    Of hidden states they are made here.
 
     Args:
         data: As for `rebuild_teacher_full_logits_from_ipc`.
@@ -30,4 +28,5 @@ def teacher_logits(data: Mapping[str, Any], teacher: int | None, device: torch.d
     if not holds_hidden_states(data, teacher):
         return rebuild_teacher_full_logits_from_ipc(data, teacher).to(device, non_blocking=True)
     signal = rebuild_teacher_hidden_from_ipc(data, teacher, device=device)
-    return signal.hidden.to(device, non_blocking=True) @ signal.head.t()
+    maxima = None if signal.maxima is None else signal.maxima.to(device, non_blocking=True)
+    return HeadProjection(signal.hidden.to(device, non_blocking=True), signal.head, column_maxima=maxima)

@@ -52,6 +52,8 @@ class TeacherSpec(ModelSpec):
     tokenizer."""
     weight: Positive = 1.0
     """Its share in the sum over teachers."""
+    gpu: Annotated[int | None, Field(ge=0)] = None
+    """The GPU it runs on: rank r's on this number plus r, modulo their number. Left out, on the GPU of its student."""
     compile: bool = False
     """Compile its layers with `torch.compile`: worth it for more than a few hundred steps."""
     fp8: bool = False

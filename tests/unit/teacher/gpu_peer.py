@@ -17,7 +17,7 @@ from xtoken_core.teacher.cuda_ipc import CudaIpcRing, OpenedCudaIpcRing
 from xtoken_core.teacher.signal import opened_ring, remember_ring
 
 DEVICE = torch.device("cuda", 0)
-ROWS, SLEEP = 2, 1_000_000  # about half a millisecond
+ROWS = 2
 
 
 class Pipe:
@@ -45,7 +45,7 @@ def pattern(generation, shape, width):
     return ((values * 7 + generation * 13) % 256).to(getattr(torch, shape.dtype)).view(ROWS, width, -1)
 
 
-def teach(pipe, shape, refills, wait, endless=False):
+def teach(pipe, shape, refills, wait, sleep, endless=False):
     width = shape.slot_tokens // ROWS
     ring = CudaIpcRing.create(shape, DEVICE, run="gpu-test", session="s")
     done = Completions(DEVICE, "publisher", limit_s=60.0)
@@ -62,9 +62,9 @@ def teach(pipe, shape, refills, wait, endless=False):
         view = ring.slot_view(slot, ROWS, width)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(SLEEP)
+            torch.cuda._sleep(sleep)
             view[:1].copy_(values[:1])
-            torch.cuda._sleep(SLEEP)
+            torch.cuda._sleep(sleep)
             view[1:].copy_(values[1:])
             values.record_stream(stream)
 
@@ -79,22 +79,23 @@ def teach(pipe, shape, refills, wait, endless=False):
     done.settle()
     done.close()
     pipe.put("end")
-    assert pipe.get() == "closed"
+    while pipe.get() != "closed":
+        continue
     ring.close()
 
 
-def study(pipe, shape, refills, wait, endless=False):
+def study(pipe, shape, refills, wait, sleep, endless=False):
     width = shape.slot_tokens // ROWS
     handle = RingHandle.from_bytes(bytes.fromhex(pipe.get()["handle"]))
     torch.zeros(1, device=DEVICE)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated()
     remember_ring(1, OpenedCudaIpcRing(handle, shape, device=DEVICE))
+    open_bytes = torch.cuda.memory_allocated() - before
     done = Completions(DEVICE, "releaser", limit_s=60.0)
     stream = torch.cuda.Stream()
     pipe.put("opened")
     wrong = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    after_open = torch.cuda.memory_allocated() - wrong.untyped_storage().nbytes()
     mask = torch.zeros(ROWS, width, dtype=torch.int64)
     view_bytes, stale, seen = 0, 0, 0
     while (message := pipe.get()) != "end":
@@ -107,7 +108,7 @@ def study(pipe, shape, refills, wait, endless=False):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             wrong[0] += (view != expected).any()
-            torch.cuda._sleep(SLEEP)
+            torch.cuda._sleep(sleep)
             wrong[1] += (view != expected).any()
             expected.record_stream(stream)
 
@@ -128,7 +129,7 @@ def study(pipe, shape, refills, wait, endless=False):
     done.close()
     report = {
         "seen": seen, "wrong_before": int(wrong[0]), "wrong_after": int(wrong[1]), "stale": stale,
-        "view_bytes": view_bytes, "open_bytes": after_open - before[0],
+        "view_bytes": view_bytes, "open_bytes": open_bytes,
     }  # fmt: skip
     del view
     forget_ring(1)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 SHAPE = RingShape(slots=2, slot_tokens=512, head_width=3008, vocab=3000, dtype="bfloat16")
 MIB = 1 << 20
+HALF_A_MS = 1_000_000  # cycles
 DEADLINE_S = 60.0
 
 
@@ -26,6 +27,7 @@ class Ends:
     """A teacher's and a student's process, joined by two pipes."""
 
     def __init__(self, shape=SHAPE, env=None, wait=(True, True), **options):
+        options = {"sleep": HALF_A_MS, **options}
         to_student, to_teacher = os.pipe(), os.pipe()
         self.teacher = self._start("teacher", to_teacher[0], to_student[1], shape, env, wait[0], options)
         self.student = self._start("student", to_student[0], to_teacher[1], shape, env, wait[1], options)
@@ -92,12 +94,12 @@ def test_a_thousand_refills_are_read_whole_through_a_view(ends, expandable):
 
 
 def test_publishing_before_the_write_has_completed_is_seen(ends):
-    report = ends(refills=30, wait=(False, True)).report()
+    report = ends(refills=30, wait=(False, True), sleep=40 * HALF_A_MS).report()
     assert report["wrong_before"] > 0
 
 
 def test_releasing_before_the_read_has_completed_is_seen(ends):
-    report = ends(refills=30, wait=(True, False)).report()
+    report = ends(refills=30, wait=(True, False), sleep=40 * HALF_A_MS).report()
     assert report["wrong_after"] > 0
 
 

@@ -1,5 +1,6 @@
 """The teacher from tokens to a slot: the head apart, column maxima, buckets, 8-bit weights, its budget."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -172,7 +173,7 @@ def test_a_compiled_teacher_gives_the_same_whatever_the_shape(fp8):
     model = llama("cuda", torch.bfloat16, hidden=64)
     if fp8:
         swap_linears(model.base_model)
-    eager, compiled = TeacherModel(model), TeacherModel(model, compiled=True)
+    eager, compiled = TeacherModel(model), TeacherModel(copy.deepcopy(model), compiled=True)
     for rows, width in ((4, 64), (2, 128), (1, 200), (7, 24)):
         ids = tokens(rows, width)
         found, expected = compiled.hidden(ids).double(), eager.hidden(ids).double()
