@@ -112,11 +112,9 @@ class Blockwise:
             logits = self.rows.of(states).requires_grad_()
             with torch.enable_grad():
                 values = self._block(n, logits, overwrite=only)
-            outputs, weights = self._of_block(n, values, upstream)
-            (gradient,) = torch.autograd.grad(outputs, logits, weights)
-            total.add(gradient[0], states, rows)
+            total.add(self._gradient(n, logits, values, upstream), states, rows)
             found.append(_detached(values))
-            del values, outputs, gradient
+            del values
         return self._assembled(found), total.result()
 
     def _logits(self, n: int) -> Tensor:
@@ -139,19 +137,24 @@ class Blockwise:
                 )
             tokens = tokens or divergence.tokens
             divergences.append(divergence)
-        losses, hits = tokens or get_op("cross_entropy", logits.device)(logits, targets)
+        losses, hits = tokens or get_op("cross_entropy", logits.device)(logits, targets, overwrite=logits.requires_grad)
         return Values(tuple(divergences), losses, hits)
 
-    def _of_block(self, n: int, values: Values, upstream: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The block's tensors with gradients, and what the loss makes of each."""
+    def _gradient(self, n: int, logits: Tensor, values: Values, upstream: Sequence[Tensor]) -> Tensor:
+        """`[R, V]`: the gradient of a block's logits, which may be lost to it."""
         places = [self._places(side)[n] for teacher, side in self._sides() for _ in range(teacher.loss.parts)]
         outputs, weights = [], []
         for output, whole, rows in zip(values.differentiable, upstream, [*places, self.blocks.rows[n]], strict=True):
-            if output.requires_grad:
-                outputs.append(output)
-                padded = torch.cat([whole.flatten(), whole.new_zeros(1)])
-                weights.append(padded.index_select(0, rows.clamp(max=whole.numel())).unsqueeze(0).to(output.dtype))
-        return outputs, weights
+            padded = torch.cat([whole.flatten(), whole.new_zeros(1)])
+            outputs.append(output)
+            weights.append(padded.index_select(0, rows.clamp(max=whole.numel())).unsqueeze(0).to(output.dtype))
+        if not self.trains_on_kd:
+            return _gradient(outputs[-1:], logits, weights[-1:])
+        if self.with_tokens is not None:
+            return _gradient(outputs, logits, weights)
+        # The cross-entropy's comes last, over the logits that the divergences have read.
+        of_divergences = _gradient(outputs[:-1], logits, weights[:-1])
+        return _gradient(outputs[-1:], logits, weights[-1:]).add_(of_divergences)
 
     def _sides(self) -> list[tuple[ComparedTeacher, TeacherBlocks]]:
         return list(zip(self.teachers, self.blocks.teachers, strict=True))
@@ -196,8 +199,9 @@ class GradientSums:
         H, V = head.weight.shape[1], head.weight.shape[0]
         device = head.device
         self.hidden = head.hidden.new_zeros(head.hidden.shape[:2].numel() + 1, H) if wanted[0] else None
-        self.weight = torch.zeros(V, H, dtype=exact, device=device) if wanted[1] else None
+        self.weight = torch.empty(V, H, dtype=exact, device=device) if wanted[1] else None
         self.bias = torch.zeros(V, dtype=exact, device=device) if wanted[2] else None
+        self.blocks = 0
 
     def add(self, gradient: Float[Tensor, "R V"], states: Float[Tensor, "R H"], rows: Tensor) -> None:
         """One block's: the gradient by its logits, its hidden states, the places of its positions."""
@@ -205,9 +209,10 @@ class GradientSums:
             places = rows.clamp(max=self.hidden.shape[0] - 1)
             self.hidden.index_copy_(0, places, gradient @ self.multiplier)
         if self.weight is not None:
-            add_product(self.weight, gradient.t(), states)
+            add_product(self.weight, gradient.t(), states, onto=self.blocks > 0)
         if self.bias is not None:
             self.bias += gradient.sum(0, dtype=self.bias.dtype)
+        self.blocks += 1
 
     def result(self) -> Gradients:
         """The sums."""
@@ -215,14 +220,15 @@ class GradientSums:
         return Gradients(hidden, self.weight, self.bias)
 
 
-def add_product(total: Float[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> None:
-    """`total += a @ b` in the dtype of `total`, which is float32 for half-precision factors."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def add_product(
+    total: Float[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], *, onto: bool = True
+) -> None:
+    """`total += a @ b`, or `total = a @ b`, in the dtype of `total`, which is float32 for half-precision factors."""
+    beta = int(onto)
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
 class WithGradients(torch.autograd.Function):
@@ -253,6 +259,11 @@ class WithGradients(torch.autograd.Function):
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     factor = factor.to(torch.promote_types(x.dtype, torch.float32))
     return x.mul_(factor) if x.dtype == dtype else torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
+
+
+def _gradient(outputs: Sequence[Tensor], logits: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    gradient: Tensor = torch.autograd.grad(outputs, logits, weights)[0][0]
+    return gradient
 
 
 def _pairing(teacher: ComparedTeacher, side: TeacherBlocks, n: int, targets: Tensor) -> Pairing:

@@ -149,18 +149,23 @@ class CrossTokenizerDistillationLoss:
         return self.config.dynamic_loss_scaling or self.config.kl_loss_weight > 0
 
     def token_blocks(
-        self, batch: Mapping[str, Tensor], teacher_widths: Sequence[int], *, rows: int = BLOCK_ROWS
+        self, batch: Mapping[str, Tensor], teacher_widths: Sequence[int], *, rows: int | None = None
     ) -> TokenBlocks:
         """The blocks in which a student's head is multiplied out: no chunk is cut, no position is computed in vain.
 
         Args:
             batch: As for the call, on the CPU.
             teacher_widths: Each teacher's `T_t`.
-            rows: Most student positions of a block: memory grows with it, and larger matrix products are faster.
+            rows: Most student positions of a block: memory grows with it, and larger matrix products are faster. None:
+                2,048, or half as many where a mode reads teachers' whole vocabularies.
         """
         mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]) > 0
         needed = torch.cat([mask, torch.zeros_like(mask[:, :1])], dim=1)
-        return packed_blocks(needed, self._extents(batch, teacher_widths), rows)
+        return packed_blocks(needed, self._extents(batch, teacher_widths), rows or self._block_rows)
+
+    @property
+    def _block_rows(self) -> int:
+        return BLOCK_ROWS if all(part.compares_some for part in self.losses) else BLOCK_ROWS // 2
 
     def select(self, batch: Mapping[str, Tensor], teacher_logits: Sequence[Logits]) -> tuple[Tensor, Float[Tensor, ""]]:
         """The teacher that `select_teacher` follows on a micro-batch, and what it adds to the step's denominator.
@@ -219,7 +224,9 @@ class CrossTokenizerDistillationLoss:
         ids, widths = batch[schema.INPUT_IDS.name], [teacher.shape[1] for teacher in teachers]
         if ids.device.type == "cpu":
             return self.token_blocks(batch, widths)
-        return blocks_of_samples((ids.shape[0], ids.shape[1]), self._extents(batch, widths), BLOCK_ROWS, ids.device)
+        return blocks_of_samples(
+            (ids.shape[0], ids.shape[1]), self._extents(batch, widths), self._block_rows, ids.device
+        )
 
     def _extents(self, batch: Mapping[str, Tensor], widths: Sequence[int]) -> list[Extent]:
         parts = self.losses[:1] if self.config.teacher_aggregation == "averaged_logits" else self.losses

@@ -87,6 +87,12 @@ class TeacherLoss:
         return self.student_vocab_size if self.teacher.same_tokenizer else self.teacher.vocab_size
 
     @property
+    def compares_some(self) -> bool:
+        """Whether a few of the teacher's tokens are compared, not its whole vocabulary."""
+        k = self.config.vocab_topk
+        return (self.projection is not None or self.teacher.same_tokenizer) and k is not None and k < self.vocab_size
+
+    @property
     def parts(self) -> int:
         """How many tensors its divergence is added up from."""
         return 2 if self.partition is not None else 1

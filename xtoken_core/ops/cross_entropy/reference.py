@@ -30,9 +30,12 @@ class NativeCrossEntropyOp(nn.Module):
     """Reference backend."""
 
     def forward(
-        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], *, overwrite: bool = False
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """As `cross_entropy`; the gradient comes in the dtype of `logits`."""
+        """As `cross_entropy`; the gradient comes in the dtype of `logits`.
+
+        With `overwrite` a backend may write it over the logits, which are lost then; this one does not.
+        """
         return cross_entropy(logits, targets)
 
     def forward_fp32(

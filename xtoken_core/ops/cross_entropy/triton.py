@@ -24,9 +24,10 @@ class TritonCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+        ctx: Any, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], overwrite: bool
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
         """As the reference's `cross_entropy`."""
+        ctx.in_place = overwrite and logits.is_contiguous()
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         targets = targets.long().contiguous()
         B, T, V = logits.shape
@@ -44,11 +45,11 @@ class TritonCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_losses: Float[Tensor, "B T"], grad_hits: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_losses: Float[Tensor, "B T"], grad_hits: Tensor | None) -> tuple[Tensor, None, None]:
         """The gradient in the dtype of the logits."""
         logits, targets, lse = ctx.saved_tensors
         B, T, V = logits.shape
-        gradient = torch.empty((B, T, V), dtype=logits.dtype, device=logits.device)
+        gradient = logits if ctx.in_place else torch.empty((B, T, V), dtype=logits.dtype, device=logits.device)
         if gradient.numel():
             block = min(BLOCK, power_of_2(V))
             cross_entropy_bwd_kernel[(B * T, triton.cdiv(V, block))](
@@ -63,20 +64,23 @@ class TritonCrossEntropy(torch.autograd.Function):
                 logits.stride(1),
                 block,
             )
-        return gradient, None
+        return gradient, None, None
 
 
 class TritonCrossEntropyOp(nn.Module):
     """Triton backend: float32 inside, no copy of the logits, deterministic."""
 
     def forward(
-        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
+        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], *, overwrite: bool = False
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """As the reference's `cross_entropy`; float64 takes that path."""
+        """As the reference's `cross_entropy`; float64 takes that path.
+
+        With `overwrite` the gradient is written over the logits, if they are contiguous.
+        """
         if not accumulates_in_float32(logits):
             return cross_entropy(logits, targets)
         with launching_on(logits):
-            result: tuple[Tensor, Tensor] = TritonCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            result: tuple[Tensor, Tensor] = TritonCrossEntropy.apply(logits, targets, overwrite)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return result
 
     def forward_fp32(

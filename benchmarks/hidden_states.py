@@ -1,0 +1,220 @@
+"""Times the losses from hidden states on one GPU beside the matrix products alone, and writes the figures as JSON.
+
+    python -m benchmarks.hidden_states [--only p_kl,gold] [--rows 2048] [--small] [--out FILE]
+
+The products are those that any such loss needs: the student's logits, the gradients of its hidden states and of its
+head, and the teacher's logits; each whole, by the matrix library. Memory is the peak above hidden states, weights and
+batch, the gradients included. A loss whose tests have not passed on this GPU gets no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.gpu_tests import RESULTS, kernel_hash
+from benchmarks.operator_pages import HIDDEN_JSON, HIDDEN_TESTS
+from benchmarks.ops import timed_by_events
+from xtoken_core.config import LossConfig
+from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
+
+REPEATS = 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a run of this file."""
+
+    samples: int = 4
+    tokens: int = 2048
+    student_vocab: int = 128_256
+    student_width: int = 2048
+    teacher_vocab: int = 151_936
+    teacher_width: int = 2560
+    vocab_topk: int = 8192
+
+
+SMALL = Shape(2, 96, 1024, 64, 1536, 96, 128)
+LONG = "_one_sample"
+"""Ends the name of a row whose tokens are one sample's."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One loss. Times in milliseconds, memory in bytes; None where tests fail."""
+
+    loss: str
+    tests_pass: bool
+    ms: float | None = None
+    products_ms: float | None = None
+    ratio: float | None = None
+    peak_bytes: int | None = None
+    blocks: int | None = None
+
+
+def chunked(T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Chunks of one to three tokens on each side, `[T]` each; most have one."""
+    sizes = torch.multinomial(torch.tensor([0.8, 0.15, 0.05]), 2 * T, replacement=True, generator=generator) + 1
+    sides = [torch.repeat_interleave(torch.arange(T), side) for side in sizes.view(2, T)]
+    student, teacher = (side[:T] for side in sides)
+    pairs = min(int(student[-1]), int(teacher[-1]))
+    return tuple(torch.where(side < pairs, side, -1) for side in (student, teacher))
+
+
+class Workload:
+    """A micro-batch of random hidden states, heads and chunks, and what is done with it."""
+
+    def __init__(self, shape: Shape, config: LossConfig, device: torch.device, rows: int | None, maxima: bool) -> None:
+        """Args: sizes; the loss's settings; where; positions of a block; whether column maxima come along."""
+        generator = torch.Generator().manual_seed(0)
+        B, T = shape.samples, shape.tokens
+        sides = [torch.stack(side) for side in zip(*(chunked(T, generator) for _ in range(B)), strict=True)]
+        valid = torch.arange(T) < sides[0].amax(1, keepdim=True) + 1
+        host = {
+            "input_ids": torch.randint(shape.student_vocab, (B, T), generator=generator),
+            "token_mask": torch.ones(B, T, dtype=torch.int64),
+            "sample_mask": torch.ones(B),
+            "alignment_student_chunk_id": sides[0],
+            "alignment_teacher_chunk_id": sides[1],
+            "alignment_pair_valid": valid,
+            "alignment_pair_is_correct": valid,
+        }
+        indices = torch.randint(shape.teacher_vocab, (shape.student_vocab, 4), generator=generator)
+        weights = torch.rand(shape.student_vocab, 4, generator=generator)
+        weights, indices[::2, 1:] = weights / weights.sum(1, keepdim=True), -1
+        weights[::2] = torch.tensor([1.0, 0, 0, 0])
+        self.loss = CrossTokenizerDistillationLoss(
+            config,
+            student_vocab_size=shape.student_vocab,
+            teachers=[LossTeacher(shape.teacher_vocab, indices, weights)],
+            device=device,
+        )
+        self.blocks = self.loss.token_blocks(host, [T], rows=rows).to(device)
+        self.batch = {name: x.to(device) for name, x in host.items()}
+        on_device = torch.Generator(device).manual_seed(0)
+
+        def random(*size: int, scale: float) -> Tensor:
+            return torch.randn(size, device=device, dtype=torch.bfloat16, generator=on_device) * scale
+
+        self.hidden = random(B, T, shape.student_width, scale=1.0).requires_grad_()
+        self.weight = random(shape.student_vocab, shape.student_width, scale=shape.student_width**-0.5).requires_grad_()
+        hidden = random(B, T, shape.teacher_width, scale=1.0)
+        weight = random(shape.teacher_vocab, shape.teacher_width, scale=shape.teacher_width**-0.5)
+        self.teacher = HeadProjection(hidden, weight)
+        if maxima:
+            of_samples = [HeadProjection(hidden[b : b + 1], weight).logits().amax(1) for b in range(B)]
+            self.teacher = HeadProjection(hidden, weight, column_maxima=torch.cat(of_samples))
+
+    def step(self) -> tuple[Tensor, ...]:
+        """The loss and the gradients of hidden states and head."""
+        loss, _ = self.loss(self.batch, HeadProjection(self.hidden, self.weight), [self.teacher], blocks=self.blocks)
+        return loss, *torch.autograd.grad(loss, (self.hidden, self.weight))
+
+    def products(self) -> Callable[[], None]:
+        """The matrix products of a step, each as one."""
+        x, w = self.hidden.detach().flatten(0, 1), self.weight.detach()
+        y, u = self.teacher.hidden.flatten(0, 1), self.teacher.weight
+        logits, of_teacher = x @ w.t(), y @ u.t()
+        by_hidden, by_weight = torch.empty_like(x), torch.empty_like(w)
+
+        def run() -> None:
+            torch.mm(x, w.t(), out=logits)
+            torch.mm(logits, w, out=by_hidden)
+            torch.mm(logits.t(), x, out=by_weight)
+            torch.mm(y, u.t(), out=of_teacher)
+
+        return run
+
+
+CONFIGS: dict[str, tuple[LossConfig, bool]] = {
+    "p_kl": (LossConfig(), True),
+    "p_kl_without_maxima": (LossConfig(), False),
+    "p_kl_dynamic_scaling": (LossConfig(dynamic_loss_scaling=True), True),
+    "p_kl_full_vocabulary": (LossConfig(vocab_topk=None), False),
+    "gold": (LossConfig(gold_loss=True), False),
+    "cross_entropy_alone": (LossConfig(kl_loss_weight=0.0, ce_loss_scale=1.0), True),
+}
+"""Settings, and whether the teacher sends its column maxima."""
+
+
+def measure(name: str, shape: Shape, device: torch.device, rows: int | None) -> Row:
+    """One loss beside its products."""
+    base = name.removesuffix(LONG)
+    if base != name:
+        shape = Shape(1, shape.samples * shape.tokens, *list(asdict(shape).values())[2:])
+    config, maxima = CONFIGS[base]
+    config = config.model_copy(update={"vocab_topk": shape.vocab_topk}) if config.vocab_topk else config
+    load = Workload(shape, config, device, rows, maxima)
+    load.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    load.step()
+    peak = torch.cuda.max_memory_allocated() - before
+    ms = timed_by_events(load.step, repeats=REPEATS)
+    products_ms = timed_by_events(load.products(), repeats=REPEATS)
+    again = timed_by_events(load.step, repeats=REPEATS)
+    ms = min(ms, again)
+    return Row(name, True, ms, products_ms, ms / products_ms, peak, len(load.blocks.rows))
+
+
+def tests_pass() -> bool:
+    """Whether the tests of these losses passed on this GPU with the kernels as they are."""
+    if not RESULTS.exists():
+        return False
+    report = json.loads(RESULTS.read_text())
+    own = [outcome for name, outcome in report["tests"].items() if name.startswith(HIDDEN_TESTS)]
+    here = report["gpu"] == torch.cuda.get_device_name() and report["kernel_hash"] == kernel_hash()
+    return here and "passed" in own and "failed" not in own
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HIDDEN_JSON)
+    parser.add_argument("--only", default=",".join([*CONFIGS, f"p_kl{LONG}"]), help="names, separated by commas")
+    parser.add_argument("--rows", type=int, help="student positions of a block; as the loss chooses")
+    parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks/hidden_states.py needs a CUDA GPU: torch sees none", file=sys.stderr)
+        return 2
+    device, shape, rows = torch.device("cuda"), SMALL if arguments.small else Shape(), []
+    passing = tests_pass()
+    for name in arguments.only.split(","):
+        row = measure(name, shape, device, arguments.rows) if passing else Row(name, False)
+        torch.cuda.empty_cache()
+        rows.append(row)
+        if row.ms is None:
+            print(f"{name:24} its tests have not passed: not timed", flush=True)
+        else:
+            print(
+                f"{name:24} {row.ms:8.2f} ms  products {row.products_ms:8.2f} ms  {row.ratio:5.2f} times  "
+                f"peak {row.peak_bytes / 2**30:5.2f} GiB  {row.blocks} blocks",
+                flush=True,
+            )
+    report = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "shape": asdict(shape),
+        "rows": [asdict(row) for row in rows],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if passing else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
