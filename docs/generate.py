@@ -65,7 +65,8 @@ def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, t
     for name, info in model.model_fields.items():
         part, several = _part(info.annotation)
         if part is not None:
-            yield from sections_of(part, f"{'[[' if several else '['}{name}")
+            outer = f"{path.strip('[')}." if path else ""
+            yield from sections_of(part, f"{'[[' if several else '['}{outer}{name}")
 
 
 def _part(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
@@ -140,7 +141,7 @@ def default_in_words(info: FieldInfo) -> str:
 def configuration() -> str:
     """The page about the run file."""
     sections = []
-    optional = {name for name, info in RunSpec.model_fields.items() if not info.is_required()}
+    required = {name for name, info in RunSpec.model_fields.items() if info.is_required()}
     for path, model in sections_of(RunSpec):
         double = path.startswith("[[")
         title = f"`{path}{']]' if double else ']'}`" if path else "At the top of the file"
@@ -155,7 +156,7 @@ def configuration() -> str:
         ]
         intro = " ".join((model.__doc__ or "").split())
         table = "\n".join(["| field | takes | default | meaning |", "|---|---|---|---|", *rows])
-        needed = " May be left out." if path.strip("[") in optional else " Required." if path else ""
+        needed = " Required." if path.strip("[") in required else " May be left out." if path else ""
         sections.append(f"## {title}\n\n{intro}{needed}\n\n{table}\n")
     return CONFIGURATION.format(make=MAKE, sections="\n".join(sections))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from services.common.roots import confined
 from services.common.vocabulary import first_line
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import ConfigError, InputError
@@ -18,7 +20,7 @@ transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-cal
 
 
 def pick_device(wanted: str, rank: int) -> torch.device:
-    """The device of a rank: `auto` takes a GPU where there is one.
+    """The device of a rank: `auto` takes a GPU where there is one, by `LOCAL_RANK` where torchrun has set it.
 
     Raises:
         ConfigError: A GPU is asked for and there is none.
@@ -27,20 +29,34 @@ def pick_device(wanted: str, rank: int) -> torch.device:
         raise ConfigError('workers.device = "cuda": torch sees no GPU here: use "cpu" or "auto"')
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    return torch.device("cuda", local % torch.cuda.device_count())
 
 
-def load_model(spec: ModelSpec, what: str, device: torch.device, directory: Path | None = None) -> PreTrainedModel:
-    """A causal language model in its spec's dtype; only safetensors, never code from the directory.
+def load_model(
+    spec: ModelSpec,
+    what: str,
+    device: torch.device,
+    directory: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """A causal language model; only safetensors, never code from the directory.
+
+    Args:
+        spec: Which.
+        what: What errors call it.
+        device: Where it goes.
+        directory: Where it is, if not where the spec says.
+        dtype: Its weights', if not the spec's.
 
     Raises:
         InputError: It cannot be loaded, or its head is narrower than the configuration says.
     """
-    place = directory or spec.model
+    place = confined(directory or spec.model, f"the {what}'s model")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             place,
-            dtype=getattr(torch, spec.dtype),
+            dtype=dtype or getattr(torch, spec.dtype),
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,

@@ -1,4 +1,4 @@
-"""Held-out text during a run: bits per byte, into `eval.jsonl`."""
+"""Held-out text during a run: bits per byte, accuracy and losses, into `eval.jsonl`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
 
 from services.common.resolve import open_index
 from services.common.worker import Worker
+from services.trainer.held_out import HeldOutLoss
 from services.trainer.records import JsonLines
+from services.trainer.student import Student
 from xtoken_core.evaluation import evaluate
+from xtoken_core.losses import CrossTokenizerDistillationLoss
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -22,31 +25,51 @@ class Evaluator:
     Args:
         worker: The session.
         tokenizer: The student's.
+        loss: The run's loss.
     """
 
-    def __init__(self, worker: Worker, tokenizer: Any) -> None:
-        self.worker, self.tokenizer = worker, tokenizer
+    def __init__(self, worker: Worker, tokenizer: Any, loss: CrossTokenizerDistillationLoss) -> None:
+        self.worker, self.tokenizer, self.loss = worker, tokenizer, loss
         self.spec = worker.run.spec
         self.lines = JsonLines(self.spec.output / "eval.jsonl")
+        self._held_out: HeldOutLoss | None = None
 
-    def evaluate(self, model: PreTrainedModel, step: int) -> None:
-        """Append one line: bits per byte and what it is made of, after `step` optimiser steps."""
+    def evaluate(self, student: Student, step: int, *, leads: bool = True) -> dict[str, Any] | None:
+        """Append one line, after `step` optimiser steps; all ranks of a sharded student call.
+
+        Args:
+            student: What is measured.
+            step: How many steps it has been trained.
+            leads: Whether this rank writes.
+
+        Returns:
+            The line; None on a rank that does not write.
+        """
         assert self.spec.eval is not None
         index = open_index(self.spec, self.spec.eval.paths, self.spec.eval.field)
-        model.eval()  # type: ignore[no-untyped-call]
+        student.eval()
         try:
-            result = evaluate(
-                model,
-                self.tokenizer,
-                index.documents(),
-                context_length=self.spec.student.context_length,
-                batch_tokens=self.spec.train.micro_batch_tokens,
-                device=model.device,
-                max_bytes=self.spec.eval.max_bytes,
-            )
+            with torch.compiler.set_stance("force_eager"):  # text of many widths, read seldom
+                result = evaluate(
+                    student,
+                    self.tokenizer,
+                    index.documents(),
+                    context_length=self.spec.student.context_length,
+                    batch_tokens=self.spec.train.micro_batch_tokens,
+                    device=student.device,
+                    max_bytes=self.spec.eval.max_bytes,
+                )
+                row = {"step": step, **asdict(result), "loss": result.nll_nats / max(result.tokens, 1)}
+                if self.spec.eval.teacher_kl:
+                    self.worker.alive()
+                    if self._held_out is None:
+                        self._held_out = HeldOutLoss(self.spec, self.loss, self.tokenizer, index.documents())
+                    row |= self._held_out.measure(student)
         finally:
-            model.train()
+            student.train()
         self.worker.alive()
-        row = {"step": step, **asdict(result)}
+        if not leads:
+            return None
         self.lines.append(row)
         log.info("after %d steps: %.4f bits per byte on held-out text", step, result.bits_per_byte)
+        return row

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from xtoken_core.errors import ConfigError
 
 TIMEOUT = timedelta(minutes=10)
+BUCKET_BYTES = 256 << 20
 
 
 class Group:
@@ -22,77 +25,109 @@ class Group:
     Args:
         rank: This process's rank.
         size: Number of ranks. With more than one, `MASTER_ADDR` and `MASTER_PORT` say where they meet.
-        device: NCCL is used on a GPU, gloo elsewhere.
+
+    Attributes:
+        background: For one thread beside the training, a process group of its own; None for a single rank.
 
     Raises:
         ConfigError: The meeting place is not given.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.background: dist.ProcessGroup | None = None
         if size == 1:
             return
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ConfigError(f"a trainer of {size} ranks needs {' and '.join(missing)} in the environment")
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=TIMEOUT)
+        self.background = dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+    @classmethod
+    def of_environment(cls) -> Group | None:
+        """The group that torchrun has described in the environment; None outside of torchrun."""
+        names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
+        if any(name not in os.environ for name in names):
+            return None
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which rewinds, acknowledges, saves and reports."""
         return self.rank == 0
 
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(values)
-        return values
+    def incarnation(self) -> int:
+        """A number that is the same for all ranks, and higher at every later start."""
+        return self.from_leader(time.time_ns())
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes."""
-        return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0)
+        if self.size == 1:
+            return flag
+        shared = torch.tensor([int(flag)])
+        dist.all_reduce(shared)
+        return bool(shared.item())
 
     def from_leader(self, value: int) -> int:
         """Rank 0's value."""
         if self.size == 1:
             return value
-        shared = torch.tensor([value], dtype=torch.int64, device=self.device)
+        shared = torch.tensor([value], dtype=torch.int64)
         dist.broadcast(shared, src=0)
         return int(shared.item())
 
-    def gather(self, mine: list[dict[str, Tensor]]) -> list[list[dict[str, Tensor]]]:
-        """Every rank's metrics, as JSON in padded byte tensors: ranks may differ in how many they have."""
+    def gather(self, mine: list[dict[str, float]]) -> list[list[dict[str, float]]]:
+        """Every rank's figures, as JSON in padded byte tensors: ranks may differ in how many they have."""
         if self.size == 1:
             return [mine]
-        plain = json.dumps([{name: float(value) for name, value in part.items()} for part in mine]).encode()
-        sizes = self._all(torch.tensor([len(plain)], dtype=torch.int64, device=self.device))
-        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=self.device)
-        padded[: len(plain)] = torch.frombuffer(bytearray(plain), dtype=torch.uint8).to(self.device)
-        texts = [bytes(part[: int(size)].cpu().tolist()) for part, size in zip(self._all(padded), sizes, strict=True)]
-        return [[{k: torch.tensor(v) for k, v in part.items()} for part in json.loads(text)] for text in texts]
+        plain = json.dumps(mine).encode()
+        sizes = self._all(torch.tensor([len(plain)], dtype=torch.int64))
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded[: len(plain)] = torch.frombuffer(bytearray(plain), dtype=torch.uint8)
+        texts = [bytes(part[: int(size)].tolist()) for part, size in zip(self._all(padded), sizes, strict=True)]
+        return [json.loads(text) for text in texts]
 
     def _all(self, mine: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(gathered, mine)
         return gathered
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def sum_gradients(self, weights: Iterable[torch.nn.Parameter]) -> None:
         """Add up gradients over ranks: their denominators are the step's own, so there is nothing to average."""
         if self.size == 1:
             return
-        for parameter in parameters:
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
+        every = list(weights)
+        for weight in every:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        for bucket in buckets([weight.grad for weight in every if weight.grad is not None], BUCKET_BYTES):
+            flat = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
+            dist.all_reduce(flat)
+            parts = _unflatten_dense_tensors(flat, bucket)  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(bucket, list(parts))
 
     def wait(self) -> None:
         """Until all ranks are here."""
         if self.size > 1:
-            dist.barrier()
+            self.any(False)
 
     def close(self) -> None:
         """Leave the group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Tensors in their order, as many of one dtype together as `limit` bytes allow, at least one."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > limit or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from services.common.steps import StepPlan, plan_fields, plan_step
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.checkpoint import Checkpoints, Cursor
 from services.trainer.evaluate import Evaluator
+from services.trainer.figures import combined, floats, flops_per_token, peak_flops, peak_memory
 from services.trainer.group import Group
-from services.trainer.optimizer import make_optimizer, make_schedule
+from services.trainer.optimizer import StudentOptimizer
 from services.trainer.records import JsonLines
+from services.trainer.reports import Report, make_reports
 from services.trainer.step import StepRunner
-from xtoken_core.losses import combine_metrics
+from services.trainer.student import Student
+from xtoken_core.errors import ConfigError
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -28,25 +31,30 @@ class TrainerLoop:
 
     Args:
         worker: The session.
-        model: The student.
+        student: What is trained.
         runner: What turns a step into gradients.
         group: All ranks.
         evaluator: Reads the held-out text; None without one.
     """
 
     def __init__(
-        self, worker: Worker, model: PreTrainedModel, runner: StepRunner, group: Group, evaluator: Evaluator | None
+        self, worker: Worker, student: Student, runner: StepRunner, group: Group, evaluator: Evaluator | None
     ) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
-        self.model, self.runner, self.group, self.evaluator = model, runner, group, evaluator
+        self.student, self.runner, self.group, self.evaluator = student, runner, group, evaluator
         spec = self.run.spec
-        self.optimizer = make_optimizer(model, spec.train)
-        self.schedule = make_schedule(self.optimizer, spec.train, self.run.steps)
-        self.checkpoints = Checkpoints(spec.output / "checkpoints", self.run)
+        self.optimizer = StudentOptimizer(student, spec.train, self.run.steps)
+        self.checkpoints = Checkpoints(spec.output / "checkpoints", self.run, group)
         self.lines = JsonLines(spec.output / "steps.jsonl")
+        self.reports: list[Report] = []
         self.cursor = Cursor()
         self.rewinds = 0
         self._saved = -1
+        self._flops_per_token = flops_per_token(student)
+        self._peak_flops = peak_flops(student.device, spec.report.peak_tflops)
+        self._asked = worker.stopping
+        if group.size > 1:
+            worker.stopping = threading.Event()  # several ranks leave together, at a step's boundary
 
     def train(self) -> Cursor:
         """Train to the end of the run, from the newest checkpoint if there is one.
@@ -56,29 +64,35 @@ class TrainerLoop:
         """
         self._restore()
         self._rewind()
-        self._evaluate_if_due()
+        self.reports = make_reports(self.run, self.cursor.step) if self.group.leads else []
         try:
+            self._evaluate_if_due()
             while self.cursor.step < self.run.steps:
                 self._one_step()
+            if self.cursor.step > self._saved:
+                self._save()
         except StopRequested:
             if self.cursor.step > max(self._saved, 0):
                 self._save()
+            self.checkpoints.settle()
             raise
-        if self.cursor.step > self._saved:
-            self._save()
+        finally:
+            for report in self.reports:
+                report.close()
+        self.checkpoints.settle()
         return self.cursor
 
     # Recovery
 
     def _restore(self) -> None:
         latest = self.checkpoints.latest()
+        state = self.optimizer.state()
         if latest is not None:
-            self.cursor, state = self.checkpoints.load(latest, self.group.device)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.schedule.load_state_dict(state["schedule"])
+            self.cursor = self.checkpoints.load(latest, state)
+            self.optimizer.restored(state)
             self._saved = self.cursor.step
             log.info("going on from %s", latest)
+        self.checkpoints.stage.prepare(state)
         if self.group.leads:
             self.lines.cut_back(self.cursor.step, inclusive=False)
             if self.evaluator is not None:
@@ -97,16 +111,18 @@ class TrainerLoop:
     def _one_step(self) -> None:
         began = time.monotonic()
         step = self._window()
+        waits = {"data_wait": time.monotonic() - began, "teacher_wait": -self.runner.waited_s}
         self.worker.phase("run")
         metrics = self.runner.run_step(step, self.rewinds)
+        waits["teacher_wait"] += self.runner.waited_s
         redo = self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
         if self.group.any(redo):
             log.warning("step %d is done again: a teacher or a sample was lost under it", step.step)
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.drop_gradients()
             self._rewind()
             return
         row = self._take(step, metrics)
-        self._advance(step, row, time.monotonic() - began)
+        self._advance(step, row, waits, time.monotonic() - began)
 
     def _window(self) -> StepPlan:
         while True:
@@ -116,57 +132,91 @@ class TrainerLoop:
                 return plan_step(self.run, self.cursor.step, rows)
 
     def _take(self, step: StepPlan, metrics: list[dict[str, Tensor]]) -> dict[str, Any]:
-        """The optimiser's step, if there was anything to learn; returns what to report of it."""
+        """The optimiser's step, if there was anything finite to learn; returns what to report of it."""
         if step.ce_tokens == 0 and not any(step.kd_chunks):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.drop_gradients()
             return {}
-        spec = self.run.spec.train
-        self.group.sum_gradients(self.model.parameters())
-        limit = spec.grad_clip if spec.grad_clip is not None else float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        rate = self.schedule.get_last_lr()[0]
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {**self._combined(metrics), "grad_norm": float(norm), "learning_rate": rate}
+        if not self.student.sharded:
+            self.group.sum_gradients(self.optimizer.weights.values())
+        *parts, last = floats([*metrics, {"grad_norm": self.optimizer.clip()}])
+        row = combined(part for of_rank in self.group.gather(parts) for part in of_rank) | last
+        if not (math.isfinite(row.get("loss", 0.0)) and math.isfinite(row["grad_norm"])):
+            self._leave_out(step, row)
+            return {**row, "nonfinite": True}
+        self.checkpoints.stage.wait()
+        rate = self.optimizer.step(self.cursor.updates)
+        self.cursor.updates += 1
+        self.cursor.nonfinite_in_a_row = 0
+        return {**row, "learning_rate": rate}
 
-    def _combined(self, metrics: list[dict[str, Tensor]]) -> dict[str, float]:
-        """The step's metrics over micro-batches and ranks."""
-        parts = [part for of_rank in self.group.gather(metrics) for part in of_rank]
-        return {name: float(value) for name, value in combine_metrics(parts).items()}
+    def _leave_out(self, step: StepPlan, row: dict[str, Any]) -> None:
+        """Count a step whose loss or gradient is no finite number, and forget it."""
+        self.optimizer.drop_gradients()
+        self.cursor.nonfinite += 1
+        self.cursor.nonfinite_in_a_row += 1
+        log.warning(
+            "step %d is left out: its loss is %g, its gradient's norm %g; %d so far, %d in a row",
+            step.step,
+            row.get("loss", 0.0),
+            row["grad_norm"],
+            self.cursor.nonfinite,
+            self.cursor.nonfinite_in_a_row,
+        )
 
-    def _advance(self, step: StepPlan, row: dict[str, Any], seconds: float) -> None:
+    def _advance(self, step: StepPlan, row: dict[str, Any], waits: dict[str, float], seconds: float) -> None:
         """Write the step down, acknowledge it, and do what is due at its boundary."""
         self._remember(step)
         if self.group.leads:
             if step.ids:
-                self.lines.append(
-                    {
-                        "step": step.step,
-                        "ids": list(step.ids),
-                        **row,
-                        "tokens": step.tokens,
-                        "seconds": round(seconds, 6),
-                        "tokens_per_second": round(step.tokens / seconds, 3),
-                        "skipped": list(step.skipped),
-                        "dead": list(step.dead),
-                    }
-                )
+                self._report(step, row, waits, seconds)
             self.queue.ack_window(step.step, rewinds=self.rewinds)
-        self.group.wait()
-        self.worker.alive(1)
         spec = self.run.spec
+        if self.cursor.nonfinite_in_a_row >= spec.train.max_nonfinite_steps:
+            raise ConfigError(
+                f"{self.cursor.nonfinite_in_a_row} steps in a row (the last: {step.step}) had no finite loss or "
+                "gradient and were left out (train.max_nonfinite_steps): lower train.learning_rate or choose another "
+                "student.dtype, and start the run again"
+            )
+        stops = self.group.any(self._asked.is_set())
+        self.worker.alive(1)
+        if stops and self.group.size > 1:
+            raise StopRequested
+        self.checkpoints.check()
         if self.cursor.step % spec.train.checkpoint_every == 0:
             self._save()
         self._evaluate_if_due()
+
+    def _report(self, step: StepPlan, row: dict[str, Any], waits: dict[str, float], seconds: float) -> None:
+        line = {
+            "step": step.step,
+            "ids": list(step.ids),
+            **row,
+            "tokens": step.tokens,
+            "seconds": round(seconds, 6),
+            "tokens_per_second": round(step.tokens / seconds, 3),
+            **{name: round(waited / seconds, 6) for name, waited in waits.items()},
+            "memory_peak_bytes": peak_memory(self.student.device),
+            "skipped": list(step.skipped),
+            "dead": list(step.dead),
+        }
+        if self._peak_flops is not None:
+            done = self._flops_per_token * step.tokens
+            line["mfu"] = round(done / (seconds * self._peak_flops * self.group.size), 6)
+        self.lines.append(line)
+        for report in self.reports:
+            report.tell("train", step.step, line)
 
     def _evaluate_if_due(self) -> None:
         """Read the held-out text every so many steps, before the first and after the last; once per step."""
         spec, step = self.run.spec, self.cursor.step
         due = spec.eval is not None and (step % spec.eval.every == 0 or step == self.run.steps)
-        if due and self.evaluator is not None and self.group.leads and self.evaluator.lines.last_step() != step:
-            self.evaluator.evaluate(self.model, step)
-        self.group.wait()
+        if due and self.evaluator is not None:
+            known = self.group.from_leader(int(self.evaluator.lines.last_step() == step))
+            if not known and (self.student.sharded or self.group.leads):
+                row = self.evaluator.evaluate(self.student, step, leads=self.group.leads)
+                for report in self.reports:
+                    report.tell("eval", step, row or {})
+            self.group.wait()
 
     def _remember(self, step: StepPlan) -> None:
         cursor = self.cursor
@@ -182,13 +232,5 @@ class TrainerLoop:
                 known.update({i: listed.reasons.get(i, "") for i in ids})
 
     def _save(self) -> None:
-        if self.group.leads:
-            self.checkpoints.save(
-                self.cursor,
-                {
-                    "model": self.model.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
-                    "schedule": self.schedule.state_dict(),
-                },
-            )
+        self.checkpoints.save(self.cursor, self.optimizer.state())
         self._saved = self.cursor.step

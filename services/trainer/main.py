@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from services.common.models import head_width, load_model, pick_device
+from services.common.models import head_width, pick_device
 from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import QueueLink, Worker, worker_session
 from services.trainer.checkpoint import Cursor
@@ -22,6 +22,7 @@ from services.trainer.loop import TrainerLoop
 from services.trainer.records import replace_file
 from services.trainer.rings import OpenRings
 from services.trainer.step import StepRunner
+from services.trainer.student import Student, load_student
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
@@ -39,36 +40,55 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
         InputError: The model, a projection or a checkpoint cannot be read.
         XtokenError: Something cannot be written, or positions are missing at the end.
     """
-    name = name or f"trainer-{rank}"
-    with worker_session(link, role=TRAINER, name=name, rank=rank) as worker:
-        run = worker.run
-        if rank >= run.spec.workers.ranks:
-            raise ConfigError(f"--rank {rank}: the run {run.spec.name!r} has {run.spec.workers.ranks} ranks")
-        if run.spec.workers.ranks > 1 and link.incarnation is None:
-            raise ConfigError("--incarnation: all ranks of a trainer are started with the same number; give one")
-        device = pick_device(run.spec.workers.device, rank)
-        torch.manual_seed(run.spec.seed)
-        if device.type == "cpu":
-            torch.use_deterministic_algorithms(True)
-        model = load_model(run.spec.student, "student", device).train()
-        tokenizer = load_tokenizer(run.spec.student.tokenizer_dir, "student")
-        if head_width(model) < run.student.vocab_size:
-            raise InputError(
-                f"the student's head has {head_width(model)} rows, its tokenizer {run.student.vocab_size} ids"
-            )
-        loss = make_loss(run, device)
-        group = Group(rank, run.spec.workers.ranks, device)
-        rings = OpenRings(worker, device)
-        try:
-            runner = StepRunner(worker, model, loss, rings, rank=rank, pad_id=pad_id(tokenizer))
-            evaluator = Evaluator(worker, tokenizer) if run.spec.eval is not None else None
-            cursor = TrainerLoop(worker, model, runner, group, evaluator).train()
-            if group.leads:
-                finish(worker, cursor, model, tokenizer)
-            group.wait()
-        finally:
-            rings.close()
+    group = Group.of_environment()
+    if group is not None:
+        rank = group.rank
+        link = replace(link, incarnation=link.incarnation or group.incarnation())
+    try:
+        with worker_session(link, role=TRAINER, name=name or f"trainer-{rank}", rank=rank) as worker:
+            ranks = worker.run.spec.workers.ranks
+            if rank >= ranks or (group is not None and group.size != ranks):
+                told = f"--rank {rank}" if group is None else f"torchrun with {group.size} processes"
+                raise ConfigError(f"{told}: the run {worker.run.spec.name!r} has {ranks} ranks (workers.ranks)")
+            if ranks > 1 and link.incarnation is None:
+                raise ConfigError("--incarnation: all ranks of a trainer are started with the same number; give one")
+            group = group or Group(rank, ranks)
+            train(worker, group)
+    finally:
+        if group is not None:
             group.close()
+
+
+def train(worker: Worker, group: Group) -> None:
+    """Train this rank's part of a session's run, and export the model.
+
+    Raises:
+        InputError: The model, a projection or a checkpoint cannot be read.
+        XtokenError: Something cannot be written, or positions are missing at the end.
+    """
+    run = worker.run
+    device = pick_device(run.spec.workers.device, group.rank)
+    torch.manual_seed(run.spec.seed)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.cuda.set_device(device)
+    student = load_student(run.spec, device, ranks=group.size)
+    tokenizer = load_tokenizer(run.spec.student.tokenizer_dir, "student")
+    if head_width(student.model) < run.student.vocab_size:
+        raise InputError(
+            f"the student's head has {head_width(student.model)} rows, its tokenizer {run.student.vocab_size} ids"
+        )
+    loss = make_loss(run, device)
+    rings = OpenRings(worker, device)
+    try:
+        runner = StepRunner(worker, student, loss, rings, rank=group.rank, pad_id=pad_id(tokenizer))
+        evaluator = Evaluator(worker, tokenizer, loss) if run.spec.eval is not None else None
+        cursor = TrainerLoop(worker, student, runner, group, evaluator).train()
+        finish(worker, cursor, student, tokenizer, leads=group.leads)
+        group.wait()
+    finally:
+        rings.close()
 
 
 def make_loss(run: ResolvedRun, device: torch.device) -> CrossTokenizerDistillationLoss:
@@ -82,12 +102,16 @@ def make_loss(run: ResolvedRun, device: torch.device) -> CrossTokenizerDistillat
     )
 
 
-def finish(worker: Worker, cursor: Cursor, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Account for every position, write the summary, export the model.
+def finish(worker: Worker, cursor: Cursor, student: Student, tokenizer: Any, *, leads: bool) -> None:
+    """Account for every position, write the summary, export the model: the first rank's work, with the others' shares.
 
     Raises:
         XtokenError: Positions are missing: the run is not what it claims to be.
     """
+    whole = student.whole(worker.run.spec)
+    if not leads or whole is None:
+        return
+    model, adapted = whole
     run, spec = worker.run, worker.run.spec
     skipped, dead = len(cursor.skipped), len(cursor.dead)
     summary: dict[str, Any] = {
@@ -97,6 +121,8 @@ def finish(worker: Worker, cursor: Cursor, model: PreTrainedModel, tokenizer: An
         "dead": dead,
         "truncated": cursor.truncated,
         "steps": run.steps,
+        "updates": cursor.updates,
+        "nonfinite_steps": cursor.nonfinite,
         "tokens": cursor.tokens,
         "skipped_reasons": cursor.skipped,
         "dead_reasons": cursor.dead,
@@ -107,13 +133,17 @@ def finish(worker: Worker, cursor: Cursor, model: PreTrainedModel, tokenizer: An
             f"the run's account does not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead positions "
             f"are not {run.positions}"
         )
-    evaluation = last_line(spec.output / "eval.jsonl") if spec.eval is not None else None
-    export_model(spec.output / "model", model, tokenizer, run, model_card(run, summary, evaluation))
+    evaluations = read_lines(spec.output / "eval.jsonl") if spec.eval is not None else []
+    steps = read_lines(spec.output / "steps.jsonl", last=True)
+    if adapted is not None and spec.train.lora is not None and spec.train.lora.export == "merged":
+        model, adapted = adapted.merge_and_unload(), None
+    card = model_card(run, summary, evaluations, steps[-1] if steps else None)
+    export_model(spec.output / "model", model, adapted, tokenizer, card)
     replace_file(spec.output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
     log.info("done: %d trained, %d skipped, %d dead of %d", cursor.trained, skipped, dead, run.positions)
 
 
-def last_line(path: Path) -> dict[str, Any] | None:
-    """The last JSON line of a file."""
+def read_lines(path: Path, *, last: bool = False) -> list[dict[str, Any]]:
+    """The JSON lines of a file, or only its last one."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return dict(json.loads(lines[-1])) if lines else None
+    return [json.loads(line) for line in (lines[-1:] if last else lines)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class JsonLines:
         return int(json.loads(lines[-1])["step"]) if lines else None
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a line and hand it to the system.
+        """Add a line and hand it to the system; numbers that are not finite become null.
 
         Raises:
             OutputError: It cannot be written.
@@ -51,9 +52,18 @@ class JsonLines:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+                file.write(json.dumps(plain(row), separators=(",", ":"), allow_nan=False) + "\n")
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A line as JSON can say it.
+
+    >>> plain({"loss": float("nan"), "step": 1})
+    {'loss': None, 'step': 1}
+    """
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def replace_file(path: Path, text: str) -> None:

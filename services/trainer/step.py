@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from services.common.batches import padded_batch
 from services.common.steps import StepPlan
 from services.common.worker import WAIT_S, Worker
 from services.trainer.rings import OpenRings
 from services.trainer.signals import teacher_logits
+from services.trainer.student import Student
 from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.plan import MicroBatch
@@ -27,17 +29,20 @@ class StepRunner:
 
     Args:
         worker: The session.
-        model: The student.
+        student: The student.
         loss: The run's loss.
         rings: The teachers' rings.
         rank: This rank.
         pad_id: The token id that fills the student's padding.
+
+    Attributes:
+        waited_s: Seconds that it has waited for the teachers' signals, in all steps.
     """
 
     def __init__(
         self,
         worker: Worker,
-        model: PreTrainedModel,
+        student: Student,
         loss: CrossTokenizerDistillationLoss,
         rings: OpenRings,
         *,
@@ -45,45 +50,56 @@ class StepRunner:
         pad_id: int,
     ) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
-        self.model, self.loss, self.rings = model, loss, rings
+        self.student, self.loss, self.rings = student, loss, rings
         self.rank, self.pad_id = rank, pad_id
         self.fields = list(schema.run_fields(self.run.spec.same_tokenizer))
         self.signals = signal_fields(len(self.run.spec.teacher))
+        self.waited_s = 0.0
 
     def run_step(self, step: StepPlan, rewinds: int) -> list[dict[str, Tensor]]:
-        """Add the gradients of this rank's micro-batches; returns their metrics."""
+        """Add the gradients of this rank's micro-batches; returns their metrics, on the device.
+
+        The host only queues work for a GPU: it claims and copies a micro-batch while the one before is computed.
+        """
         metrics = []
         for index, batch in enumerate(step.plan.ranks[self.rank]):
-            if batch.ids:
-                torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.rank, index))
-                metrics += self._micro_batch(step, batch, rewinds)
+            torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.rank, index))
+            found = self._micro_batch(step, batch, rewinds) if batch.ids else None
+            if found is not None:
+                metrics.append(found)
+            elif self.student.sharded:
+                self.student.stand_by(self.pad_id)
         self.rings.settle()
         return metrics
 
-    def _micro_batch(self, step: StepPlan, batch: MicroBatch, rewinds: int) -> list[dict[str, Tensor]]:
+    def _micro_batch(self, step: StepPlan, batch: MicroBatch, rewinds: int) -> dict[str, Tensor] | None:
+        began = time.monotonic()
         claimed, columns = self._claim(batch, rewinds)
+        self.waited_s += time.monotonic() - began
         if any(name not in columns for name in self.signals):
-            return []  # every sample has died
+            return None  # every sample has died
         self.rings.receive(columns)
         data = self._padded(batch, claimed, columns)
         slots = {(ref["ring"], ref["slot"], ref["generation"]) for name in self.signals for ref in data[name]}
-        metrics = self._backward(step, data)
+        metrics = self._backward(step, batch, data)
         self.rings.release(slots)
         self.worker.alive(1)
-        return [metrics]
+        return metrics
 
-    def _backward(self, step: StepPlan, data: dict[str, Any]) -> dict[str, Tensor]:
+    def _backward(self, step: StepPlan, batch: MicroBatch, data: dict[str, Any]) -> dict[str, Tensor]:
         """Forward, loss and backward of a micro-batch; no view of a teacher's memory outlives it."""
-        device = self.model.device
+        device = self.student.device
         signals = [teacher_logits(data, index, device) for index in schema.teacher_indices(len(self.run.spec.teacher))]
-        on_device = {name: value.to(device) for name, value in data.items() if isinstance(value, Tensor)}
-        logits = self.model(input_ids=on_device[schema.INPUT_IDS.name], use_cache=False).logits
+        tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+        on_device = to_device(tensors, device)
+        blockwise = self.student.blockwise
         loss, metrics = self.loss(
             on_device,
-            logits,
+            self.student.outputs(on_device[schema.INPUT_IDS.name]),
             signals,
             global_valid_toks=step.ce_tokens,
             global_valid_chunks=list(step.kd_chunks),
+            blocks=self.loss.token_blocks(tensors, batch.widths[1:]) if blockwise else None,
         )
         loss.backward()  # type: ignore[no-untyped-call]
         return metrics
@@ -110,6 +126,13 @@ class StepRunner:
             if same:
                 data[schema.field_name(schema.TEACHER_INPUT_IDS, index)] = data[schema.INPUT_IDS.name]
         return data
+
+
+def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies on a device; a GPU gets them through pinned memory, without waiting for what it still computes."""
+    if device.type != "cuda":
+        return {name: value.to(device) for name, value in tensors.items()}
+    return {name: value.pin_memory().to(device, non_blocking=True) for name, value in tensors.items()}
 
 
 def seed_of(seed: int, step: int, rank: int, micro_batch: int) -> int:

@@ -215,7 +215,9 @@ def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Pa
     from services.trainer.checkpoint import Checkpoints, Cursor
 
     spec = tiny_spec(assets, tmp_path, records=16)
-    Checkpoints(spec.output / "checkpoints", resolve_run(spec)).save(Cursor(step=1), {"model": {}})
+    checkpoints = Checkpoints(spec.output / "checkpoints", resolve_run(spec))
+    checkpoints.save(Cursor(step=1), {"w": torch.ones(1)})
+    checkpoints.settle()
     raw = json.loads(spec.model_dump_json())
     raw["seed"] = 8
     line = only_line(xtoken("run", str(run_file(tmp_path, raw))))
@@ -227,7 +229,6 @@ def test_a_torn_checkpoint_is_refused(assets: TinyAssets, tmp_path: Path) -> Non
     spec = tiny_spec(assets, tmp_path, records=16)
     place = spec.output / "checkpoints" / "step-00000001"
     place.mkdir(parents=True)
-    torch.save({"format": 1}, place / "state.pt")
-    (place / "state.pt").write_bytes((place / "state.pt").read_bytes()[:50])
+    (place / "run.json").write_text('{"format": 2, "identi')
     line = only_line(xtoken("run", str(run_file(tmp_path, json.loads(spec.model_dump_json())))))
     assert "step-00000001" in line

@@ -4,62 +4,98 @@ from __future__ import annotations
 
 import itertools
 import json
+import stat
 from pathlib import Path
 
 import pytest
 import torch
 
 from services.trainer.checkpoint import Checkpoints, Cursor
-from services.trainer.optimizer import make_optimizer, make_schedule
+from services.trainer.optimizer import decay_groups, learning_rate
 from services.trainer.records import JsonLines, replace_file
 from services.trainer.step import seed_of
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import TrainSpec
 from xtoken_core.errors import ConfigError, InputError, OutputError
 
+WEIGHTS = {"w": torch.ones(3)}
+
+
+def saved(directory: Path) -> Path:
+    """A checkpoint of step 1."""
+    checkpoints = Checkpoints(directory / "c", resolved_run(directory))
+    path = checkpoints.save(Cursor(step=1), WEIGHTS)
+    checkpoints.settle()
+    return path
+
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
     cursor = Cursor(step=3, trained=20, tokens=99, truncated=1, skipped={4: "empty"}, dead={7: "broken"})
-    weights = {"w": torch.randn(3, 4)}
-    path = checkpoints.save(cursor, {"model": weights})
-    found, state = checkpoints.load(path, torch.device("cpu"))
-    assert found == cursor
-    assert torch.equal(state["model"]["w"], weights["w"])
+    weights = {"model.w": torch.randn(3, 4), "optimizer.steps": torch.tensor([3.0])}
+    path = checkpoints.save(cursor, weights)
+    checkpoints.settle()
+    state = {name: torch.zeros_like(value) for name, value in weights.items()}
+    assert checkpoints.load(path, state) == cursor
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
     assert checkpoints.latest() == path
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (path, path.parent)] == [0o700, 0o700]
+
+
+def test_what_is_written_is_what_was_there_at_the_call(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
+    weight = torch.ones(1 << 20)
+    path = checkpoints.save(Cursor(step=1), {"w": weight})
+    checkpoints.stage.wait()
+    weight.zero_()
+    checkpoints.settle()
+    found = {"w": torch.zeros(1 << 20)}
+    checkpoints.load(path, found)
+    assert bool((found["w"] == 1).all())
 
 
 def test_only_the_newest_checkpoints_are_kept_and_scratch_goes(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
     (tmp_path / "c" / ".step-00000001.tmp").mkdir(parents=True)
     for step in (1, 2, 3):
-        checkpoints.save(Cursor(step=step), {})
+        checkpoints.save(Cursor(step=step), WEIGHTS)
+    checkpoints.settle()
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step-00000002", "step-00000003"]
 
 
 def test_a_checkpoint_of_another_run_names_what_differs(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path / "c", resolved_run(tmp_path)).save(Cursor(step=1), {})
+    path = saved(tmp_path)
     other = resolved_run(tmp_path, positions=64).model_copy(update={"data_fingerprint": "e"})
     with pytest.raises(ConfigError, match="records, positions, data differ"):
-        Checkpoints(tmp_path / "c", other).load(path, torch.device("cpu"))
+        Checkpoints(tmp_path / "c", other).load(path, WEIGHTS)
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
-    path = checkpoints.save(Cursor(step=1), {})
-    (path / "state.pt").write_bytes(b"no")
-    with pytest.raises(InputError, match="step-00000001"):
-        checkpoints.load(path, torch.device("cpu"))
+@pytest.mark.parametrize("file", ["run.json", ".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str) -> None:
+    path = saved(tmp_path)
+    (path / file).write_bytes((path / file).read_bytes()[:30])
+    with pytest.raises(InputError, match="step-00000001") as caught:
+        Checkpoints(tmp_path / "c", resolved_run(tmp_path)).load(path, WEIGHTS)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    path.parent.chmod(0o770)
+    with pytest.raises(InputError, match="chmod 700"):
+        Checkpoints(tmp_path / "c", resolved_run(tmp_path)).load(path, WEIGHTS)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
-    old = checkpoints.save(Cursor(step=1), {"model": {}})
-    before = (old / "state.pt").read_bytes()
+    old = saved(tmp_path)
+    before = {file.name: file.read_bytes() for file in old.iterdir()}
     (tmp_path / "c" / "step-00000002").write_text("in the way")
+    checkpoints.save(Cursor(step=2), WEIGHTS)
     with pytest.raises(OutputError, match="step-00000002"):
-        checkpoints.save(Cursor(step=2), {})
-    assert (old / "state.pt").read_bytes() == before
+        checkpoints.settle()
+    checkpoints.check()
+    assert {file.name: file.read_bytes() for file in old.iterdir()} == before
     assert not list((tmp_path / "c").glob(".*"))
 
 
@@ -87,13 +123,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_the_rate_warms_up_and_decays_along_a_cosine() -> None:
     spec = TrainSpec(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
-    optimizer = make_optimizer(torch.nn.Linear(2, 2), spec)
-    schedule = make_schedule(optimizer, spec, 12)
-    rates = []
-    for _ in range(13):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
+    rates = [learning_rate(spec, 12, update) for update in range(13)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[8] == pytest.approx(0.55)
     assert rates[12] == pytest.approx(0.1)
@@ -101,8 +131,8 @@ def test_the_rate_warms_up_and_decays_along_a_cosine() -> None:
 
 
 def test_weight_decay_leaves_out_vectors() -> None:
-    optimizer = make_optimizer(torch.nn.Linear(2, 3), TrainSpec(weight_decay=0.5))
-    assert [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups] == [(1, 0.5), (1, 0.0)]
+    groups = decay_groups(torch.nn.Linear(2, 3).parameters(), TrainSpec(weight_decay=0.5))
+    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.5), (1, 0.0)]
 
 
 def test_every_micro_batch_has_its_own_seed() -> None:

@@ -7,19 +7,23 @@ from xtoken_core.config.spec import (
     ModelSpec,
     QueueSpec,
     RunSpec,
+    StudentSpec,
     TeacherSpec,
-    TrainSpec,
     WorkersSpec,
     load_run_spec,
 )
+from xtoken_core.config.train import LoraSpec, ReportSpec, TrainSpec
 
 __all__ = [
     "DataSpec",
     "EvalSpec",
+    "LoraSpec",
     "LossConfig",
     "ModelSpec",
     "QueueSpec",
+    "ReportSpec",
     "RunSpec",
+    "StudentSpec",
     "TeacherSpec",
     "TrainSpec",
     "WorkersSpec",

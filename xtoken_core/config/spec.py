@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import NoneWord, Part
-from xtoken_core.config.loss import LossConfig, NonNegative, Positive
+from xtoken_core.config.base import Count, Part
+from xtoken_core.config.loss import LossConfig, Positive
+from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.errors import ConfigError, InputError
 
-Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 SignalName = Literal["auto", "cuda_ipc", "cuda_ipc_hidden", "shared_memory", "shared_memory_hidden", "queue"]
 
@@ -34,7 +34,7 @@ class ModelSpec(Part):
     tokenizer: Path | None = None
     """Where the tokenizer is; the model's own directory if left out."""
     dtype: Dtype = "float32"
-    """What it is loaded and computed in; the student's optimiser works in it too."""
+    """What it computes in."""
     context_length: Annotated[int, Field(ge=2)]
     """Tokens of a document beyond this are cut off."""
 
@@ -42,6 +42,19 @@ class ModelSpec(Part):
     def tokenizer_dir(self) -> Path:
         """The directory the tokenizer is read from."""
         return self.tokenizer or self.model
+
+
+class StudentSpec(ModelSpec):
+    """The model that is trained."""
+
+    compile: bool = False
+    """Compile its layers with `torch.compile`: worth it for more than a few hundred steps."""
+    checkpoint_activations: bool = False
+    """Compute every layer's activations again in the backward pass instead of keeping them: less memory, a third more
+    arithmetic."""
+    blockwise_head: bool = False
+    """Multiply the head out for some positions at a time, each with its loss and gradient, and never hold the logits of
+    a whole micro-batch: less memory. For heads without a scale or cap behind them."""
 
 
 class TeacherSpec(ModelSpec):
@@ -94,38 +107,16 @@ class EvalSpec(Part):
     """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
     max_bytes: Count = 1 << 20
     """How much of the text is read, in UTF-8 bytes."""
+    teacher_kl: bool = False
+    """Measure the run's loss on the held-out text too, the divergence from the teachers with it. Each time they are
+    loaded beside the student, and need their memory."""
+    kl_documents: Count = 64
+    """How many documents that loss is measured on."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The path or paths, always as a tuple."""
         return self.path if isinstance(self.path, tuple) else (self.path,)
-
-
-class TrainSpec(Part):
-    """The optimiser's part."""
-
-    samples_per_step: Count = 32
-    """Records of one optimiser step, over all ranks."""
-    max_steps: Count | None = None
-    """End after so many optimiser steps, if the epochs have not ended before."""
-    micro_batch_tokens: Count = 8192
-    """Padded tokens of one micro-batch at most, on the student's side and on each teacher's."""
-    learning_rate: Positive = 1e-4
-    """AdamW's highest rate, reached after the warm-up."""
-    min_learning_rate: NonNegative = 0.0
-    """Where the cosine ends."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of the linear warm-up."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's; vectors (biases, norms) are left out."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's."""
-    grad_clip: Annotated[Positive | None, NoneWord] = 1.0
-    """The gradient's norm at most; "none" leaves it as it is."""
-    checkpoint_every: Count = 100
-    """Steps between two checkpoints; the last step always has one."""
-    keep_checkpoints: Count = 2
-    """The newest so many stay."""
 
 
 class QueueSpec(Part):
@@ -176,12 +167,13 @@ class RunSpec(Part):
     """The directory the run writes: checkpoints, logs, curves, the exported model."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Order of the data, dropout, everything random."""
-    student: ModelSpec
+    student: StudentSpec
     teacher: tuple[TeacherSpec, ...]
     data: DataSpec
     eval: EvalSpec | None = None
     loss: LossConfig = LossConfig()
     train: TrainSpec = TrainSpec()
+    report: ReportSpec = ReportSpec()
     queue: QueueSpec = QueueSpec()
     workers: WorkersSpec = WorkersSpec()
 

@@ -1,0 +1,40 @@
+"""Low-rank adapters, by peft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from xtoken_core.config.train import LoraSpec
+from xtoken_core.errors import ConfigError
+
+
+def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Any:
+    """Freeze a model and give its linear layers adapters, in place.
+
+    Args:
+        model: The student.
+        spec: Rank, scale and which layers.
+
+    Returns:
+        peft's view of the model, which can merge or save the adapters.
+
+    Raises:
+        ConfigError: peft is not installed, or the model has no such layers.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found,unused-ignore]  # an extra
+    except ImportError as error:
+        raise ConfigError("train.lora needs peft: install it by pip install 'xtoken[lora]'") from error
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=list(spec.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ConfigError(f"train.lora.targets = {list(spec.targets)}: {str(error).splitlines()[0]}") from error

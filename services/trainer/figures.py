@@ -1,0 +1,88 @@
+"""What a step has cost and what came of it, in numbers that a line of `steps.jsonl` can hold."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from services.trainer.student import Student
+from xtoken_core.losses.combine import RATIOS
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
+"""Dense bfloat16 products, 10^12 operations a second, as the makers state them; by a part of the device's name."""
+
+
+def floats(parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
+    """Metrics of micro-batches as numbers, with a single wait for the device."""
+    values = [value.double() for part in parts for value in part.values()]
+    numbers = iter(torch.stack(values).tolist() if values else [])
+    return [{name: next(numbers) for name in part} for part in parts]
+
+
+def combined(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """A step's metrics from its micro-batches': shares and counts are added, ratios averaged."""
+    collected: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            collected.setdefault(name, []).append(value)
+    return {
+        name: math.fsum(values) / len(values) if name.startswith(RATIOS) else math.fsum(values)
+        for name, values in collected.items()
+    }
+
+
+def flops_per_token(student: Student) -> float:
+    """Arithmetic of one trained token: `6 N`, or `4 N` where only adapters are trained.
+
+    `2 N` for the forward pass, `2 N` for the gradients of activations, `2 N` for those of weights (Kaplan et al. 2020,
+    arXiv 2001.08361, section 2.1). `N` counts every weight that a token is multiplied with: of a mixture's experts the
+    chosen ones, and no embedding table unless it is the head too. Attention scores are left out, and so is what
+    activation checkpointing computes again.
+    """
+    model = student.model
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    share = chosen / experts if experts and chosen else 1.0
+    embedding = model.get_input_embeddings().weight
+    tied = embedding is model.get_output_embeddings().weight
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter is not embedding or tied:
+            routed = ".experts." in name and "shared" not in name
+            total += parameter.numel() * (share if routed else 1.0)
+    return (4.0 if student.adapted else 6.0) * total
+
+
+def peak_flops(device: torch.device, told: float | None) -> float | None:
+    """What a device can do in a second, from the run's settings or the table; None if neither knows."""
+    if told is not None:
+        return told * 1e12
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes taken since the last call on a GPU, by tensors; on a CPU by the process since its start."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

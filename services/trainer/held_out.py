@@ -1,0 +1,91 @@
+"""The run's own loss on held-out text: teachers loaded beside the student for as long as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.common.models import load_model
+from services.common.tokenizers import load_tokenizer
+from services.trainer.figures import combined, floats
+from services.trainer.student import Student
+from xtoken_core import schema
+from xtoken_core.collate import CrossTokenizerCollator, loss_counts
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.losses import CrossTokenizerDistillationLoss
+
+REPORTED = ("loss", "kl_loss", "ce_loss", "accuracy", "kl_common", "l1_uncommon", "proj_accuracy", "chunk_mass")
+
+
+class HeldOutLoss:
+    """Some documents, collated once as the run's own are.
+
+    Args:
+        spec: The run's settings.
+        loss: Its loss.
+        tokenizer: The student's.
+        documents: Texts; the first `eval.kl_documents` that are not empty are taken.
+    """
+
+    def __init__(
+        self, spec: RunSpec, loss: CrossTokenizerDistillationLoss, tokenizer: Any, documents: Iterable[str]
+    ) -> None:
+        assert spec.eval is not None
+        self.spec, self.loss = spec, loss
+        collator = CrossTokenizerCollator(
+            student_tokenizer=tokenizer,
+            teacher_tokenizer=[
+                None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {place}")
+                for place, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True))
+            ],
+            aligner=[None] * len(spec.teacher),
+            ctx_length_student=spec.student.context_length,
+            ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
+            append_eos=spec.data.append_eos,
+        )
+        texts = [{"text": text} for text in islice(filter(str.strip, documents), spec.eval.kl_documents)]
+        longest = max(model.context_length for model in (spec.student, *spec.teacher))
+        rows = max(1, spec.train.micro_batch_tokens // longest)
+        self.batches = [dict(collator(texts[i : i + rows])) for i in range(0, len(texts), rows)]
+        counts = [loss_counts(spec.loss, spec.same_tokenizer)(batch) for batch in self.batches]
+        indices = schema.teacher_indices(len(spec.teacher))
+        self.tokens = sum(int(found[schema.CE_TOKENS.name].sum()) for found in counts)
+        self.chunks = [
+            self.tokens if same else sum(int(c[schema.field_name(schema.KD_CHUNKS, index)].sum()) for c in counts)
+            for index, same in zip(indices, spec.same_tokenizer, strict=True)
+        ]
+
+    @torch.no_grad()
+    def measure(self, student: Student) -> dict[str, float]:
+        """The loss and its parts, means over all documents, by the names of `steps.jsonl` with `held_out_` before.
+
+        Raises:
+            InputError: A teacher cannot be loaded.
+        """
+        teachers = [
+            load_model(spec, f"teacher {place}", student.device).eval()  # type: ignore[no-untyped-call]
+            for place, spec in enumerate(self.spec.teacher)
+        ]
+        parts = []
+        for batch in self.batches:
+            tensors = {name: v.to(student.device) for name, v in batch.items() if isinstance(v, Tensor)}
+            signals = []
+            for index, same, teacher in zip(
+                schema.teacher_indices(len(teachers)), self.spec.same_tokenizer, teachers, strict=True
+            ):
+                ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)
+                signals.append(teacher(input_ids=tensors[ids], use_cache=False).logits)
+            _, metrics = self.loss(
+                tensors,
+                student(tensors[schema.INPUT_IDS.name]).logits,
+                signals,
+                global_valid_toks=self.tokens,
+                global_valid_chunks=self.chunks,
+            )
+            parts.append(metrics)
+        found = combined(floats(parts))
+        return {f"held_out_{name}": value for name, value in found.items() if name.startswith(REPORTED)}
