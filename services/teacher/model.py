@@ -83,23 +83,26 @@ class TeacherModel:
 
     @torch.inference_mode()
     def column_maxima(self, hidden: Float[Tensor, "B T H"], vocab: int) -> Float[Tensor, "B V_t"]:
-        """Each row's largest logit per column, padding included, rounded as the logits themselves would be."""
+        """Each row's largest logit per column, padding included, rounded as the logits themselves would be.
+
+        Pieces of the product are made with tokens last, so that a maximum is taken over neighbours in memory.
+        """
         rows, width, H = hidden.shape
-        head = self.head[:vocab].t()
-        out = hidden.new_empty(rows, vocab)
-        if self._chunk is None or self._chunk.shape[1] != vocab:
-            self._chunk = hidden.new_empty(CHUNK_TOKENS, vocab)
+        out = hidden.new_empty(vocab, rows)
+        if self._chunk is None:
+            self._chunk = hidden.new_empty(self.head.shape[0] * CHUNK_TOKENS)
         step = max(1, CHUNK_TOKENS // width)
         for first in range(0, rows, step):
             part = hidden[first : first + step]
             for start in range(0, width, CHUNK_TOKENS):
                 piece = part[:, start : start + CHUNK_TOKENS]
                 count, length = piece.shape[:2]
-                logits = torch.mm(piece.reshape(-1, H), head, out=self._chunk[: count * length])
-                found = logits.view(count, length, vocab).amax(dim=1)
-                mine = out[first : first + count]
+                logits = self._chunk[: self.head.shape[0] * count * length].view(-1, count * length)
+                torch.mm(self.head, piece.reshape(-1, H).t(), out=logits)
+                found = logits[:vocab].view(vocab, count, length).amax(dim=-1)
+                mine = out[:, first : first + count]
                 mine.copy_(found if start == 0 else torch.maximum(mine, found))
-        return out
+        return out.t()
 
     @torch.inference_mode()
     def hidden(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:

@@ -20,23 +20,27 @@ pytestmark = pytest.mark.gpu
 SHAPE = RingShape(slots=2, slot_tokens=512, head_width=3008, vocab=3000, dtype="bfloat16")
 MIB = 1 << 20
 HALF_A_MS = 1_000_000  # cycles
+LONG = 40 * HALF_A_MS
 DEADLINE_S = 60.0
 
 
 class Ends:
     """A teacher's and a student's process, joined by two pipes."""
 
-    def __init__(self, shape=SHAPE, env=None, wait=(True, True), **options):
-        options = {"sleep": HALF_A_MS, **options}
+    def __init__(self, shape=SHAPE, env=None, wait=(True, True), sleep=(HALF_A_MS, HALF_A_MS), **options):
         to_student, to_teacher = os.pipe(), os.pipe()
-        self.teacher = self._start("teacher", to_teacher[0], to_student[1], shape, env, wait[0], options)
-        self.student = self._start("student", to_student[0], to_teacher[1], shape, env, wait[1], options)
+        self.teacher = self._start(
+            "teacher", to_teacher[0], to_student[1], shape, env, wait=wait[0], sleep=sleep[0], **options
+        )
+        self.student = self._start(
+            "student", to_student[0], to_teacher[1], shape, env, wait=wait[1], sleep=sleep[1], **options
+        )
         for fd in (*to_student, *to_teacher):
             os.close(fd)
 
     @staticmethod
-    def _start(role, fd_in, fd_out, shape, env, wait, options):
-        given = json.dumps({"shape": dataclasses.asdict(shape), "wait": wait, **options})
+    def _start(role, fd_in, fd_out, shape, env, **options):
+        given = json.dumps({"shape": dataclasses.asdict(shape), **options})
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("gpu_peer.py")), role, str(fd_in), str(fd_out), given],
             pass_fds=(fd_in, fd_out),
@@ -94,12 +98,12 @@ def test_a_thousand_refills_are_read_whole_through_a_view(ends, expandable):
 
 
 def test_publishing_before_the_write_has_completed_is_seen(ends):
-    report = ends(refills=30, wait=(False, True), sleep=40 * HALF_A_MS).report()
+    report = ends(refills=30, wait=(False, True), sleep=(LONG, HALF_A_MS)).report()
     assert report["wrong_before"] > 0
 
 
 def test_releasing_before_the_read_has_completed_is_seen(ends):
-    report = ends(refills=30, wait=(True, False), sleep=40 * HALF_A_MS).report()
+    report = ends(refills=30, wait=(True, False), sleep=(1, LONG)).report()
     assert report["wrong_after"] > 0
 
 
