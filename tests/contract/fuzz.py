@@ -1,11 +1,15 @@
 """Throws mutated messages at a queue, authenticated and not, beside an honest client that must see no error.
 
-`python -m tests.contract.fuzz SECONDS` runs for so long and prints what it sent; the default suite runs a short one.
+`python -m tests.contract.fuzz --lists 1000000 --seconds 900 --out RESULT.json` is the long run; the default suite has a
+short one.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import platform
 import random
 import socket
 import sys
@@ -14,8 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import zmq
@@ -37,13 +42,26 @@ MEMORY = 64 << 20
 
 @dataclass
 class Outcome:
-    """What happened: frame lists sent, connections opened with raw bytes, honest round trips, growth of the process."""
+    """What happened.
+
+    Attributes:
+        sent: Frame lists over authenticated connections.
+        answered: Replies to these; some requests wait, and some frame lists are valid ones.
+        raw: Connections with bytes that are no handshake.
+        honest: Samples that the honest client has put, claimed and acknowledged.
+        rss_before, rss_most, rss_after: Bytes of the queue's process; afterwards with every partition cleared.
+        held: Bytes of the samples that valid frame lists had put.
+    """
 
     sent: int = 0
     answered: int = 0
     raw: int = 0
     honest: int = 0
-    grown: int = 0
+    seconds: float = 0.0
+    rss_before: int = 0
+    rss_most: int = 0
+    rss_after: int = 0
+    held: int = 0
     errors: list[str] = field(default_factory=list)
 
 
@@ -180,30 +198,72 @@ def fuzz(address: Address, process: psutil.Process, *, go_on: Callable[[Outcome]
         )
     )
     threads = [threading.Thread(target=guard, args=(work,)) for work in works]
-    before = process.memory_info().rss
+    begun, outcome.rss_before = time.monotonic(), process.memory_info().rss
     for thread in threads:
         thread.start()
     while go_on(outcome) and not outcome.errors and process.status() != psutil.STATUS_ZOMBIE:
+        outcome.rss_most = max(outcome.rss_most, process.memory_info().rss)
         time.sleep(0.05)
     over.set()
     for thread in threads:
         thread.join(60)
-    outcome.grown = process.memory_info().rss - before
+    outcome.seconds = time.monotonic() - begun
+    if not outcome.errors:
+        guard(lambda: clear_all(address, outcome))
+        time.sleep(1.0)
+        outcome.rss_after = process.memory_info().rss
     return outcome
 
 
-def main(seconds: float) -> int:
+def clear_all(address: Address, outcome: Outcome) -> None:
+    """Let everything go that the frame lists have put."""
+    with ZmqDataPlaneClient(address) as client:
+        client.hello("sweeper", "sweeper", incarnation=time.time_ns())
+        shown = client.stats()
+        outcome.held = shown["bytes"]
+        for name, part in shown["partitions"].items():
+            if "run" not in part:
+                client.clear(name)
+
+
+def grew_too_much(outcome: Outcome) -> bool:
+    """Whether the process holds more than it began with and what the queue may hold."""
+    return max(outcome.rss_most - 2 * MEMORY, outcome.rss_after - MEMORY // 4) > outcome.rss_before
+
+
+def main() -> int:
     """Run against a queue of its own; 0 if nothing went wrong."""
+    parser = argparse.ArgumentParser(description="Fuzz a queue of its own.")
+    parser.add_argument(
+        "--lists", type=int, default=1_000_000, help="frame lists to send over authenticated connections"
+    )
+    parser.add_argument("--seconds", type=float, default=900.0, help="stop by then, however many were sent")
+    parser.add_argument("--out", type=Path, help="write the result there, as JSON")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="xq-") as name:
         address = tcp_address(Path(name))
         with queue_process(address, "--memory-limit", str(MEMORY)) as process:
-            end = time.monotonic() + seconds
+            end, seed = time.monotonic() + options.seconds, time.time_ns()
             outcome = fuzz(
-                address, psutil.Process(process.pid), go_on=lambda _: time.monotonic() < end, seed=time.time_ns()
+                address,
+                psutil.Process(process.pid),
+                go_on=lambda o: o.sent < options.lists and time.monotonic() < end,
+                seed=seed,
             )
-    print(outcome)
-    return 1 if outcome.errors or outcome.grown > 2 * MEMORY else 0
+            alive = process.poll() is None
+    failed = bool(outcome.errors) or grew_too_much(outcome) or not alive
+    result: dict[str, Any] = {
+        "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
+        "versions": {"python": platform.python_version(), "pyzmq": zmq.__version__, "libzmq": zmq.zmq_version()},
+        "settings": {"lists": options.lists, "seconds": options.seconds, "memory_limit": MEMORY, "seed": seed},
+        "outcome": asdict(outcome),
+        "passed": not failed,
+    }
+    print(json.dumps(result, indent=2))
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1])))
+    sys.exit(main())

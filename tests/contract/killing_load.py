@@ -138,8 +138,10 @@ class Run:
             sure = lowered == self.lowered and lowered % 2 == 0
             if sure and block.first < step * STEP:
                 self.log.note("after_ack", block.first)
-            in_doubt = block.first < (step + 1) * STEP  # its ack may have been taken, and its answer lost
-            if sure and block.first // BLOCK in self.blocks and not in_doubt:
+            # the step's ack may have been taken and its answer lost: then its blocks, and those that came within reach
+            # by it, are free again by the rewind
+            certain = (step + 1) * STEP <= block.first < step * STEP + RUN.span
+            if sure and certain and block.first // BLOCK in self.blocks:
                 self.log.note("lost", block.first)
             ids = [p for p in range(block.first, block.first + block.count) if p % 7]
             gone = {p: "no text" for p in range(block.first, block.first + block.count) if p % 7 == 0}
