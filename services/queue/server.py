@@ -15,6 +15,7 @@ import zmq
 from services.queue.endpoint import Endpoint
 from services.queue.guard import SPARE_BYTES, Guard, cut
 from services.queue.journal import Journal
+from services.queue.memory import Returned, settle
 from services.queue.metrics import Exporter, Latencies, prometheus_text
 from services.queue.waiting import Parked, Waiting
 from xtoken_core.data_plane.address import Address
@@ -68,6 +69,7 @@ class Server:
         self._peers: OrderedDict[bytes, int] = OrderedDict()
         self._heard: set[bytes] = set()
         self._outbox: list[tuple[bytes, m.Reply, Sequence[memoryview]]] = []
+        self._memory = Returned()
         self._ended = False
         self._stop = False
         engine.waiting = lambda: len(self.waiting)
@@ -79,6 +81,7 @@ class Server:
 
     def serve(self) -> None:
         """Answer until stopped, then close the socket and remove its file."""
+        settle()
         next_tick = next_look = time.monotonic()
         try:
             while not self._stop:
@@ -86,6 +89,7 @@ class Server:
                 now = time.monotonic()
                 if now >= next_tick:
                     self.engine.tick()
+                    self._memory.look(self.engine.nbytes)
                     next_tick = now + TICK_S
                 self._settle(now)
                 self._send_out()

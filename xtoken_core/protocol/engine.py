@@ -101,7 +101,7 @@ class Engine:
             self.sessions.end(session.id, f"no sign of life for {session.silence:g} s")
             self.changes += 1
             self._settle()
-        if len(self.leased_at) > 2 * sum(len(part.lease_ids()) for part in self.partitions.values()) + 1024:
+        if len(self.leased_at) > 2 * sum(len(part.lease_ids()) for part in self.partitions.values()):
             live = {(name, lease) for name, part in self.partitions.items() for lease in part.lease_ids()}
             self.leased_at = {key: since for key, since in self.leased_at.items() if key in live}
 

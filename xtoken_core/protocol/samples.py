@@ -7,7 +7,7 @@ Pure bookkeeping: the columns themselves are kept by `xtoken_core.protocol.store
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -43,13 +43,20 @@ class Task:
 
 @dataclass(slots=True)
 class Sample:
-    """What is known of one sample. `put_at` is its place in the order of puts; `status` goes by task name."""
+    """What is known of one sample. `put_at` is its place in the order of puts.
+
+    `status` goes by task name; samples may share it, so it is replaced, never changed.
+    """
 
     id: int
     put_at: int
     fields: frozenset[str]
-    status: dict[str, Status]
+    status: Mapping[str, Status]
     attempts: int = 0
+
+    def mark(self, task: str, status: Status) -> None:
+        """Set how far a task is with it."""
+        self.status = {**self.status, task: status}
 
 
 @dataclass(slots=True)
@@ -99,7 +106,7 @@ class Samples:
                 continue
             sample = self.samples.get(sample_id)
             if sample is None:
-                sample = Sample(sample_id, self._puts, came, fresh.copy())
+                sample = Sample(sample_id, self._puts, came, fresh)
                 self.samples[sample_id] = sample
                 self._puts += 1
                 self._push(sample, self._heaps)
@@ -178,7 +185,7 @@ class Samples:
         """A task's work on a sample was lost: it waits, or is ready, again."""
         sample = self.samples.get(sample_id)
         if sample is not None and sample_id not in self.dead and sample.status[task] == Status.DONE:
-            sample.status[task] = Status.WAITING
+            sample.mark(task, Status.WAITING)
             self._refresh(sample)
             self._push(sample, [task])
 
@@ -190,7 +197,7 @@ class Samples:
             sample = self.samples.get(sample_id)
             if sample is None or sample_id in self.dead:
                 continue
-            sample.status[task] = Status.DONE
+            sample.mark(task, Status.DONE)
             if all(s == Status.DONE for s in sample.status.values()):
                 gone.append(sample_id)
         for lease in [lease for lease in self.leases.values() if lease.task == task and not done.isdisjoint(lease.ids)]:
@@ -211,7 +218,7 @@ class Samples:
         for sample_id in lease.ids:
             sample = self.samples.get(sample_id)
             if sample is not None and sample_id not in self.dead:
-                sample.status[lease.task] = Status.WAITING
+                sample.mark(lease.task, Status.WAITING)
                 self._refresh(sample)
                 self._push(sample, [lease.task])
         return lease
@@ -294,18 +301,18 @@ class Samples:
         if ids:
             self.leases[lease.id] = lease
         for sample_id in ids:
-            self.samples[sample_id].status[task] = Status.LEASED
+            self.samples[sample_id].mark(task, Status.LEASED)
         return lease
 
     def _refresh(self, sample: Sample) -> None:
         for name, task in self.tasks.items():
             status = sample.status[name]
             if status == Status.WAITING and task.requires <= sample.fields:
-                sample.status[name] = Status.READY
+                sample.mark(name, Status.READY)
                 if task.order == "arrival":
                     self._push(sample, [name])
             elif status == Status.READY and not task.requires <= sample.fields:
-                sample.status[name] = Status.WAITING
+                sample.mark(name, Status.WAITING)
 
     def _push(self, sample: Sample, tasks: Iterable[str]) -> None:
         for name in tasks:

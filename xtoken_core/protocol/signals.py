@@ -216,7 +216,7 @@ class Signals:
         for sample_id in slot.ids:
             sample = self.samples.samples.get(sample_id)
             if sample is not None and sample_id not in self.samples.dead:
-                sample.status[task] = Status.WAITING
+                sample.mark(task, Status.WAITING)
                 self.samples.withdraw(sample_id, self.fields[ring.teacher])
 
     def _mark_withdrawn(self, ring: Ring, index: int) -> None:

@@ -15,26 +15,25 @@ COMPACT_SHARE = 4
 
 
 class Batch:
-    """Columns that came together, and which of their rows still belong to a sample."""
+    """Columns that came together, and the row of each sample that still has one here."""
 
-    __slots__ = ("columns", "nbytes", "owners", "rows")
+    __slots__ = ("columns", "nbytes", "row_of", "rows")
 
-    def __init__(self, columns: dict[str, Column], rows: int, owners: dict[int, int]) -> None:
+    def __init__(self, columns: dict[str, Column], rows: int, row_of: dict[int, int]) -> None:
         self.columns = columns
         self.rows = rows
-        self.owners = owners
+        self.row_of = row_of
         self.nbytes = sum(column.nbytes for column in columns.values())
 
 
-Place = tuple[Batch, int]
-Table = dict[int, Place]
+Table = dict[int, Batch]
 Run = tuple[Batch, list[int]]
 
 
 class Store:
     """Columns of the samples of one partition.
 
-    Samples whose fields came together share a table: by id, their batch and their row in it.
+    Samples whose fields came together share a table: by id, the batch that has their row.
 
     Attributes:
         nbytes: Bytes of all buffers held.
@@ -57,9 +56,9 @@ class Store:
             have = frozenset[int]().union(*(known for names, known in held.items() if name in names))
             together.setdefault(have, []).append(name)
         for have, names in together.items():
-            owners = {row: i for row, i in enumerate(ids) if i in keep and i not in have}
-            if owners:
-                self._add(Batch({name: columns[name] for name in names}, len(ids), owners))
+            row_of = {i: row for row, i in enumerate(ids) if i in keep and i not in have}
+            if row_of:
+                self._add(Batch({name: columns[name] for name in names}, len(ids), row_of))
 
     def read(self, ids: Sequence[int], fields: Sequence[str]) -> dict[str, Column]:
         """The fields of the samples, rows in the order of `ids`.
@@ -74,8 +73,8 @@ class Store:
         for name in fields:
             names = next((names for names in found if name in names), None)
             if names is None:
-                names, places = self._places(ids, name)
-                found[names] = _runs(places)
+                names, batches = self._batches(ids, name)
+                found[names] = _runs(ids, batches)
             columns[name] = _column(name, found[names])
         return columns
 
@@ -84,9 +83,9 @@ class Store:
         out = {}
         for table in self._tables.values():
             if sample_id in table:
-                batch, row = table[sample_id]
+                batch = table[sample_id]
                 for name, column in batch.columns.items():
-                    start, stop = column.row_bounds(row)
+                    start, stop = column.row_bounds(batch.row_of[sample_id])
                     out[name] = stop - start
         return out
 
@@ -102,49 +101,48 @@ class Store:
         for name in set(fields):
             for names, table in list(self._tables.items()):
                 if name in names and len(names) > 1:
-                    self._set_apart({id(table[i][0]): table[i][0] for i in ids if i in table}.values(), name)
+                    self._set_apart({id(table[i]): table[i] for i in ids if i in table}.values(), name)
             self._forget((name,), ids)
 
     def _add(self, batch: Batch) -> None:
         self.nbytes += batch.nbytes
         table = self._tables.setdefault(tuple(batch.columns), {})
-        table.update((i, (batch, row)) for row, i in batch.owners.items())
+        table.update(dict.fromkeys(batch.row_of, batch))
         self._compact(batch)
 
     def _set_apart(self, batches: Iterable[Batch], name: str) -> None:
         """Give one column of each batch a batch of its own, so that samples can lose it alone."""
         for batch in batches:
             rest = {other: column for other, column in batch.columns.items() if other != name}
-            owners = dict(batch.owners)
-            self._forget(tuple(batch.columns), list(owners.values()))
+            row_of = dict(batch.row_of)
+            self._forget(tuple(batch.columns), list(row_of))
             for columns in (rest, {name: batch.columns[name]}):
-                self._add(Batch(columns, batch.rows, dict(owners)))
+                self._add(Batch(columns, batch.rows, dict(row_of)))
 
-    def _places(self, ids: Sequence[int], name: str) -> tuple[tuple[str, ...], list[Place]]:
-        """Where a field's rows are, and the names of all fields that are there too."""
+    def _batches(self, ids: Sequence[int], name: str) -> tuple[tuple[str, ...], list[Batch]]:
+        """The batch of each sample's row of a field, and the names of all fields that are there too."""
         tables = {names: table for names, table in self._tables.items() if name in names}
         for names, table in tables.items():
             if all(map(table.__contains__, ids)):
                 return names, [table[i] for i in ids]
-        places = []
+        batches = []
         for i in ids:
-            place = next((table[i] for table in tables.values() if i in table), None)
-            if place is None:
+            batch = next((table[i] for table in tables.values() if i in table), None)
+            if batch is None:
                 raise QueueError("unknown_sample", f"sample {i} has no field {name!r} here")
-            places.append(place)
-        return (name,), places
+            batches.append(batch)
+        return (name,), batches
 
     def _forget(self, names: tuple[str, ...], ids: Sequence[int]) -> None:
         table = self._tables.get(names, {})
         touched = {}
         for sample_id in ids:
-            place = table.pop(sample_id, None)
-            if place is not None:
-                batch, row = place
-                del batch.owners[row]
+            batch = table.pop(sample_id, None)
+            if batch is not None:
+                del batch.row_of[sample_id]
                 touched[id(batch)] = batch
         for batch in touched.values():
-            if batch.owners:
+            if batch.row_of:
                 self._compact(batch)
             else:
                 self.nbytes -= batch.nbytes
@@ -152,24 +150,25 @@ class Store:
             self._tables.pop(names, None)
 
     def _compact(self, batch: Batch) -> None:
-        if batch.nbytes < COMPACT_BYTES or len(batch.owners) * COMPACT_SHARE > batch.rows:
+        if batch.nbytes < COMPACT_BYTES or len(batch.row_of) * COMPACT_SHARE > batch.rows:
             return
-        rows = sorted(batch.owners)
+        ids = sorted(batch.row_of, key=batch.row_of.__getitem__)
+        rows = [batch.row_of[i] for i in ids]
         columns = {name: gather_rows([(column, rows)]) for name, column in batch.columns.items()}
-        fresh = Batch(columns, len(rows), {new: batch.owners[old] for new, old in enumerate(rows)})
+        fresh = Batch(columns, len(rows), {i: row for row, i in enumerate(ids)})
         self.nbytes -= batch.nbytes
         self._add(fresh)
 
 
-def _runs(places: Sequence[Place]) -> list[Run]:
-    """The places as rows of one batch after the other."""
+def _runs(ids: Sequence[int], batches: Sequence[Batch]) -> list[Run]:
+    """The samples' rows, one batch after the other."""
     runs: list[Run] = []
     last = None
-    for batch, row in places:
+    for i, batch in zip(ids, batches, strict=True):
         if batch is not last:
             runs.append((batch, []))
             last = batch
-        runs[-1][1].append(row)
+        runs[-1][1].append(batch.row_of[i])
     return runs
 
 
