@@ -64,6 +64,10 @@ class Blockwise:
             total: The loss as a function of the values.
             linear: Whether its gradient is the same wherever the values are: then one pass gives both.
         """
+        with torch.autocast(self.student.device.type, enabled=False):
+            return self._loss(total, linear)
+
+    def _loss(self, total: Total, linear: bool) -> tuple[Float[Tensor, ""], Metrics]:
         head = self.student
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in head.operands if x is not None)):
             with torch.no_grad():

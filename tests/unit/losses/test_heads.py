@@ -222,6 +222,19 @@ def test_half_precision_is_as_near_as_from_logits(weight_dtype):
         assert (own - wanted).norm() <= 2e-2 * wanted.norm()
 
 
+def test_products_keep_their_dtype_whatever_autocast_surrounds_them():
+    case = make_case(dtype=torch.float32)
+    heads = [
+        random_head(z.shape, i, dtype=torch.float32) for i, z in enumerate((case.student_logits, *case.teacher_logits))
+    ]
+    arguments = case, LossConfig(vocab_topk=6), heads[0], [heads[1]]
+    expected = run(*arguments, whole=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(*arguments, whole=False)
+    assert torch.equal(actual[0], expected[0])
+    assert all(torch.equal(*pair) for pair in zip(actual[2], expected[2], strict=True))
+
+
 def test_blocks_hold_every_needed_position_once_and_cut_no_chunk(monkeypatch):
     monkeypatch.setattr(blocks_module, "ROUNDING", 4)
     case = make_case(lengths=(9, 7, 1, 9, 12), seed=3)
