@@ -94,10 +94,10 @@ def complete(part: Partition, request: m.Complete, columns: dict[str, Column]) -
     """A teacher's slot is full. Where its signal comes through the queue, the columns are the slot's rows."""
     run, signals = part.the_run(), part.the_signals()
     if columns:
-        part.check(columns)
         ring, index, slot = run.slot_of(request.session, request.lease)
         ids, generation = slot.ids, slot.generation
         signals.check(ring.teacher, ids, columns)
+        part.check(columns)
     run.publish(request.session, request.lease)
     if columns:
         part.learn(columns)
