@@ -43,9 +43,20 @@ def test_cross_entropy(monkeypatch, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", [pytest.param("", id="forward"), pytest.param("prob", marks=pytest.mark.slow)])
 def test_p_kl(monkeypatch, device, variant):
-    tiles = {f"{name}_TILE": (16, 4) for name in ("PROJECT", "CHUNK", "CHUNK_BWD")}
+    tiles = {f"{name}_TILE": (16, 4) for name in ("PROJECT", "CHUNK")}
     logits = {f"{name}_TILE": (16, 8) for name in ("STUDENT", "TEACHER", "GRADIENT")}
-    shrink(monkeypatch, "p_kl", where="launch", **tiles, **logits, PER=4, PARTS=2, PADDING=16, PROJECT_AHEAD=1)
+    shrink(
+        monkeypatch,
+        "p_kl",
+        where="launch",
+        **tiles,
+        **logits,
+        PER=(4, 4),
+        PARTS=2,
+        PADDING=16,
+        SLAB=16,
+        PROJECT_AHEAD=1,
+    )
     check("p_kl", CASES["p_kl"][variant].make(torch.float32, torch.device(device)), "student_logits")
 
 

@@ -18,6 +18,19 @@ def row_bases(logits_ptr, rows, T, stride_b, stride_t):
 
 
 @triton.jit
+def in_lines(rows, height, LINE: tl.constexpr):
+    """Where positions lie in a buffer `[lines, height, LINE]`; column k is `k * LINE` further."""
+    return (rows // LINE).to(tl.int64) * (height * LINE) + rows % LINE
+
+
+@triton.jit
+def tile_of_lines(tile, height, ROWS: tl.constexpr, LINE: tl.constexpr):
+    """`in_lines` of the first position of tile number `tile`, as products that show how it is aligned."""
+    per_line: tl.constexpr = LINE // ROWS
+    return tile // per_line * (height * LINE) + tile % per_line * ROWS
+
+
+@triton.jit
 def store_tile_sums(z, top_ptr, total_ptr, places):
     """Per row of a tile `[rows, columns]` its maximum and `sum exp(z - maximum)`."""
     top = tl.max(z, axis=1)

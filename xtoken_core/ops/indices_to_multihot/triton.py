@@ -16,7 +16,7 @@ from xtoken_core.ops.triton_support import launching_on, power_of_2
 
 TILE = 512
 """Entries that a program of the forward spreads."""
-SLOT_TILE = 256
+SLOT_TILE = 128
 """Slots of a program of the backward."""
 
 
@@ -33,12 +33,12 @@ class IndicesToMultihot(torch.autograd.Function):
         E = num_of_local_experts
         multihot = torch.empty((T, E), dtype=torch.bool, device=indices.device)
         probs = torch.empty((T, E), dtype=probs_indices.dtype, device=indices.device)
-        width = power_of_2(E)
-        block = max(1, TILE // width)
+        block = max(1, TILE // power_of_2(E))
+        words = power_of_2(triton.cdiv(E, 32))
         with launching_on(probs_indices):
             if T and E:
                 _indices_to_multihot_kernel[(triton.cdiv(T, block),)](
-                    indices, probs_indices, multihot, probs, T, E, width, k, block
+                    indices, probs_indices, multihot, probs, T, E, k, power_of_2(k), words, block, TILE, num_warps=1
                 )
         ctx.save_for_backward(indices)
         ctx.set_materialize_grads(False)
@@ -61,7 +61,9 @@ class IndicesToMultihot(torch.autograd.Function):
         width = power_of_2(k)
         block = max(1, SLOT_TILE // width)
         if T and k:
-            _multihot_to_indices_kernel[(triton.cdiv(T, block),)](gradient, indices, slots, T, E, k, width, block)
+            _multihot_to_indices_kernel[(triton.cdiv(T, block),)](
+                gradient, indices, slots, T, E, k, width, block, num_warps=2
+            )
         return None, slots, None
 
 

@@ -11,27 +11,30 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from xtoken_core.ops.chunks import ChunkPositions
-from xtoken_core.ops.p_kl import kernels
+from xtoken_core.ops.p_kl import chunk_kernels, kernels
 from xtoken_core.ops.p_kl.reference import PKLOptions
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.ops.tile_kernels import log_sum_exp_kernel, sum_kernel
 from xtoken_core.ops.triton_support import power_of_2
 
 PADDING = 64
-"""Every buffer's rows are this many positions (or chunks) or a multiple, whatever the batch: layouts stay the same."""
+"""Positions (or chunks) of a line; buffers hold whole lines, whatever the batch: layouts stay the same."""
+SLAB = 1024
+"""Positions whose student logits are copied at once; a multiple of PADDING."""
 STUDENT_TILE = (64, 256)
-TEACHER_TILE = (64, 64)
-GRADIENT_TILE = (32, 128)
+TEACHER_TILE = (64, 256)
+GRADIENT_TILE = (64, 32)
 """Positions and columns of a tile of logits."""
-PROJECT_TILE = (64, 16)
-PROJECT_AHEAD = 4
-CHUNK_TILE = (64, 8)
-CHUNK_BWD_TILE = (64, 32)
+PROJECT_TILE = (64, 8)
+PROJECT_AHEAD = 2
+CHUNK_TILE = (64, 4)
 """Positions (chunks) and compared columns of a tile, and projection entries that are loaded at once."""
-PER = 256
-"""Most compared columns of one program of the two kernels that go through several tiles."""
-EAGER_SLOTS = 2
-"""Projection entries of a student token that the gradient looks up without asking how many there are."""
+PER = 64, 256
+"""Compared columns of one program of the two kernels that go through several tiles, for few columns and for many."""
+MANY = 32_768
+EAGER_SLOTS = 4
+"""Most projection entries of a student token that the gradient looks up without asking how many there are."""
+PROJECT_WARPS, CHUNK_WARPS, GRADIENT_WARPS = 2, 2, 4
 PARTS, ROWS = 64, 16
 """How many parts and rows a program combines at once."""
 
@@ -52,17 +55,27 @@ class Slots(NamedTuple):
 
 @dataclass
 class StudentRows:
-    """What one reading of the student's rows gives. Vectors are padded, except `losses` and `hits`, `[B, T_s]`."""
+    """What one reading of the student's rows gives. Vectors are padded, except `losses` and `hits`, `[B, T_s]`.
 
-    transposed: Tensor
+    Attributes:
+        lse: log-sum-exps.
+        head_lse: Those of the whole head at temperature 1.
+        projected: `[lines, K, PADDING]` projected probabilities; `Comparison.chunks` replaces them by slopes.
+        sums: Their sums over K.
+        losses: Cross-entropy, with targets.
+        hits: Whether the first guess was right, with targets.
+    """
+
     lse: Tensor
     head_lse: Tensor
+    projected: Tensor
+    sums: Tensor
     losses: Tensor | None
     hits: Tensor | None
 
 
 class TeacherRows(NamedTuple):
-    """The teacher's logits at the compared columns, `[K, padded rows]`, and their log-sum-exps."""
+    """The teacher's logits at the compared columns, `[lines, K, PADDING]`, and their log-sum-exps."""
 
     gathered: Tensor
     lse: Tensor
@@ -70,13 +83,14 @@ class TeacherRows(NamedTuple):
 
 @dataclass
 class ChunkResults:
-    """Per chunk: what the op returns, `[B, P]`, and what the backward needs."""
+    """Per chunk: what the op returns, `[B, P]`, and what the backward needs; `products` is per position."""
 
     kl: Tensor
     agrees: Tensor
     mass: Tensor
     norm: Tensor
     inner: Tensor
+    products: Tensor
 
 
 def padded(n: int) -> int:
@@ -105,10 +119,13 @@ class Comparison:
         self.K, self.V = columns.shape[0], projection.student_vocab_size
         self.student_padded, self.teacher_padded = (padded(side.chunk.shape[0]) for side in (student, teacher))
         self.C = student.first.shape[0] - 1
-        self.per = min(PER, max(PROJECT_TILE[1], CHUNK_TILE[1], power_of_2(self.K)))
+        self.per = min(PER[self.K > MANY], max(PROJECT_TILE[1], CHUNK_TILE[1], power_of_2(self.K)))
 
     def _float(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def _lines(self, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((width // PADDING, self.K, PADDING), dtype=dtype, device=self.device)
 
     def slots(self) -> Slots:
         """The projection cut to the compared columns."""
@@ -125,43 +142,66 @@ class Comparison:
         return slots
 
     def student_rows(self, logits: Tensor, counts: Tensor, targets: Tensor | None) -> StudentRows:
-        """Read every row once: log-sum-exps, the ids that project into K, and with targets the cross-entropy."""
+        """Read every row once: log-sum-exps, projected probabilities, and with targets the cross-entropy."""
         B, T, V_head = logits.shape
-        head = targets is not None and (V_head != self.V or self.scale != 1.0)
         width = self.student_padded
+        head = targets is not None and (V_head != self.V or self.scale != 1.0)
+        lse, sums = self._float(width), self._float(width)
+        rows = StudentRows(
+            lse, self._float(width) if head else lse, self._lines(width, torch.float32), sums, None, None
+        )
+        if targets is not None:
+            rows.losses = self._float(B, T)
+            rows.hits = torch.empty((B, T), dtype=torch.bool, device=self.device)
+        slab = min(SLAB, width)
+        transposed = torch.empty(slab * self.V, dtype=logits.dtype, device=self.device)
+        for from_row in range(0, width, slab):
+            here = min(slab, width - from_row)
+            self._slab_of_rows(logits, counts, targets, rows, transposed, from_row, here, head)
+            self._project(transposed, rows, from_row, here)
+        return rows
+
+    def _slab_of_rows(
+        self,
+        logits: Tensor,
+        counts: Tensor,
+        targets: Tensor | None,
+        out: StudentRows,
+        transposed: Tensor,
+        from_row: int,
+        width: int,
+        head: bool,
+    ) -> None:
+        """`width` rows: their sums, a copy of the ids that project into K, and what is known per position then."""
+        B, T, V_head = logits.shape
         rows, columns = STUDENT_TILE[0], min(STUDENT_TILE[1], power_of_2(V_head))
         parts = triton.cdiv(V_head, columns)
-        transposed = torch.empty((self.V, width), dtype=logits.dtype, device=self.device)
         sums = self._float(2, parts, width)
         of_head = self._float(2, parts, width) if head else sums
         strides = logits.stride(0), logits.stride(1), width
         kernels.p_kl_student_kernel[(parts, width // rows)](
-            logits, counts, transposed, *sums, *of_head, B * T, T, self.V, V_head, *strides, self.scale,
-            head, rows, columns, num_warps=8,
+            logits, counts, transposed, *sums, *of_head, B * T, T, from_row, self.V, V_head, *strides, self.scale,
+            head, rows, columns, PADDING, num_warps=8,
         )  # fmt: skip
-        lse, head_lse = self._float(width), self._float(width)
-        losses = self._float(B, T)
-        hits = torch.empty((B, T), dtype=torch.bool, device=self.device)
+        known = targets is not None and out.losses is not None
         kernels.p_kl_student_rows_kernel[(width // ROWS,)](
-            logits, lse if targets is None else targets, *sums, *of_head, lse, head_lse, losses, hits,
-            B * T, T, V_head, parts, *strides, targets is not None, PARTS, ROWS, columns,
+            logits, targets if known else out.lse, *sums, *of_head, out.lse, out.head_lse,
+            out.losses if known else out.lse, out.hits if known else out.lse,
+            B * T, T, from_row, V_head, parts, *strides, known, PARTS, ROWS, columns,
         )  # fmt: skip
-        if targets is None:
-            return StudentRows(transposed, lse, lse, None, None)
-        return StudentRows(transposed, lse, head_lse if head else lse, losses, hits)
 
-    def project(self, transposed: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """`[K, padded rows]` projected probabilities and their sums over K."""
-        W, width = self.projection, self.student_padded
+    def _project(self, transposed: Tensor, out: StudentRows, from_row: int, width: int) -> None:
+        """Projected probabilities of `width` rows, and their sums over K."""
+        W = self.projection
         rows, columns = PROJECT_TILE
         parts = triton.cdiv(self.K, self.per)
-        projected, partial, sums = self._float(self.K, width), self._float(parts, width), self._float(width)
+        partial = self._float(parts, width)
         kernels.p_kl_project_kernel[(parts, width // rows)](
-            transposed, lse, self.columns, W.offsets, W.sources, W.weights, projected, partial,
-            self.K, width, self.scale, self.per, columns, rows, PROJECT_AHEAD,
+            transposed, out.lse, self.columns, W.offsets, W.sources, W.weights, out.projected, partial,
+            self.K, self.V, from_row, width, self.scale, self.per, columns, rows, PROJECT_AHEAD, PADDING,
+            num_warps=PROJECT_WARPS,
         )  # fmt: skip
-        sum_kernel[(width // ROWS,)](partial, sums, parts, width, PARTS, ROWS)
-        return projected, sums
+        sum_kernel[(width // ROWS,)](partial, out.sums[from_row:], parts, width, PARTS, ROWS)
 
     def teacher_rows(self) -> TeacherRows:
         """Read the teacher's rows once at the compared columns."""
@@ -170,17 +210,17 @@ class Comparison:
         rows, columns = TEACHER_TILE
         compared = torch.arange(self.K, device=self.device) if self.options.gathered else self.columns
         parts = triton.cdiv(self.K, columns)
-        gathered = torch.empty((self.K, width), dtype=self.z_t.dtype, device=self.device)
+        gathered = self._lines(width, self.z_t.dtype)
         sums, lse = self._float(2, parts, width), self._float(width)
         kernels.p_kl_teacher_kernel[(parts, width // rows)](
             self.z_t, compared, gathered, *sums, B * T, T, self.K, self.z_t.stride(0), self.z_t.stride(1),
-            width, self.scale, rows, columns, num_warps=8,
+            width, self.scale, rows, columns, PADDING, num_warps=8,
         )  # fmt: skip
         log_sum_exp_kernel[(width // ROWS,)](*sums, lse, parts, width, PARTS, ROWS)
         return TeacherRows(gathered, lse)
 
-    def chunks(self, projected: Tensor, sums: Tensor, teacher: TeacherRows) -> ChunkResults:
-        """Every chunk's divergence."""
+    def chunks(self, student: StudentRows, teacher: TeacherRows) -> ChunkResults:
+        """Every chunk's divergence; `student.projected` then holds the slopes of every position."""
         P = self.options.max_chunks
         shape, width = (self.C // P, P), padded(self.C)
         chunks, columns = CHUNK_TILE
@@ -188,59 +228,65 @@ class Comparison:
         norm, values = self._float(width), self._float(5, parts, width)
         places = torch.empty((2, parts, width), dtype=torch.int32, device=self.device)
         of_parts = (*values[:4], places[0], values[4], places[1])
-        kernels.p_kl_chunk_kernel[(parts, width // chunks)](
-            projected, sums, self.student.order, self.student.first,
-            teacher.gathered, self.teacher.order, self.teacher.first, teacher.lse, norm, *of_parts,
-            self.C, self.K, self.student_padded, self.teacher_padded, width, self.scale,
-            self.options.reverse, self.prob, self.per, columns, chunks,
+        partial, products = self._float(parts, self.student_padded), self._float(self.student_padded)
+        chunk_kernels.p_kl_chunk_kernel[(parts, width // chunks)](
+            student.projected, student.sums, self.student.order, self.student.first,
+            teacher.gathered, self.teacher.order, self.teacher.first, teacher.lse, partial, norm, *of_parts,
+            self.C, self.K, self.student_padded, width, self.scale,
+            self.options.reverse, self.prob, self.per, columns, chunks, PADDING, num_warps=CHUNK_WARPS,
         )  # fmt: skip
+        sum_kernel[(self.student_padded // ROWS,)](partial, products, parts, self.student_padded, PARTS, ROWS)
         kl, mass, inner = (self._float(*shape) for _ in range(3))
         agrees = torch.empty(shape, dtype=torch.bool, device=self.device)
-        kernels.p_kl_chunk_rows_kernel[(width // ROWS,)](
+        chunk_kernels.p_kl_chunk_rows_kernel[(width // ROWS,)](
             *of_parts, kl, mass, inner, agrees, self.C, parts, width, PARTS, ROWS
         )
-        return ChunkResults(kl, agrees, mass, norm, inner)
-
-    def chunk_gradients(
-        self, projected: Tensor, gathered: Tensor, teacher_lse: Tensor, norm: Tensor, inner: Tensor, upstream: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`[K, padded rows]` gradients by the projected entries, and each position's product of the two."""
-        width = self.student_padded
-        chunks, columns = CHUNK_BWD_TILE
-        parts = triton.cdiv(self.K, columns)
-        by_entry, partial, dots = self._float(self.K, width), self._float(parts, width), self._float(width)
-        kernels.p_kl_chunk_bwd_kernel[(parts, triton.cdiv(self.C, chunks))](
-            projected, self.student.order, self.student.first,
-            gathered, self.teacher.order, self.teacher.first, teacher_lse,
-            norm, inner, upstream, by_entry, partial, self.C, self.K, width, self.teacher_padded, self.scale,
-            self.options.reverse, self.prob, columns, chunks, num_warps=8,
-        )  # fmt: skip
-        sum_kernel[(width // ROWS,)](partial, dots, parts, width, PARTS, ROWS)
-        return by_entry, dots
+        return ChunkResults(kl, agrees, mass, norm, inner, products)
 
     def student_gradient(
         self,
         logits: Tensor,
         slots: Sequence[Tensor],
-        lse: Tensor,
-        head_lse: Tensor,
-        by_entry: Tensor,
-        dots: Tensor,
-        upstream: Tensor,
+        by_position: Sequence[Tensor],
+        by_chunk: Sequence[Tensor],
         targets: Tensor | None,
         of_losses: Tensor | None,
     ) -> Tensor:
-        """`[B, T_s, V_head]` in the dtype of the logits; `of_losses` is the upstream of the cross-entropy."""
+        """`[B, T_s, V_head]` in the dtype of the logits, or in their memory where `options.overwrite` allows it.
+
+        `by_position` is (lse, head_lse, sums, products, slopes), `by_chunk` (upstream, norm, inner); `of_losses` is the
+        upstream of the cross-entropy.
+        """
         B, T, V_head = logits.shape
+        width = self.student_padded
+        lse, head_lse, sums, products, slopes = by_position
+        factor, inner, dot = (self._float(width) for _ in range(3))
+        kernels.p_kl_factors_kernel[(width // ROWS,)](
+            self.student.chunk,
+            self.student.first,
+            *by_chunk,
+            sums,
+            products,
+            factor,
+            inner,
+            dot,
+            B * T,
+            self.scale,
+            ROWS,
+        )
         rows, columns = GRADIENT_TILE[0], min(GRADIENT_TILE[1], power_of_2(V_head))
         in_place = self.options.overwrite and logits.is_contiguous()
         out = logits if in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=self.device)
         head = V_head != self.V or self.scale != 1.0
-        unused = lse
-        kernels.p_kl_student_bwd_kernel[(triton.cdiv(V_head, columns), self.student_padded // rows)](
-            logits, self.student.chunk, upstream, lse, dots, by_entry, *slots,
-            unused if targets is None else targets, head_lse, unused if of_losses is None else of_losses, out,
-            B * T, T, self.V, V_head, logits.stride(0), logits.stride(1), self.student_padded, self.scale,
-            targets is not None, head, min(EAGER_SLOTS, slots[0].shape[0]), rows, columns,
+        kernels.p_kl_student_bwd_kernel[(triton.cdiv(V_head, columns), width // rows)](
+            logits, lse, slopes, factor, inner, dot, *slots,
+            lse if targets is None else targets, head_lse, lse if of_losses is None else of_losses, out,
+            B * T, T, self.V, V_head, self.K, logits.stride(0), logits.stride(1), self.scale,
+            targets is not None, head, self._eager_slots(), rows, columns, PADDING, num_warps=GRADIENT_WARPS,
         )  # fmt: skip
         return out
+
+    def _eager_slots(self) -> int:
+        """As many as are filled where K is most of the vocabulary, one where K is a small part of it."""
+        slots = self.projection.slot_targets.shape[0]
+        return min(slots if self.projection.teacher_vocab_size < 2 * self.K else 1, EAGER_SLOTS)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from xtoken_core.ops.chunks import chunk_positions
 from xtoken_core.ops.numerics import upcast
@@ -32,16 +33,12 @@ class TritonPKL(torch.autograd.Function):
         logits = student_logits if student_logits.stride(-1) == 1 else student_logits.contiguous()
         slots = inputs.slots()
         student = inputs.student_rows(logits, slots.counts, targets)
-        projected, sums = inputs.project(student.transposed, student.lse)
-        del student.transposed
-        teacher = inputs.teacher_rows()
-        chunks = inputs.chunks(projected, sums, teacher)
+        chunks = inputs.chunks(student, inputs.teacher_rows())
         ctx.inputs, ctx.with_targets = inputs, targets is not None
-        ctx.save_for_backward(
-            logits, *slots, student.lse, student.head_lse, projected, *teacher, chunks.norm, chunks.inner, targets
-        )
-        ctx.mark_non_differentiable(chunks.agrees, chunks.mass)
+        by_position = student.lse, student.head_lse, student.sums, chunks.products, student.projected
+        ctx.save_for_backward(logits, *slots, *by_position, chunks.norm, chunks.inner, targets)
         if student.losses is None or student.hits is None:
+            ctx.mark_non_differentiable(chunks.agrees, chunks.mass)
             return chunks.kl, chunks.agrees, chunks.mass
         ctx.mark_non_differentiable(chunks.agrees, chunks.mass, student.hits)
         return chunks.kl, chunks.agrees, chunks.mass, student.losses, student.hits
@@ -49,23 +46,20 @@ class TritonPKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor, *others: Tensor | None) -> tuple[Tensor, None, None]:
-        """The gradient in the dtype of the logits."""
-        logits, *slots, lse, head_lse, projected, gathered, teacher_lse, norm, inner, targets = ctx.saved_tensors
+        """The gradient in the dtype of the logits; in their memory where that is allowed, which ends them."""
+        logits, *saved, norm, inner, targets = ctx.saved_tensors
         inputs: Comparison = ctx.inputs
-        upstream = grad_kl.float().contiguous()
-        by_entry, dots = inputs.chunk_gradients(projected, gathered, teacher_lse, norm, inner, upstream)
         of_losses = others[2].float().contiguous() if ctx.with_targets and others[2] is not None else None
         gradient = inputs.student_gradient(
             logits,
-            slots,
-            lse,
-            head_lse,
-            by_entry,
-            dots,
-            upstream,
+            saved[:3],
+            saved[3:],
+            (grad_kl.float().contiguous(), norm, inner),
             targets if of_losses is not None else None,
             of_losses,
         )
+        if gradient is logits:
+            increment_version(logits)  # a second backward must not take the gradient for logits
         return gradient, None, None
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of `select_topk_columns`."""
+"""The Triton kernels of `select_topk_columns`."""
 # Triton has no types, and its kernels can carry none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -8,18 +8,41 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "T"])
 def column_maxima_kernel(
-    logits_ptr, partial_ptr, R, T, V, stride_b, stride_t, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    logits_ptr, partial_ptr, R, T, V, stride_b, stride_t, PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Maxima of COLUMNS columns over ROWS rows; NaN counts as the largest. Row r is position r % T of sample r // T."""
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    """Maxima of COLUMNS columns over PER rows; NaN counts as the largest. Row r is position r % T of sample r // T."""
+    first = tl.program_id(0).to(tl.int64) * PER
     columns = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = columns < V
-    best = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
-    for i in range(tl.minimum(R - first, ROWS)):
-        row = first + i
-        place = row // T * stride_b + row % T * stride_t
-        x = tl.load(logits_ptr + place + columns, mask=mask, other=float("-inf")).to(tl.float32)
+    best = tl.full((ROWS, COLUMNS), float("-inf"), dtype=tl.float32)
+    for start in range(0, PER, ROWS):
+        rows = first + start + tl.arange(0, ROWS)
+        bases = logits_ptr + rows // T * stride_b + rows % T * stride_t
+        inside = (rows < R)[:, None] & (columns < V)[None, :]
+        x = tl.load(bases[:, None] + columns[None, :], mask=inside, other=float("-inf")).to(tl.float32)
         best = tl.where((x > best) | (x != x), x, best)
-    tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * V + columns, best, mask=mask)
+    nan = tl.max((best != best).to(tl.int32), axis=0) > 0
+    highest = tl.where(nan, float("nan"), tl.max(best, axis=0))
+    tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * V + columns, highest, mask=columns < V)
+
+
+@triton.jit
+def above_border_kernel(keys_ptr, border_ptr, packed_ptr, V, BLOCK: tl.constexpr):
+    """1 << 32 where a key is above the border, 1 where it is equal: summed up, the numbers of both so far."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key, border = tl.load(keys_ptr + i, mask=i < V, other=0), tl.load(border_ptr)
+    packed = ((key > border).to(tl.int64) << 32) + (key == border).to(tl.int64)
+    tl.store(packed_ptr + i, packed, mask=i < V)
+
+
+@triton.jit(do_not_specialize=["k"])
+def chosen_columns_kernel(keys_ptr, border_ptr, counted_ptr, columns_ptr, V, k, BLOCK: tl.constexpr):
+    """Every chosen id at its rank among the chosen ones: those above the border, and of equal ones the first."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key, border = tl.load(keys_ptr + i, mask=i < V, other=0), tl.load(border_ptr)
+    counted = tl.load(counted_ptr + i, mask=i < V, other=0)
+    above, equal = counted >> 32, counted & 0xFFFFFFFF
+    wanted = k - (tl.load(counted_ptr + V - 1) >> 32)
+    chosen = (i < V) & ((key > border) | ((key == border) & (equal <= wanted)))
+    tl.store(columns_ptr + above + tl.minimum(equal, wanted) - 1, i.to(tl.int64), mask=chosen)

@@ -7,13 +7,19 @@ import triton  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from xtoken_core.ops.select_topk_columns.kernels import column_maxima_kernel
+from xtoken_core.ops.select_topk_columns.kernels import (
+    above_border_kernel,
+    chosen_columns_kernel,
+    column_maxima_kernel,
+)
 from xtoken_core.ops.select_topk_columns.reference import select_topk_columns
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on
 
 COLUMN_BLOCK = 1024
 ROW_BLOCK = 128
-"""Rows and columns of which a program takes the maximum."""
+ROWS_AT_ONCE = 4
+"""Columns and rows of which a program takes the maximum, and how many rows it loads at once."""
+KEY_BLOCK = 1024
 
 
 def column_maxima(logits: Float[Tensor, "B T V"]) -> Float[Tensor, " V"]:
@@ -28,25 +34,30 @@ def column_maxima(logits: Float[Tensor, "B T V"]) -> Float[Tensor, " V"]:
     partial = torch.empty((blocks, V), dtype=torch.float32, device=logits.device)
     with launching_on(logits):
         column_maxima_kernel[(blocks, triton.cdiv(V, COLUMN_BLOCK))](
-            logits, partial, B * T, T, V, logits.stride(0), logits.stride(1), ROW_BLOCK, COLUMN_BLOCK
+            logits, partial, B * T, T, V, logits.stride(0), logits.stride(1), ROW_BLOCK, ROWS_AT_ONCE, COLUMN_BLOCK
         )
     return partial.amax(dim=0)
 
 
-def largest_by_unique_keys(maxima: Float[Tensor, " V"], k: int) -> Int[Tensor, " K"]:
-    """As `largest_columns`: value and id are packed into one integer, so that no two keys are equal.
+def largest_by_border(maxima: Float[Tensor, " V"], k: int) -> Int[Tensor, " K"]:
+    """As `largest_columns`: a top-k of the values alone gives the border, ids are counted off in their order.
 
     Args:
         maxima: float32; NaN counts as the largest, -0.0 equals 0.0.
-        k: How many.
+        k: How many, fewer than there are.
     """
     V = maxima.shape[0]
     clean = torch.where(maxima.isnan(), torch.nan, maxima + 0.0)
     bits = clean.view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    ids = torch.arange(V, device=maxima.device)
-    keys = (ordered << 32) | (V - 1 - ids)
-    return keys.topk(min(k, V), sorted=False).indices.sort().values
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+    border = keys.topk(k, sorted=False).values.amin()
+    counted = torch.empty(V, dtype=torch.int64, device=maxima.device)
+    columns = torch.empty(k, dtype=torch.int64, device=maxima.device)
+    grid = (triton.cdiv(V, KEY_BLOCK),)
+    with launching_on(maxima):
+        above_border_kernel[grid](keys, border, counted, V, KEY_BLOCK)
+        chosen_columns_kernel[grid](keys, border, counted.cumsum(0), columns, V, k, KEY_BLOCK)
+    return columns
 
 
 class TritonSelectTopkColumnsOp(nn.Module):
@@ -57,7 +68,7 @@ class TritonSelectTopkColumnsOp(nn.Module):
         V = logits.shape[-1]
         if k >= V or not logits.numel() or not accumulates_in_float32(logits):
             return select_topk_columns(logits, k)
-        return largest_by_unique_keys(column_maxima(logits.detach()), k)
+        return largest_by_border(column_maxima(logits.detach()), k)
 
     def forward_fp32(self, logits: Float[Tensor, "B T V"], k: int) -> Int[Tensor, " K"]:
         """As `forward`: upcasting keeps every order."""

@@ -1,0 +1,215 @@
+"""The Triton kernels of `p_kl` that compare chunks: both sides' buffers are `[lines, K, LINE]`, see `kernels`."""
+# Triton has no types, and its kernels can carry none.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from xtoken_core.ops.tile_kernels import combined_place_of_maximum, combined_sum, in_lines
+
+EPS = tl.constexpr(1e-10)
+LOG_EPS = tl.constexpr(-23.025850929940457)
+
+
+@triton.jit
+def run_of(first_ptr, chunks, C):
+    """Where the chunks' positions begin in the order of all positions, and how many there are, int32."""
+    first = tl.load(first_ptr + chunks, mask=chunks < C, other=0).to(tl.int32)
+    return first, tl.load(first_ptr + chunks + 1, mask=chunks < C, other=0).to(tl.int32) - first
+
+
+@triton.jit
+def position(order_ptr, first, count, i):
+    """The chunks' positions number `i`, int32; some position of the buffer where there is none."""
+    return tl.load(order_ptr + tl.maximum(first + tl.minimum(i, count - 1), 0)).to(tl.int32)
+
+
+@triton.jit
+def chunk_of_students(
+    block_ptr, order_ptr, first, count, most, line, left, K, COLUMNS: tl.constexpr, LINE: tl.constexpr
+):
+    """The projected probabilities of the chunks' first positions and the chunks' means, `[chunks, COLUMNS]` each.
+
+    `block_ptr` is the first column of the buffer and `left` the number of columns from there; `line` is where each
+    chunk's first position lies, and `most` the number of positions of the longest chunk.
+    """
+    k = tl.arange(0, COLUMNS)
+    there = (k < left)[None, :] & (count > 0)[:, None]
+    q = tl.load(block_ptr + (line[:, None] + k[None, :] * LINE), mask=there, other=0.0)
+    total = q
+    for i in range(1, most):
+        line = in_lines(position(order_ptr, first, count, i), K, LINE)
+        there = (k < left)[None, :] & (i < count)[:, None]
+        total += tl.load(block_ptr + (line[:, None] + k[None, :] * LINE), mask=there, other=0.0)
+    return q, total / (count.to(tl.float32) + EPS)[:, None]
+
+
+@triton.jit
+def teacher_term(block_ptr, lse, there, offsets, scale, PROB: tl.constexpr):
+    """Log-probabilities (probabilities) of one position per chunk; 0 where there is none."""
+    x = tl.load(block_ptr + offsets, mask=there, other=0.0).to(tl.float32)
+    log_p = x * scale - lse[:, None]
+    return tl.where(there, tl.exp(log_p) if PROB else log_p, 0.0)
+
+
+@triton.jit
+def chunk_of_teachers(
+    block_ptr, order_ptr, lse_ptr, first, count, most, line, lse, left, Q, K, scale,
+    PROB: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """The chunks' averaged log-probabilities, `[chunks, COLUMNS]`; -inf beyond the columns."""
+    k = tl.arange(0, COLUMNS)
+    there = (k < left)[None, :] & (count > 0)[:, None]
+    total = teacher_term(block_ptr, lse, there, line[:, None] + k[None, :] * LINE, scale, PROB)
+    for i in range(1, most):
+        row = position(order_ptr, first, count, i)
+        there = (k < left)[None, :] & (i < count)[:, None]
+        offsets = in_lines(row, K, LINE)[:, None] + k[None, :] * LINE
+        total += teacher_term(block_ptr, tl.load(lse_ptr + row), there, offsets, scale, PROB)
+    mean = total / (count.to(tl.float32) + EPS)[:, None]
+    log_p = tl.log(mean + EPS) if PROB else mean
+    log_p = tl.where((Q == 0.0) & (log_p == float("-inf")), LOG_EPS, log_p)
+    return tl.where((k < left)[None, :], log_p, float("-inf"))
+
+
+@triton.jit
+def mean_of_rows(values_ptr, order_ptr, first, count, most, CHUNKS: tl.constexpr):
+    """The mean of one value per position over each chunk."""
+    total = tl.zeros((CHUNKS,), dtype=tl.float32)
+    for i in range(most):
+        row = position(order_ptr, first, count, i)
+        total += tl.where(i < count, tl.load(values_ptr + row), 0.0)
+    return total / (count.to(tl.float32) + EPS)
+
+
+@triton.jit
+def term(r, log_p, REVERSE: tl.constexpr):
+    """What a column adds to a chunk's divergence; `r` as for `slope`."""
+    p = tl.exp(log_p)
+    forward = tl.where(p > 0.0, p * (tl.where(log_p == float("-inf"), 0.0, log_p) - tl.log(r)), 0.0)
+    return r * (tl.log(r) - log_p) if REVERSE else forward
+
+
+@triton.jit
+def slope(r, log_p, REVERSE: tl.constexpr):
+    """The derivative of a chunk's divergence by `r`, its normalised projected probabilities plus eps."""
+    return tl.log(r) - log_p + 1.0 if REVERSE else -tl.exp(log_p) / r
+
+
+@triton.jit
+def further_positions(
+    block_ptr, products_ptr, order_ptr, first, count, most, line, left, K,
+    PER: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """What `p_kl_chunk_kernel` left at the chunks' first positions, for the others: PER columns from `block_ptr`."""
+    tl.debug_barrier()
+    for i in range(1, most):
+        row = position(order_ptr, first, count, i)
+        other = in_lines(row, K, LINE)
+        product = tl.zeros((CHUNKS, COLUMNS), dtype=tl.float32)
+        for start in range(0, PER, COLUMNS):
+            k = start + tl.arange(0, COLUMNS)
+            there = (k < left)[None, :] & (i < count)[:, None]
+            by_entry = tl.load(block_ptr + line[:, None] + k[None, :] * LINE, mask=there, other=0.0)
+            places = other[:, None] + k[None, :] * LINE
+            product += by_entry * tl.load(block_ptr + places, mask=there, other=0.0)
+            tl.store(block_ptr + places, by_entry, mask=there)
+        tl.store(products_ptr + row, tl.sum(product, axis=1), mask=i < count)
+
+
+@triton.jit
+def larger(best, at, value, here, always):
+    """The larger of each pair and its place; the place is also taken if `always`."""
+    return tl.maximum(best, value), tl.where((value > best) | always, here, at)
+
+
+@triton.jit
+def store_sums(a, b, c, a_ptr, b_ptr, c_ptr):
+    """Each row's sum of three tiles."""
+    tl.store(a_ptr, tl.sum(a, axis=1))
+    tl.store(b_ptr, tl.sum(b, axis=1))
+    tl.store(c_ptr, tl.sum(c, axis=1))
+
+
+@triton.jit
+def store_place_of_maximum(best, at, best_ptr, at_ptr):
+    """Each row's maximum and its lowest place."""
+    top = tl.max(best, axis=1)
+    tl.store(best_ptr, top)
+    tl.store(at_ptr, tl.min(tl.where(best == top[:, None], at, 2147483647), axis=1))
+
+
+@triton.jit(do_not_specialize=["C"])
+def p_kl_chunk_kernel(
+    projected_ptr, sums_ptr, student_order_ptr, student_first_ptr,
+    gathered_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr,
+    products_ptr, norm_ptr, kl_ptr, mass_ptr, inner_ptr, best_q_ptr, at_q_ptr, best_l_ptr, at_l_ptr,
+    C, K, student_padded, chunks_padded, scale, REVERSE: tl.constexpr, PROB: tl.constexpr,
+    PER: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """PER columns of CHUNKS chunks: their part of the divergence; slopes replace every position's probabilities."""
+    part = tl.program_id(0).to(tl.int64)
+    chunks = tl.program_id(1).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+    first_s, count_s = run_of(student_first_ptr, chunks, C)
+    first_t, count_t = run_of(teacher_first_ptr, chunks, C)
+    most_s, most_t = tl.max(count_s, axis=0), tl.max(count_t, axis=0)
+    norm = mean_of_rows(sums_ptr, student_order_ptr, first_s, count_s, most_s, CHUNKS) + EPS
+    share = 1.0 / norm
+    row_s, row_t = position(student_order_ptr, first_s, count_s, 0), position(teacher_order_ptr, first_t, count_t, 0)
+    line_s, line_t = in_lines(row_s, K, LINE), in_lines(row_t, K, LINE)
+    lse_t = tl.load(teacher_lse_ptr + row_t)
+    nothing = tl.zeros((CHUNKS, COLUMNS), dtype=tl.float32)
+    kl, mass, inner, product = nothing, nothing, nothing, nothing
+    best_q = tl.full((CHUNKS, COLUMNS), -1.0, dtype=tl.float32)
+    best_l = tl.full((CHUNKS, COLUMNS), float("-inf"), dtype=tl.float32)
+    at_q, at_l = nothing.to(tl.int32), nothing.to(tl.int32)
+    for start in range(0, PER, COLUMNS):
+        from_k = part * PER + start
+        k = from_k + tl.arange(0, COLUMNS)
+        inside = (k < K)[None, :]
+        block_ptr = projected_ptr + from_k * LINE
+        q, Q = chunk_of_students(
+            block_ptr, student_order_ptr, first_s, count_s, most_s, line_s, K - from_k, K, COLUMNS, LINE
+        )
+        log_p = chunk_of_teachers(
+            gathered_ptr + from_k * LINE, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, most_t, line_t,
+            lse_t, K - from_k, Q, K, scale, PROB, COLUMNS, LINE
+        )  # fmt: skip
+        Qn = Q * share[:, None]
+        kl += tl.where(inside, term(Qn + EPS, log_p, REVERSE), 0.0)
+        mass += tl.where(inside, tl.exp(log_p), 0.0)
+        by_entry = slope(Qn + EPS, log_p, REVERSE)
+        inner += tl.where(inside, by_entry * Qn, 0.0)
+        product += tl.where(inside, by_entry * q, 0.0)
+        places = line_s[:, None] + tl.arange(0, COLUMNS)[None, :] * LINE
+        tl.store(block_ptr + places, by_entry, mask=inside & (count_s > 0)[:, None])
+        best_q, at_q = larger(best_q, at_q, tl.where(inside, Q, -1.0), k[None, :].to(tl.int32), False)
+        best_l, at_l = larger(best_l, at_l, log_p, k[None, :].to(tl.int32), start == 0)
+    tl.store(products_ptr + part * student_padded + row_s, tl.sum(product, axis=1), mask=count_s > 0)
+    further_positions(
+        projected_ptr + part * PER * LINE, products_ptr + part * student_padded, student_order_ptr, first_s, count_s,
+        most_s, line_s, K - part * PER, K, PER, COLUMNS, CHUNKS, LINE
+    )  # fmt: skip
+    tl.store(norm_ptr + chunks, norm)
+    places = part * chunks_padded + chunks
+    store_sums(kl, mass, inner, kl_ptr + places, mass_ptr + places, inner_ptr + places)
+    store_place_of_maximum(best_q, at_q, best_q_ptr + places, at_q_ptr + places)
+    store_place_of_maximum(best_l, at_l, best_l_ptr + places, at_l_ptr + places)
+
+
+@triton.jit(do_not_specialize=["C"])
+def p_kl_chunk_rows_kernel(
+    kl_ptr, mass_ptr, inner_ptr, best_q_ptr, at_q_ptr, best_l_ptr, at_l_ptr,
+    kl_out_ptr, mass_out_ptr, inner_out_ptr, agrees_ptr, C, parts, padded, PARTS: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """CHUNKS chunks from their parts."""
+    chunks = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+    mask = chunks < C
+    tl.store(kl_out_ptr + chunks, combined_sum(kl_ptr, chunks, parts, padded, PARTS, CHUNKS), mask=mask)
+    tl.store(mass_out_ptr + chunks, combined_sum(mass_ptr, chunks, parts, padded, PARTS, CHUNKS), mask=mask)
+    tl.store(inner_out_ptr + chunks, combined_sum(inner_ptr, chunks, parts, padded, PARTS, CHUNKS), mask=mask)
+    of_q = combined_place_of_maximum(best_q_ptr, at_q_ptr, chunks, parts, padded, PARTS, CHUNKS)
+    of_l = combined_place_of_maximum(best_l_ptr, at_l_ptr, chunks, parts, padded, PARTS, CHUNKS)
+    tl.store(agrees_ptr + chunks, of_q == of_l, mask=mask)
