@@ -16,6 +16,9 @@ from xtoken_core.ops.registry import BACKENDS
 
 PAGES = ROOT / "docs" / "operators"
 OPS_JSON = ROOT / "benchmarks" / "results" / "ops.json"
+HIDDEN = "hidden_states"
+HIDDEN_JSON = ROOT / "benchmarks" / "results" / "hidden_states.json"
+HIDDEN_TESTS = "test_losses_from_hidden_states"
 START = "<!-- measured: written by benchmarks/operator_pages.py -->"
 PAGE_OF = {"p_kl_cross_entropy": "p_kl"}
 """Ops that share another's page."""
@@ -51,6 +54,34 @@ def figures(page: str, tests: dict, bench: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def hidden_state_figures(tests: dict, bench: dict) -> str:
+    """The measured section of the page on losses from hidden states."""
+    own = [outcome for name, outcome in tests["tests"].items() if name.startswith(HIDDEN_TESTS)]
+    s = bench["shape"]
+    lines = [
+        f"{START}\n## Measured\n",
+        f"Tests on one {tests['gpu']}: {own.count('passed')} passed, {own.count('failed')} failed.\n",
+        f"Loss and all gradients in ms on one {bench['gpu']}, torch {bench['torch']}, Triton {bench['triton']}; beside "
+        "it, in the same run, the matrix products that any such loss needs, each as one product over all tokens (the "
+        "student's logits, its two gradients, the teacher's logits). Memory above hidden states, weights and batch, "
+        "gradients included.",
+        f"{s['samples'] * s['tokens']:,} tokens (samples of {s['tokens']:,}, or one), widths {s['student_width']:,} "
+        f"and {s['teacher_width']:,}, vocabularies {s['student_vocab']:,} and {s['teacher_vocab']:,}, bfloat16, "
+        f"`vocab_topk` {s['vocab_topk']:,}.\n",
+        "| loss | ms | products | times | peak GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for row in bench["rows"]:
+        if row["tests_pass"]:
+            lines.append(
+                f"| {row['loss']} | {row['ms']:.1f} | {row['products_ms']:.1f} | {row['ratio']:.2f} | "
+                f"{row['peak_bytes'] / 2**30:.2f} |"
+            )
+        else:
+            lines.append(f"| {row['loss']} | its tests have not passed | | | |")
+    return "\n".join(lines) + "\n"
+
+
 def table_row(row: dict) -> str:
     """One backend's figures."""
     if not row["tests_pass"]:
@@ -65,7 +96,11 @@ def table_row(row: dict) -> str:
 def rendered(path: Path, tests: dict, bench: dict) -> str:
     """A page with its measured section renewed."""
     text, _, _ = path.read_text(encoding="utf-8").partition(START)
-    return text.rstrip() + "\n\n" + figures(path.stem, tests, bench)
+    if path.stem == HIDDEN:
+        measured = hidden_state_figures(tests, json.loads(HIDDEN_JSON.read_text()))
+    else:
+        measured = figures(path.stem, tests, bench)
+    return text.rstrip() + "\n\n" + measured
 
 
 def main() -> int:

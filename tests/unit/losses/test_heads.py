@@ -13,6 +13,7 @@ from xtoken_core.config import LossConfig
 from xtoken_core.errors import InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
 from xtoken_core.losses import blocks as blocks_module
+from xtoken_core.losses import teachers as teachers_module
 from xtoken_core.losses.blocks import blocks_of_samples
 
 WIDTH = 11
@@ -109,7 +110,9 @@ def test_same_tokenizer(k):
 
 
 @pytest.mark.parametrize("config", SEVERAL.values(), ids=SEVERAL)
-def test_several_teachers(config):
+def test_several_teachers(config, monkeypatch):
+    monkeypatch.setattr(teachers_module, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(teachers_module, "FLOAT_ROWS", 3)
     case = make_case(same_tokenizer=(False, False, True), teacher_vocab=(31, 19), seed=4, **MASKED)
     check(case, config)
 
@@ -154,6 +157,8 @@ def test_k_is_read_off_the_column_maxima(given_maxima):
     expected = loss_fn.losses[0].columns(teacher.logits())
     assert (7 in columns.tolist()) == (given_maxima or 7 in expected.tolist())
     assert given_maxima or torch.equal(columns, expected)
+    whole = teacher.logits()[..., :31].amax(dim=(0, 1))
+    assert given_maxima or torch.equal(teacher.column_maximum(31, rows=6).amax(dim=(0, 1)), whole)
     run(case, LossConfig(vocab_topk=2), student, [teacher], whole=False)
 
 
