@@ -60,6 +60,7 @@ bench-collate: $(STAMP)  ## alignment, collation and projection on one core
 bench-ops: $(STAMP)  ## test and time the ops on a GPU, the references beside them, and write their pages' figures
 	$(BIN)/python -m benchmarks.gpu_tests
 	$(BIN)/python -m benchmarks.ops
+	$(BIN)/python -m benchmarks.hidden_states
 	$(BIN)/python -m benchmarks.operator_pages
 
 clean:  ## remove what the commands above made
