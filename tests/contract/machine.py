@@ -35,14 +35,17 @@ PARTITIONS: dict[str, Answer] = {
 WORKERS = ("w0", "w1", "w2")
 TASKS = ("strict", "arrival", "teach", "train", "watch", "nobody")
 FIELDS = ("x", "y", "v", "o")
+CLAIMS = (("orders", "strict"), ("orders", "arrival"), ("signals", "teach"), ("signals", "watch"))
 
-partitions = st.sampled_from([*PARTITIONS, *PARTITIONS, "nowhere"])
+partitions = st.sampled_from([*["orders", "signals"] * 3, "shelf", "nowhere"])
 workers = st.sampled_from(WORKERS)
 ids = st.lists(st.integers(0, 7), min_size=1, max_size=4)
 unique_ids = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
 fields = st.lists(st.sampled_from(FIELDS), max_size=2, unique=True)
+narrow = st.sampled_from([[], [], ["x"], ["y"], ["v", "x"]])
 picks = st.integers(0, 5)
 names = st.lists(st.sampled_from(FIELDS), unique=True)
+usual = st.sampled_from([["x"], ["x"], ["x", "y"], ["y"], ["v"]])
 
 
 def column(name: str, rows: int, salt: int) -> Any:
@@ -122,11 +125,10 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self._due = []
         for worker in WORKERS:
-            self.hello(worker, 0, 30.0, False)
+            self.hello(worker, 0, 300.0, False)
         for partition in PARTITIONS:
             self.open(WORKERS[0], partition, partition, False)
 
-    @rule(worker=workers, newer=st.integers(-1, 1), silence_s=st.sampled_from([3.0, 30.0, 300.0]), lose=st.booleans())
     def hello(self, worker: str, newer: int, silence_s: float, lose: bool) -> None:
         self.incarnation[worker] = max(0, self.incarnation[worker] + newer)
         self.ask(
@@ -134,32 +136,32 @@ class QueueMachine(RuleBasedStateMachine):
             silence_s=silence_s,
         )  # fmt: skip
 
-    @rule(worker=workers)
-    def crash(self, worker: str) -> None:
-        """Its connection is gone; it comes back as a newer incarnation or not at all."""
-        for queue in self.driven:
-            queue.leave(worker)
-        self.session[worker] = ""
+    @rule(
+        worker=workers, what=st.sampled_from(["hello", "crash", "crash", "reconnect", "bye", "heartbeat"]),
+        newer=st.integers(-1, 1), silence_s=st.sampled_from([3.0, 30.0, 300.0]), lose=st.booleans(),
+    )  # fmt: skip
+    def session_event(self, worker: str, what: str, newer: int, silence_s: float, lose: bool) -> None:
+        """After a crash the worker comes back as a newer incarnation, on a new connection."""
+        if what in ("crash", "reconnect"):
+            for queue in self.driven:
+                queue.leave(worker)
+        if what in ("hello", "crash"):
+            self.hello(worker, 1 if what == "crash" else newer, silence_s, lose)
+        elif what == "bye":
+            self.ask(worker, "bye", lose=lose)
+            self.hello(worker, newer, silence_s, lose)
+        elif what == "heartbeat":
+            self.ask(worker, "heartbeat", phase="run", progress=1)
 
-    @rule(worker=workers)
-    def reconnect(self, worker: str) -> None:
-        for queue in self.driven:
-            queue.leave(worker)
-
-    @rule(worker=workers)
-    def bye(self, worker: str) -> None:
-        self.ask(worker, "bye")
-
-    @rule(worker=workers)
-    def heartbeat(self, worker: str) -> None:
-        self.ask(worker, "heartbeat", phase="run", progress=1)
-
-    @rule(seconds=st.sampled_from([1.0, 4.0, 40.0]))
-    def time_passes(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([1.0, 4.0, 40.0]), back=st.booleans())
+    def time_passes(self, seconds: float, back: bool) -> None:
         self.oracle.advance(seconds)
         for queue in self.driven:
             queue.advance(seconds)
         self._settle()
+        for worker in WORKERS:
+            if back and self.session[worker] not in self.oracle.sessions:
+                self.hello(worker, 1, 30.0, False)
 
     @rule(worker=workers, lose=st.booleans())
     def repeat(self, worker: str, lose: bool) -> None:
@@ -169,18 +171,21 @@ class QueueMachine(RuleBasedStateMachine):
 
     # Partitions
 
-    @rule(worker=workers, partition=partitions, like=st.sampled_from(list(PARTITIONS)), lose=st.booleans())
     def open(self, worker: str, partition: str, like: str, lose: bool) -> None:
-        if partition in PARTITIONS:
-            self.ask(worker, "open", lose=lose, partition=partition, **PARTITIONS[like])
+        self.ask(worker, "open", lose=lose, partition=partition, **PARTITIONS[like])
 
-    @rule(worker=workers, partition=partitions)
-    def seal(self, worker: str, partition: str) -> None:
-        self.ask(worker, "seal", partition=partition)
-
-    @rule(worker=workers, partition=partitions, ids=ids, everything=st.sampled_from([False, False, True]))
-    def clear(self, worker: str, partition: str, ids: list[int], everything: bool) -> None:
-        self.ask(worker, "clear", partition=partition, ids=ids, everything=everything)
+    @rule(
+        worker=workers, what=st.sampled_from(["open", "seal", "clear", "clear", "clear everything"]),
+        partition=partitions, like=st.sampled_from(list(PARTITIONS)), ids=ids, lose=st.booleans(),
+    )  # fmt: skip
+    def partition_event(self, worker: str, what: str, partition: str, like: str, ids: list[int], lose: bool) -> None:
+        if what == "seal":
+            self.ask(worker, "seal", lose=lose, partition=partition)
+        elif what != "open":
+            everything = what == "clear everything"
+            self.ask(worker, "clear", lose=lose, partition=partition, ids=ids, everything=everything)
+        elif partition in PARTITIONS:
+            self.open(worker, partition, like, lose)
 
     # Samples
 
@@ -196,23 +201,22 @@ class QueueMachine(RuleBasedStateMachine):
             columns["y"] = column("x", len(ids), 1)
         self.ask(worker, "put", lose=lose, partition=partition, ids=ids, columns=columns)
 
-    @rule(worker=workers, partition=partitions, ids=unique_ids, salt=st.integers(0, 7))
-    def put_plain(self, worker: str, partition: str, ids: list[int], salt: int) -> None:
-        self.ask(worker, "put", partition=partition, ids=ids, columns={"x": column("x", len(ids), salt)})
+    @rule(worker=workers, partition=partitions, ids=unique_ids, salt=st.integers(0, 7), names=usual)
+    def put_plain(self, worker: str, partition: str, ids: list[int], salt: int, names: list[str]) -> None:
+        columns = {name: column(name, len(ids), salt) for name in names}
+        self.ask(worker, "put", partition=partition, ids=ids, columns=columns)
 
-    @rule(worker=workers, partition=partitions, ids=ids, fields=fields)
-    def get(self, worker: str, partition: str, ids: list[int], fields: list[str]) -> None:
-        self.ask(worker, "get", partition=partition, ids=ids, fields=fields)
+    @rule(worker=workers, pick=picks, count=st.integers(1, 3), fields=narrow, lose=st.booleans())
+    def claim(self, worker: str, pick: int, count: int, fields: list[str], lose: bool) -> None:
+        partition, task = CLAIMS[pick % len(CLAIMS)]
+        self.ask(worker, "claim", lose=lose, partition=partition, task=task, count=count, fields=fields)
 
-    @rule(
-        worker=workers, partition=st.sampled_from(["orders", "signals"]), task=st.integers(0, 2),
-        count=st.integers(0, 3), fields=fields, lose=st.booleans(),
-    )  # fmt: skip
-    def claim(self, worker: str, partition: str, task: int, count: int, fields: list[str], lose: bool) -> None:
-        names = [task["name"] for task in PARTITIONS[partition]["tasks"]]
-        self.ask(
-            worker, "claim", lose=lose, partition=partition, task=names[task % len(names)], count=count, fields=fields
-        )
+    @rule(worker=workers, pick=picks, ids=unique_ids, lose=st.booleans())
+    def claim_plain_ids(self, worker: str, pick: int, ids: list[int], lose: bool) -> None:
+        partition, task = [*CLAIMS, ("signals", "train")][pick % 5]
+        held = self.oracle.parts[partition].samples
+        ids = [i for i in ids if i in held] or ids
+        self.ask(worker, "claim", lose=lose, partition=partition, task=task, ids=ids)
 
     @rule(worker=workers, partition=partitions, task=st.sampled_from(TASKS), ids=ids, fields=fields, lose=st.booleans())
     def claim_ids(self, worker: str, partition: str, task: str, ids: list[int], fields: list[str], lose: bool) -> None:
@@ -256,19 +260,23 @@ class QueueMachine(RuleBasedStateMachine):
 
     # Looking
 
-    @rule(worker=workers, partition=partitions, task=st.sampled_from(TASKS),
-          state=st.sampled_from(["waiting", "ready", "leased", "done", "dead", "skipped", "merry"]),
-          after=st.integers(-1, 6), limit=st.sampled_from([1, 2, 1024]))  # fmt: skip
-    def list_ids(self, worker: str, partition: str, task: str, state: str, after: int, limit: int) -> None:
-        self.ask(worker, "list", partition=partition, task=task, state=state, after=after, limit=limit)
-
-    @rule(worker=workers, partition=partitions, sample=st.integers(0, 7))
-    def peek(self, worker: str, partition: str, sample: int) -> None:
-        self.ask(worker, "peek", partition=partition, sample=sample)
-
-    @rule(worker=workers, partition=partitions, nbytes=st.sampled_from([0, LIMIT // 2, LIMIT, LIMIT + 1]))
-    def room(self, worker: str, partition: str, nbytes: int) -> None:
-        self.ask(worker, "room", partition=partition, bytes=nbytes)
+    @rule(
+        worker=workers, kind=st.sampled_from(["get", "list", "list", "peek", "room"]), partition=partitions, ids=ids,
+        fields=fields, task=st.sampled_from(TASKS), after=st.integers(-1, 6), limit=st.sampled_from([1, 2, 1024]),
+        state=st.sampled_from(["waiting", "ready", "leased", "done", "dead", "skipped", "merry"]),
+        nbytes=st.sampled_from([0, LIMIT // 2, LIMIT, LIMIT + 1]),
+    )  # fmt: skip
+    def look(
+        self, worker: str, kind: str, partition: str, ids: list[int], fields: list[str], task: str, after: int,
+        limit: int, state: str, nbytes: int,
+    ) -> None:  # fmt: skip
+        asked: dict[str, Answer] = {
+            "get": {"ids": ids, "fields": fields},
+            "list": {"task": task, "state": state, "after": after, "limit": limit},
+            "peek": {"sample": ids[0]},
+            "room": {"bytes": nbytes},
+        }
+        self.ask(worker, kind, partition=partition, **asked[kind])
 
     # Waiting
 
@@ -287,23 +295,20 @@ class QueueMachine(RuleBasedStateMachine):
             self._due.append((f["partition"], expected, waiters))
         self._settle()
 
-    @rule(worker=workers, partition=st.sampled_from(["orders", "signals"]), task=st.integers(0, 2),
-          count=st.integers(1, 3))  # fmt: skip
-    def claim_waits(self, worker: str, partition: str, task: int, count: int) -> None:
-        names = [task["name"] for task in PARTITIONS[partition]["tasks"]]
-        self._wait(worker, "claim", partition=partition, task=names[task % len(names)], count=count)
-
-    @rule(worker=workers, ids=unique_ids)
-    def claim_ids_waits(self, worker: str, ids: list[int]) -> None:
-        self._wait(worker, "claim", partition="signals", task="train", ids=ids)
-
-    @rule(worker=workers, partition=st.sampled_from(list(PARTITIONS)), ids=ids, fields=fields)
-    def get_waits(self, worker: str, partition: str, ids: list[int], fields: list[str]) -> None:
-        self._wait(worker, "get", partition=partition, ids=ids, fields=fields)
-
-    @rule(worker=workers, nbytes=st.sampled_from([LIMIT // 2, LIMIT]))
-    def room_waits(self, worker: str, nbytes: int) -> None:
-        self._wait(worker, "room", partition="shelf", bytes=nbytes)
+    @rule(
+        worker=workers, kind=st.sampled_from(["claim", "claim ids", "get", "room"]), pick=picks, ids=unique_ids,
+        fields=fields, nbytes=st.sampled_from([LIMIT // 2, LIMIT]),
+    )  # fmt: skip
+    def wait(self, worker: str, kind: str, pick: int, ids: list[int], fields: list[str], nbytes: int) -> None:
+        partition, task = CLAIMS[pick % len(CLAIMS)]
+        if kind == "claim":
+            self._wait(worker, "claim", partition=partition, task=task, count=len(ids))
+        elif kind == "claim ids":
+            self._wait(worker, "claim", partition="signals", task="train", ids=ids[:2])
+        elif kind == "get":
+            self._wait(worker, "get", partition=partition, ids=ids[:2], fields=fields)
+        else:
+            self._wait(worker, "room", partition="shelf", bytes=nbytes)
 
     # At the end of each step
 

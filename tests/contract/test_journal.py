@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
-import signal
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.queue.journal import Journal
-from tests.contract.peers import LibraryPeer, Place, ints
-from tests.contract.processes import ipc_address, start_queue
+from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
 from xtoken_core.data_plane.memory_client import MemoryQueue
 from xtoken_core.errors import ConfigError, InputError
@@ -207,92 +202,3 @@ def test_one_queue_per_journal(kept: Kept) -> None:
         Journal(kept.directory, MemoryQueue().engine)
     with pytest.raises(ConfigError, match="sometimes"):
         Journal(kept.directory, MemoryQueue().engine, fsync="sometimes")
-
-
-class Load:
-    """A producer and a consumer that go on through kills, and what they were told."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.put: set[int] = set()
-        self.acked: set[int] = set()
-        self.doubtful: set[int] = set()
-        self.twice: list[int] = []
-        self.stop = threading.Event()
-        self.errors: list[BaseException] = []
-        self.threads = [threading.Thread(target=self._guard, args=(work,)) for work in (self._produce, self._consume)]
-
-    def _guard(self, work: Callable[[Any], None]) -> None:
-        while not self.stop.is_set():
-            peer = self.place.worker(name=work.__name__, incarnation=time.time_ns())
-            try:
-                peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
-                work(peer)
-            except RefusedError as error:
-                if error.code not in ("stale_session", "lease_revoked"):
-                    self.errors.append(error)
-                    return
-            except BaseException as error:
-                self.errors.append(error)
-                return
-
-    def _produce(self, peer: Any) -> None:
-        while not self.stop.is_set():
-            ids = [len(self.put), len(self.put) + 1]
-            peer.call("put", partition="p", ids=ids, columns={"x": ints(*([i] * 20 for i in ids))})
-            self.put.update(ids)
-
-    def _consume(self, peer: Any) -> None:
-        while not self.stop.is_set():
-            found = peer.call("claim", partition="p", task="a", count=3, fields=["x"], wait_s=0.2)
-            if found is None:
-                continue
-            assert found["columns"]["x"] == ints(*([i] * 20 for i in found["ids"]))
-            self.twice += [i for i in found["ids"] if i in self.acked]
-            self.doubtful.update(found["ids"])
-            peer.call("ack", partition="p", task="a", ids=found["ids"])
-            self.acked.update(found["ids"])
-
-
-def killed_under_load(directory: Path, kills: int, fsync: str) -> Load:
-    address = ipc_address(directory)
-    arguments = ("--journal", str(directory / "journal"), "--fsync", fsync)
-    process = start_queue(address, *arguments)
-    place = Place("library", address=address)
-    load = Load(place)
-    rng = random.Random(5)
-    for thread in load.threads:
-        thread.start()
-    try:
-        for _ in range(kills):
-            time.sleep(rng.uniform(0.05, 0.4))
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            process = start_queue(address, *arguments)
-        time.sleep(0.3)
-    finally:
-        load.stop.set()
-        for thread in load.threads:
-            thread.join(60)
-    assert load.errors == []
-    last = place.worker()
-    while (found := last.call("claim", partition="p", task="a", count=1000)) is not None:
-        load.twice += [i for i in found["ids"] if i in load.acked]
-        last.call("ack", partition="p", task="a", ids=found["ids"])
-        load.acked.update(found["ids"])
-    place.leave()
-    process.terminate()
-    process.wait()
-    return load
-
-
-@pytest.mark.parametrize(
-    ("kills", "fsync"),
-    [(2, "always"), pytest.param(200, "interval", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
-)
-def test_kills_under_load_lose_nothing_and_repeat_nothing(short_tmp: Path, kills: int, fsync: str) -> None:
-    load = killed_under_load(short_tmp / f"k{kills}", kills, fsync)
-    assert load.put - load.acked - load.doubtful == set()
-    assert len(load.doubtful - load.acked) <= 3 * kills
-    assert load.twice == []
-    assert len(load.put) > 20

@@ -278,3 +278,33 @@ def test_a_batch_that_is_mostly_done_does_not_hold_its_memory(small_place: Place
     peer.call("ack", partition=name, task="a", ids=list(range(99)))
     assert peer.call("room", partition=name, bytes=240_000, wait_s=1.0)["room"] >= 240_000
     assert peer.call("get", partition=name, ids=[99], fields=["x"])["columns"]["x"][3] == [rows[99]]
+
+
+def test_a_volatile_field_belongs_to_whoever_put_it(place: Place) -> None:
+    peer, name = opened(place, task("a", "v"), volatile=["v"])
+    first, second = place.worker(), place.worker()
+    put(first, name, 0, field="v")
+    second.call("put", partition=name, ids=[0, 1], columns={"v": ints([5], [6]), "x": ints([7], [8])})
+    second.call("bye")
+    assert state(peer, name, "a") == {"ready": [0], "waiting": [1]}
+    first.call("bye")
+    assert state(peer, name, "a") == {"waiting": [0, 1]}
+
+
+def test_results_have_room_where_inputs_fill_the_queue(small_place: Place) -> None:
+    peer, name = opened(small_place, task("a", "x"), task("b", "y"))
+    block = ("dense", "uint8", (120_000,), [b"\1" * 120_000])
+    for sample in range(2):
+        peer.call("put", partition=name, ids=[sample], columns={"x": block})
+    leases = [peer.call("claim", partition=name, task="a", count=1)["lease"] for _ in range(2)]
+    peer.call("complete", partition=name, lease=leases[0], columns={"y": block})
+    wide = ("dense", "uint8", (200_000,), [b"\1" * 200_000])
+    assert code_of_columns(peer, name, leases[1], {"z": wide}) == "no_room"
+    assert state(peer, name, "a") == {"leased": [1], "done": [0]}
+    peer.call("complete", partition=name, lease=leases[1], columns={"y": block})
+
+
+def code_of_columns(peer: Any, name: str, lease: int, columns: dict[str, Any]) -> str:
+    with pytest.raises(RefusedError) as refused:
+        peer.call("complete", partition=name, lease=lease, columns=columns)
+    return str(refused.value.code)

@@ -1,0 +1,77 @@
+"""In which order samples are handed out again, and that places in that order do not pile up."""
+
+from __future__ import annotations
+
+import pytest
+
+from xtoken_core.protocol.samples import SPARE_PLACES, Samples, Task
+from xtoken_core.wire import QueueError
+
+
+def of(order: str, *requires: str) -> Samples:
+    return Samples([Task("t", frozenset(requires or ("x",)), order)])  # type: ignore[arg-type]
+
+
+def taken(samples: Samples, count: int) -> tuple[int, ...]:
+    lease = samples.claim_next("s", "t", count)
+    return () if lease is None else lease.ids
+
+
+def test_what_is_given_back_arrives_anew_and_only_once() -> None:
+    samples = of("arrival")
+    samples.produce([1], ["x"])
+    first = samples.claim_next("s", "t", 1)
+    assert first is not None
+    samples.give_back(first.id)
+    second = samples.claim_next("s", "t", 1)
+    assert second is not None
+    samples.produce([2], ["x"])
+    samples.give_back(second.id)
+    assert taken(samples, 3) == (2, 1)
+
+
+def test_what_was_withdrawn_arrives_anew() -> None:
+    samples = of("arrival", "x", "v")
+    samples.produce([1, 2], ["x", "v"])
+    samples.withdraw(1, "v")
+    samples.produce([1], ["v"])
+    assert taken(samples, 3) == (2, 1)
+
+
+def test_what_is_given_back_keeps_its_place_in_the_order_of_puts() -> None:
+    samples = of("strict")
+    samples.produce([5, 3, 4], ["x"])
+    lease = samples.claim_next("s", "t", 2)
+    assert lease is not None
+    samples.give_back(lease.id)
+    assert taken(samples, 3) == (5, 3, 4)
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_a_claim_that_lacks_a_field_changes_nothing(order: str) -> None:
+    samples = of(order)
+    samples.produce([1], ["x", "y"])
+    samples.produce([2, 3], ["x"])
+    with pytest.raises(QueueError, match="sample 2 has no y"):
+        samples.claim_next("s", "t", 3, ["y"])
+    assert (samples.given_back, samples.leases) == (0, {})
+    assert taken(samples, 3) == (1, 2, 3)
+
+
+def test_an_unknown_id_is_told_before_one_that_is_not_ready() -> None:
+    samples = of("by_id", "x", "y")
+    samples.produce([1], ["x"])
+    with pytest.raises(QueueError, match="sample 9 is not here"):
+        samples.claim_ids("s", "t", [1, 9])
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_places_of_samples_that_have_gone_do_not_pile_up(order: str) -> None:
+    samples = of(order)
+    for i in range(5 * SPARE_PLACES):
+        samples.produce([i], ["x"])
+        lease = samples.claim_ids("s", "t", [i])
+        assert lease is not None
+        samples.finish("t", [i])
+    assert len(samples._heaps["t"]) <= SPARE_PLACES + 2
+    assert len(samples._places["t"]) <= SPARE_PLACES + 2
