@@ -51,8 +51,8 @@ docs: $(STAMP)  ## write the reference pages anew from the code
 bench-queue: $(STAMP)  ## the queue beside plain pyzmq
 	$(BIN)/python -m benchmarks.queue
 
-fuzz: $(STAMP)  ## malformed frames against a queue, for three minutes
-	$(BIN)/python -m tests.contract.fuzz 180
+fuzz: $(STAMP)  ## a million malformed frame lists against a queue
+	$(BIN)/python -m tests.contract.fuzz --lists 1000000 --seconds 900 --out benchmarks/results/fuzz.json
 
 bench-collate: $(STAMP)  ## alignment, collation and projection on one core
 	$(BIN)/python benchmarks/collate.py
