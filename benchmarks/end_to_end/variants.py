@@ -28,23 +28,37 @@ class Variant:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-COMPILED: dict[str, dict[str, Any]] = {"train": {"compile": True}, "teacher": {"compile": True}}
+COMPILED: dict[str, dict[str, Any]] = {"student": {"compile": True}, "teacher": {"compile": True}}
+LEAN: dict[str, dict[str, Any]] = {
+    "student": {"compile": True, "blockwise_head": True},
+    "teacher": {"compile": True},
+    "workers": {"signal": "cuda_ipc_hidden"},
+}
 
 VARIANTS = {
     "p_kl_eager": Variant("p_kl"),
     "p_kl": Variant("p_kl", COMPILED),
-    "p_kl_hidden": Variant("p_kl", {**COMPILED, "workers": {"signal": "cuda_ipc_hidden"}}),
     "p_kl_shared_memory": Variant("p_kl", {**COMPILED, "workers": {"signal": "shared_memory"}}),
+    "p_kl_hidden": Variant("p_kl", LEAN),
+    "p_kl_fp8": Variant("p_kl", {**COMPILED, "teacher": {"compile": True, "fp8": True}}),
     "gold": Variant("gold", COMPILED),
+    "gold_hidden": Variant("gold", LEAN),
     "h_kl": Variant("h_kl", COMPILED),
 }
 
 
 def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The variant's RunSpec as plain values, without its files."""
+    """The variant's RunSpec as plain values, without its files.
+
+    Weights, gradients and AdamW's moments are bfloat16, as in the serial loop.
+    """
     loss = LOSSES[variant.loss].model_dump(mode="json", exclude_defaults=True)
     base: dict[str, dict[str, Any]] = {
-        "student": {"dtype": "bfloat16", "context_length": arguments.context},
+        "student": {
+            "dtype": "bfloat16",
+            "context_length": arguments.context,
+            "checkpoint_activations": arguments.checkpointing,
+        },
         "teacher": {"dtype": "bfloat16", "context_length": arguments.context},
         "loss": loss,
         "train": {
@@ -53,9 +67,10 @@ def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
             "max_steps": arguments.steps + arguments.warmup,
             "checkpoint_every": 1_000_000,
             "learning_rate": 1e-5,
+            "master_weights": False,
         },
         "queue": {},
-        "workers": {"collators": 2, "slots": 2},
+        "workers": {"collators": 2, "slots": 3},
     }
     merged = {name: {**table, **variant.changes.get(name, {})} for name, table in base.items()}
     return {"name": "end-to-end", **merged}
