@@ -84,36 +84,30 @@ class TokenAligner:
         Raises:
             InputError: An id is outside its tokenizer, or the batch sizes differ.
         """
-        s_ids, s_mask = _arrays("student", student_ids, student_attention_mask, len(self.student))
-        t_ids, t_mask = _arrays("teacher", teacher_ids, teacher_attention_mask, len(self.teacher))
+        s_ids = _attended("student", student_ids, student_attention_mask, len(self.student))
+        t_ids = _attended("teacher", teacher_ids, teacher_attention_mask, len(self.teacher))
         if len(s_ids) != len(t_ids):
             raise InputError(f"{len(s_ids)} student samples cannot be aligned with {len(t_ids)} of the teacher")
-        chunks = cut(*self._sides, s_ids, t_ids, s_mask, t_mask)
+        chunks = cut(self._sides, s_ids, t_ids)
         wrong: dict[int, np.ndarray] = {}
         for row in np.flatnonzero(chunks.doubtful).tolist():
             text = texts[row] if texts is not None else None
-            wrong[row] = self._realign(chunks, row, (s_ids, t_ids), (s_mask, t_mask), text)
+            wrong[row] = self._realign(chunks, row, s_ids[row], t_ids[row], text)
         return _as_batch(chunks, wrong)
 
     def _realign(
-        self,
-        chunks: Chunks,
-        row: int,
-        ids: tuple[np.ndarray, np.ndarray],
-        masks: tuple[np.ndarray | None, np.ndarray | None],
-        text: str | None,
+        self, chunks: Chunks, row: int, student_ids: np.ndarray, teacher_ids: np.ndarray, text: str | None
     ) -> np.ndarray:
         """Replace one row's chunks by a slower, more careful alignment; the numbers of its incorrect chunks."""
-        one = slice(row, row + 1)
-        there = [None if mask is None else mask[one] for mask in masks]
-        own = own_spaces(*self._sides, ids[0][one], ids[1][one], there[0], there[1])
+        own = own_spaces(self._sides, student_ids[None], teacher_ids[None] + self._sides.offset)
         places, sides = [], []
-        for array, mask, led in zip(ids, there, own, strict=True):
-            at = np.arange(array.shape[1]) if mask is None else np.flatnonzero(mask[0])
+        tables = (self._sides.student, self._sides.teacher)
+        for side, ids, led in zip(tables, (student_ids, teacher_ids), own, strict=True):
+            at = np.flatnonzero(ids != side.absent)
             places.append(at)
-            sides.append(RowSide(array[row, at], np.zeros(len(at), dtype=bool) if led is None else led[0, at]))
+            sides.append(RowSide(ids[at], np.isin(at, led)))
         found = align_row(
-            *self._sides,
+            *tables,
             *sides,
             tokenizers=self._tokenizers,
             text=text,
@@ -149,19 +143,22 @@ def _as_batch(chunks: Chunks, wrong: dict[int, np.ndarray]) -> AlignmentBatch:
     )
 
 
-def _arrays(name: str, ids: Any, mask: Any, size: int) -> tuple[np.ndarray, np.ndarray | None]:
+def _attended(name: str, ids: Any, mask: Any, size: int) -> np.ndarray:
+    """`[B, T]` int64, contiguous: the ids where the mask is set, elsewhere the absent token `size`."""
     array = np.ascontiguousarray(ids, dtype=np.int64)
     if array.ndim != 2:
         raise InputError(f"the {name}'s ids must be [B, T], not {list(array.shape)}")
-    there = None if mask is None else np.ascontiguousarray(mask) != 0
+    there = None if mask is None else np.asarray(mask)
     if there is not None and there.shape != array.shape:
         raise InputError(f"the {name}'s mask is {list(there.shape)}, its ids are {list(array.shape)}")
     if array.size and array.view(np.uint64).max() >= size:  # a negative id is a very large one
-        if there is None or ((array[there] < 0) | (array[there] >= size)).any():
-            outside = int(array.max()) if array.max() >= size else int(array.min())
+        attended = array if there is None else array[there != 0]
+        if attended.size and (attended.min() < 0 or attended.max() >= size):
+            outside = int(attended.max()) if attended.max() >= size else int(attended.min())
             raise InputError(f"the {name}'s ids hold {outside}, its tokenizer has the ids 0 to {size - 1}")
-        array = np.where(there, array, 0)
-    return array, None if there is None or there.all() else there
+    if there is not None and there.size and not there.min() > 0:
+        array = np.where(there != 0, array, size)
+    return array
 
 
 def _compared(table: TokenTable, folds: Sequence[Normalizer | None], drop_whitespace: bool) -> list[bytes]:

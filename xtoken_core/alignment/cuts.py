@@ -1,7 +1,9 @@
-"""The aligner's core: chunks of a padded batch from the byte positions where tokens end, without a loop over tokens.
+"""The aligner's core: chunks of a padded batch from the byte positions where tokens begin, without a loop over tokens.
 
-Each row has its own stretch of one global byte axis. A position where tokens of both sides end is a cut; a chunk is
-what lies between two cuts. Shapes: `B` rows, `T` tokens of a side, `N` bytes of the global axis.
+Both sides are one flat array of tokens: the student's `B` rows, then the teacher's. Each row has its own stretch of one
+byte axis, the teacher's rows begin where the student's do, `N` bytes later. A byte at which tokens of both sides begin,
+or one begins and the other's row ends, is a cut; a chunk is what lies between two cuts. Where the two rows of a sample
+spell the same bytes as far as both reach, so does every chunk: one hash per row is all that has to be compared.
 """
 
 from __future__ import annotations
@@ -10,32 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xtoken_core.alignment.sides import BOTH_ROLES, FLAGGED, Side, hash_powers
+from xtoken_core.alignment.hashing import hash_powers, without_space
+from xtoken_core.alignment.sides import BOS, BOS_OR_EOS, EOS, NOT_TOLD, Sides
 from xtoken_core.alignment.spaces import own_spaces
-from xtoken_core.alignment.tables import UNKNOWN, spread
-
-
-@dataclass
-class Spelled:
-    """One side of a batch on the global byte axis.
-
-    Attributes:
-        ids: `[B, T]` integers, contiguous.
-        lengths: `[B, T]` int64: bytes each token spells, 0 on padding and specials.
-        ends: `[B, T]` int64: where it ends, counted from its row's start, later on the global axis.
-        text: `[B, T]` bool: it spells something.
-        prefix_hash: `[B, T]` uint64: hash of all that its row spells up to its end.
-        specials: Flat indices of attended specials.
-        doubtful: `[B]` bool: rows with a token whose bytes are unknown.
-    """
-
-    ids: np.ndarray
-    lengths: np.ndarray
-    ends: np.ndarray
-    text: np.ndarray
-    prefix_hash: np.ndarray
-    specials: np.ndarray
-    doubtful: np.ndarray
+from xtoken_core.alignment.specials import match_specials
 
 
 @dataclass
@@ -59,209 +39,156 @@ class Chunks:
     doubtful: np.ndarray
 
 
-def cut(
-    student: Side,
-    teacher: Side,
-    student_ids: np.ndarray,
-    teacher_ids: np.ndarray,
-    student_mask: np.ndarray | None,
-    teacher_mask: np.ndarray | None,
-) -> Chunks:
-    """Align a batch by the lengths of its tokens and check that every chunk spells the same on both sides.
+class _Tokens:
+    """All tokens of a batch, flat; `n` of them, in `2B` rows.
+
+    Attributes:
+        ids: `[n]` int64 into the arrays of `Sides`.
+        lengths: `[n]` unsigned: bytes each token spells.
+        silent: Indices of the tokens that spell none, in order.
+        starts: `[n]` int64: the byte of its row, later of the whole axis, at which each token begins.
+        sizes: `[2B]` int64: bytes each row spells.
+        first: `[2B]` int64: index of each row's first token.
+        last: `[2B]` int64: of its last.
+    """
+
+    def __init__(self, sides: Sides, student_ids: np.ndarray, teacher_ids: np.ndarray) -> None:
+        self.sides, self.shapes, self.split = sides, (student_ids.shape, teacher_ids.shape), student_ids.size
+        self.ids = np.empty(self.split + teacher_ids.size, dtype=np.int64)
+        ours, theirs = self.halves(self.ids)
+        np.copyto(ours, student_ids)
+        np.add(teacher_ids, sides.offset, out=theirs)
+        self.first = np.concatenate(
+            [np.arange(0, self.split, ours.shape[1]), np.arange(self.split, len(self.ids), theirs.shape[1])]
+        )
+        self.last = np.append(self.first[1:], len(self.ids)) - 1
+        self.lengths = sides.lengths.take(self.ids, mode="wrap")
+        led = own_spaces(sides, ours, theirs)
+        self.led = np.concatenate([led[0], led[1] + self.split])
+        if len(self.led):
+            self.lengths[self.led] -= 1
+        self.silent = (self.lengths == 0).nonzero()[0]
+        ends = np.empty(len(self.ids), dtype=np.int64)
+        for lengths, half in zip(self.halves(self.lengths), self.halves(ends), strict=True):
+            np.cumsum(lengths, axis=1, out=half)
+        self.sizes = ends.take(self.last)
+        self.starts = np.subtract(ends, self.lengths, out=ends)
+
+    def halves(self, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The student's `[B, T_s]` and the teacher's `[B, T_t]` part of an array over all tokens."""
+        return flat[: self.split].reshape(self.shapes[0]), flat[self.split :].reshape(self.shapes[1])
+
+    def weights(self) -> np.ndarray:
+        """`[n + 1]` uint64: the hash of each token at its place of its row, then 0; their sum is that of the text."""
+        hashes = self.sides.hashes.take(self.ids, mode="wrap")
+        if len(self.led):
+            hashes[self.led] = without_space(hashes[self.led])
+        weights = np.empty(len(self.ids) + 1, dtype=np.uint64)
+        weights[-1] = 0
+        powers = hash_powers(int(self.sizes.max()) + 1).take(self.starts, mode="wrap")
+        np.multiply(hashes, powers, out=weights[:-1])
+        return weights
+
+
+def cut(sides: Sides, student_ids: np.ndarray, teacher_ids: np.ndarray) -> Chunks:
+    """Align a batch by the lengths of its tokens and check that both sides of every sample spell the same.
 
     Args:
-        student: The student's arrays.
-        teacher: The teacher's.
-        student_ids: `[B, T_s]` int64, contiguous, within the table.
+        sides: Both sides' arrays.
+        student_ids: `[B, T_s]` int64, within the table or its absent token.
         teacher_ids: `[B, T_t]` int64, likewise.
-        student_mask: `[B, T_s]` bool, False = not there; None = all there.
-        teacher_mask: `[B, T_t]` bool, likewise.
     """
-    led_s, led_t = own_spaces(student, teacher, student_ids, teacher_ids, student_mask, teacher_mask)
-    s, t = _spell(student, student_ids, student_mask, led_s), _spell(teacher, teacher_ids, teacher_mask, led_t)
-    bases = _place(s, t)
-    both = _common_ends(s, t, bases)
-    cut_s, cut_t = both.take(s.ends, mode="clip"), both.take(t.ends, mode="clip")
-    cut_s &= s.text
-    cut_t &= t.text
-    at_s, at_t = cut_s.ravel().nonzero()[0], cut_t.ravel().nonzero()[0]
-    doubtful = s.doubtful | t.doubtful
-    same = s.prefix_hash.take(at_s) == t.prefix_hash.take(at_t)
-    if not same.all():
-        doubtful[at_s[~same] // s.ids.shape[1]] = True
-    _compare_tails(student, teacher, s, t, at_s, bases, doubtful)
-    # A token is alone in its chunk on its own side if its start is a cut too; the cuts of both sides are in one order.
-    positions = s.ends.take(at_s)
-    single = both.take(positions - s.lengths.take(at_s))
-    single &= both.take(positions - t.lengths.take(at_t))
-    exact_s, exact_t = np.zeros(cut_s.shape, dtype=bool), np.zeros(cut_t.shape, dtype=bool)
-    exact_s.ravel()[at_s] = single
-    exact_t.ravel()[at_t] = single
-    pair_s, pair_t = _pair_specials(student, teacher, s, t)
-    for cuts, exact, text, pairs in ((cut_s, exact_s, s.text, pair_s), (cut_t, exact_t, t.text, pair_t)):
-        for mask in (cuts, exact, text):
-            mask.ravel()[pairs] = True
-    counts = cut_s.sum(axis=1, dtype=np.int64)
-    return Chunks(
-        student_chunk=_number(cut_s, s.text, counts),
-        teacher_chunk=_number(cut_t, t.text, counts),
-        student_exact=exact_s,
-        teacher_exact=exact_t,
-        counts=counts,
-        doubtful=doubtful,
-    )
+    if not student_ids.size or not teacher_ids.size:
+        return _no_chunks(student_ids.shape, teacher_ids.shape)
+    x, samples = _Tokens(sides, student_ids, teacher_ids), len(student_ids)
+    weights = x.weights()
+    sizes = x.sizes.reshape(2, samples)
+    stretches = np.cumsum(sizes.max(axis=0) + 1)
+    length = int(stretches[-1])
+    origin = np.zeros(2 * samples, dtype=np.int64)
+    origin[1:samples], origin[samples], origin[samples + 1 :] = stretches[:-1], length, stretches[:-1] + length
+    for half, begin in zip(x.halves(x.starts), origin.reshape(2, samples, 1), strict=True):
+        half += begin
+    doubtful = ~_same_text(x, weights, origin)
+    pairs = _special_pairs(x, origin, doubtful)
+    opens, exact = _opened(x, origin, length)
+    for flags in (opens, exact):
+        flags[x.silent], flags[pairs] = False, True
+    chunk = _number(x, opens)
+    # Where one side reaches further, what was opened last has no end on the other.
+    cut_off = sizes[0] != sizes[1]
+    counts = chunk.take(x.last).reshape(2, samples).max(axis=0) + ~cut_off
+    paired = chunk.take(pairs)
+    chunk[x.silent] = -1
+    chunk[pairs] = paired
+    if cut_off.any():
+        for half in x.halves(chunk):
+            np.putmask(half, half >= counts[:, None], -1)
+    return Chunks(*x.halves(chunk), *x.halves(exact), counts, doubtful)
 
 
-def _spell(side: Side, ids: np.ndarray, mask: np.ndarray | None, led: np.ndarray | None) -> Spelled:
-    lengths = side.info.take(ids, mode="clip")
-    hashes = side.hashes.take(ids, mode="clip")
-    if mask is not None:
-        lengths *= mask
-        hashes *= mask
-    specials = np.flatnonzero(lengths >= FLAGGED)
-    lengths.ravel()[specials] = 0
-    doubtful = np.zeros(len(ids), dtype=bool)
-    if len(specials):
-        unknown = side.table.kinds[ids.ravel()[specials]] == UNKNOWN
-        doubtful[specials[unknown] // ids.shape[1]] = True
-        specials = specials[~unknown]
-    if led is not None:
-        lengths -= led
-        hashes[led] = side.led_hashes[ids[led]]
-    ends = np.cumsum(lengths, axis=1)
-    starts = ends - lengths
-    longest = int(starts[:, -1].max(initial=0)) if ids.shape[1] else 0
-    hashes *= hash_powers(longest + 1).take(starts, mode="clip")
-    return Spelled(ids, lengths, ends, lengths > 0, np.cumsum(hashes, axis=1), specials, doubtful)
+def _no_chunks(student: tuple[int, ...], teacher: tuple[int, ...]) -> Chunks:
+    chunks = (np.full(shape, -1, dtype=np.int64) for shape in (student, teacher))
+    exact = (np.zeros(shape, dtype=bool) for shape in (student, teacher))
+    return Chunks(*chunks, *exact, np.zeros(student[0], dtype=np.int64), np.zeros(student[0], dtype=bool))
 
 
-def _place(s: Spelled, t: Spelled) -> np.ndarray:
-    """Move every row to its own stretch of the global axis; `[B + 1]` int64 starts of the stretches."""
-    bases = np.zeros(len(s.ids) + 1, dtype=np.int64)
-    totals = [x.ends[:, -1] if x.ends.shape[1] else bases[1:] for x in (s, t)]
-    np.cumsum(np.maximum(*totals) + 1, out=bases[1:])
-    s.ends += bases[:-1, None]
-    t.ends += bases[:-1, None]
-    return bases
+def _same_text(x: _Tokens, weights: np.ndarray, origin: np.ndarray) -> np.ndarray:
+    """`[B]` bool: the two rows of a sample spell the same as far as both reach."""
+    samples = len(origin) // 2
+    reach = np.minimum(x.sizes[:samples], x.sizes[samples:])
+    limit = origin + np.concatenate([reach, reach])
+    stop = x.starts.searchsorted(limit)
+    edges = np.stack([x.first, stop], axis=1).ravel()
+    hashes = np.add.reduceat(weights, edges)[::2]
+    some = stop > x.first
+    last = stop - some
+    beyond = (x.starts.take(last, mode="clip") + x.lengths.take(last, mode="clip") - limit) * some
+    rows = beyond.nonzero()[0]
+    if len(rows):  # the last token reaches further: what it spells until there takes its place
+        token = last[rows]
+        partly = x.sides.prefix_hashes[x.sides.ends[x.ids[token]] - beyond[rows] - 1]
+        if len(x.led):
+            partly = np.where(np.isin(token, x.led), without_space(partly), partly)
+        powers = hash_powers(int(reach.max()) + 1)[x.starts[token] - origin[rows]]
+        hashes[rows] += partly * powers - weights[token]
+    hashes *= some
+    same: np.ndarray = hashes[:samples] == hashes[samples:]
+    return same
 
 
-def _common_ends(s: Spelled, t: Spelled, bases: np.ndarray) -> np.ndarray:
-    """`[N]` bool: positions where tokens of both sides end, and the start of every row."""
-    ends = [np.zeros(bases[-1], dtype=bool) for _ in range(2)]
-    for x, flags in zip((s, t), ends, strict=True):
-        flags[x.ends] = True
-    ends[0] &= ends[1]
-    ends[0][bases[:-1]] = True
-    return ends[0]
+def _special_pairs(x: _Tokens, origin: np.ndarray, doubtful: np.ndarray) -> np.ndarray:
+    """Indices of the specials that have a partner; samples with a token that does not tell its bytes are marked."""
+    roles = x.sides.roles.take(x.ids.take(x.silent))
+    known = roles.nonzero()[0]
+    at, roles = x.silent.take(known), roles.take(known)
+    if len(at) and roles.min() < 0:
+        rows = x.first.searchsorted(at, side="right") - 1
+        doubtful[rows[roles == NOT_TOLD] % len(doubtful)] = True
+        begins = (x.starts[at] == origin[rows]) & (x.sizes[rows] > 0)
+        roles = np.where(roles == BOS_OR_EOS, np.where(begins, BOS, EOS), roles)
+        at, roles = at[roles > 0], roles[roles > 0]
+    teachers = at.searchsorted(x.split)
+    keys = x.starts.take(at) << 16 | roles
+    keys[teachers:] -= origin[len(doubtful)] << 16
+    ours, theirs = match_specials(keys[:teachers], keys[teachers:])
+    return np.concatenate([at.take(ours), at.take(theirs + teachers)])
 
 
-def _compare_tails(
-    student: Side,
-    teacher: Side,
-    s: Spelled,
-    t: Spelled,
-    at_s: np.ndarray,
-    bases: np.ndarray,
-    doubtful: np.ndarray,
-) -> None:
-    """Mark rows as doubtful that differ behind their last cut, as far as both sides reach."""
-    if not s.ids.shape[1] or not t.ids.shape[1]:
-        return
-    reach = np.minimum(s.ends[:, -1], t.ends[:, -1])
-    last = bases[:-1].copy()
-    before = np.searchsorted(at_s, s.ids.shape[1] * np.arange(len(bases)))  # cuts before each row
-    rows = np.flatnonzero(before[1:] > before[:-1])
-    last[rows] = s.ends.take(at_s[before[rows + 1] - 1])
-    if (reach == last).all():
-        return
-    tails = []
-    for side, x in ((student, s), (teacher, t)):
-        inside = x.ends > last[:, None]
-        inside &= x.ends - x.lengths < reach[:, None]
-        tokens = inside.ravel().nonzero()[0]
-        lengths = x.lengths.take(tokens)
-        positions = spread(x.ends.take(tokens), lengths)
-        data = side.pool.data[spread(side.pool.ends[x.ids.take(tokens)], lengths)]
-        kept = positions < np.repeat(reach[tokens // x.ids.shape[1]], lengths)
-        tails.append((positions[kept], data[kept]))
-    (positions, ours), (_, theirs) = tails
-    doubtful[np.searchsorted(bases, positions[ours != theirs], side="right") - 1] = True
+def _opened(x: _Tokens, origin: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """`[n]` bool each: a token of the other side begins, or its row ends, at the same byte; it is as long, too."""
+    begun = np.zeros(2 * length, dtype=x.lengths.dtype)
+    begun[x.starts] = x.lengths  # of several at one byte the last stays: the one that spells something
+    begun[origin + x.sizes] = np.iinfo(begun.dtype).max
+    met = np.concatenate([begun[length:], begun[:length]]).take(x.starts, mode="wrap")
+    return met != 0, met == x.lengths
 
 
-def _pair_specials(student: Side, teacher: Side, s: Spelled, t: Spelled) -> tuple[np.ndarray, np.ndarray]:
-    """Flat indices of the specials that meet their role at the same byte on the other side, in order."""
-    if not len(s.specials) or not len(t.specials):
-        return s.specials[:0], t.specials[:0]
-    (at_s, key_s), (at_t, key_t) = _special_keys(student, s), _special_keys(teacher, t)
-    _, i, j = np.intersect1d(key_s, key_t, assume_unique=True, return_indices=True)
-    order = np.argsort(i)
-    i, j = i[order], j[order]
-    if (j[1:] < j[:-1]).any():
-        kept = _increasing(j)
-        i, j = i[kept], j[kept]
-    return at_s[i], at_t[j]
-
-
-def _special_keys(side: Side, x: Spelled) -> tuple[np.ndarray, np.ndarray]:
-    """Flat indices of specials with a role, and a number for each that its counterpart has too."""
-    role = side.role[x.ids.ravel()[x.specials]]
-    role = _settle(role, x)
-    known = role > 0
-    at = x.specials[known]
-    return at, _numbered(x.ends.ravel()[at] << 16 | role[known])
-
-
-def _settle(role: np.ndarray, x: Spelled) -> np.ndarray:
-    """A token that is both bos and eos is bos where its row begins, unless the row has nothing else."""
-    either = np.flatnonzero(role == BOTH_ROLES)
-    if not len(either):
-        return role
-    width = x.ids.shape[1]
-    rows = x.specials[either] // width
-    started = x.lengths.sum(axis=1)[rows] > 0
-    begins = x.ends.ravel()[x.specials[either]] == (x.ends[:, 0] - x.lengths[:, 0])[rows]
-    role = role.copy()
-    role[either] = np.where(started & begins, 1, 2)
-    return role
-
-
-def _numbered(key: np.ndarray) -> np.ndarray:
-    """Make equal keys distinct by their rank of occurrence."""
-    order = np.argsort(key, kind="stable")
-    ranked = key[order]
-    if not (ranked[1:] == ranked[:-1]).any():
-        return key << 16
-    starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]])
-    sizes = np.diff(np.r_[starts, len(ranked)])
-    rank = np.arange(len(ranked)) - np.repeat(starts, sizes)
-    result = np.empty_like(key)
-    result[order] = ranked << 16 | rank
-    return result
-
-
-def _increasing(values: np.ndarray) -> np.ndarray:
-    """Indices of a longest increasing run of values, for specials that stand in another order on the other side."""
-    from bisect import bisect_left
-
-    tails: list[int] = []
-    at: list[int] = []
-    before = np.full(len(values), -1, dtype=np.int64)
-    for index, value in enumerate(values.tolist()):
-        place = bisect_left(tails, value)
-        before[index] = at[place - 1] if place else -1
-        tails[place : place + 1] = [value]
-        at[place : place + 1] = [index]
-    chain = [at[-1]]
-    while before[chain[-1]] >= 0:
-        chain.append(int(before[chain[-1]]))
-    return np.array(chain[::-1], dtype=np.int64)
-
-
-def _number(cuts: np.ndarray, member: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`[B, T]` int64: how many chunks were closed before each token; -1 outside every chunk."""
-    chunk = np.cumsum(cuts, axis=1, dtype=np.int64)
-    chunk -= cuts
-    outside = chunk >= counts[:, None]
-    outside |= ~member
-    np.putmask(chunk, outside, -1)
+def _number(x: _Tokens, opens: np.ndarray) -> np.ndarray:
+    """`[n]` int64: how many chunks were opened in the row up to and with a token, less one."""
+    steps = opens.view(np.int8)
+    steps[x.first] -= 1
+    chunk = np.empty(len(opens), dtype=np.int64)
+    for half, numbers in zip(x.halves(steps), x.halves(chunk), strict=True):
+        np.cumsum(half, axis=1, out=numbers)
     return chunk

@@ -14,7 +14,7 @@ import numpy as np
 
 from xtoken_core.alignment.diff import matching_blocks
 from xtoken_core.alignment.normalizing import Normalizer
-from xtoken_core.alignment.sides import Side
+from xtoken_core.alignment.sides import BOS, BOS_OR_EOS, EOS, Side
 from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
 
 _UNKNOWN_BYTES = 64
@@ -298,8 +298,8 @@ def _special_pairs(
 
 def _role_of(side: Side, ids: np.ndarray, at: int, walk: _Walk) -> tuple[int, ...]:
     role = int(side.role[ids[at]])
-    if role == 3:
-        return (1,) if walk.ends[at] == 0 and walk.ends[-1] > 0 else (2,)
+    if role == BOS_OR_EOS:
+        return (BOS,) if walk.ends[at] == 0 and walk.ends[-1] > 0 else (EOS,)
     return (role,) if role > 0 else ()
 
 

@@ -6,42 +6,70 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xtoken_core.alignment.tables import TEXT, Pool, TokenTable, spelling_pool, spread
+from xtoken_core.alignment.hashing import prefix_hashes
+from xtoken_core.alignment.tables import UNKNOWN, Pool, TokenTable, spelling_pool
 
-FLAGGED = 1 << 24
-"""Set in `Side.info` for tokens that need more care than their length."""
-BOTH_ROLES = 3
-"""The role of a token that is both bos and eos."""
+ABSENT = 3
+"""The kind of a place of a batch that holds no token (padding, a prompt); beside those of `tables`."""
+BOS, EOS, BOS_OR_EOS, NOT_TOLD = 1, 2, -1, -2
+"""Roles; 0 = none, numbers from 3 stand for the other specials' own strings, `NOT_TOLD` for unknown text."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One tokenizer's table as arrays, in the spelling that both sides are compared in.
+    """One tokenizer's table as arrays over its `V` tokens and, at index `V`, the absent token, which spells nothing.
 
     Attributes:
         table: What the tokenizer's tokens spell.
-        info: `[V]` int64: the length of the compared spelling; specials and unknown tokens have bit 24 set.
-        pool: The compared spellings.
-        hashes: `[V]` uint64: hash of the compared spelling, 0 for what spells nothing.
-        led_hashes: `[V]` uint64: hash of the spelling without its first byte.
-        role: `[V]` int64: the role of a special, numbered alike on both sides; 1 = bos, 2 = eos, 3 = either.
-        leading_space: `[V]` bool: the compared spelling begins with a space.
-        two_spaces: `[V]` bool: it begins with two.
+        pool: The spellings in which both sides are compared.
+        role: `[V + 1]` int64: the role of a token that is no text, numbered alike on both sides.
     """
 
     table: TokenTable
-    info: np.ndarray
     pool: Pool
-    hashes: np.ndarray
-    led_hashes: np.ndarray
     role: np.ndarray
-    leading_space: np.ndarray
-    two_spaces: np.ndarray
+
+    @property
+    def absent(self) -> int:
+        """The id of a place without a token."""
+        return len(self.table)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both sides, and arrays over all `V` tokens of the student, its absent token, the teacher's tokens, and its own.
+
+    Attributes:
+        student: The student's arrays.
+        teacher: The teacher's.
+        kinds: `[V]` uint8: the tables' kinds, and `ABSENT`.
+        roles: `[V]` int64: those of the sides.
+        lengths: `[V]` unsigned, as narrow as can be: bytes of the compared spelling.
+        hashes: `[V]` uint64: hash of the compared spelling, 0 for what spells nothing.
+        prefix_hashes: uint64: at every byte of both pools, the hash of its token up to it.
+        ends: `[V]` int64: where a token's spelling ends in `prefix_hashes`.
+        leading_spaces: `[V]` uint8: with how many spaces, two at most, the compared spelling begins.
+    """
+
+    student: Side
+    teacher: Side
+    kinds: np.ndarray
+    roles: np.ndarray
+    lengths: np.ndarray
+    hashes: np.ndarray
+    prefix_hashes: np.ndarray
+    ends: np.ndarray
+    leading_spaces: np.ndarray
+
+    @property
+    def offset(self) -> int:
+        """What is added to a teacher's id."""
+        return self.student.absent + 1
 
 
 def build_sides(
     student: TokenTable, teacher: TokenTable, student_pieces: list[bytes], teacher_pieces: list[bytes]
-) -> tuple[Side, Side]:
+) -> Sides:
     """The arrays of both sides, with spellings and roles numbered alike.
 
     Args:
@@ -50,54 +78,29 @@ def build_sides(
         student_pieces: By id, what is compared: the table's pieces, or what normalising makes of them.
         teacher_pieces: Likewise.
     """
-    roles = {"pad": 0, "bos": 1, "eos": 2, "bos|eos": BOTH_ROLES}
+    numbers = {"pad": 0, "bos": BOS, "eos": EOS, "bos|eos": BOS_OR_EOS}
     sides = []
-    for table, pieces in ((student, student_pieces), (teacher, teacher_pieces)):
-        pool = spelling_pool(pieces, table.literals)
-        role = np.zeros(len(pieces), dtype=np.int64)
+    for table, compared in ((student, student_pieces), (teacher, teacher_pieces)):
+        role = np.zeros(len(table) + 1, dtype=np.int64)
+        role[:-1][table.kinds == UNKNOWN] = NOT_TOLD
         for index, name in table.roles.items():
-            role[index] = roles.setdefault(name, len(roles))
-        sides.append(
-            Side(
-                table=table,
-                info=np.where(table.kinds == TEXT, pool.lengths, FLAGGED),
-                pool=pool,
-                hashes=_hashes(pool, skip=0),
-                led_hashes=_hashes(pool, skip=1),
-                role=role,
-                leading_space=np.fromiter((p[:1] == b" " for p in pieces), dtype=bool, count=len(pieces)),
-                two_spaces=np.fromiter((p[:2] == b"  " for p in pieces), dtype=bool, count=len(pieces)),
-            )
-        )
-    return sides[0], sides[1]
-
-
-_RANDOM = np.random.default_rng(0x70C3)
-_BYTE_CODES = _RANDOM.integers(0, 2**64, size=256, dtype=np.uint64)
-_BASE = int(_RANDOM.integers(0, 2**64, dtype=np.uint64)) | 1
-_POWERS = [np.ones(1, dtype=np.uint64)]
-
-
-def hash_powers(count: int) -> np.ndarray:
-    """`[n]` uint64, n at least `count`: powers of the hash's base, modulo 2^64.
-
-    The hash of bytes b_0 b_1 … is the sum of `code[b_i] * base^i`: that of a text is the sum of its tokens' hashes,
-    each times the power of the token's place. Different texts agree in it by chance once in about 2^64.
-    """
-    if len(_POWERS[0]) < count:
-        factors = np.full(max(count, 2 * len(_POWERS[0])), _BASE, dtype=np.uint64)
-        factors[0] = 1
-        _POWERS[0] = np.cumprod(factors)
-    return _POWERS[0]
-
-
-def _hashes(pool: Pool, *, skip: int) -> np.ndarray:
-    """`[V]` uint64: the hash of every token's spelling without its first `skip` bytes."""
-    lengths = np.maximum(pool.lengths - skip, 0)
-    places = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    codes = _BYTE_CODES[pool.data[spread(pool.ends, lengths)]]
-    codes *= hash_powers(int(lengths.max(initial=0)) + 1)[places]
-    sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(codes)])
-    ends = np.cumsum(lengths)
-    hashes: np.ndarray = sums[ends] - sums[ends - lengths]
-    return hashes
+            role[index] = numbers.setdefault(name, len(numbers))
+        sides.append(Side(table, spelling_pool([*compared, b""], table.literals), role))
+    ours, theirs = sides
+    pieces = [*student_pieces, b"", *teacher_pieces, b""]
+    joined = spelling_pool(pieces, {})
+    hashes = prefix_hashes(joined.data[: joined.ends[-1]], joined.lengths)
+    longest = int(joined.lengths.max())
+    return Sides(
+        student=ours,
+        teacher=theirs,
+        kinds=np.concatenate([part for side in sides for part in (side.table.kinds, np.array([ABSENT], np.uint8))]),
+        roles=np.concatenate([ours.role, theirs.role]),
+        lengths=joined.lengths.astype(np.min_scalar_type(longest + 1)),
+        hashes=np.where(joined.lengths > 0, np.append(hashes, np.uint64(0))[joined.ends - 1], np.uint64(0)),
+        prefix_hashes=hashes,
+        ends=joined.ends,
+        leading_spaces=np.fromiter(
+            ((p[:1] == b" ") + (p[:2] == b"  ") for p in pieces), dtype=np.uint8, count=len(pieces)
+        ),
+    )

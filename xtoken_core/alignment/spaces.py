@@ -4,89 +4,80 @@ from __future__ import annotations
 
 import numpy as np
 
-from xtoken_core.alignment.sides import Side
-from xtoken_core.alignment.tables import TEXT
+from xtoken_core.alignment.sides import Sides
+from xtoken_core.alignment.tables import TEXT, TokenTable
 
 _HEAD = 8
 """Where a row's first text token is looked for first."""
 
 
-def own_spaces(
-    student: Side,
-    teacher: Side,
-    student_ids: np.ndarray,
-    teacher_ids: np.ndarray,
-    student_mask: np.ndarray | None,
-    teacher_mask: np.ndarray | None,
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """`[B, T]` bool per side: tokens whose leading space is the tokenizer's own; None if it never adds one.
+def own_spaces(sides: Sides, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Flat indices, per side, of tokens whose leading space is the tokenizer's own.
 
-    Those are the first text token of a row and of every separately tokenized stretch (one after a gap in the mask)
+    Those are the first text token of a row and of every separately tokenized stretch (one after absent tokens)
     and, for some tokenizers, those after a special. A tokenizer that adds a space only where it is missing, or whose
     row begins behind a gap, has added none to a row that begins with a space on the other side too.
+
+    Args:
+        sides: Both sides' arrays.
+        student_ids: `[B, T_s]` int64, contiguous; T_s > 0.
+        teacher_ids: `[B, T_t]` int64, the sides' offset added; T_t > 0.
     """
-    habits = student.table.prefix, teacher.table.prefix
-    if habits == ("none", "none"):
-        return None, None
-    s, t = (student, student_ids, student_mask), (teacher, teacher_ids, teacher_mask)
-    result: list[np.ndarray | None] = []
-    for (side, ids, mask), other in ((s, t), (t, s)):
-        if side.table.prefix == "none":
-            result.append(None)
-            continue
-        led = _candidates(side, ids, mask)
-        first = _first_text(side, ids, mask)
-        unsure = np.full(len(ids), side.table.prefix == "missing" and other[0].table.prefix != "missing")
-        if mask is not None:
-            rows = np.flatnonzero(first > 0)
-            unsure[rows] |= ~mask[rows, first[rows] - 1]
-        rows = np.flatnonzero(unsure & _begins_with_space(*other)) if unsure.any() else np.flatnonzero(unsure)
-        led[rows, first[rows]] = False
-        result.append(led)
-    return result[0], result[1]
+    s, t = (sides.student.table, student_ids), (sides.teacher.table, teacher_ids)
+    none = np.zeros(0, dtype=np.int64)
+    if s[0].prefix == t[0].prefix == "none":
+        return none, none
+    firsts = _first_text(sides, student_ids), _first_text(sides, teacher_ids)
+    return (
+        none if s[0].prefix == "none" else _own_spaces(sides, s, t, *firsts, sides.student.absent),
+        none if t[0].prefix == "none" else _own_spaces(sides, t, s, *firsts[::-1], sides.offset + sides.teacher.absent),
+    )
 
 
-def _candidates(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    if mask is None and not side.table.prefix_after_special:
-        begins = np.zeros(ids.shape, dtype=bool)
-        rows, first = np.arange(len(ids)), _first_text(side, ids, mask)
-        if ids.size:
-            begins[rows, first] = side.leading_space[ids[rows, first]]
-        return begins
-    there = np.ones(ids.shape, dtype=bool) if mask is None else mask
-    text = there & (side.table.kinds[ids] == TEXT)
-    before = np.zeros(ids.shape, dtype=bool)
-    before[:, 1:] = text[:, :-1] if side.table.prefix_after_special else there[:, :-1]
-    begins = text & ~before
-    if ids.size:
-        rows = np.flatnonzero(text.any(axis=1))
-        begins[rows, text[rows].argmax(axis=1)] = True
-    led: np.ndarray = begins & side.leading_space[ids]
-    return led
+def _own_spaces(
+    sides: Sides,
+    side: tuple[TokenTable, np.ndarray],
+    other: tuple[TokenTable, np.ndarray],
+    first: np.ndarray,
+    other_first: np.ndarray,
+    absent: int,
+) -> np.ndarray:
+    table, ids = side
+    unsure = (first % ids.shape[1] > 0) & (ids.take(first - 1, mode="wrap") == absent)
+    if table.prefix == "missing" and other[0].prefix != "missing":
+        unsure[:] = True
+    if unsure.any():
+        unsure &= _begins_with_space(sides, *other, other_first)
+    led = first[~unsure]
+    if len(after := _after_breaks(sides, table, ids, absent)):
+        led = np.concatenate([led, after[~np.isin(after, first)]])
+    return led[sides.leading_spaces.take(ids.take(led)) > 0]
 
 
-def _first_text(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """`[B]`: index of each row's first text token, 0 if it has none."""
-    if not ids.size:
-        return np.zeros(len(ids), dtype=np.int64)
-    head = side.table.kinds[ids[:, :_HEAD]] == TEXT
-    head = head if mask is None else head & mask[:, :_HEAD]
+def _after_breaks(sides: Sides, table: TokenTable, ids: np.ndarray, absent: int) -> np.ndarray:
+    """Flat indices of the text that follows a gap of its row or, for some tokenizers, any token that is no text."""
+    breaks = sides.kinds.take(ids) != TEXT if table.prefix_after_special else ids == absent
+    after: np.ndarray = breaks.ravel().nonzero()[0] + 1
+    after = after[after % ids.shape[1] != 0]
+    return after[sides.kinds.take(ids.take(after)) == TEXT]
+
+
+def _first_text(sides: Sides, ids: np.ndarray) -> np.ndarray:
+    """`[B]`: flat index of each row's first text token, that of its first token if it has none."""
+    head = sides.kinds.take(ids[:, :_HEAD]) == TEXT
     if not head.any(axis=1).all():
-        head = side.table.kinds[ids] == TEXT
-        head = head if mask is None else head & mask
+        head = sides.kinds.take(ids) == TEXT
     first: np.ndarray = head.argmax(axis=1)
+    first += np.arange(0, ids.size, ids.shape[1])
     return first
 
 
-def _begins_with_space(side: Side, ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+def _begins_with_space(sides: Sides, table: TokenTable, ids: np.ndarray, first: np.ndarray) -> np.ndarray:
     """`[B]` bool: the text itself begins with a space, the one that the tokenizer always adds not counted."""
-    if not ids.size:
-        return np.zeros(len(ids), dtype=bool)
-    rows = np.arange(len(ids))
-    first = _first_text(side, ids, mask)
-    token = ids[rows, first]
-    after = ids[rows, np.minimum(first + 1, ids.shape[1] - 1)]
-    begins: np.ndarray = side.leading_space[token]
-    if side.table.prefix != "none":
-        begins = side.two_spaces[token] | ((side.pool.lengths[token] == 1) & side.leading_space[after])
+    token = ids.take(first)
+    spaces = sides.leading_spaces.take(token)
+    if table.prefix == "none":
+        return spaces > 0
+    after = ids.take(np.where((first + 1) % ids.shape[1], first + 1, first))
+    begins: np.ndarray = (spaces > 1) | ((sides.lengths.take(token) == 1) & (sides.leading_spaces.take(after) > 0))
     return begins

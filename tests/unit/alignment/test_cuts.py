@@ -26,14 +26,14 @@ def run(rows: list[tuple[list[bytes], list[bytes]]], left: bool = False):
     for side in (0, 1):
         index = {piece: i for i, piece in enumerate(vocabularies[side])}
         width = max(len(row[side]) for row in rows) + 1
-        ids = np.full((len(rows), width), index[b"padding"], dtype=np.int64)
+        ids = np.full((len(rows), width), (sides.student, sides.teacher)[side].absent, dtype=np.int64)
         mask = np.zeros((len(rows), width), dtype=bool)
         for r, row in enumerate(rows):
             place = slice(width - len(row[side]), width) if left else slice(0, len(row[side]))
             ids[r, place], mask[r, place] = [index[p] for p in row[side]], True
         arrays.append((ids, mask))
     (s, s_mask), (t, t_mask) = arrays
-    return cut(*sides, s, t, s_mask, t_mask), s_mask, t_mask
+    return cut(sides, s, t), s_mask, t_mask
 
 
 texts = st.binary(min_size=0, max_size=12) | st.text(max_size=6).map(lambda s: s.encode("utf-8", "surrogatepass"))
