@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all docs fuzz bench-queue bench-collate bench-ops clean
+.PHONY: help install demo lint format type test test-all docs fuzz bench-queue bench-queue-peer bench-collate bench-ops clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,8 +48,11 @@ test-all: $(STAMP)  ## the slow ones too
 docs: $(STAMP)  ## write the reference pages anew from the code
 	$(BIN)/python docs/generate.py
 
-bench-queue: $(STAMP)  ## the queue beside plain pyzmq
+bench-queue: $(STAMP)  ## the queue beside plain pyzmq and TransferQueue, five minutes, and its page's figures
 	$(BIN)/python -m benchmarks.queue
+
+bench-queue-peer:  ## install TransferQueue and Ray, in an environment of their own, for bench-queue
+	benchmarks/queue/transferqueue/install.sh .venv-transferqueue $(PYTHON)
 
 fuzz: $(STAMP)  ## a million malformed frame lists against a queue
 	$(BIN)/python -m tests.contract.fuzz --lists 1000000 --seconds 900 --out benchmarks/results/fuzz.json

@@ -1,0 +1,197 @@
+"""The transfer queue beside TransferQueue and plain pyzmq, in one run: `python -m benchmarks.queue`.
+
+Everything crosses loopback, from one producer process and one consumer process. Rates are samples per second. Rounds of
+the queue and of plain pyzmq alternate, and medians over the rounds are compared. Writes `benchmarks/results/queue.json`
+and the figures in `docs/performance.md`; the exit status is 1 if a bound does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.queue import crowd, disk, latency, ours, page, plain, workload
+from benchmarks.queue.bounds import bounds
+from xtoken_core.data_plane.address import Address
+
+ROUNDS = 3
+IN_FLIGHT = (1, 4)
+TRANSPORTS = ("ipc", "tcp")
+HERE = Path(__file__).parent
+PEER_PYTHON = ours.ROOT / ".venv-transferqueue" / "bin" / "python"
+PEER_S = 240.0
+
+
+class Places:
+    """Fresh addresses and directories."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._numbers = count(1)
+
+    def url(self, transport: str) -> str:
+        """An address that nobody has had."""
+        if transport == "ipc":
+            return f"ipc://{self.directory}/{next(self._numbers)}"
+        return f"tcp://127.0.0.1:{free_port()}"
+
+    def address(self, transport: str = "ipc") -> Address:
+        """The same for a queue, with a token where it needs one."""
+        url = self.url(transport)
+        return Address.parse(url, self.directory / f"token-{next(self._numbers)}" if transport == "tcp" else None)
+
+    def journal(self) -> Path:
+        """A directory for a journal."""
+        return self.directory / f"journal-{next(self._numbers)}"
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def transferqueue(python: Path) -> dict[str, Any]:
+    """What the package TransferQueue does, or why that was not measured."""
+    if not python.exists():
+        return {"skipped": f"no {python}: `make bench-queue-peer` installs it"}
+    command = [str(HERE / "loopback.sh"), str(python), str(HERE / "transferqueue" / "measure.py")]
+    if subprocess.run([command[0], "true"], capture_output=True, check=False).returncode:
+        return {"skipped": "this user may not make a network namespace, and Ray binds more than loopback outside one"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PEER_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"skipped": f"it did not end within {PEER_S:g} s"}
+    if done.returncode:
+        return {"skipped": f"it failed: {done.stderr.strip()[-500:]}"}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def median(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each figure."""
+    return {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+
+
+def rates(places: Places, rounds_wanted: int) -> dict[str, Any]:
+    """Put and get through the queue and through plain pyzmq, by transport and requests in flight."""
+    found: dict[str, Any] = {"ours": {}, "plain": {}, "rounds": {}}
+    for transport in TRANSPORTS:
+        for in_flight in IN_FLIGHT:
+            mine, theirs = [], []
+            for _ in range(rounds_wanted):
+                theirs.append(plain.measure(places.url(transport), in_flight))
+                mine.append(ours.measure(places.address(transport), in_flight))
+            key = f"{transport}_{in_flight}"
+            found["ours"][key], found["plain"][key] = median(mine), median(theirs)
+            found["rounds"][key] = {"ours": mine, "plain": theirs}
+    return found
+
+
+def journal(places: Places, rounds_wanted: int) -> dict[str, Any]:
+    """Put without a journal, with one, and what the disk below it takes, one after the other."""
+    rounds = []
+    for _ in range(rounds_wanted):
+        without = ours.measure_put(places.address())
+        kept = ours.measure_put(places.address(), "--journal", str(places.journal()))
+        written = disk.measure(places.directory)
+        rounds.append(
+            {"put_without": without, "put": kept, "disk": written["put"], "disk_bytes_per_s": written["bytes_per_s"]}
+        )
+    return median(rounds) | {"rounds": rounds}
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on, and how busy that was with other things."""
+    block = bytes(1 << 28)
+    start = time.perf_counter()
+    copied = bytearray(block)
+    memcpy = len(copied) / (time.perf_counter() - start)
+    model = ""
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "processor": model or platform.processor() or platform.machine(),
+        "cpus": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "kernel": platform.release(),
+        "memcpy_gb_per_s": memcpy / 1e9,
+        "load_at_start": os.getloadavg()[0],
+    }
+
+
+def measure(peer_python: Path, rounds_wanted: int = ROUNDS) -> dict[str, Any]:
+    """The whole run."""
+    start = time.perf_counter()
+    result: dict[str, Any] = {
+        "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine(),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("pyzmq", "msgspec", "torch", "tensordict")},
+        "workload": {
+            "batch": workload.BATCH, "batches": workload.BATCHES, "rounds": rounds_wanted,
+            "tokens": [workload.SHORTEST, workload.LONGEST],
+            "bytes_per_batch": sum(buffer.nbytes for buffer in workload.buffers_of(workload.batch())),
+        },
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="xb-") as name:
+        places = Places(Path(name))
+        result["transferqueue"] = transferqueue(peer_python)
+        result |= rates(places, rounds_wanted)
+        result["journal"] = journal(places, rounds_wanted)
+        result["latency"] = latency.measure(places.address(), places.url("ipc"))
+        result["at_once"] = ours.measure_at_once(places.address(), 1)
+        result["tensordict"] = ours.measure_tensordicts(places.address())
+        result["crowd"] = crowd.measure(places.address("tcp"))
+        result["idle"] = ours.measure_idle(places.address())
+    result["took_s"] = time.perf_counter() - start
+    result["bounds"] = bounds(result)
+    return result
+
+
+def rounded(value: Any) -> Any:
+    """Four significant figures of every float."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list) else value
+
+
+def main() -> int:
+    """Measure, write, print the bounds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=page.RESULT, help="where the JSON goes")
+    parser.add_argument(
+        "--transferqueue", type=Path, default=PEER_PYTHON, metavar="PYTHON", help="of the environment that has it"
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of put and get, whose medians are compared")
+    options = parser.parse_args()
+    result = rounded(measure(options.transferqueue, options.rounds))
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.out == page.RESULT:
+        page.write()
+    for bound in result["bounds"]:
+        print(f"{'holds' if bound['holds'] else 'FAILS'}  {bound['what']}: {bound['value']} ({bound['limit']})")
+    print(f"{result['took_s']:.0f} s; TransferQueue: {result['transferqueue'].get('skipped', 'measured')}")
+    return 0 if all(bound["holds"] for bound in result["bounds"]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

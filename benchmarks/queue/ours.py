@@ -1,0 +1,180 @@
+"""The transfer queue: a real server process, and producers and consumers that use the wire client."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.queue.workload import (
+    BATCH,
+    BATCHES,
+    FIELDS,
+    Phase,
+    alone,
+    batch,
+    batch_ids,
+    memory,
+    rate,
+)
+from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.wire import messages as m
+
+ROOT = Path(__file__).parents[2]
+PARTITION, TASK = "bench", "read"
+MEMORY_LIMIT = 4 << 30
+IDLE_S = 10.0
+SETTLE_S = 0.5
+
+
+@contextmanager
+def server(address: Address, *extra: str) -> Iterator[psutil.Process]:
+    """A queue in a process of its own."""
+    command = [sys.executable, "-m", "services.queue.cli", "--bind", address.url, "--memory-limit", str(MEMORY_LIMIT)]
+    if address.token_file is not None:
+        command += ["--token-file", str(address.token_file)]
+    process = subprocess.Popen([*command, *extra], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def connect(address: Address, name: str) -> ZmqDataPlaneClient:
+    """A client with a session, and the partition open."""
+    deadline = time.monotonic() + 10.0
+    while address.token_file is not None and not address.token_file.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    client = ZmqDataPlaneClient(address)
+    client.hello(name, "bench", incarnation=time.time_ns())
+    client.open(PARTITION, [m.TaskDef(name=TASK, requires=["input_ids"])])
+    return client
+
+
+def put(address: Address, in_flight: int) -> dict[str, Any]:
+    """Samples per second put."""
+    client, columns = connect(address, "producer"), batch()
+    return {"put": rate(lambda number: client.put(PARTITION, batch_ids(number), columns), in_flight)}
+
+
+def get(address: Address, in_flight: int) -> dict[str, Any]:
+    """Samples per second read in order, then read shuffled."""
+    client, fields = connect(address, "consumer"), list(FIELDS)
+    found = {"get": rate(lambda number: client.get(PARTITION, batch_ids(number), fields), in_flight)}
+    ids = list(range(BATCH * BATCHES))
+    random.Random(2).shuffle(ids)
+
+    def read(number: int) -> None:
+        client.get(PARTITION, ids[number * BATCH : (number + 1) * BATCH], fields)
+
+    return found | {"get_shuffled": rate(read, in_flight)}
+
+
+def consume(address: Address, in_flight: int, wait_s: float = 0.0) -> dict[str, Any]:
+    """Samples per second claimed with all their fields and acknowledged."""
+    client = connect(address, "consumer")
+
+    def take(_number: int) -> None:
+        claimed = client.claim(PARTITION, TASK, count=BATCH, fields=FIELDS, wait_s=wait_s)
+        assert claimed is not None
+        client.ack(PARTITION, TASK, claimed[0].ids)
+
+    return {"claim_ack": rate(take, in_flight)}
+
+
+def tensordicts(address: Address) -> dict[str, Any]:
+    """Samples per second of TensorDicts put, and got."""
+    import torch
+
+    from xtoken_core.data_plane.samples import get_samples, put_samples
+    from xtoken_core.data_plane.schema import KVBatchMeta
+    from xtoken_core.data_plane.tensors import tensordict_from_columns
+
+    torch.set_num_threads(1)
+    client, td = connect(address, "tensors"), tensordict_from_columns(batch())
+    metas: dict[int, KVBatchMeta] = {}
+
+    def send(number: int) -> None:
+        metas[number] = put_samples(client, PARTITION, batch_ids(number), td)
+
+    return {
+        "put_tensordict": rate(send),
+        "get_tensordict": rate(lambda number: get_samples(client, metas[number])),
+    }
+
+
+def first_put(address: Address) -> None:
+    """Connect and put one sample."""
+    with connect(address, "first") as client:
+        client.put(PARTITION, [1 << 40], batch(1))
+        client.clear(PARTITION)
+
+
+def measure(address: Address, in_flight: int, *extra: str) -> dict[str, float]:
+    """Start to first put; put, get and consume in separate phases; what the server's memory does."""
+    begin = time.perf_counter()
+    with server(address, *extra) as process:
+        first_put(address)
+        started = time.perf_counter() - begin
+        idle = memory(process)
+        found = alone(put, address, in_flight)
+        with connect(address, "looks") as client:
+            payload = client.stats()["bytes"]
+            full = memory(process)
+            found |= alone(get, address, in_flight) | alone(consume, address, in_flight)
+            assert client.stats()["bytes"] == 0
+        time.sleep(SETTLE_S)
+        after = memory(process)
+    return found | {
+        "start_to_first_put_s": started,
+        "idle_pss_mib": idle["pss"] / 2**20,
+        "memory_over_payload": (full["rss"] - idle["rss"]) / payload,
+        "payload_mib": payload / 2**20,
+        "rss_start_mib": idle["rss"] / 2**20,
+        "rss_after_over_start": after["rss"] / idle["rss"],
+    }
+
+
+def measure_put(address: Address, *extra: str) -> float:
+    """Samples per second put, and nothing else."""
+    with server(address, *extra):
+        first_put(address)
+        return float(alone(put, address, 1)["put"])
+
+
+def measure_at_once(address: Address, in_flight: int) -> dict[str, float]:
+    """Samples per second through the queue with a producer and a consumer at work at the same time."""
+    with server(address) as process:
+        first_put(address)
+        start = process.cpu_times()
+        consumer = Phase(consume, address, in_flight, 30.0)
+        producer = Phase(put, address, in_flight)
+        found = {"put_at_once": producer.result()["put"], "get_at_once": consumer.result()["claim_ack"]}
+        used = process.cpu_times()
+    return found | {"server_cpu_s": used.user + used.system - start.user - start.system}
+
+
+def measure_tensordicts(address: Address) -> dict[str, float]:
+    """TensorDicts in and out."""
+    with server(address):
+        return alone(tensordicts, address)
+
+
+def measure_idle(address: Address) -> dict[str, float]:
+    """What an idle queue takes: proportional memory and share of a core, over some seconds."""
+    with server(address) as process:
+        first_put(address)
+        before = process.cpu_times()
+        time.sleep(IDLE_S)
+        after = process.cpu_times()
+        used = after.user + after.system - before.user - before.system
+        return {"idle_pss_mib": memory(process)["pss"] / 2**20, "idle_core_share": used / IDLE_S}

@@ -1,0 +1,73 @@
+"""Plain pyzmq: a ROUTER that keeps the buffers of batches in a dict, and a DEALER that moves them, nothing copied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+
+from benchmarks.queue.workload import BATCH, BATCHES, Phase, alone, batch, buffers_of
+
+
+def serve(url: str) -> dict[str, Any]:
+    """Keep and give back buffers by number, until ended."""
+    kept: dict[bytes, list[zmq.Frame]] = {}
+    socket = zmq.Context().socket(zmq.ROUTER)
+    socket.bind(url)
+    while True:
+        peer, kind, number, *buffers = socket.recv_multipart(copy=False)
+        if kind.bytes == b"put":
+            kept[number.bytes] = buffers
+            socket.send_multipart([peer, number], copy=False)
+        elif kind.bytes == b"get":
+            socket.send_multipart([peer, number, *kept[number.bytes]], copy=False)
+        else:
+            socket.send_multipart([peer, number, *buffers], copy=False)
+
+
+@contextmanager
+def server(url: str) -> Iterator[None]:
+    """The ROUTER in a process of its own."""
+    phase = Phase(serve, url)
+    try:
+        yield
+    finally:
+        phase.end()
+
+
+def connect(url: str) -> zmq.Socket[bytes]:
+    """A DEALER that has been answered once."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(url)
+    round_trip(socket, [b"echo", b"0"])
+    return socket
+
+
+def round_trip(socket: zmq.Socket[bytes], frames: list[Any]) -> float:
+    """Seconds from a request to its whole reply."""
+    start = time.perf_counter()
+    socket.send_multipart(frames, copy=False)
+    socket.recv_multipart(copy=False)
+    return time.perf_counter() - start
+
+
+def move(url: str, what: str, in_flight: int) -> dict[str, Any]:
+    """Samples per second put or got, with so many requests in flight."""
+    socket = connect(url)
+    buffers = buffers_of(batch()) if what == "put" else []
+    start = time.perf_counter()
+    for number in range(BATCHES + in_flight):
+        if number >= in_flight:
+            socket.recv_multipart(copy=False)
+        if number < BATCHES:
+            socket.send_multipart([what.encode(), b"%d" % number, *buffers], copy=False)
+    return {what: BATCH * BATCHES / (time.perf_counter() - start)}
+
+
+def measure(url: str, in_flight: int) -> dict[str, float]:
+    """Put, then get, each from a process of its own."""
+    with server(url):
+        return alone(move, url, "put", in_flight) | alone(move, url, "get", in_flight)
