@@ -1,0 +1,87 @@
+"""Several ranks, real processes over gloo: they train as one would, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+FSDP = {"train": {"parallel": "fsdp"}}
+REPLICATE = {"train": {"parallel": "replicate"}}
+BF16 = {"student": {"dtype": "bfloat16"}}
+
+
+def run(directory: Path, ranks: int, case: dict[str, Any]) -> dict[str, Any]:
+    """Train with so many processes; what the first one has left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    if ranks > 1:
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        shared |= {"TORCHELASTIC_RUN_ID": "test"}
+    command = [sys.executable, "-m", "tests.unit.trainer.rank_process", str(directory), json.dumps(case)]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**shared, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+    return dict(torch.load(directory / "result.pt", weights_only=True))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one rank makes of all steps."""
+    return run(tmp_path_factory.mktemp("alone"), 1, {"until": 4})
+
+
+def same(found: dict[str, Any], expected: dict[str, Any], **tolerance: float) -> None:
+    assert found["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(
+            found["state"][name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+@pytest.mark.parametrize("case", [FSDP, pytest.param(REPLICATE, marks=pytest.mark.slow)], ids=["fsdp", "replicate"])
+def test_two_ranks_sum_their_gradients_and_one_goes_on_from_their_checkpoint(
+    tmp_path: Path, alone: dict[str, Any], case: dict[str, Any]
+) -> None:
+    two = run(tmp_path, 2, {**case, "until": 2})
+    torch.testing.assert_close(two["norms"], alone["norms"][:2], rtol=1e-4, atol=0)
+    one = run(tmp_path, 1, {**case, "until": 4})
+    torch.testing.assert_close(one["norms"], alone["norms"][2:], rtol=1e-4, atol=0)
+    same(one, alone, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(one["logits"], alone["logits"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_shares_of_two_ranks_come_from_one_rank_and_compute_in_bfloat16(tmp_path: Path, family: str) -> None:
+    case = {**BF16, "family": family}
+    expected = run(tmp_path / "alone", 1, {**case, "until": 4})
+    run(tmp_path / "both", 1, {**case, "until": 2})
+    kept = shutil.copytree(tmp_path / "both", tmp_path / "fsdp")
+    found = run(kept, 2, {**case, **FSDP, "until": 4})
+    assert {value.dtype for value in found["state"].values()} == {torch.float32}
+    torch.testing.assert_close(found["norms"], expected["norms"][2:], rtol=0.02, atol=0)
+    same(found, expected, rtol=0.05, atol=2e-3)
