@@ -95,7 +95,7 @@ def test_values_and_gradients_in_the_interpreter(name, monkeypatch):
     monkeypatch.setenv("XTOKEN_OPS", TRITON)
     case = Case(torch.device("cpu"), torch.float32, V_s=37, V_t=41, lengths=(8, 5), width=16)
     config = CONFIGS[name].model_copy(update={"vocab_topk": 12, "uncommon_topk": 6})
-    actual = gradients(case, config, rows=5)
+    actual = gradients(case, config, rows=64)
     expected = gradients(case, config, upcast=torch.float64, whole=True)
     for own, truth in zip(actual, expected, strict=True):
         assert (own - truth).norm() <= BOUND[torch.float32] * truth.norm()

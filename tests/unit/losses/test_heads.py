@@ -227,6 +227,17 @@ def test_half_precision_is_as_near_as_from_logits(weight_dtype):
         assert (own - wanted).norm() <= 2e-2 * wanted.norm()
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("changes", [{"lengths": (1, 1)}, {"sample_mask": (0.0,) * 4}], ids=["no_token", "all_masked"])
+def test_nothing_to_learn_costs_nothing(config, changes):
+    case = make_case(**changes)
+    student, teacher = random_head(case.student_logits.shape, 1), random_head(case.teacher_logits[0].shape, 2)
+    loss, metrics, gradients = run(case, config, student, [teacher], whole=False)
+    assert loss == 0
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+    assert all(torch.isfinite(value) for value in metrics.values())
+
+
 def test_products_keep_their_dtype_whatever_autocast_surrounds_them():
     case = make_case(dtype=torch.float32)
     heads = [
