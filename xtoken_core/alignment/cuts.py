@@ -128,9 +128,10 @@ def cut(sides: Sides, student_ids: np.ndarray, teacher_ids: np.ndarray) -> Chunk
 
 
 def _no_chunks(student: tuple[int, ...], teacher: tuple[int, ...]) -> Chunks:
-    chunks = (np.full(shape, -1, dtype=np.int64) for shape in (student, teacher))
-    exact = (np.zeros(shape, dtype=bool) for shape in (student, teacher))
-    return Chunks(*chunks, *exact, np.zeros(student[0], dtype=np.int64), np.zeros(student[0], dtype=bool))
+    none = [(np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=bool)) for shape in (student, teacher)]
+    (chunk_s, exact_s), (chunk_t, exact_t) = none
+    counts = np.zeros(student[0], dtype=np.int64)
+    return Chunks(chunk_s, chunk_t, exact_s, exact_t, counts, doubtful=counts > 0)
 
 
 def _same_text(x: _Tokens, weights: np.ndarray, origin: np.ndarray) -> np.ndarray:

@@ -48,10 +48,11 @@ def _own_spaces(
         unsure[:] = True
     if unsure.any():
         unsure &= _begins_with_space(sides, *other, other_first)
-    led = first[~unsure]
+    led: np.ndarray = first[~unsure]
     if len(after := _after_breaks(sides, table, ids, absent)):
         led = np.concatenate([led, after[~np.isin(after, first)]])
-    return led[sides.leading_spaces.take(ids.take(led)) > 0]
+    led = led[sides.leading_spaces.take(ids.take(led)) > 0]
+    return led
 
 
 def _after_breaks(sides: Sides, table: TokenTable, ids: np.ndarray, absent: int) -> np.ndarray:
@@ -59,7 +60,8 @@ def _after_breaks(sides: Sides, table: TokenTable, ids: np.ndarray, absent: int)
     breaks = sides.kinds.take(ids) != TEXT if table.prefix_after_special else ids == absent
     after: np.ndarray = breaks.ravel().nonzero()[0] + 1
     after = after[after % ids.shape[1] != 0]
-    return after[sides.kinds.take(ids.take(after)) == TEXT]
+    after = after[sides.kinds.take(ids.take(after)) == TEXT]
+    return after
 
 
 def _first_text(sides: Sides, ids: np.ndarray) -> np.ndarray:
