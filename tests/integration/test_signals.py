@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from services.common.resolve import resolve_run
 from services.control.record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
 
 Start = Callable[[RunSpec], Crew]
 
@@ -53,6 +57,29 @@ def test_a_killed_teacher_is_replaced_where_the_signal_goes_through_the_queue(
     ending = crew.join()
     assert ending.state == RunState.COMPLETED, ending.error
     assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(160))
+
+
+def test_signals_that_the_queue_cannot_hold_are_refused_before_the_start(assets: TinyAssets, tmp_path: Path) -> None:
+    rows = resolve_run(tiny_spec(assets, tmp_path, queue={"memory_limit": 400_000}))
+    assert rows.spec.workers.signal == "auto"
+    with pytest.raises(ConfigError, match=r"bytes of signals \(workers\.slots = 8\): \d+ bytes are needed"):
+        resolve_run(
+            tiny_spec(assets, tmp_path, queue={"memory_limit": 400_000}, workers={"signal": "queue", "slots": 8})
+        )
+
+
+def test_a_model_that_does_not_say_its_hidden_size_cannot_send_hidden_states(
+    assets: TinyAssets, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(assets.teacher, teacher)
+    config = json.loads((teacher / "config.json").read_text())
+    del config["hidden_size"]
+    (teacher / "config.json").write_text(json.dumps(config))
+    mine = {"model": teacher, "context_length": 96, "projection": assets.projection}
+    resolve_run(tiny_spec(assets, tmp_path, teacher=[mine]))
+    with pytest.raises(ConfigError, match="names no hidden_size: let the teacher send logits"):
+        resolve_run(tiny_spec(assets, tmp_path, teacher=[mine], workers={"signal": "shared_memory_hidden"}))
 
 
 # On a GPU

@@ -107,6 +107,12 @@ class Agents:
         if not isinstance(claim, SlotClaim):
             self._next_batch(worker, chosen)
             return True
+        if self.config.ahead:
+            if worker.ring in world.memory:
+                world.memory[worker.ring][claim.slot] = None
+            worker.under_way.append((claim.lease, claim.slot, claim.generation, ids))
+            self._next_batch(worker, chosen)
+            return True
         worker.todo = (ids, *worker.todo[:chosen], *worker.todo[chosen + 1 :])
         worker.lease, worker.slot, worker.generation = claim.lease, claim.slot, claim.generation
         worker.phase = "writing"
@@ -120,6 +126,30 @@ class Agents:
         world.protocol.publish(worker.session, worker.lease)
         if not lost:
             self._next_batch(worker, 0)
+        return True
+
+    def _teacher_publish(self, world: World, worker: Worker, _: int) -> bool:
+        """Its publisher's thread: the oldest of its slots is written, whatever the main loop does meanwhile."""
+        lease, slot, generation, ids = worker.under_way.pop(0)
+        if worker.ring in world.memory and world.memory[worker.ring][slot] is None:
+            world.memory[worker.ring][slot] = (generation, ids)
+        try:
+            world.protocol.publish(worker.session, lease)
+        except QueueError as error:
+            if error.code != "lease_revoked":
+                raise
+            worker.phase = self._again(worker)
+        return True
+
+    @staticmethod
+    def _again(worker: Worker) -> str:
+        return "settling" if worker.under_way else "window"
+
+    def _teacher_settling(self, _: World, worker: Worker, __: int) -> bool:
+        """After a refusal it goes through its step again once nothing is under way any more."""
+        if worker.under_way:
+            return False
+        worker.phase = "window"
         return True
 
     def _next_batch(self, worker: Worker, done: int) -> None:
@@ -184,11 +214,26 @@ class Agents:
         worker.trained = (*worker.trained, *lease.ids)
         if lease.ids and sorted(r[0] for r in worker.refs) != list(range(self.config.teachers)):
             worker.clean = False
-        self._look(world, worker)
+        self._look(world, worker, worker.refs, worker.todo[0])
+        if self.config.ahead:
+            worker.reading.append((worker.refs, worker.todo[0]))
+            worker.refs = []
+            self._done_with(worker)
+        return True
+
+    def _trainer_finish(self, world: World, worker: Worker, _: int) -> bool:
+        """Its releaser's thread: the oldest backward has completed, whatever the main loop does meanwhile."""
+        refs, ids = worker.reading[0]
+        self._look(world, worker, refs, ids)
+        if refs:
+            _, ring, slot, generation = refs.pop(0)
+            world.protocol.release(worker.session, ring, slot, generation)
+        if not refs:
+            worker.reading.pop(0)
         return True
 
     def _trainer_reading(self, world: World, worker: Worker, _: int) -> bool:
-        self._look(world, worker)
+        self._look(world, worker, worker.refs, worker.todo[0])
         worker.phase = "releasing"
         return self._done_with(worker) or True
 
@@ -210,13 +255,15 @@ class Agents:
             worker.todo, worker.lease = worker.todo[1:], -1
             worker.phase = "claim" if worker.todo else "check"
 
-    def _look(self, world: World, worker: Worker) -> None:
-        for _, ring, slot, generation in worker.refs:
+    def _look(self, world: World, worker: Worker, refs: list[tuple[int, int, int, int]], ids: Ids) -> None:
+        for _, ring, slot, generation in refs:
             held = world.memory.get(ring)
-            if held is None or held[slot] != (generation, worker.todo[0]):
+            if held is None or held[slot] != (generation, ids):
                 worker.clean = False
 
     def _trainer_check(self, world: World, worker: Worker, _: int) -> bool:
+        if worker.reading:
+            return False
         redo = world.protocol.check_step(worker.session, worker.step, worker.rewinds, worker.told)
         worker.phase = "redo" if redo else "go"
         verdicts = {t.phase for t in world.trainers}

@@ -197,6 +197,7 @@ def _trainer_key(world: World, worker: Worker) -> tuple[object, ...]:
         worker.todo,
         (worker.counted, worker.told, worker.absent, worker.trained, worker.clean),
         worker.lease in protocol.samples.leases,
+        tuple((len(refs), ids) for refs, ids in worker.reading),
         tuple(sorted(map(hash, readings))),
         tuple(sorted(lease.ids for lease in protocol.samples.of_session(worker.session))),
     )
@@ -231,7 +232,12 @@ def _pair_key(world: World, worker: Worker, trainer: Worker) -> tuple[object, ..
         place(worker.ring, worker.slot, worker.generation),
         ring is not None and ring.id == trainer.ring,
     )
-    reading = tuple(place(*ref[1:]) for ref in trainer.refs if ref[0] == worker.index)
+    under_way = tuple(
+        (lease in protocol.samples.leases, place(worker.ring, slot, generation), ids)
+        for lease, slot, generation, ids in worker.under_way
+    )
+    refs = [(ref, ()) for ref in trainer.refs] + [(ref, ids) for refs, ids in trainer.reading for ref in refs]
+    reading = under_way, tuple((place(*ref[1:]), ids) for ref, ids in refs if ref[0] == worker.index)
     late = sorted(
         (session in live, *place(*where))
         for teacher, session, *where in world.late

@@ -46,6 +46,10 @@ class Model(Agents):
         if phase == "finished":
             return
         yield Move(f"{name} {phase}", phase, role, at)
+        if worker.under_way:
+            yield Move(f"{name} publishes", "publish", role, at)
+        if worker.reading:
+            yield Move(f"{name} finishes a backward", "finish", role, at)
         if phase == "claim" and role == "teacher" and not self.config.in_plan_order:
             for later in range(1, len(worker.todo)):
                 yield Move(f"{name} claims {worker.todo[later]}", phase, role, at, later)
@@ -111,11 +115,16 @@ class Model(Agents):
             world.die(worker, "exited")
             world.protocol.sessions.end(worker.session, "bye")
         elif code == "lease_revoked" and worker.role != "trainer":
-            worker.phase = "idle" if worker.role == "collator" else "window"
+            worker.phase = "idle" if worker.role == "collator" else self._again(worker)
         elif code == "rewound" and worker.role == "teacher":
-            worker.step, worker.rewinds, worker.phase = error.detail["step"], error.detail["rewinds"], "window"
+            worker.step, worker.rewinds, worker.phase = (
+                error.detail["step"],
+                error.detail["rewinds"],
+                self._again(worker),
+            )
         elif code == "ring_closed" and worker.role == "teacher":
             worker.phase = "idle"
+            worker.under_way.clear()
         elif code == "ring_closed" and worker.phase == "claim":
             return  # the teacher has died between announcing its ring and the trainer's opening it
         elif code == "conflict" and not all(world.alive(t) for t in world.trainers):

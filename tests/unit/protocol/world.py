@@ -44,6 +44,7 @@ class Config:
     duplicates: int = 0
     checkpoints: frozenset[int] = frozenset()
     in_plan_order: bool = True
+    ahead: bool = False
     supervised: bool = True
     bounded_positions: bool = True
     protocol: type[RunProtocol] = RunProtocol
@@ -68,6 +69,8 @@ class Worker:
     slot: int = -1
     generation: int = -1
     refs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    under_way: list[tuple[int, int, int, Ids]] = field(default_factory=list)
+    reading: list[tuple[list[tuple[int, int, int, int]], Ids]] = field(default_factory=list)
     counted: Ids = ()
     told: Ids = ()
     absent: Ids = ()
