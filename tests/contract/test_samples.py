@@ -24,6 +24,7 @@ from xtoken_core.data_plane import (
 )
 from xtoken_core.data_plane.client import DataPlaneClient
 from xtoken_core.data_plane.memory_client import MemoryQueue
+from xtoken_core.errors import ConfigError
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 
@@ -228,3 +229,32 @@ def test_a_stream_ends_by_its_deadline(client: DataPlaneClient, partition: str) 
         next(iter(client.stream(partition, "train", count=1, wait_s=0.05)))
     with pytest.raises(QueueError, match="no task"):
         next(iter(client.stream(partition, "sleep", count=1, wait_s=5.0, prefetch=1)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin for")
+def test_pinned_batches_without_a_gpu_are_refused_before_anything_is_claimed(
+    client: DataPlaneClient, partition: str
+) -> None:
+    filled(client, partition, 2)
+    with pytest.raises(ConfigError, match="this machine has none"):
+        stream_samples(client, partition, "train", count=1, fields=["input_ids"], pin_memory=True)
+    assert states(client, partition) == {"ready": [0, 1]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["padded", "jagged"])
+def test_batches_are_pinned_in_the_background(client: DataPlaneClient, partition: str, layout: str) -> None:
+    filled(client, partition, 4)
+    client.seal(partition)
+    stream = stream_samples(
+        client, partition, "train", count=2, fields=["input_ids"], layout=layout, pin_memory=True, prefetch=2
+    )  # type: ignore[arg-type]
+    for delivery in stream:
+        tokens = delivery.value["input_ids"]
+        assert tokens.is_pinned()
+        moved = delivery.value.to("cuda", non_blocking=True)["input_ids"]
+        torch.cuda.synchronize()
+        rows = [row.tolist() for row in moved.unbind()]
+        assert [row[: i + 1] for i, row in zip(delivery.ids, rows, strict=True)] == [
+            [i] * (i + 1) for i in delivery.ids
+        ]

@@ -19,6 +19,7 @@ from xtoken_core.data_plane.codec import materialize, pack_jagged_fields, pack_p
 from xtoken_core.data_plane.schema import KVBatchMeta, Layout
 from xtoken_core.data_plane.stream import Stream
 from xtoken_core.data_plane.tensors import columns_from_tensordict, tensordict_from_columns
+from xtoken_core.errors import ConfigError
 from xtoken_core.wire import Column
 
 Values = Mapping[str, Tensor | np.ndarray]
@@ -153,7 +154,12 @@ def stream_samples(
 
     Returns:
         To be iterated over: deliveries whose `value` is the batch. See `DataPlaneClient.stream`.
+
+    Raises:
+        ConfigError: `pin_memory` on a machine without a GPU.
     """
+    if pin_memory and not torch.cuda.is_available():
+        raise ConfigError("pin_memory is for copies to a GPU, and this machine has none: leave it out")
 
     def make(_ids: list[int], columns: dict[str, Column]) -> BatchedDataDict[Any]:
         batch = materialize(tensordict_from_columns(columns), layout, pad_value_dict, pad_to_seqlen)
