@@ -115,3 +115,18 @@ def test_kills_on_a_gpu_lose_nothing_and_leave_no_memory(assets: TinyAssets, tmp
     assert ending.state == RunState.COMPLETED, ending.error
     assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(640))
     assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("signal", ["cuda_ipc", "cuda_ipc_hidden"])
+def test_a_teacher_on_another_gpu_trains_alike(
+    assets: TinyAssets, tmp_path: Path, start: Start, expected: dict[str, torch.Tensor], signal: str
+) -> None:
+    if not expected:
+        expected["gpu"] = losses_of(assets, tmp_path / "logits", start, workers=gpu_workers("shared_memory"))
+    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "gpu": 1}
+    found = losses_of(assets, tmp_path / "found", start, workers=gpu_workers(signal), teacher=[teacher])
+    torch.testing.assert_close(found, expected["gpu"], rtol=1e-3, atol=1e-4)
+    trainer_log = next((tmp_path / "found" / "out" / "logs").glob("trainer-0.*.log")).read_text()
+    assert "lies on cuda:1 and the student is on cuda:0" in trainer_log

@@ -108,10 +108,10 @@ class OpenedCudaIpcRing(MappedRing):
             raise SignalError(f"ring {handle.name} cannot be opened: {error}") from error
         memory = RingMemory(opened.tensor(), shape)
         memory.check_canary(handle.canary, handle.name)
-        if device is not None and device.type == "cuda":
-            if device != home:
-                log.warning("ring %s lies on %s, the student is on %s: staged copies", handle.name, home, device)
-            torch.cuda.set_device(device)
+        if device is not None and device != home:
+            log.warning(
+                "ring %s lies on %s and the student is on %s: one copy per micro-batch", handle.name, home, device
+            )
         super().__init__(shape, board, memory)
         self._home = home
 

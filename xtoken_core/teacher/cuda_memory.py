@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -80,13 +82,13 @@ class DeviceMemory:
         Raises:
             CudaError: If there is no room (`cudaErrorMemoryAllocation`), or it cannot be shared.
         """
-        _use(device.index)
-        address = int(_call("cudaMalloc", -(-nbytes // GRANULE) * GRANULE))
-        try:
-            handle = bytes(_call("cudaIpcGetMemHandle", address).reserved)
-        except BaseException:
-            _call("cudaFree", address)
-            raise
+        with _current(device.index):
+            address = int(_call("cudaMalloc", -(-nbytes // GRANULE) * GRANULE))
+            try:
+                handle = bytes(_call("cudaIpcGetMemHandle", address).reserved)
+            except BaseException:
+                _call("cudaFree", address)
+                raise
         return cls(address, nbytes, device, handle=handle)
 
     @classmethod
@@ -99,11 +101,11 @@ class DeviceMemory:
         """
         if len(handle) != HANDLE_BYTES:
             raise SignalError(f"a handle of device memory has {HANDLE_BYTES} bytes, not {len(handle)}")
-        _use(device.index)
         cudart = runtime()
         wanted = cudart.cudaIpcMemHandle_t()
         wanted.reserved = handle
-        address = int(_call("cudaIpcOpenMemHandle", wanted, cudart.cudaIpcMemLazyEnablePeerAccess))
+        with _current(device.index):
+            address = int(_call("cudaIpcOpenMemHandle", wanted, cudart.cudaIpcMemLazyEnablePeerAccess))
         return cls(address, nbytes, device)
 
     @property
@@ -133,10 +135,15 @@ def device_of(uuid: bytes) -> torch.device | None:
     return None
 
 
-def _use(index: int) -> None:
-    """Make a device current for this thread, for torch as well."""
-    torch.cuda.set_device(index)
+@contextmanager
+def _current(index: int) -> Iterator[None]:
+    """A device is this thread's current one for a while: torch shares the thread's, and keeps its own after."""
+    before = int(_call("cudaGetDevice"))
     _call("cudaSetDevice", index)
+    try:
+        yield
+    finally:
+        _call("cudaSetDevice", before)
 
 
 def _call(name: str, *arguments: Any) -> Any:
@@ -150,7 +157,6 @@ def _release(name: str, address: int, index: int, owner: int) -> None:
     """Give memory back. A forked child has no device and leaves its parent's alone."""
     if os.getpid() != owner:
         return
-    cudart = runtime()
-    cudart.cudaSetDevice(index)
-    cudart.cudaDeviceSynchronize()
-    getattr(cudart, name)(address)
+    with suppress(CudaError), _current(index):  # a device that is lost has nothing to give back
+        _call("cudaDeviceSynchronize")
+        _call(name, address)
