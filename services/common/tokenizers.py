@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from services.common.roots import confined
 from services.common.vocabulary import first_line
 from xtoken_core.errors import InputError
 
@@ -17,6 +18,7 @@ def load_tokenizer(directory: Path, what: str) -> Any:
     Raises:
         InputError: It cannot be loaded.
     """
+    confined(directory, f"the {what}'s tokenizer")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:

@@ -14,6 +14,7 @@ from types import FrameType
 
 from setproctitle import setproctitle
 
+from services.common.roots import Roots
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.run_client import RunClient
@@ -142,6 +143,9 @@ def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> I
                 f"the queue at {link.url} answers, but no run was opened there in {EARLY_S:g} s"
             )
         worker = Worker(client, name)
+        roots = Roots.of_environment()
+        if roots is not None:
+            roots.check_run(worker.run.spec)
         worker.stopping = stopping
         thread = threading.Thread(target=worker.beat_until_done, name="heartbeat", daemon=True)
         thread.start()

@@ -45,12 +45,12 @@ def create_app(runs: Runs, access: Access | None = None) -> FastAPI:
         app.include_router(router)
     app.add_middleware(Count, telemetry=plane.telemetry)
     app.add_middleware(Gate, access=plane.access)
-    _describe_token(app)
+    _describe(app)
     return app
 
 
-def _describe_token(app: FastAPI) -> None:
-    """Say in the interface's description that there may be a token."""
+def _describe(app: FastAPI) -> None:
+    """Say in the interface's description that there may be a token, and of what type errors are."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -59,6 +59,13 @@ def _describe_token(app: FastAPI) -> None:
             )  # fmt: skip
             schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"token": []}, {}]
+            answers = [
+                a for path in schema["paths"].values() for way in path.values() for a in way["responses"].values()
+            ]
+            for answer in answers:
+                content = answer.get("content", {})
+                if content.get("application/json", {}).get("schema", {}).get("$ref", "").endswith("/Problem"):
+                    answer["content"] = {problems.MEDIA_TYPE: content["application/json"]}
             app.openapi_schema = schema
         return app.openapi_schema
 

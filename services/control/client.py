@@ -58,11 +58,8 @@ class ControlClient:
     def __init__(self, url: str, token: str | None = None) -> None:
         self._url = url
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        try:
-            # No proxy of the environment's has any business with it.
-            self._http = httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, headers=headers)
-        except httpx.InvalidURL as error:
-            raise XtokenError(f"{url!r} is no URL of a control plane: {error}") from error
+        # No proxy of the environment's has any business with it.
+        self._http = httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, headers=headers)
 
     def start(self, spec: RunSpec, *, key: str | None = None) -> dict[str, Any]:
         """Start a run; returns its first status."""
@@ -136,13 +133,13 @@ class ControlClient:
                     response.read()
                     self._refuse(response, self._document(response))
                 yield response
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unanswered(error) from error
 
     def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         try:
             response = self._http.request(method, path, **arguments)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unanswered(error) from error
         document = self._document(response) if response.content else {}
         if response.is_error:
@@ -162,7 +159,7 @@ class ControlClient:
         detail = str(document.get("detail", f"{self._url} answers {response.status_code}"))
         raise RefusedError(detail, int(document.get("exit_code") or 1), document.get("run"))
 
-    def _unanswered(self, error: httpx.HTTPError) -> UnansweredError:
+    def _unanswered(self, error: Exception) -> UnansweredError:
         return UnansweredError(
             f"no control plane answers at {self._url}: {error}: start one with `xtoken control`"
         )  # fmt: skip

@@ -135,7 +135,7 @@ class Store:
         """How many runs are in each state."""
         with self._session() as session:
             found = session.execute(select(RunRow.state, func.count()).group_by(RunRow.state))
-            return {state: count for state, count in found}
+            return dict(found.all())
 
     def change(self, run_id: str, **values: Any) -> None:
         """Set columns of a run."""

@@ -47,7 +47,7 @@ class Cursor:
 
 
 @router.get("/events", response_class=StreamingResponse, responses={
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}, **problems_of(404, 422, 503)
+    200: {"content": {"text/event-stream": {}}}, **problems_of(404, 422, 503)
 })  # fmt: skip
 def stream_events(
     run_id: RunId,

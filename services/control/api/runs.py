@@ -40,7 +40,7 @@ Specification = Annotated[RunSpec, Body(openapi_examples=RUNS)]
 
 
 @router.post(
-    "", status_code=201, responses={200: {"model": RunStatus | DryRun}, **problems_of(409, 422, 503)}
+    "", status_code=201, responses={200: {"model": RunStatus | DryRun}, **problems_of(400, 409, 413, 422, 503)}
 )  # fmt: skip
 def start_run(
     spec: Specification, plane: ThePlane, response: Response, dry_run: bool = False, key: Key = None

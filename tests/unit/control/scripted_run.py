@@ -37,6 +37,31 @@ def resolved_run(output: Path, steps: int, ranks: int = 1) -> ResolvedRun:
     )  # fmt: skip
 
 
+def scripted_members(
+    output: Path, state: Path, address: Address, steps: int, ranks: int = 1, *, rows: bool = False, **deeds: list[str]
+) -> list[Member]:
+    """The queue and one scripted worker of each kind; `trainer_0=["work:kill"]` tells one what to do."""
+    file = output / "resolved.json"
+    file.write_text(resolved_run(output, steps, ranks).model_dump_json())
+    real = (sys.executable, "-m", "services.cli")
+    token = ("--token-file", str(address.token_file)) if address.token_file else ()
+    bind = ("--bind", address.url, *token, "--run", str(file))
+    found = [Member("queue", "queue", "queue", (*real, "queue", *bind))]
+    names = ["collator-0", "teacher-0-0", *(f"trainer-{rank}" for rank in range(ranks))]
+    for name in names:
+        kind = name.split("-")[0]
+        does = [item for deed in deeds.get(name.replace("-", "_"), []) for item in ("--do", deed)]
+        rank = ("--rank", name.split("-")[-1]) if kind == "trainer" else ()
+        command = (
+            sys.executable, str(SCRIPT), kind, "--queue", address.url, *token, "--name", name,
+            "--state", str(state), *rank, *does, *(["--rows"] if rows else []),
+        )  # fmt: skip
+        group = "trainers" if kind == "trainer" else name
+        task = {"trainer": "train", "teacher": "teacher_0"}.get(kind, "")
+        found.append(Member(kind, name, group, command, {}, task))  # type: ignore[arg-type]
+    return found
+
+
 class ScriptedRun:
     """A supervisor over a real queue and scripted workers."""
 
@@ -50,27 +75,8 @@ class ScriptedRun:
         self._thread: threading.Thread | None = None
 
     def members(self, steps: int, ranks: int = 1, *, rows: bool = False, **deeds: list[str]) -> list[Member]:
-        """The queue and one scripted worker of each kind; `trainer_0=["work:kill"]` tells one what to do."""
-        file = self.output / "resolved.json"
-        file.write_text(resolved_run(self.output, steps, ranks).model_dump_json())
-        real = (sys.executable, "-m", "services.cli")
-        token = ("--token-file", str(self.address.token_file)) if self.address.token_file else ()
-        bind = ("--bind", self.address.url, *token, "--run", str(file))
-        queue = Member("queue", "queue", "queue", (*real, "queue", *bind))
-        found = [queue]
-        names = ["collator-0", "teacher-0-0", *(f"trainer-{rank}" for rank in range(ranks))]
-        for name in names:
-            kind = name.split("-")[0]
-            does = [item for deed in deeds.get(name.replace("-", "_"), []) for item in ("--do", deed)]
-            rank = ("--rank", name.split("-")[-1]) if kind == "trainer" else ()
-            command = (
-                sys.executable, str(SCRIPT), kind, "--queue", self.address.url, *token, "--name", name,
-                "--state", str(self.state), *rank, *does, *(["--rows"] if rows else []),
-            )  # fmt: skip
-            group = "trainers" if kind == "trainer" else name
-            task = {"trainer": "train", "teacher": "teacher_0"}.get(kind, "")
-            found.append(Member(kind, name, group, command, {}, task))  # type: ignore[arg-type]
-        return found
+        """The run's processes; see `scripted_members`."""
+        return scripted_members(self.output, self.state, self.address, steps, ranks, rows=rows, **deeds)
 
     def start(
         self, steps: int, ranks: int = 1, *, limits: Limits | None = None, rows: bool = False, **deeds: list[str]

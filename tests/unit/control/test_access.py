@@ -109,7 +109,7 @@ def test_a_web_socket_is_guarded_like_a_request(runs: Runs) -> None:
 
 
 def test_other_machines_need_a_token(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--host 0.0.0.0: other machines can reach it: give a --token-file"):
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines can reach it: give a --token-file"):
         Access.of("0.0.0.0", None)
     assert Access.of("127.0.0.1", None).token is None
     access = Access.of("0.0.0.0", tmp_path / "token")

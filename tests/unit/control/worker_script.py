@@ -29,6 +29,7 @@ from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.messages import Block
 
 SPEED_S = 0.03
+STATUS_FILE = "XTOKEN_STATUS_FILE"
 
 
 class Script:
@@ -145,8 +146,13 @@ class Script:
             verb, _, argument = deed.partition(" ")
             {
                 "exit": self.leave, "kill": self.kill_self, "freeze": self.freeze, "deaf": self.be_deaf,
-                "child": self.have_child, "give_up": self.run.give_up,
+                "child": self.have_child, "give_up": self.run.give_up, "await": self.await_file,
             }[verb](argument)  # fmt: skip
+
+    def await_file(self, name: str) -> None:
+        while not (self.state / name).exists():
+            self.partition()
+            time.sleep(SPEED_S)
 
     def leave(self, status: str) -> None:
         sys.stderr.write("error: told to leave\n")
@@ -180,11 +186,15 @@ def main() -> None:
     parser.add_argument("--do", action="append", default=[])
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--state", type=Path, required=True)
+    status = 0
     try:
         Script(parser.parse_args()).main()
     except XtokenError as error:
         sys.stderr.write(f"error: {error}\n")
-        os._exit(error.exit_code)
+        status = error.exit_code
+    if STATUS_FILE in os.environ:
+        Path(os.environ[STATUS_FILE]).write_text(str(status))
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""A control plane whose runs have scripted workers: its processes are real, its queue is, and its database.
+
+    plane_script.py DIRECTORY STEPS [--start] [--do WORKER:WHEN:DEED]
+
+With --start it begins a run; without it finds what an earlier one has left. It ends when no run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from services.common.logs import set_up
+from services.control import run as run_module
+from services.control.runs import Runs
+from tests.unit.control.scripted_run import resolved_run, scripted_members
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--start", action="store_true")
+    parser.add_argument("--leave", action="store_true")
+    parser.add_argument("--do", action="append", default=[])
+    options = parser.parse_args()
+    set_up()
+    state = options.directory / "state"
+    state.mkdir(exist_ok=True)
+    deeds: dict[str, list[str]] = {}
+    for told in options.do:
+        worker, _, deed = told.partition(":")
+        deeds.setdefault(worker, []).append(deed)
+
+    def members(resolved: Any, _file: Path, address: Any) -> Any:
+        return scripted_members(resolved.spec.output, state, address, options.steps, **deeds)
+
+    run_module.resolve_run = lambda spec: resolved_run(spec.output, options.steps)
+    run_module.fleet_of = members
+    runs = Runs(options.directory / "runs")
+    if options.start:
+        runs.start(resolved_run(runs.directory / "one", options.steps).spec)
+    while runs.busy():
+        if options.leave and (state / "steps").exists():
+            runs.leave_all()
+        time.sleep(0.05)
+    runs.join()
+    runs.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Control planes that die while their runs live, and those that come after them: real processes, scripted work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.control import processes
+from services.control.processes import Identity
+from services.control.runs import Runs
+from services.control.store import AttemptRow, RunRow, Store
+
+ROOT = Path(__file__).parents[3]
+PLANE = Path(__file__).with_name("plane_script.py")
+STEPS, HELD = 16, 8
+DEADLINE_S = 90.0
+
+
+class Planes:
+    """Control planes one after the other over one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "runs").mkdir()
+        self._store: Store | None = None
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Another control plane."""
+        hold = ("--do", f"trainer_0:step{HELD}:always await go")
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with (self.directory / f"plane.{len(self.started)}.log").open("wb") as log:
+            command = [sys.executable, str(PLANE), str(self.directory), str(STEPS), *hold, *arguments]
+            self.started.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
+        return self.started[-1]
+
+    def said(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.directory.glob("plane.*.log")))
+
+    @property
+    def store(self) -> Store:
+        """The database, from beside."""
+        self.until(lambda: (self.directory / "runs" / ".control.sqlite3").exists())
+        self._store = self._store or Store(self.directory / "runs")
+        return self._store
+
+    def run(self) -> RunRow:
+        """The only run."""
+        self.until(lambda: bool(self.store.page(1)))
+        found = self.store.run(self.store.page(1)[0]["id"])
+        assert found is not None
+        return found
+
+    def last(self) -> dict[str, AttemptRow]:
+        """The last start of every worker."""
+        return {attempt.worker: attempt for attempt in self.store.attempts(self.run().id)}
+
+    def pid(self, worker: str) -> int:
+        return int(self.last()[worker].identity["pid"])  # type: ignore[index]
+
+    def steps(self) -> list[int]:
+        file = self.directory / "state" / "steps"
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    def notes(self) -> str:
+        return "\n".join(f"{note.worker} {note.message}" for note in self.store.notes(self.run().id))
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"it never came: {self.said()}"
+            time.sleep(0.02)
+
+    def until_trained(self, steps: int) -> None:
+        self.until(lambda: len(self.steps()) >= steps)
+
+    def until_completed(self) -> None:
+        """Take no more than that from the trainer than it is told to wait for."""
+        (self.directory / "state" / "go").touch()
+        self.until(lambda: self.run().state == "completed")
+
+    def begin_and_kill(self) -> None:
+        """A control plane that is killed when its run has taken some steps; the trainer waits at a later one."""
+        first = self.start("--start")
+        self.until_trained(3)
+        first.kill()
+        first.wait()
+
+    def take_over(self) -> None:
+        """Another one, until it has looked what is there."""
+        self.start()
+        self.until(lambda: "found again" in self.notes())
+
+
+@pytest.fixture
+def planes(tmp_path: Path) -> Iterator[Planes]:
+    found = Planes(tmp_path)
+    try:
+        yield found
+        for plane in found.started:
+            plane.wait(DEADLINE_S)
+        run = found.run()
+        assert processes.marked(f"{run.id}/") == [], "processes are left"
+        assert run.queue is None or not Path(run.queue["private"]).exists()
+    finally:
+        for plane in found.started:
+            plane.kill()
+        if found._store is not None:
+            for row in found.store.page(10):
+                processes.kill_marked(f"{row['id']}/")
+            found.store.close()
+
+
+def dead(pid: int) -> bool:
+    found = processes.identify(pid)
+    return found is None or not found.alive
+
+
+EVERYBODY = "found again: queue, collator-0, teacher-0-0, trainer-0"
+
+
+def test_a_killed_control_plane_leaves_its_run_to_the_next(planes: Planes) -> None:
+    planes.begin_and_kill()
+    before = {name: attempt.identity for name, attempt in planes.last().items()}
+    planes.until_trained(HELD)  # training goes on with nobody to look after it
+    planes.take_over()
+    planes.until_completed()
+    assert planes.steps() == list(range(STEPS))
+    assert {name: attempt.identity for name, attempt in planes.last().items()} == before, "nothing was started twice"
+    assert EVERYBODY in planes.notes()
+    assert {name: a.exit_code for name, a in planes.last().items()} == dict.fromkeys(before, 0)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "worker", [pytest.param("collator-0", marks=SLOW), pytest.param("teacher-0-0", marks=SLOW), "trainer-0"]
+)
+def test_a_worker_that_died_in_between_is_started_again(planes: Planes, worker: str) -> None:
+    planes.begin_and_kill()
+    pid = planes.pid(worker)
+    os.kill(pid, signal.SIGKILL)
+    planes.until(lambda: dead(pid))
+    planes.take_over()
+    planes.until_completed()
+    assert sorted(set(planes.steps())) == list(range(STEPS))
+    assert planes.last()[worker].incarnation == 2
+    assert f"{worker} has ended without a word" in planes.notes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", ["queue", "trainer-0"])
+def test_a_worker_that_dies_after_the_takeover_is_started_again(planes: Planes, worker: str) -> None:
+    planes.begin_and_kill()
+    planes.take_over()
+    os.kill(planes.pid(worker), signal.SIGKILL)
+    planes.until_completed()
+    assert sorted(set(planes.steps())) == list(range(STEPS))
+    assert planes.last()[worker].incarnation == 2
+
+
+def test_a_control_plane_that_leaves_lets_its_run_go_on(planes: Planes) -> None:
+    assert planes.start("--start", "--leave").wait(DEADLINE_S) == 0, planes.said()
+    assert planes.run().state == "running"
+    planes.until_trained(HELD)
+    planes.take_over()
+    planes.until_completed()
+    assert planes.steps() == list(range(STEPS))
+    assert EVERYBODY in planes.notes()
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_while_nobody_looked_is_completed(planes: Planes) -> None:
+    planes.begin_and_kill()
+    (planes.directory / "state" / "go").touch()
+    planes.until(lambda: dead(planes.pid("trainer-0")))
+    planes.start().wait(DEADLINE_S)
+    assert planes.run().state == "completed"
+    assert planes.last()["trainer-0"].exit_code == 0
+
+
+def test_a_run_none_of_whose_processes_lives_is_interrupted(planes: Planes) -> None:
+    planes.begin_and_kill()
+    processes.kill_marked(f"{planes.run().id}/")
+    planes.until(lambda: processes.marked(f"{planes.run().id}/") == [])
+    planes.start().wait(DEADLINE_S)
+    run = planes.run()
+    assert run.state == "interrupted"
+    assert run.error.startswith("all its processes ended while no control plane lived (") and "trainer-0" in run.error
+    assert all(attempt.ended for attempt in planes.last().values())
+
+
+@pytest.mark.slow
+def test_a_run_that_was_being_stopped_is_stopped_by_the_next(planes: Planes) -> None:
+    planes.begin_and_kill()
+    planes.store.change(planes.run().id, state="stopping")
+    planes.start().wait(DEADLINE_S)
+    assert planes.run().state == "stopped"
+
+
+@pytest.mark.slow
+def test_two_control_planes_cannot_share_a_directory(planes: Planes) -> None:
+    planes.start("--start")
+    planes.until_trained(1)
+    assert planes.start().wait(DEADLINE_S) != 0
+    assert "another control plane serves the runs in" in planes.said()
+    planes.until_completed()
+
+
+@pytest.mark.slow
+def test_a_start_that_was_not_written_down_is_found_by_its_mark(planes: Planes) -> None:
+    planes.begin_and_kill()
+    pid = planes.pid("teacher-0-0")
+    planes.store.attempt(planes.run().id, "teacher-0-0", 1, identity=None)
+    planes.take_over()
+    planes.until_completed()
+    assert EVERYBODY in planes.notes()
+    assert dead(pid)
+
+
+def test_a_number_that_another_process_has_got_is_not_the_process() -> None:
+    own = processes.identify(os.getpid())
+    assert own is not None and own.alive
+    other = Identity(own.pid, own.ticks - 1, own.boot, own.namespace)
+    elsewhere = Identity(own.pid, own.ticks, "another boot", own.namespace)
+    for wrong in (other, elsewhere):
+        assert not wrong.alive
+        assert processes.open_handle(wrong) is None
+    handle = processes.open_handle(own)
+    assert handle is not None
+    os.close(handle)
+
+
+def test_a_run_remembers_how_often_it_has_failed(tmp_path: Path) -> None:
+    from services.control.policy import RestartPolicy
+
+    policy = RestartPolicy(2, failures=2, highest=5)
+    assert policy.failed(5) is None
+    assert RestartPolicy(2, failures=2, highest=5).failed(6) is not None
+
+
+def test_the_runs_directory_is_let_go(tmp_path: Path) -> None:
+    for _ in range(2):
+        Runs(tmp_path / "runs").close()

@@ -1,0 +1,76 @@
+"""Curves: read once while they grow, thinned out to means, cut back where a resumed run has cut them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.control import curves
+from services.control.curves import Curve
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "LOOK_S", 0.0)
+
+
+def write(file: Path, rows: list[dict[str, Any]], *, mode: str = "w") -> None:
+    with file.open(mode) as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_means_of_equal_stretches(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    write(file, [{"step": n, "loss": float(n), "tokens": n, "ids": [n]} for n in range(1000)])
+    curve = Curve(file)
+    curve.refresh()
+    found = curve.sample(-1, 10)
+    assert [row["step"] for row in found] == [99, 199, 299, 399, 499, 599, 699, 799, 899, 999]
+    assert [row["loss"] for row in found] == [49.5 + 100 * n for n in range(10)]
+    assert curve.sample(997, 10) == [{"step": n, "loss": float(n), "tokens": n} for n in (998, 999)]
+    assert curve.sample(999, 10) == []
+    assert len(curve) == 1000 and curve.last == {"step": 999, "loss": 999.0, "tokens": 999}
+
+
+def test_growth_and_torn_lines(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    curve = Curve(file)
+    curve.refresh()
+    assert curve.sample(-1, 5) == [] and curve.last is None
+    write(file, [{"step": 0, "loss": 1.0}])
+    with file.open("a") as out:
+        out.write('{"step": 1, "lo')
+    curve.refresh()
+    assert curve.sample(-1, 5) == [{"step": 0, "loss": 1.0}]
+    with file.open("a") as out:
+        out.write('ss": 2.0, "late": 3}\nno json\n[1]\n{"loss": 1}\n')
+    curve.refresh()
+    assert curve.sample(-1, 5) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0, "late": 3}]
+
+
+def test_a_resumed_run_cuts_its_curve_back(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    write(file, [{"step": n, "loss": 1.0} for n in range(6)])
+    curve = Curve(file)
+    curve.refresh()
+    generation = curve.generation
+    scratch = tmp_path / "scratch"
+    write(scratch, [{"step": n, "loss": 1.0} for n in range(3)])
+    scratch.replace(file)
+    write(file, [{"step": n, "loss": 2.0} for n in range(3, 8)], mode="a")
+    curve.refresh()
+    assert curve.generation == generation + 1
+    assert [row["loss"] for row in curve.sample(-1, 10)] == [1.0] * 3 + [2.0] * 5
+
+
+def test_what_is_no_number_is_left_out_of_the_means(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    write(file, [{"step": 0, "loss": float("nan"), "why": "x", "ok": True}, {"step": 1, "loss": 3.0}])
+    curve = Curve(file)
+    curve.refresh()
+    assert curve.sample(-1, 1) == [{"step": 1, "loss": 3.0}]
+    assert curve.sample(-1, 2) == [{"step": 0}, {"step": 1, "loss": 3.0}]
+    assert curve.recent[0] == {"step": 0, "loss": None, "why": "x", "ok": True}

@@ -1,0 +1,101 @@
+"""What a worker may open: told by the control plane through its environment, looked at again at every opening."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from services.common.resolve import open_index
+from services.common.roots import VARIABLE, OutsideError, Roots, confined
+from services.common.tokenizers import load_tokenizer
+from tests.unit.control.planes import spec
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
+
+
+@pytest.fixture
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Roots:
+    for name in ("data", "runs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "secret.txt").write_text("secret\n")
+    found = Roots.of([tmp_path / "data"], [tmp_path / "runs"])
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+def test_a_worker_gets_the_roots_of_its_control_plane(roots: Roots) -> None:
+    assert Roots.of_environment() == roots
+
+
+def test_what_was_a_file_may_be_a_link_by_the_time_it_is_opened(roots: Roots, tmp_path: Path) -> None:
+    text = tmp_path / "data" / "text.txt"
+    text.write_text("one\n")
+    run = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "runs" / "out"), data={"path": str(text)}))
+    assert len(open_index(run, [text], "text")) == 1
+    text.unlink()
+    text.symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(OutsideError, match="lies under none of"):
+        open_index(run, [text], "text")
+    with pytest.raises(OutsideError):
+        roots.check_run(run)
+
+
+def test_a_link_in_a_models_directory_is_followed(roots: Roots, tmp_path: Path) -> None:
+    model = tmp_path / "data" / "model"
+    (model / "inner").mkdir(parents=True)
+    (model / "inner" / "tokenizer.json").symlink_to(tmp_path / "data" / "blob")
+    confined(model, "model")
+    (model / "config.json").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(OutsideError, match="leads out of this control plane's roots"):
+        load_tokenizer(model, "student")
+
+
+def test_what_is_read_may_lie_where_runs_write_but_not_the_other_way_round(roots: Roots, tmp_path: Path) -> None:
+    roots.check(tmp_path / "runs" / "other" / "model", "student.model")
+    with pytest.raises(OutsideError, match="is written: it must lie under"):
+        roots.check(tmp_path / "data" / "out", "output", write=True)
+
+
+def test_a_worker_started_by_hand_has_no_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert confined(tmp_path / "anything", "x") == tmp_path / "anything"
+
+
+def test_roots_are_directories_and_their_variable_is_what_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="is no directory"):
+        Roots.of([tmp_path / "none"], [])
+    monkeypatch.setenv(VARIABLE, "/a:/b")
+    with pytest.raises(ConfigError, match=VARIABLE):
+        Roots.of_environment()
+
+
+def texts_of(model: type[BaseModel], name: str = "") -> set[str]:
+    """Fields of a specification that take free text."""
+    found = set()
+    for field, info in model.model_fields.items():
+        for part in parts_of(info.annotation):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                found |= texts_of(part, f"{name}{field}.")
+            elif part is str:
+                found.add(f"{name}{field}")
+    return found
+
+
+def parts_of(annotation: object) -> list[object]:
+    if typing.get_origin(annotation) is typing.Literal:
+        return []
+    inner = [part for item in typing.get_args(annotation) for part in parts_of(item)]
+    return inner or [annotation]
+
+
+def test_no_field_of_a_run_names_a_command_or_an_environment_or_a_path_unseen() -> None:
+    """A new field that takes text must be looked at here: a path is a `Path`, which the roots hold."""
+    assert texts_of(RunSpec) == {
+        "name", "data.field", "eval.field", "queue.address", "report.wandb_project", "train.lora.targets",
+    }  # fmt: skip
