@@ -19,7 +19,7 @@ LINE_EVERY_S = 5.0
 STOPPING = "stopping in order; once more to stop at once"
 STOPPING_NOW = "stopping at once"
 LOSSES = ("loss", "ce_loss", "kl_loss")
-UNSHOWN = (*LOSSES, "step", "seconds", "tokens", "tokens_per_second")
+UNSHOWN = (*LOSSES, "step", "time", "seconds", "tokens", "tokens_per_second")
 STATE_STYLES = {"running": "green", "finished": "dim", "waiting": "yellow", "stopped": "dim"}
 
 

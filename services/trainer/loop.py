@@ -192,6 +192,7 @@ class TrainerLoop:
             "ids": list(step.ids),
             **row,
             "tokens": step.tokens,
+            "time": round(time.time(), 6),
             "seconds": round(seconds, 6),
             "tokens_per_second": round(step.tokens / seconds, 3),
             **{name: round(waited / seconds, 6) for name, waited in waits.items()},
