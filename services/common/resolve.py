@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from services.common.steps import ring_shape
+from services.common.roots import confined
 from services.common.vocabulary import vocabulary_size
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import ModelSpec, RunSpec
@@ -67,6 +68,8 @@ def resolve_run(spec: RunSpec) -> ResolvedRun:
 
 def open_index(spec: RunSpec, paths: Sequence[Path], field: str) -> DataIndex:
     """The index of a run's text, from the run's own cache."""
+    for path in paths:
+        confined(path, "the text")
     return DataIndex.build(paths, field=field, cache_dir=spec.output / "cache" / "index")
 
 
