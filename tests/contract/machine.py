@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.contract.driving import Driven, Waiter
 from tests.contract.oracle import Answer, Oracle
 
-LIMIT = 2400
+LIMIT = 500
 PARTITIONS: dict[str, Answer] = {
     "orders": {
         "tasks": [
