@@ -57,8 +57,10 @@ bench-queue-peer:  ## install TransferQueue and Ray, in an environment of their 
 fuzz: $(STAMP)  ## a million malformed frame lists against a queue
 	$(BIN)/python -m tests.contract.fuzz --lists 1000000 --seconds 900 --out benchmarks/results/fuzz.json
 
-bench-collate: $(STAMP)  ## alignment, collation and projection on one core
-	$(BIN)/python benchmarks/collate.py
+bench-collate: $(STAMP)  ## alignment beside TRL's, collation, projection; then two collators beside one
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.collate
+	$(BIN)/python -m benchmarks.collate_workers
 
 bench-ops: $(STAMP)  ## test and time the ops on a GPU, the references beside them, and write their pages' figures
 	$(BIN)/python -m benchmarks.gpu_tests

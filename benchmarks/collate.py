@@ -1,23 +1,28 @@
-"""Alignment, collation and projection on one core: `python benchmarks/collate.py` (or `make bench-collate`).
+"""Alignment, collation and projection on one core: `python -m benchmarks.collate` (or `make bench-collate`).
 
 Everything that is compared runs side by side in one process, turn by turn; figures are medians, ratios are medians of
-the turns' ratios. The vocabularies are the ones that mistral-common carries: tekken (byte-level, 130,076 tokens), its
-first 32,000 merges, and a SentencePiece model (32,000). English is Python's language reference, code the standard
-library, multilingual text is sampled from sentences in twelve scripts.
+the turns' ratios. Alignment stands beside the offset walk of TRL's GOLD trainer, on the same tokens. The vocabularies
+are those that mistral-common carries: tekken (byte-level, 130,076 tokens), its first 32,000 merges, and a SentencePiece
+model (32,000). English is Python's language reference, code the standard library, multilingual text is sampled from
+sentences in twelve scripts.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAYON_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import tokenizers  # noqa: E402
@@ -36,10 +40,11 @@ from tests.support import vocabularies  # noqa: E402
 from xtoken_core.alignment import TokenAligner  # noqa: E402
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts  # noqa: E402
 from xtoken_core.config.loss import LossConfig  # noqa: E402
-from xtoken_core.projection import build_projection  # noqa: E402
+from xtoken_core.projection import build_projection, write_projection  # noqa: E402
 
 CAPS = (512, 2048, 8192)
 BATCH = 8
+Offsets = tuple[int, int]
 
 
 def corpora() -> dict[str, str]:
@@ -64,37 +69,38 @@ def documents(text: str, tokenizer: Any, cap: int) -> list[str]:
 
 
 def interleaved(turns: int, *actions: Callable[[], Any]) -> list[list[float]]:
-    """Seconds of every action, one after the other, turn by turn."""
+    """CPU seconds of this process for every action, one after the other, turn by turn: on a free core, the wall's."""
     times: list[list[float]] = [[] for _ in actions]
     for action in actions:
         action()
     for _ in range(turns):
         for action, taken in zip(actions, times, strict=True):
-            began = time.perf_counter()
+            began = time.process_time()
             action()
-            taken.append(time.perf_counter() - began)
+            taken.append(time.process_time() - began)
     return times
 
 
-def offset_walk(student: Sequence[int], teacher: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """The usual way: two pointers over the ends of tokens, in Python."""
-    groups = []
-    i = j = start_i = start_j = 0
-    while i < len(student) and j < len(teacher):
-        if student[i] == teacher[j]:
-            i, j = i + 1, j + 1
-            groups.append((start_i, i, start_j, j))
-            start_i, start_j = i, j
-        elif student[i] < teacher[j]:
-            i += 1
-        else:
-            j += 1
-    return groups
+def offset_walk() -> Callable[[list[Offsets], list[Offsets]], Any]:
+    """TRL's alignment of one sample: two pointers over byte offsets, in Python."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    try:
+        from trl.experimental.gold.gold_trainer import ULDLoss
+    except ImportError as error:
+        raise SystemExit(f"{error}: this benchmark compares with TRL: pip install -e '.[bench]'") from error
+    walk: Callable[[list[Offsets], list[Offsets]], Any] = ULDLoss._align_by_byte_offsets
+    return walk
+
+
+def byte_offsets(lengths: np.ndarray) -> list[Offsets]:
+    """Where each token begins and ends in its text, as TRL takes them."""
+    ends = np.cumsum(lengths)
+    return list(zip((ends - lengths).tolist(), ends.tolist(), strict=True))
 
 
 def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], turns: int) -> list[dict[str, Any]]:
     """Ids in, chunks out."""
-    aligner = TokenAligner(student, teacher)
+    aligner, walk_row = TokenAligner(student, teacher), offset_walk()
     rows = []
     for corpus, text in texts.items():
         for cap in CAPS:
@@ -102,17 +108,17 @@ def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], tur
             s, t = ([tokenizer.encode(document)[:cap] for document in batch] for tokenizer in (student, teacher))
             s_ids, t_ids = (torch.tensor(_equal(x)) for x in (s, t))
             s_mask, t_mask = torch.ones_like(s_ids), torch.ones_like(t_ids)
-            ends = [
-                [np.cumsum(table.pool.lengths[row]).tolist() for row in ids.tolist()]
+            offsets = [
+                [byte_offsets(table.pool.lengths[row]) for row in ids.numpy()]
                 for table, ids in ((aligner.student, s_ids), (aligner.teacher, t_ids))
             ]
 
             def ours(ids=(s_ids, t_ids), masks=(s_mask, t_mask)) -> Any:
                 return aligner.align(*ids, student_attention_mask=masks[0], teacher_attention_mask=masks[1])
 
-            def walk(ends=ends) -> None:
-                for a, b in zip(*ends, strict=True):
-                    offset_walk(a, b)
+            def walk(offsets=offsets) -> None:
+                for a, b in zip(*offsets, strict=True):
+                    walk_row(a, b)
 
             mine, walked = interleaved(turns, ours, walk)
             found = ours()
@@ -123,7 +129,8 @@ def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], tur
                     "cap": cap,
                     "student_tokens_per_s": s_ids.numel() / statistics.median(mine),
                     "best": s_ids.numel() / min(mine),
-                    "times_offset_walk": statistics.median(w / m for w, m in zip(walked, mine, strict=True)),
+                    "trl_tokens_per_s": s_ids.numel() / statistics.median(walked),
+                    "times_trl": statistics.median(w / m for w, m in zip(walked, mine, strict=True)),
                     "equal_chunks": bool(torch.equal(found.pair_is_correct, found.pair_valid)),
                 }
             )
@@ -168,12 +175,22 @@ def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str],
     return rows
 
 
-def projection(student: Any, teacher: Any) -> dict[str, Any]:
-    """Two vocabularies of 130,000 tokens, tokenizers loaded."""
+def projection() -> dict[str, Any]:
+    """Two vocabularies of 130,000 tokens, tokenizers loaded; built by two processes, which must write the same."""
+    command = [sys.executable, "-m", "benchmarks.collate", "--projection"]
+    a, b = (json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout) for _ in range(2))
+    return a | {"identical": a["sha256"] == b["sha256"], "sha256_of_another_process": b["sha256"]}
+
+
+def built_projection() -> dict[str, Any]:
+    """What one process builds, and the hash of the file that it writes."""
+    student, teacher = vocabularies.tekken(130000), vocabularies.mistral_tekken()
     (taken,) = interleaved(3, lambda: build_projection(student, teacher))
-    a, b = (build_projection(student, teacher) for _ in range(2))
-    same = torch.equal(a.indices, b.indices) and torch.equal(a.likelihoods, b.likelihoods)
-    return {"seconds": statistics.median(taken), "best": min(taken), "rows": len(a.indices), "identical": same}
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "projection.safetensors"
+        write_projection(build_projection(student, teacher), file)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    return {"seconds": statistics.median(taken), "best": min(taken), "sha256": digest}
 
 
 def _equal(rows: list[list[int]]) -> list[list[int]]:
@@ -186,7 +203,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "collate.json")
+    parser.add_argument("--projection", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.projection:
+        print(json.dumps(built_projection()))
+        return
     torch.set_num_threads(1)
     texts = corpora()
     large, small, pieces = vocabularies.tekken(), vocabularies.tekken(32000), vocabularies.sentencepiece_bpe()
@@ -195,7 +216,7 @@ def main() -> None:
     for name, (student, teacher) in pairs.items():
         align += align_only(name, student, teacher, texts, options.turns)
         collate += whole_collator(name, student, teacher, texts, options.turns)
-    built = projection(vocabularies.tekken(130000), vocabularies.mistral_tekken())
+    built = projection()
     result = {
         "machine": {
             "processor": _processor(),
@@ -206,17 +227,18 @@ def main() -> None:
             "torch": torch.__version__,
             "tokenizers": tokenizers.__version__,
             "transformers": transformers.__version__,
+            "trl": version("trl"),
         },
-        "settings": {"batch": BATCH, "turns": options.turns, "threads": 1},
+        "settings": {"batch": BATCH, "turns": options.turns, "threads": 1, "clock": "CPU time of the process"},
         "align": align,
         "collator": collate,
         "projection": built,
     }
-    print(f"{'pair':<28}{'corpus':<14}{'cap':>6}{'align M/s':>11}{'x walk':>8}{'collate k/s':>13}{'/tokenizing':>12}")
+    print(f"{'pair':<28}{'corpus':<14}{'cap':>6}{'align M/s':>11}{'x TRL':>8}{'collate k/s':>13}{'/tokenizing':>12}")
     for a, c in zip(align, collate, strict=True):
         print(
             f"{a['pair']:<28}{a['corpus']:<14}{a['cap']:>6}{a['student_tokens_per_s'] / 1e6:>11.1f}"
-            f"{a['times_offset_walk']:>8.1f}{c['student_tokens_per_s'] / 1e3:>13.0f}{c['rate_of_tokenizing']:>12.2f}"
+            f"{a['times_trl']:>8.1f}{c['student_tokens_per_s'] / 1e3:>13.0f}{c['rate_of_tokenizing']:>12.2f}"
         )
     print(f"projection of two 130k vocabularies: {built['seconds']:.2f} s, identical {built['identical']}")
     options.out.parent.mkdir(parents=True, exist_ok=True)

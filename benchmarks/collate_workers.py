@@ -1,0 +1,119 @@
+"""Two collator processes beside one: `python -m benchmarks.collate_workers`; about two minutes on two free cores.
+
+A real queue, two real collators, nobody who trains: rows are discarded between turns. Both collators live through the
+whole benchmark; in every other turn one of them is paused by SIGSTOP, so that nothing but their number changes. The
+vocabularies are tekken's (130,000 tokens) and its first 32,000 merges; documents fill the contexts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAYON_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from transformers import AutoTokenizer
+
+from benchmarks.collate import _processor, corpora
+from tests.support import vocabularies
+from tests.support.collators import CollatorCrew
+from tests.support.tiny_run import make_model, write_jsonl
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.projection import build_projection, write_projection
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("collator-0", "collator-1")
+CONTEXT = 2048
+DOCUMENTS = 600
+
+
+def run_spec(directory: Path) -> RunSpec:
+    """Tokenizers, thin models and text, written to a directory; a source that a turn cannot exhaust."""
+    places = directory / "student", directory / "teacher"
+    for seed, (place, tokenizer) in enumerate(
+        zip(places, (vocabularies.tekken(), vocabularies.tekken(32000)), strict=True)
+    ):
+        tokenizer.save_pretrained(place)
+        make_model(place, seed=seed, extra_rows=0)
+    projection = directory / "projection.safetensors"
+    write_projection(build_projection(*(AutoTokenizer.from_pretrained(place) for place in places)), projection)
+    text, size = "".join(corpora().values()), CONTEXT * 5
+    texts = [text[at : at + size] for at in range(0, len(text) - size, size)][:DOCUMENTS]
+    return RunSpec.model_validate(
+        {
+            "output": directory / "out",
+            "student": {"model": places[0], "context_length": CONTEXT},
+            "teacher": [{"model": places[1], "context_length": CONTEXT, "projection": projection}],
+            "data": {"path": write_jsonl(directory / "text.jsonl", texts), "epochs": 1000},
+            "train": {"samples_per_step": 64, "micro_batch_tokens": CONTEXT},
+            "queue": {"block_size": 4, "span_steps": 64, "memory_limit": 1 << 32},
+            "workers": {"device": "cpu"},
+        }
+    )
+
+
+def rate(crew: CollatorCrew, seconds: float) -> float:
+    """Rows a second that arrive while the collators go on as they are."""
+    crew.discard()
+    time.sleep(0.5)
+    begun, rows = time.perf_counter(), crew.rows_put()
+    time.sleep(seconds)
+    return (crew.rows_put() - rows) / (time.perf_counter() - begun)
+
+
+def turns(crew: CollatorCrew, count: int, seconds: float) -> list[dict[str, float]]:
+    """Rates of one collator and of two, in turn; each of the two is paused as often as the other."""
+    found = []
+    for turn in range(count):
+        paused = NAMES[turn % 2]
+        crew.signal(paused, signal.SIGSTOP)
+        one = rate(crew, seconds)
+        crew.signal(paused, signal.SIGCONT)
+        found.append({"one": one, "two": rate(crew, seconds)})
+    return found
+
+
+def main() -> None:
+    """Run, print and keep the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "collate_workers.json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        crew = CollatorCrew(run_spec(Path(directory)))
+        try:
+            for name in NAMES:
+                crew.start(name)
+            crew.wait(lambda: set(NAMES) <= crew.running() and crew.rows_put() > 0)
+            found = turns(crew, options.turns, options.seconds)
+        finally:
+            crew.close()
+    result: dict[str, Any] = {
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "python": platform.python_version(),
+        },
+        "settings": {"context": CONTEXT, "block": 4, "turns": options.turns, "seconds": options.seconds},
+        "rows_per_s": {name: statistics.median(turn[name] for turn in found) for name in ("one", "two")},
+        "two_of_one": statistics.median(turn["two"] / turn["one"] for turn in found),
+        "turns": found,
+    }
+    print(f"{result['rows_per_s']} rows/s of {CONTEXT} tokens, two are {result['two_of_one']:.2f} times one")
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Collators that come, are killed and are replaced in mid-run: every position has one row, and the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.support.collators import CollatorCrew
+from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
+from xtoken_core.collate import CollatedRow, CrossTokenizerCollator
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.data import record_at
+
+RECORDS, EPOCHS = 5000, 2
+FIELDS = ["input_ids", "teacher_input_ids", "alignment_student_chunk_id"]
+
+
+@pytest.fixture
+def crew(assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CollatorCrew, RunSpec]]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    text = write_jsonl(tmp_path / "text.jsonl", documents(RECORDS, seed=3, words=60))
+    steps = RECORDS * EPOCHS // 8
+    data = {"path": text, "epochs": EPOCHS, "shuffle": True}
+    spec = tiny_spec(assets, tmp_path, data=data, queue={"block_size": 4, "span_steps": steps})
+    found = CollatorCrew(spec)
+    yield found, spec
+    found.close()
+
+
+def check_rows(crew: CollatorCrew, spec: RunSpec, texts: list[str]) -> None:
+    """Every position was put once, and its row is what collating its record gives."""
+    assert crew.rows_put() == crew.positions == len(texts) * EPOCHS
+    student, teacher = (AutoTokenizer.from_pretrained(m.model) for m in (spec.student, spec.teacher[0]))
+    collator = CrossTokenizerCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=[teacher],
+        aligner=None,
+        ctx_length_student=spec.student.context_length,
+        ctx_length_teacher=spec.teacher[0].context_length,
+    )
+    expected = [row.fields for row in collator.rows([{"text": text} for text in texts]) if isinstance(row, CollatedRow)]
+    seen: list[int] = []
+    for step in range(crew.positions // crew.samples_per_step):
+        rows = crew.run.window(step, FIELDS, rewinds=crew.rewinds, wait_s=5.0)
+        assert rows is not None and not rows.skipped and not rows.dead
+        for name in FIELDS:
+            column = rows.columns[name]
+            values = np.frombuffer(column.values, dtype=column.dtype)
+            parts = np.split(values, np.asarray(column.offsets)[1:-1])
+            for position, part in zip(rows.ids, parts, strict=True):
+                record = record_at(position, records=len(texts), seed=spec.seed, shuffle=True)
+                assert np.array_equal(part, expected[record][name]), (position, name)
+        seen += rows.ids
+    assert seen == list(range(crew.positions))
+
+
+def test_killed_and_added_collators_leave_every_position_with_one_row(crew: tuple[CollatorCrew, RunSpec]) -> None:
+    workers, spec = crew
+    for name in ("collator-0", "collator-1"):
+        workers.start(name)
+    workers.wait(lambda: workers.rows_put() >= 200)
+    workers.kill("collator-0")
+    before = workers.rows_put()
+    workers.wait(lambda: workers.rows_put() >= before + 200)
+    workers.kill("collator-1")
+    assert workers.rows_put() < workers.positions, "the run was over before the second kill"
+    for name in ("collator-0", "collator-1", "collator-2"):
+        workers.start(name)
+    workers.wait(lambda: workers.rows_put() >= workers.positions)
+    check_rows(workers, spec, documents(RECORDS, seed=3, words=60))
+
+
+@pytest.mark.slow
+def test_a_killed_collator_without_a_successor_is_given_up_by_its_silence(crew: tuple[CollatorCrew, RunSpec]) -> None:
+    workers, spec = crew
+    workers.start("collator-0")
+    workers.start("collator-1")
+    workers.wait(lambda: {"collator-0", "collator-1"} <= workers.running() and workers.rows_put() >= 100)
+    workers.kill("collator-0")
+    workers.wait(lambda: workers.rows_put() >= workers.positions)
+    check_rows(workers, spec, documents(RECORDS, seed=3, words=60))
