@@ -1,0 +1,102 @@
+"""What training settings do, with real processes: shares of ranks, precision, held-out losses, no finite loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.control.record import RunState
+from tests.integration.conftest import Crew
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from xtoken_core.config.spec import RunSpec
+
+Start = Callable[[RunSpec], Crew]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_steps_without_a_finite_loss_are_left_out_and_end_the_run(
+    assets: TinyAssets, tmp_path: Path, start: Start
+) -> None:
+    train = {"learning_rate": 1e20, "warmup_steps": 0, "max_nonfinite_steps": 2}
+    spec = tiny_spec(assets, tmp_path, train=train, loss={"vocab_topk": 64, "dynamic_loss_scaling": True})
+    ending = start(spec).join()
+    assert ending.state == RunState.FAILED
+    assert "2 steps in a row" in ending.error
+    assert "learning_rate" in ending.error
+    lines = steps_of(spec.output)
+    assert [line.get("nonfinite", False) for line in lines] == [False] * (len(lines) - 2) + [True, True]
+    assert lines[-1]["loss"] is None or lines[-1]["grad_norm"] is None
+    assert all("learning_rate" not in line for line in lines[-2:])
+
+
+def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teacher(
+    assets: TinyAssets, tmp_path: Path, start: Start
+) -> None:
+    held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(12, seed=5))
+    spec = tiny_spec(
+        assets,
+        tmp_path,
+        student={"dtype": "bfloat16", "blockwise_head": True, "checkpoint_activations": True},
+        eval={"path": held_out, "every": 12, "teacher_kl": True, "kl_documents": 8},
+        report={"peak_tflops": 1.0, "console_every": 4},
+    )
+    ending = start(spec).join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    first, last = lines_of(spec.output / "eval.jsonl")
+    assert last["held_out_kl_loss"] < first["held_out_kl_loss"]
+    assert last["held_out_loss"] < first["held_out_loss"]
+    assert last["loss"] < first["loss"]
+    step = steps_of(spec.output)[-1]
+    assert 0 < step["mfu"] < 1
+    assert step["memory_peak_bytes"] > 0
+    assert 0 <= step["data_wait"] + step["teacher_wait"] <= 1
+    card = (spec.output / "model" / "README.md").read_text()
+    assert "divergence from the teachers" in card
+    assert f"{last['bits_per_byte']:.4f}" in card
+    model = AutoModelForCausalLM.from_pretrained(spec.output / "model")
+    assert model.dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_shares_of_two_ranks_stop_and_one_rank_goes_on(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    changes: dict[str, Any] = {"records": 160, "loss": {"vocab_topk": None}}
+    whole = tiny_spec(assets, tmp_path / "whole", **changes)
+    assert start(whole).join().state == RunState.COMPLETED
+    train = {"parallel": "fsdp", "checkpoint_every": 1000}
+    two = tiny_spec(assets, tmp_path / "parts", **changes, train=train, workers={"ranks": 2})
+    crew = start(two)
+    crew.wait_for_steps(6)
+    assert crew.stop().state == RunState.STOPPED
+    saved = [path.name for path in (two.output / "checkpoints").iterdir()]
+    assert len(saved) == 1
+    assert int(saved[0].removeprefix("step-")) >= 6
+    one = tiny_spec(assets, tmp_path / "parts", **changes, train=train)
+    ending = start(one).join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    lines = steps_of(one.output)
+    assert [i for line in lines for i in line["ids"]] == list(range(160))
+    losses = [[line["loss"] for line in steps_of(spec.output)] for spec in (whole, one)]
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_and_saved_alone(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    pytest.importorskip("peft")
+    lora = {"rank": 4, "export": "adapter"}
+    spec = tiny_spec(assets, tmp_path, train={"lora": lora, "learning_rate": 0.03})
+    ending = start(spec).join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    lines = steps_of(spec.output)
+    assert lines[-1]["kl_loss"] < lines[0]["kl_loss"]
+    exported = {path.name for path in (spec.output / "model").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= exported
+    assert "model.safetensors" not in exported
