@@ -58,6 +58,7 @@ def check_rows(crew: CollatorCrew, spec: RunSpec, texts: list[str]) -> None:
     assert seen == list(range(crew.positions))
 
 
+@pytest.mark.slow
 def test_killed_and_added_collators_leave_every_position_with_one_row(crew: tuple[CollatorCrew, RunSpec]) -> None:
     workers, spec = crew
     for name in ("collator-0", "collator-1"):
