@@ -110,16 +110,21 @@ class Run:
 
     Attributes:
         step: The step to go on at: everything below is acked, and may not come again until it is lowered.
-        lowered: Grows when the trainer begins to go back on its own will, and when it has; what was seen across that,
-            or while it is odd, proves nothing.
-        blocks: Blocks whose put was answered since.
+        rewound: Grows when the trainer begins to rewind, and when it has; what was seen across that, or while it is
+            odd, proves nothing.
+        blocks: Blocks whose put was answered, and that no rewind has opened again.
     """
 
     def __init__(self, log: Log, address: Address, seed: int) -> None:
         self.log, self.address, self.rng = log, address, random.Random(seed)
-        self.step, self.lowered = 0, 0
+        self.step, self.rewound = 0, 0
         self.blocks: set[int] = set()
         self.skipped: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def settled(self, rewound: int) -> bool:
+        """Whether no rewind has begun since, or was under way."""
+        return rewound == self.rewound and rewound % 2 == 0
 
     def threads(self) -> list[threading.Thread]:
         """One a worker."""
@@ -131,23 +136,21 @@ class Run:
         client.open("r", run=RUN)
         run = RunClient(client, "r")
         while not self.log.stop.is_set():
-            step, lowered = self.step, self.lowered
+            step, rewound = self.step, self.rewound
             block = run.lease_block(wait_s=0.2)
             if block is None:
                 continue
-            sure = lowered == self.lowered and lowered % 2 == 0
-            if sure and block.first < step * STEP:
-                self.log.note("after_ack", block.first)
-            # the step's ack may have been taken and its answer lost: then its blocks, and those that came within reach
-            # by it, are free again by the rewind
-            certain = (step + 1) * STEP <= block.first < step * STEP + RUN.span
-            if sure and certain and block.first // BLOCK in self.blocks:
-                self.log.note("lost", block.first)
+            with self._lock:
+                if self.settled(rewound) and block.first < step * STEP:
+                    self.log.note("after_ack", block.first)
+                if self.settled(rewound) and block.first in self.blocks:
+                    self.log.note("lost", block.first)
             ids = [p for p in range(block.first, block.first + block.count) if p % 7]
             gone = {p: "no text" for p in range(block.first, block.first + block.count) if p % 7 == 0}
             run.put_block(block.lease, ids, {"input_ids": column_from(ints(*([p, p] for p in ids)))}, gone)
-            if lowered == self.lowered and lowered % 2 == 0:
-                self.blocks.add(block.first // BLOCK)
+            with self._lock:
+                if self.settled(rewound):
+                    self.blocks.add(block.first)
 
     def teach(self, client: ZmqDataPlaneClient) -> None:
         """Fill slots in order."""
@@ -162,14 +165,14 @@ class Run:
                 return
         step = trainer.step
         while not self.log.stop.is_set():
-            asked, lowered = self.step, self.lowered
+            asked, rewound = self.step, self.rewound
             rows = run.window(step, ["input_ids"], rewinds=trainer.rewinds, wait_s=0.2)
             if rows is None:
                 continue
             found = run.claim_slot(ring, rows.ids, ["input_ids"], rewinds=trainer.rewinds, wait_s=0.5)
             if found is None:
                 continue
-            if lowered == self.lowered and lowered % 2 == 0 and step < asked:
+            if self.settled(rewound) and step < asked:
                 self.log.note("after_ack", *rows.ids)
             run.complete(found[0].lease)
             step += 1
@@ -178,15 +181,20 @@ class Run:
         """Take steps; now and then go back by one or two."""
         client.open("r", run=RUN)
         run = RunClient(client, "r")
-        if self.step > 2 and self.rng.random() < 0.3:
-            self.lowered += 1 - self.lowered % 2
-            self.step -= self.rng.randint(1, 2)
-            self.log.note("rewind", self.step)
+        with self._lock:
+            self.rewound += 1 - self.rewound % 2
+            if self.step > 2 and self.rng.random() < 0.3:
+                self.blocks.clear()
+                self.step -= self.rng.randint(1, 2)
+                self.log.note("rewind", self.step)
         below = {p: why for p, why in self.skipped.items() if p < self.step * STEP}
         rewinds = run.rewind(self.step, below, {})
-        if self.lowered % 2:
-            self.blocks.clear()
-            self.lowered += 1
+        with self._lock:
+            # the step's ack may have been taken and its answer lost: its blocks, and those that came within reach by
+            # it, were opened again
+            kept = range((self.step + 1) * STEP, self.step * STEP + RUN.span)
+            self.blocks.intersection_update(kept)
+            self.rewound += 1
         while (ring := run.await_ring(0, wait_s=0.5)) is None:
             if self.log.stop.is_set():
                 return

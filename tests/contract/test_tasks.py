@@ -291,6 +291,14 @@ def test_a_volatile_field_belongs_to_whoever_put_it(place: Place) -> None:
     assert state(peer, name, "a") == {"waiting": [0, 1]}
 
 
+def test_a_get_does_not_wait_for_what_will_not_come(place: Place) -> None:
+    peer, name = opened(place, task("a", "x"))
+    put(peer, name, 3)
+    peer.call("clear", partition=name, ids=[3])
+    assert code_of(peer, "get", partition=name, ids=[6, 3], fields=["x"], wait_s=5.0) == "unknown_sample"
+    assert peer.call("get", partition=name, ids=[6], fields=["x"], wait_s=0.05) is None
+
+
 def test_results_have_room_where_inputs_fill_the_queue(small_place: Place) -> None:
     peer, name = opened(small_place, task("a", "x"), task("b", "y"))
     block = ("dense", "uint8", (120_000,), [b"\1" * 120_000])

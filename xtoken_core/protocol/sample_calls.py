@@ -36,13 +36,15 @@ def put(part: Partition, request: m.Put, columns: dict[str, Column], room: int) 
 
 def get(part: Partition, request: m.Get) -> Answer | None:
     """Read fields of samples, once all are there."""
-    for sample_id in request.ids:
-        sample = part.samples.samples.get(sample_id)
-        if sample is None or not sample.fields.issuperset(request.fields):
-            if request.wait_s and sample_id not in part.samples.finished and not part.sealed:
-                return None
-            missing = sorted(set(request.fields) - (sample.fields if sample else set()))
-            raise QueueError("unknown_sample", f"sample {sample_id} has no {', '.join(missing) or 'row'} here")
+    held, finished = part.samples.samples, part.samples.finished
+    missing = [i for i in request.ids if i not in held or not held[i].fields.issuperset(request.fields)]
+    if missing:
+        gone = [i for i in missing if i in finished]
+        if request.wait_s and not gone and not part.sealed:
+            return None
+        first = (gone or missing)[0]
+        lacks = sorted(set(request.fields) - (held[first].fields if first in held else set()))
+        raise QueueError("unknown_sample", f"sample {first} has no {', '.join(lacks) or 'row'} here")
     return Answer(m.Rows(ids=request.ids, columns=[]), part.store.read(request.ids, request.fields))
 
 
