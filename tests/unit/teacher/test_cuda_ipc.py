@@ -56,6 +56,13 @@ class Ends:
         assert self.teacher.wait(DEADLINE_S) == 0 and self.student.returncode == 0, errors + self.teacher.stderr.read()
         return json.loads(out.splitlines()[-1])
 
+    def wait_until(self, condition):
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.teacher.poll() is None and self.student.poll() is None, "an end has ended early"
+            assert time.monotonic() < deadline, "the condition never held"
+            time.sleep(0.05)
+
     def close(self):
         for process in (self.teacher, self.student):
             process.kill()
@@ -114,9 +121,9 @@ def test_a_kill_is_noticed_and_the_memory_returns(ends, victim):
     before = used()
     for _ in range(3):
         pair = ends(large, refills=0, endless=True)
-        time.sleep(8.0)
+        pair.wait_until(lambda: used() - before > large.memory_bytes)
+        time.sleep(2.0)  # somewhere in the midst of their refills
         assert pair.teacher.poll() is None and pair.student.poll() is None
-        assert used() - before > large.memory_bytes
         killed, other = (pair.teacher, pair.student) if victim == "teacher" else (pair.student, pair.teacher)
         killed.send_signal(signal.SIGKILL)
         _, errors = other.communicate(timeout=DEADLINE_S)
