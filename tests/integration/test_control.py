@@ -180,3 +180,46 @@ def test_killing_a_run_in_place_takes_everything_with_it(tmp_path: Path, assets:
     command.process.kill()
     command.ended()
     assert eventually(lambda: gone(pids) and not list(command.temporary.iterdir()))
+
+
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param(("collator-0", "teacher-0-0", "trainer-0"), id="workers"),
+        pytest.param(("queue",), marks=pytest.mark.slow, id="queue"),
+    ],
+)
+def test_a_killed_control_plane_is_replaced_while_training_goes_on(
+    tmp_path: Path, assets: TinyAssets, killed: tuple[str, ...]
+) -> None:
+    runs = tmp_path / "runs"
+    spec = tiny_spec(assets, tmp_path / "run", records=2400, output=runs / "run", workers={"collators": 1})
+    first, url = serve(tmp_path, assets)
+    try:
+        answer = httpx.post(f"{url}/v1/runs", json=spec.model_dump(mode="json"), timeout=60)
+        path = answer.headers["location"]
+        first.until(lambda: len(steps_of(spec.output)) >= 3)
+        pids = {w["name"]: w["pid"] for w in httpx.get(url + path).json()["workers"]}
+    finally:
+        first.process.kill()
+        first.ended()
+    assert not any(gone([pid]) for pid in pids.values())
+    second, url = serve(tmp_path, assets)
+    try:
+        shown = httpx.get(url + path, timeout=60).json()
+        assert (shown["state"], {w["name"]: w["pid"] for w in shown["workers"]}) == ("running", pids)
+        at = len(steps_of(spec.output))
+        second.until(lambda: len(steps_of(spec.output)) > at)
+        for name in killed:
+            psutil.Process(pids[name]).kill()
+        second.until(lambda: httpx.get(url + path, timeout=60).json()["state"] == "completed")
+        assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(2400))
+        shown = httpx.get(url + path, timeout=60).json()
+        assert all(w["restarts"] >= 1 for w in shown["workers"] if w["name"] in killed)
+        notes = [note["message"] for note in httpx.get(f"{url}{path}/notes", timeout=60).json()]
+        assert any(note.startswith("found again: queue, collator-0, teacher-0-0, trainer-0") for note in notes)
+        second.process.terminate()
+        assert second.ended() == 0
+        assert gone(workers_of(spec.output)) and list(second.temporary.iterdir()) == []
+    finally:
+        second.process.kill()

@@ -1,0 +1,78 @@
+"""However many read: no request of theirs reaches a worker or the queue."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from services.control import processes
+from services.control import run as run_module
+from services.control.app import create_app
+from services.control.runs import Runs
+from services.control.supervisor import LOOK_S
+from tests.unit.control.planes import HERE
+from tests.unit.control.scripted_run import resolved_run, scripted_members
+from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+
+STEPS, HELD = 8, 4
+ROUNDS = 30
+
+
+def test_readers_ask_neither_workers_nor_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request that this process sends to a queue is counted while it is read from; it can reach no worker."""
+    state = tmp_path / "state"
+    state.mkdir()
+    sent: list[str] = []
+    for name in ("hello", "stats", "list_samples"):
+        monkeypatch.setattr(ZmqDataPlaneClient, name, counted(getattr(ZmqDataPlaneClient, name), name, sent))
+    monkeypatch.setattr(run_module, "resolve_run", lambda spec: resolved_run(spec.output, STEPS))
+    monkeypatch.setattr(
+        run_module, "fleet_of",
+        lambda run, _file, address: scripted_members(
+            run.spec.output, state, address, STEPS, trainer_0=[f"step{HELD}:always await go"]
+        ),
+    )  # fmt: skip
+    runs = Runs(tmp_path / "runs")
+    try:
+        _, row = runs.start(resolved_run(tmp_path / "runs" / "one", STEPS).spec)
+        client = TestClient(create_app(runs), base_url=HERE)
+        path = f"/v1/runs/{row.id}"
+        until(lambda: client.get(path).json()["step"] == HELD)
+        began, before = time.monotonic(), len(sent)
+        ways = ["", "/metrics", "/notes", "/logs", "/logs/files", "/artifacts"]
+        for _ in range(ROUNDS):
+            answers = [client.get(path + way) for way in ways] + [client.get("/v1/runs"), client.get("/metrics")]
+            assert {answer.status_code for answer in answers} == {200}
+        looks = (time.monotonic() - began) / LOOK_S + 2
+        assert len(sent) - before <= 3 * looks, "a look is one `stats` and two `list_samples`"
+        assert set(sent[before:]) <= {"stats", "list_samples"}, "nobody has connected anew"
+        (state / "go").touch()
+        until(lambda: client.get(path).json()["state"] == "completed")
+        text = client.get(f"{path}/events").text
+        assert text.count("event: status") == 1 and text.rstrip().endswith("data: {}")
+    finally:
+        runs.stop_all(now=True)
+        runs.join()
+        runs.close()
+    assert processes.marked(f"{row.id}/") == []
+
+
+def counted(method: Any, name: str, sent: list[str]) -> Any:
+    """The method, its calls being written down."""
+
+    def counting(self: Any, *arguments: Any, **options: Any) -> Any:
+        sent.append(name)
+        return method(self, *arguments, **options)
+
+    return counting
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.05)
