@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from benchmarks.gpu_tests import RESULTS, ROOT, belongs_to
+from benchmarks.whole_losses import OPS_OF
 from xtoken_core.ops.registry import BACKENDS
 
 PAGES = ROOT / "docs" / "operators"
@@ -27,7 +28,12 @@ PAGE_OF = {"p_kl_cross_entropy": "p_kl"}
 def figures(page: str, tests: dict, bench: dict) -> str:
     """The measured section of a page."""
     ops = [op for op in BACKENDS if PAGE_OF.get(op, op) == page]
-    rows = [row for row in bench["rows"] if any(row["op"] in (op, f"{op}_full_vocabulary") for op in ops)]
+    losses = [name for name, used in OPS_OF.items() if used[0] == page]
+    rows = [
+        row
+        for row in bench["rows"]
+        if row["op"] in losses or any(row["op"] in (op, f"{op}_full_vocabulary") for op in ops)
+    ]
     own = [
         outcome
         for name, outcome in tests["tests"].items()

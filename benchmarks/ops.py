@@ -4,8 +4,10 @@
 
 A backend whose contract tests have not passed on this GPU with the sources as they are (`benchmarks/gpu_tests.py`) gets
 a row without a time. Times are medians over replays of a CUDA graph, so that they are the GPU's and not Python's; where
-a backend cannot be captured they are medians over CUDA events, and the row says so. Memory is the peak above the
-inputs, and the share is of a copy's bandwidth, measured in the same run.
+a backend cannot be captured they are medians over CUDA events, and the row says so. Small inputs are several sets that
+one graph goes through, with outputs of their own, so that no cache holds them. Rows named `_loss` are whole losses
+as the trainer calls them. Memory is the peak above the inputs, and the share is of a copy's bandwidth, measured in the
+same run.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from benchmarks.gpu_tests import RESULTS, backend_passes
+from benchmarks.whole_losses import CONFIGS, OPS_OF, whole_loss
 from xtoken_core.ops.gold import GoldOptions, TokenPartition
 from xtoken_core.ops.p_kl import PKLOptions
 from xtoken_core.ops.registry import BACKENDS, load_backend
@@ -65,11 +69,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Workload:
-    """One op's inputs. `least_bytes` is what a forward and backward must move at least."""
+    """One op's inputs. `least_bytes` is what a forward and backward must move at least.
+
+    `others` are further inputs of the same kind, with what is differentiated by, for inputs that a cache would hold.
+    """
 
     arguments: tuple
     differentiable: Tensor | None
     least_bytes: int
+    others: tuple[tuple[tuple, Tensor], ...] = ()
+
+    @property
+    def sets(self) -> tuple[tuple[tuple, Tensor | None], ...]:
+        """Every set of arguments with what is differentiated by."""
+        return ((self.arguments, self.differentiable), *self.others)
 
 
 def nbytes(x: Tensor) -> int:
@@ -140,11 +153,20 @@ def make_select(shape: Shape, device: torch.device) -> Workload:
 
 
 def make_multihot(shape: Shape, device: torch.device) -> Workload:
-    """Top 8 of 128 experts, int64 indices, float32 probabilities."""
-    indices = torch.rand(shape.moe_tokens, 128, device=device).topk(8).indices
-    probs = torch.rand(shape.moe_tokens, 8, device=device, requires_grad=True)
+    """Top 8 of 128 experts, int64 indices, float32 probabilities, eight sets."""
+    sets = []
+    for _ in range(8):
+        indices = torch.rand(shape.moe_tokens, 128, device=device).topk(8).indices
+        probs = torch.rand(shape.moe_tokens, 8, device=device, requires_grad=True)
+        sets.append(((indices, probs, 128), probs))
     least = 2 * (nbytes(indices) + nbytes(probs)) + shape.moe_tokens * 128 * 5 + nbytes(probs)
-    return Workload((indices, probs, 128), probs, least)
+    return Workload(*sets[0], least, tuple(sets[1:]))
+
+
+def make_whole_loss(shape: Shape, device: torch.device) -> Workload:
+    """Both sides' logits."""
+    student, teacher, _ = logits(shape, device)
+    return Workload((student, teacher), student, 3 * nbytes(student) + nbytes(teacher))
 
 
 def make_embedding(shape: Shape, device: torch.device) -> Workload:
@@ -169,7 +191,15 @@ WORKLOADS: dict[str, tuple[str, Callable[[Shape, torch.device], Workload]]] = {
     "select_topk_columns": ("select_topk_columns", make_select),
     "indices_to_multihot": ("indices_to_multihot", make_multihot),
     "embedding": ("embedding", make_embedding),
+    **{name: (name, make_whole_loss) for name in CONFIGS},
 }
+TARGETS_MS = {
+    "p_kl_loss": (2.5, 1.2),
+    "p_kl_full_vocabulary_loss": (6.0, 3.0),
+    "gold_loss": (12.0, 6.0),
+    "h_kl_loss": (12.0, 6.0),
+}
+"""Forward and backward together, in milliseconds: what must be reached, and what is aimed at."""
 
 
 def timed_by_events(function: Callable[[], object], *, repeats: int = 20) -> float:
@@ -186,8 +216,8 @@ def timed_by_events(function: Callable[[], object], *, repeats: int = 20) -> flo
     return median(times)
 
 
-def timed_by_graph(function: Callable[[], object]) -> float:
-    """As `timed_by_events`, of replays of one captured run."""
+def timed_by_graph(function: Callable[[], object], runs: int = 1) -> float:
+    """As `timed_by_events`, of replays of one captured call, which holds `runs` runs."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -197,9 +227,9 @@ def timed_by_graph(function: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        function()
-    time = timed_by_events(graph.replay)
-    del graph
+        kept = function()
+    time = timed_by_events(graph.replay) / runs
+    del graph, kept
     torch.cuda.empty_cache()
     return time
 
@@ -214,30 +244,41 @@ def copy_bandwidth(device: torch.device) -> float:
 def measure(name: str, backend: str, shape: Shape, device: torch.device, bandwidth: float) -> Row:
     """Forward and backward of one backend."""
     op_name, make = WORKLOADS[name]
-    op, load = load_backend(BACKENDS[op_name][backend]), make(shape, device)
+    load = make(shape, device)
+    if op_name in CONFIGS:
+        op: Any = whole_loss(name, backend, shape.tokens, (shape.student_vocab, shape.teacher_vocab), device)
+    else:
+        op = load_backend(BACKENDS[op_name][backend])
 
-    def forward() -> list[Tensor]:
-        result = op(*load.arguments)
+    def run(arguments: tuple) -> list[Tensor]:
+        result = op(*arguments)
         return [x for x in (result if isinstance(result, tuple) else (result,)) if x.requires_grad]
 
-    upstream = [torch.ones_like(x) for x in forward()]
+    upstream = [torch.ones_like(x) for x in run(load.arguments)]
 
-    def both() -> None:
-        outputs = forward()
-        if outputs:
-            torch.autograd.grad(outputs, load.differentiable, upstream)
+    def forward() -> list:
+        return [op(*arguments) for arguments, _ in load.sets]
+
+    def both() -> list:
+        kept = []
+        for arguments, differentiable in load.sets:
+            outputs = run(arguments)
+            kept.append((outputs, torch.autograd.grad(outputs, differentiable, upstream) if outputs else None))
+        return kept
 
     both()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     both()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = (torch.cuda.max_memory_allocated() - before) // len(load.sets)
     try:
-        timed_by, forward_ms, both_ms = "graph", timed_by_graph(forward), timed_by_graph(both)
+        timed_by = "graph"
+        forward_ms, both_ms = (timed_by_graph(function, len(load.sets)) for function in (forward, both))
     except RuntimeError as error:
         print(f"{name} {backend}: not captured ({str(error).splitlines()[0]})")
-        timed_by, forward_ms, both_ms = "events", timed_by_events(forward), timed_by_events(both)
+        timed_by = "events"
+        forward_ms, both_ms = (timed_by_events(function) / len(load.sets) for function in (forward, both))
     share = load.least_bytes / bandwidth / both_ms * 1e3
     return Row(name, backend, True, timed_by, forward_ms, both_ms - forward_ms, peak, load.least_bytes, share)
 
@@ -246,9 +287,11 @@ def line(row: Row) -> str:
     """A row as it is printed."""
     if not row.tests_pass:
         return f"{row.op:36} {row.backend:10} its tests have not passed: not timed"
+    targets = TARGETS_MS.get(row.op)
+    wanted = f"  must {targets[0]} ms, aim {targets[1]} ms" if targets else ""
     return (
         f"{row.op:36} {row.backend:10} forward {row.forward_ms:8.3f} ms  backward {row.backward_ms:8.3f} ms  "
-        f"peak {row.peak_bytes / 2**30:6.2f} GiB  {row.share_of_copy:5.0%} of a copy"
+        f"peak {row.peak_bytes / 2**30:6.2f} GiB  {row.share_of_copy:5.0%} of a copy{wanted}"
     )
 
 
@@ -271,9 +314,12 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth / 1e12:.2f} TB/s")
     rows = []
     for name in arguments.only.split(","):
-        op_name = WORKLOADS[name][0]
-        for backend in BACKENDS[op_name]:
-            passing = tests["gpu"] == torch.cuda.get_device_name() and backend_passes(tests, op_name, backend)
+        ops = OPS_OF.get(name, (WORKLOADS[name][0],))
+        for backend in ("reference", "triton") if name in CONFIGS else BACKENDS[ops[0]]:
+            if name.endswith("in_place") and backend == "reference":
+                continue
+            same_gpu = tests["gpu"] == torch.cuda.get_device_name()
+            passing = same_gpu and all(backend_passes(tests, op, backend) for op in ops)
             row = measure(name, backend, shape, device, bandwidth) if passing else Row(name, backend, False)
             torch.cuda.empty_cache()
             rows.append(row)

@@ -63,8 +63,27 @@ def test_p_kl(monkeypatch, device, variant):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", ["cut", pytest.param("untruncated", marks=pytest.mark.slow)])
 def test_gold(monkeypatch, device, variant):
-    shrink(monkeypatch, "gold", BLOCK=16, COMMON_BLOCK=2, GRADIENT_BLOCK=16, SLAB_BYTES=1000)
+    shrink(monkeypatch, "gold", BLOCK=16, COMMON_BLOCK=2, GRADIENT_BLOCK=16, SLAB_BYTES=1000, SELECT_BLOCK=64, SPARE=2)
     check("gold", CASES["gold"][variant].make(torch.float32, torch.device(device)), "student_logits")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spare", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_the_largest_of_a_row_are_picked_as_a_sort_would(monkeypatch, device, spare):
+    from xtoken_core.ops.gold import triton as gold
+
+    shrink(monkeypatch, "gold", SELECT_BLOCK=64, SPARE=spare)
+    logits = torch.randn(6, 150, generator=torch.Generator().manual_seed(0))
+    logits[1] = logits[1].round()  # ties at the border
+    logits[2] = 0.0
+    logits[3, 20:] = -torch.inf
+    logits[4, 7] = 200.0
+    rows = torch.softmax(logits, dim=-1).to(device)
+    for n in (1, 40):
+        values, places = gold._descending(rows, n, places=True)
+        expected = rows.sort(dim=1, descending=True, stable=True)
+        assert torch.equal(values, expected.values[:, :n])
+        assert torch.equal(places.long(), expected.indices[:, :n])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -54,6 +54,8 @@ class LossConfig(Part):
     """Scale the KD term to the cross-entropy's size at every micro-batch; replaces both weights above."""
     dynamic_loss_scale_cap: Positive | None = None
     """The largest scale that `dynamic_loss_scaling` may apply."""
+    gradient_in_place: bool = False
+    """P-KL from one teacher, Triton kernels: write the gradient over the student's logits, which are lost to it."""
 
     teacher_aggregation: Literal["sum", "averaged_logits", "select_teacher"] = "sum"
     """Several teachers: add their losses, average their logits, or follow the best one of each micro-batch."""
@@ -105,6 +107,8 @@ class LossConfig(Part):
                 'teacher_aggregation = "averaged_logits" adds logits id by id: every teacher must have the '
                 'student\'s tokenizer; use "sum"'
             )
+        if self.gradient_in_place and (count > 1 or any(same_tokenizer)):
+            raise ValueError("gradient_in_place needs a single teacher with another tokenizer: others read the logits")
         weightless = self.dynamic_teacher_weights or self.teacher_aggregation == "select_teacher"
         if weightless and any(weight != 1.0 for weight in weights):
             raise ValueError(
@@ -132,10 +136,14 @@ class LossConfig(Part):
             return "gold_loss, uld_loss and alm_loss exclude each other: set one of them"
         if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
             return "dynamic_loss_scale_cap needs dynamic_loss_scaling = true"
+        if self.gradient_in_place and self.kl_loss_weight == 0 and not self.dynamic_loss_scaling:
+            return "gradient_in_place belongs to P-KL, whose weight is 0: unset it"
         return None
 
     def _option_without_its_mode(self) -> str | None:
         if "p_kl" not in self.modes:
+            if self.gradient_in_place:
+                return f"gradient_in_place belongs to P-KL, the mode is {self.mode}: unset one of them"
             if self.exact_token_match_only:
                 return f"exact_token_match_only belongs to P-KL, the mode is {self.mode}: unset one of them"
             if self.teacher_chunk_average == "prob":

@@ -26,6 +26,7 @@ from xtoken_core.losses.teachers import (
     vocabulary_factors,
 )
 from xtoken_core.losses.total import Metrics, Shares, Total, at
+from xtoken_core.ops import get_op
 
 Denominators = Sequence[Scalar | None]
 
@@ -78,6 +79,10 @@ class CrossTokenizerDistillationLoss:
             config.check_teachers([t.weight for t in teachers], [t.same_tokenizer for t in teachers])
         except ValueError as error:
             raise ConfigError(f"loss: {error}") from error
+        if config.gradient_in_place and not getattr(get_op("p_kl_cross_entropy", device), "overwrites", False):
+            raise ConfigError(
+                f"loss: gradient_in_place needs the Triton backend of p_kl_cross_entropy, unused on {device}: unset it"
+            )
         self.config = config
         self.student_vocab_size = student_vocab_size
         self.losses = [

@@ -49,6 +49,7 @@ def p_kl_divergence(
             gradient.
     """
     compared = teacher_logits, projection, columns, *pairing.chunk_ids
+    overwrite = overwrite or (with_tokens and config.gradient_in_place)
     options = PKLOptions(
         pairing.max_chunks, config.temperature, config.reverse_kl, config.teacher_chunk_average, gathered, overwrite
     )

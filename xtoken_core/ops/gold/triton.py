@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from xtoken_core.ops.chunks import ChunkPositions, chunk_positions
-from xtoken_core.ops.gold import kernels
+from xtoken_core.ops.gold import kernels, select_kernels
 from xtoken_core.ops.gold.reference import GoldOptions, GoldResult, TokenPartition, gold
 from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
@@ -23,6 +23,9 @@ GRADIENT_BLOCK = 2048
 """Ids of a row that a program takes at once."""
 GRADIENT_BLOCKS = 8
 """How many times a program of the backward does so."""
+SELECT_BLOCK = 2048
+SPARE = 1024
+"""Places of a row beside those wanted when its largest entries are picked: more of them end the search earlier."""
 SLAB_BYTES = 1 << 29
 """Most memory for the tails of both sides; chunks are taken slab by slab."""
 
@@ -135,12 +138,18 @@ def _compare_tails(
 
 def _descending(x: Tensor, n: int, *, places: bool) -> tuple[Tensor, Tensor | None]:
     """The `n` largest values of each row, descending, and their places; equal ones in the order of their places."""
-    if n == x.shape[1]:
+    rows, u = x.shape
+    if n + SPARE >= u:
         ordered = x.sort(dim=1, descending=True, stable=True)
-        return ordered.values, ordered.indices
-    largest = x.topk(n, dim=1, sorted=False)
-    ordered = largest.values.sort(dim=1, descending=True, stable=True)
-    return ordered.values, largest.indices.gather(1, ordered.indices) if places else None
+        return ordered.values[:, :n].contiguous(), ordered.indices[:, :n].contiguous()
+    room = n + SPARE
+    values = torch.empty((rows, room), dtype=torch.float32, device=x.device)
+    at = torch.empty((rows, room), dtype=torch.int32, device=x.device)
+    block = max(SELECT_BLOCK, power_of_2(triton.cdiv(u, 255)))  # a byte counts what a lane sees
+    select_kernels.gold_select_kernel[(rows,)](x.view(torch.int32), values, at, u, n, room, block, num_warps=8)
+    ordered = values.sort(dim=1, descending=True, stable=True)
+    largest = ordered.values[:, :n].contiguous()
+    return largest, at.gather(1, ordered.indices[:, :n]) if places else None
 
 
 class TritonGoldOp(nn.Module):

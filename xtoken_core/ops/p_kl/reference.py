@@ -188,6 +188,9 @@ class NativePKLOp(nn.Module):
 class NativePKLCrossEntropyOp(nn.Module):
     """Reference backend: the two references, one after the other."""
 
+    overwrites = False
+    """Whether `options.overwrite` is made use of."""
+
     def forward(
         self,
         student_logits: Float[Tensor, "B T_s V_head"],

@@ -130,6 +130,9 @@ class TritonPKLOp(nn.Module):
 class TritonPKLCrossEntropyOp(nn.Module):
     """Triton backend: both losses from one reading of the student's rows, their gradient in one writing."""
 
+    overwrites = True
+    """Whether `options.overwrite` is made use of."""
+
     def forward(
         self,
         student_logits: Float[Tensor, "B T_s V_head"],
