@@ -64,11 +64,15 @@ class Group:
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes."""
+        return self.any_of(flag)[0]
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each question, whether any rank says yes."""
         if self.size == 1:
-            return flag
-        shared = torch.tensor([int(flag)])
+            return list(flags)
+        shared = torch.tensor([int(flag) for flag in flags])
         dist.all_reduce(shared)
-        return bool(shared.item())
+        return [bool(count) for count in shared.tolist()]
 
     def from_leader(self, value: int) -> int:
         """Rank 0's value."""

@@ -25,6 +25,9 @@ from xtoken_core.errors import ConfigError
 
 log = logging.getLogger("xtoken.trainer")
 
+TOGETHER_S = 10.0
+"""How long several ranks that were asked to leave look for a step's boundary."""
+
 
 class TrainerLoop:
     """One rank's training.
@@ -53,8 +56,9 @@ class TrainerLoop:
         self._flops_per_token = flops_per_token(student)
         self._peak_flops = peak_flops(student.device, spec.report.peak_tflops)
         self._asked = worker.stopping
-        if group.size > 1:
-            worker.stopping = threading.Event()  # several ranks leave together, at a step's boundary
+        if group.size > 1:  # several ranks leave together, at a step's boundary
+            worker.stopping = threading.Event()
+            threading.Thread(target=self._leave_alone, args=(worker.stopping,), name="leave", daemon=True).start()
 
     def train(self) -> Cursor:
         """Train to the end of the run, from the newest checkpoint if there is one.
@@ -81,6 +85,12 @@ class TrainerLoop:
                 report.close()
         self.checkpoints.settle()
         return self.cursor
+
+    def _leave_alone(self, leave: threading.Event) -> None:
+        """Without the other ranks, if no boundary comes because the teachers have left first."""
+        self._asked.wait()
+        time.sleep(TOGETHER_S)
+        leave.set()
 
     # Recovery
 
@@ -116,9 +126,12 @@ class TrainerLoop:
         metrics = self.runner.run_step(step, self.rewinds)
         waits["teacher_wait"] += self.runner.waited_s
         redo = self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
-        if self.group.any(redo):
+        redo, stops = self.group.any_of(redo, self._asked.is_set())
+        if redo:
             log.warning("step %d is done again: a teacher or a sample was lost under it", step.step)
             self.optimizer.drop_gradients()
+            if stops:
+                raise StopRequested
             self._rewind()
             return
         row = self._take(step, metrics)
