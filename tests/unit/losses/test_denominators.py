@@ -106,3 +106,12 @@ def test_several_teachers_each_have_their_own_denominator():
     for rows in ([0, 1], [2, 3]):
         gradient, _ = gradient_and_metrics(case.rows(rows), config, global_valid_toks=toks, global_valid_chunks=chunks)
         torch.testing.assert_close(gradient, whole[rows], rtol=1e-7, atol=1e-11)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_axis_a_a_samples_gradient_is_bitwise_the_same_whatever_shares_the_batch(config):
+    case = make_case(lengths=(9, 4, 1, 12), seed=5, dtype=torch.float32)
+    step = {"global_valid_toks": 22.0, "global_valid_chunks": [9.0]}
+    whole, _ = gradient_and_metrics(case, config, **step)
+    for rows in ([0], [1, 3], [2, 0]):
+        assert torch.equal(gradient_and_metrics(case.rows(rows), config, **step)[0], whole[rows])
