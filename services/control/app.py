@@ -16,7 +16,7 @@ from services.control.api.plane import Plane, problems_of
 from services.control.api.streams import Streams
 from services.control.api.telemetry import Count, Telemetry
 from services.control.runs import Runs
-from services.control.views import Views
+from services.control.views import Pages, Views
 
 DESCRIPTION = """Starts, watches, stops and resumes distillation runs.
 
@@ -32,7 +32,7 @@ def create_app(runs: Runs, access: Access | None = None) -> FastAPI:
         access: Who may ask; this machine, if left out.
     """
     views = Views(runs)
-    plane = Plane(runs, views, access or Access(), Telemetry(runs, views), Streams())
+    plane = Plane(runs, views, access or Access(), Pages(), Telemetry(runs, views), Streams())
     app = FastAPI(
         title="xtoken control plane",
         version=version("xtoken"),

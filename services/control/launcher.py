@@ -73,6 +73,10 @@ class Launcher(Protocol):
         """What the ranks of a trainer need in their environment to find each other: `MASTER_ADDR`, `MASTER_PORT`."""
         ...
 
+    def sweep(self, prefix: str) -> None:
+        """End, at once, everything that carries a mark beginning like this."""
+        ...
+
     def close(self) -> None:
         """Nothing will be started any more; what was started without being tied to this process lives on."""
         ...
@@ -232,6 +236,10 @@ class LocalLauncher:
         with socket.socket() as probe:
             probe.bind((LOOPBACK, 0))
             return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(probe.getsockname()[1])}
+
+    def sweep(self, prefix: str) -> None:
+        """SIGKILL to every process of this user with such a mark, wherever it has moved in the tree of processes."""
+        processes.kill_marked(prefix)
 
     def close(self) -> None:
         """Send the guard home."""

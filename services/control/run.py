@@ -12,7 +12,6 @@ from typing import Any
 
 from services.common.resolve import resolve_run
 from services.common.roots import Roots
-from services.control import processes
 from services.control.adoption import ending_of, remains_of
 from services.control.fleet import Member, fleet_of
 from services.control.groups import status_of_log
@@ -215,8 +214,8 @@ class Run:
                 launcher.close()
 
     def _clear(self, place: QueuePlace, launcher: Launcher) -> None:
+        launcher.sweep(f"{self.id}/")
         launcher.close()
-        processes.kill_marked(f"{self.id}/")
         place.remove()
         sweep()
 

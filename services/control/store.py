@@ -25,6 +25,7 @@ SUMMARY = (
     RunRow.seq, RunRow.id, RunRow.name, RunRow.output, RunRow.created, RunRow.state, RunRow.error, RunRow.exit_code,
     RunRow.step, RunRow.steps, RunRow.life, RunRow.began, RunRow.ended,
 )  # fmt: skip
+SUMMARY_NAMES = tuple(column.key for column in SUMMARY)
 
 
 class StoreError(XtokenError):
@@ -50,6 +51,9 @@ class Store:
     Its methods may be called from any thread. Rows that they return are the caller's own: changing them changes nothing
     here.
 
+    Attributes:
+        version: Grows with everything that is written, so that what was read can be kept until it does.
+
     Args:
         directory: Where the database is; None keeps it in memory.
 
@@ -67,7 +71,9 @@ class Store:
         else:
             self._guard = nullcontext()
             self._engine = create_engine(f"sqlite:///{directory / FILE}", connect_args={"timeout": BUSY_S})
+        self.version = 0
         event.listen(self._engine, "connect", _set_up)
+        event.listen(self._engine, "commit", self._note_commit)
         with self._told():
             _migrate(self._engine)
 
@@ -107,7 +113,7 @@ class Store:
     def unfinished(self) -> list[RunRow]:
         """Runs that are not over, the oldest first."""
         over = [state for state in RunState if state.over]
-        with self._session() as session:
+        with self._reading() as session:
             return list(session.scalars(select(RunRow).where(RunRow.state.not_in(over)).order_by(RunRow.seq)))
 
     def page(
@@ -128,12 +134,12 @@ class Store:
             query = query.where(RunRow.state.in_(states))
         if name:
             query = query.where(RunRow.name == name)
-        with self._session() as session:
-            return [dict(row) for row in session.execute(query).mappings()]
+        with self._guard, self._told(), self._engine.connect() as connection:
+            return [dict(zip(SUMMARY_NAMES, row, strict=True)) for row in connection.execute(query)]
 
     def counts(self) -> dict[str, int]:
         """How many runs are in each state."""
-        with self._session() as session:
+        with self._reading() as session:
             found = session.execute(select(RunRow.state, func.count()).group_by(RunRow.state))
             return dict(found.all())
 
@@ -165,7 +171,7 @@ class Store:
         query = select(AttemptRow).where(AttemptRow.run_id == run_id).order_by(AttemptRow.id)
         if life is not None:
             query = query.where(AttemptRow.life == life)
-        with self._session() as session:
+        with self._reading() as session:
             return list(session.scalars(query))
 
     def set_group(self, row: GroupRow) -> None:
@@ -175,7 +181,7 @@ class Store:
 
     def groups(self, run_id: str) -> dict[str, GroupRow]:
         """The groups of a run by name."""
-        with self._session() as session:
+        with self._reading() as session:
             return {row.name: row for row in session.scalars(select(GroupRow).where(GroupRow.run_id == run_id))}
 
     def drop_groups(self, run_id: str) -> None:
@@ -191,19 +197,29 @@ class Store:
     def notes(self, run_id: str, *, after: int = 0, limit: int = 1000) -> list[NoteRow]:
         """What has happened to a run: the last `limit` notes with an id beyond `after`, in order."""
         query = select(NoteRow).where(NoteRow.run_id == run_id, NoteRow.id > after)
-        with self._session() as session:
+        with self._reading() as session:
             return list(reversed(session.scalars(query.order_by(NoteRow.id.desc()).limit(limit)).all()))
 
     # Plumbing
 
+    def _note_commit(self, _connection: Connection) -> None:
+        self.version += 1
+
     def _one(self, condition: Any) -> RunRow | None:
-        with self._session() as session:
+        with self._reading() as session:
             return session.scalars(select(RunRow).where(condition).limit(1)).first()
 
     @contextmanager
     def _session(self) -> Iterator[Session]:
         with self._guard, self._told(), Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        """A session that commits nothing, so that `version` stays."""
+        with self._guard, self._told(), Session(self._engine, expire_on_commit=False) as session:
+            yield session
+            session.expunge_all()
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -337,7 +337,7 @@ class Supervisor:
         self._observer.look()
         self._observer.close()
         end_all([self._queue], lambda: QUEUE_GRACE_S)
-        processes.kill_marked(f"{self._journal.run_id}/")
+        self._launcher.sweep(f"{self._journal.run_id}/")
         for group in self._groups:
             group.state = GroupState.FINISHED if ending.state == RunState.COMPLETED else GroupState.STOPPED
         self._ending = ending

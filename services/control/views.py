@@ -49,6 +49,30 @@ class Fresh:
             self._values = {}
 
 
+class Pages:
+    """Pages of the list as they were encoded, as long as nothing has been written since."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._version = -1
+        self._pages: dict[Any, bytes] = {}
+
+    def get(self, key: Any, version: int, make: Callable[[], bytes]) -> bytes:
+        """A page, made by `make` if the database is not what it was.
+
+        Args:
+            key: Which page.
+            version: Of the database, read before it is asked.
+            make: Asks it.
+        """
+        with self._lock:
+            if version != self._version or len(self._pages) > KEPT_VIEWS:
+                self._version, self._pages = version, {}
+            if key not in self._pages:
+                self._pages[key] = make()
+            return self._pages[key]
+
+
 class View:
     """One run, as readers see it.
 

@@ -12,16 +12,17 @@ from services.control.api.streams import Streams
 from services.control.api.telemetry import Telemetry
 from services.control.problems import Problem
 from services.control.runs import Runs
-from services.control.views import View, Views
+from services.control.views import Pages, View, Views
 
 
 @dataclass(frozen=True)
 class Plane:
-    """A control plane: its runs, how readers see them, who may ask, what it counts."""
+    """A control plane: its runs, how readers see them, who may ask, what it counts and how many it streams to."""
 
     runs: Runs
     views: Views
     access: Access
+    pages: Pages
     telemetry: Telemetry
     streams: Streams
 

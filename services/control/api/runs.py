@@ -62,18 +62,23 @@ def start_run(
     return RunStatus.model_validate(plane.status(row.id))
 
 
-@router.get("", responses=problems_of(422))
+@router.get("", response_model=RunPage, responses=problems_of(422))
 def list_runs(
     plane: ThePlane,
     limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 50,
     cursor: Annotated[int | None, Query(ge=0, le=LARGEST_CURSOR, description="`next` of the page before.")] = None,
     state: Annotated[list[RunState], Query(max_length=16, description="Only these; may be given again.")] = [],  # noqa: B006
     name: Annotated[str, Query(max_length=64)] = "",
-) -> RunPage:
+) -> Response:
     """A page of runs, the newest first."""
-    rows = plane.runs.store.page(limit + 1, before=cursor, states=state, name=name)
-    following = str(rows[limit - 1]["seq"]) if len(rows) > limit else None
-    return RunPage.model_validate({"runs": rows[:limit], "next": following})
+
+    def make() -> bytes:
+        rows = plane.runs.store.page(limit + 1, before=cursor, states=state, name=name)
+        following = str(rows[limit - 1]["seq"]) if len(rows) > limit else None
+        return RunPage.model_validate({"runs": rows[:limit], "next": following}).model_dump_json().encode()
+
+    page = plane.pages.get((limit, cursor, tuple(state), name), plane.runs.store.version, make)
+    return Response(page, media_type="application/json")
 
 
 @router.get("/{run_id}", responses=problems_of(404, 422))
