@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all docs fuzz bench-queue bench-queue-peer bench-collate bench-ops clean
+.PHONY: help install demo lint format type test test-all test-docker docs fuzz bench-queue bench-queue-peer bench-collate bench-ops clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -44,6 +44,9 @@ test: $(STAMP)  ## every test that needs no GPU, container engine or browser
 
 test-all: $(STAMP)  ## the slow ones too
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not gpu and not docker and not browser'
+
+test-docker: $(STAMP)  ## build the images' CPU profile and run it; DOCKER_HOST, XTOKEN_BASE and TORCH_INDEX are respected
+	$(BIN)/pytest -m docker tests/docker
 
 docs: $(STAMP)  ## write the reference pages anew from the code
 	$(BIN)/python docs/generate.py

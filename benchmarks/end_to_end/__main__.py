@@ -12,10 +12,11 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.variants import LOSSES, VARIANTS, run_spec
+from benchmarks.end_to_end.variants import LOSSES, VARIANTS, Variant, run_spec
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,28 +37,29 @@ def main() -> int:
     )
     report: dict[str, Any] = {"settings": _plain(arguments), "machine": _machine(), "serial": {}, "variants": {}}
     for name in arguments.variants:
-        loss = VARIANTS[name].loss
+        variant = VARIANTS[name]
+        loop = variant.loss + (" checkpointed" if variant.checkpointing else "")
         began = time.monotonic()
-        if loss not in report["serial"] and not arguments.no_serial:
-            report["serial"][loss] = _serial_process(arguments, loss)
-            _say(f"serial loop, {loss}", report["serial"][loss], began)
+        if loop not in report["serial"] and not arguments.no_serial:
+            report["serial"][loop] = _serial_process(arguments, variant)
+            _say(f"serial loop, {loop}", report["serial"][loop], began)
         began = time.monotonic()
         from benchmarks.end_to_end.pipeline import pipeline
 
         try:
             found = pipeline(
                 assets,
-                run_spec(VARIANTS[name], arguments),
+                run_spec(variant, arguments),
                 directory=arguments.work / name,
                 warmup=arguments.warmup,
                 timeout_s=arguments.timeout,
             )
-            serial = report["serial"].get(loss)
+            serial = report["serial"].get(loop)
             if serial:
                 found["times_serial"] = found["tokens_per_second"] / serial["tokens_per_second"]
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             found = {"failed": str(error)}
-        report["variants"][name] = {"settings": VARIANTS[name].changes, "loss": loss, **found}
+        report["variants"][name] = {**asdict(variant), "serial": loop, **found}
         _say(name, found, began)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -68,12 +70,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="models, text and runs")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "end_to_end.json")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["p_kl", "gold"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["p_kl", "p_kl_wide", "gold"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations, on both sides")
+    parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="thin models: to try the harness on a CPU")
     parser.add_argument("--no-serial", action="store_true", help="leave the plain loop out")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one variant")
@@ -81,11 +83,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _serial_process(arguments: argparse.Namespace, loss: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.end_to_end", "--serial", loss, "--work", str(arguments.work)]
+def _serial_process(arguments: argparse.Namespace, variant: Variant) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.end_to_end", "--serial", variant.loss, "--work", str(arguments.work)]
     for name in ("steps", "warmup", "samples", "context"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    command += ["--checkpointing"] if arguments.checkpointing else []
+    command += ["--checkpointing"] if variant.checkpointing else []
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -22,10 +22,14 @@ class Variant:
     Attributes:
         loss: The key of its loss, and of the serial loop that it is compared with.
         changes: Tables of its RunSpec that differ from `run_spec`'s.
+        wide: A whole step is one micro-batch; otherwise each sample is one, as in the serial loop.
+        checkpointing: Activations are recomputed, in the serial loop too.
     """
 
     loss: str
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    wide: bool = False
+    checkpointing: bool = False
 
 
 COMPILED: dict[str, dict[str, Any]] = {"student": {"compile": True}, "teacher": {"compile": True}}
@@ -36,12 +40,16 @@ LEAN: dict[str, dict[str, Any]] = {
 }
 
 VARIANTS = {
+    "p_kl_checkpointed": Variant("p_kl", COMPILED, checkpointing=True),
     "p_kl_eager": Variant("p_kl"),
     "p_kl": Variant("p_kl", COMPILED),
     "p_kl_shared_memory": Variant("p_kl", {**COMPILED, "workers": {"signal": "shared_memory"}}),
     "p_kl_hidden": Variant("p_kl", LEAN),
+    "p_kl_wide": Variant("p_kl", COMPILED, wide=True),
+    "p_kl_hidden_wide": Variant("p_kl", LEAN, wide=True),
     "p_kl_fp8": Variant("p_kl", {**COMPILED, "teacher": {"compile": True, "fp8": True}}),
     "gold": Variant("gold", COMPILED),
+    "gold_wide": Variant("gold", COMPILED, wide=True),
     "gold_hidden": Variant("gold", LEAN),
     "h_kl": Variant("h_kl", COMPILED),
 }
@@ -57,13 +65,13 @@ def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
         "student": {
             "dtype": "bfloat16",
             "context_length": arguments.context,
-            "checkpoint_activations": arguments.checkpointing,
+            "checkpoint_activations": variant.checkpointing,
         },
         "teacher": {"dtype": "bfloat16", "context_length": arguments.context},
         "loss": loss,
         "train": {
             "samples_per_step": arguments.samples,
-            "micro_batch_tokens": arguments.context,
+            "micro_batch_tokens": arguments.context * (arguments.samples if variant.wide else 1),
             "max_steps": arguments.steps + arguments.warmup,
             "checkpoint_every": 1_000_000,
             "learning_rate": 1e-5,

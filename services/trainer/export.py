@@ -100,13 +100,7 @@ fingerprint `{run.data_fingerprint[:16]}`
 
 ## Training
 
-| figure | value |
-|---|---|
-| optimiser steps | {summary["steps"]} of {spec.train.samples_per_step} samples |
-| steps left out, for want of a finite gradient | {summary["nonfinite_steps"]} |
-| student tokens | {summary["tokens"]} |
-| samples trained, skipped, dead | {summary["trained"]}, {summary["skipped"]}, {summary["dead"]} |
-| documents cut at the context length | {summary["truncated"]} |
+{_training(spec.train.samples_per_step, summary)}
 {_last_step(last_step)}
 ## Held-out text
 
@@ -120,6 +114,18 @@ fingerprint `{run.data_fingerprint[:16]}`
 
 xtoken {_version()}, torch {torch.__version__}, transformers {transformers.__version__}.
 """
+
+
+def _training(samples_per_step: int, summary: Mapping[str, Any]) -> str:
+    trained = f"{summary['trained']}, {summary['skipped']}, {summary['dead']}"
+    rows = {
+        "optimiser steps": f"{summary['steps']} of {samples_per_step} samples",
+        "steps left out, for want of a finite gradient": summary["nonfinite_steps"],
+        "student tokens": summary["tokens"],
+        "samples trained, skipped, dead": trained,
+        "documents cut at the context length": summary["truncated"],
+    }
+    return "\n".join(["| figure | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
 def _version() -> str:

@@ -1,0 +1,1 @@
+"""The images and the Compose file, on a container engine."""
