@@ -139,12 +139,8 @@ def test_a_killed_control_plane_leaves_its_run_to_the_next(planes: Planes) -> No
     assert {name: a.exit_code for name, a in planes.last().items()} == dict.fromkeys(before, 0)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "worker", [pytest.param("collator-0", marks=SLOW), pytest.param("teacher-0-0", marks=SLOW), "trainer-0"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", ["collator-0", "teacher-0-0", "trainer-0"])
 def test_a_worker_that_died_in_between_is_started_again(planes: Planes, worker: str) -> None:
     planes.begin_and_kill()
     pid = planes.pid(worker)
@@ -168,6 +164,7 @@ def test_a_worker_that_dies_after_the_takeover_is_started_again(planes: Planes, 
     assert planes.last()[worker].incarnation == 2
 
 
+@pytest.mark.slow
 def test_a_control_plane_that_leaves_lets_its_run_go_on(planes: Planes) -> None:
     assert planes.start("--start", "--leave").wait(DEADLINE_S) == 0, planes.said()
     assert planes.run().state == "running"

@@ -52,7 +52,7 @@ def check(case: schemathesis.Case) -> None:
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=12, **COMMON)
+@settings(max_examples=6, **COMMON)
 def test_no_request_is_a_server_error(case: schemathesis.Case) -> None:
     check(case)
 
