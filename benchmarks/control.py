@@ -225,7 +225,9 @@ def one_run(
         load = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     summary = output / "summary.json"
     wait(summary.exists)
-    told = load.communicate()[0] if load else ""
+    told = load.communicate(timeout=60)[0] if load else ""
+    if load and load.returncode != 0:
+        raise SystemExit("the readers have failed")
     wait(lambda: there.http.get(f"/v1/runs/{run_id}").json()["state"] == "completed")
     return sum(line["seconds"] for line in lines(output)[WARM_STEPS:]), json.loads(told) if told else {}
 
@@ -289,14 +291,16 @@ class Load:
 def main() -> None:
     """Run the parts that are named and keep their results."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="*", choices=["list", "first-step", "readers"])
+    parts = {"list": bench_list, "first-step": bench_first_step, "readers": bench_readers}
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}")
     parser.add_argument("--load", nargs=2, metavar=("URL", "RUN"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.load:
         print(json.dumps(asyncio.run(Load(*options.load).run())))
         return
+    if set(options.parts) - set(parts):
+        parser.error(f"the parts are {', '.join(parts)}")
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    parts = {"list": bench_list, "first-step": bench_first_step, "readers": bench_readers}
     for name in options.parts or parts:
         known[name] = parts[name]() | {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",

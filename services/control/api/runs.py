@@ -81,10 +81,13 @@ def list_runs(
     return Response(page, media_type="application/json")
 
 
-@router.get("/{run_id}", responses=problems_of(404, 422))
-def show_run(run_id: RunId, plane: ThePlane) -> RunStatus:
+@router.get("/{run_id}", response_model=RunStatus, responses=problems_of(404, 422))
+def show_run(run_id: RunId, plane: ThePlane) -> Response:
     """Where a run stands."""
-    return RunStatus.model_validate(plane.status(run_id))
+    status = plane.status(run_id)
+    fresh = plane.view(run_id).fresh
+    found = fresh.get("status as JSON", lambda: RunStatus.model_validate(status).model_dump_json().encode())
+    return Response(found, media_type="application/json")
 
 
 @router.post("/{run_id}/stop", status_code=202, responses=problems_of(404, 422))
