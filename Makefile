@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-docker docs fuzz bench-queue bench-queue-peer bench-collate bench-ops clean
+.PHONY: help install demo lint format type test test-all test-docker docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -70,6 +70,10 @@ bench-ops: $(STAMP)  ## test and time the ops on a GPU, the references beside th
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.hidden_states
 	$(BIN)/python -m benchmarks.operator_pages
+
+bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop
+	$(BIN)/python -m benchmarks.end_to_end
+	$(BIN)/python -m benchmarks.end_to_end.page
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build runs demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

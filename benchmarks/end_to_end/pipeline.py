@@ -25,8 +25,9 @@ def pipeline(assets: Assets, spec: dict[str, Any], *, directory: Path, warmup: i
         timeout_s: The whole run is ended after so long.
 
     Returns:
-        Unpadded student tokens per wall second after the warm-up, medians of every number in `steps.jsonl`, and the
-        seconds from the command to the first step's end.
+        Unpadded student tokens per wall second after the warm-up; medians of every number in `steps.jsonl`; seconds
+        from the command to the first step's end; and the trainer's peak of allocated memory above parameters,
+        gradients and moments, which all are bfloat16, in bytes.
 
     Raises:
         RuntimeError: The run failed; its last lines are in the text.
@@ -45,10 +46,12 @@ def pipeline(assets: Assets, spec: dict[str, Any], *, directory: Path, warmup: i
         raise RuntimeError(f"xtoken run ended with {code} after {len(rows)} steps:\n" + _tail(directory))
     kept = rows[warmup:]
     numbers = {name for row in kept for name, value in row.items() if isinstance(value, float)}
+    state = 4 * sum(file.stat().st_size for file in assets.student.glob("*.safetensors"))
     return {
         "tokens_per_second": sum(row["tokens"] for row in kept) / (kept[-1]["time"] - rows[warmup - 1]["time"]),
         "command_to_first_step_s": rows[0]["time"] - began,
         "median": {name: statistics.median(row[name] for row in kept if name in row) for name in sorted(numbers)},
+        "peak_bytes_above_state": max(row["memory_peak_bytes"] for row in kept) - state,
         "steps": len(kept),
         "losses": [row["loss"] for row in rows],
     }
