@@ -34,8 +34,11 @@ def show(
     text: Annotated[str | None, typer.Argument(help="The text.", show_default=False)] = None,
     file: Annotated[Path | None, typer.Option("--file", help="A file with the text.", show_default=False)] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page too.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print both tokenizations of a text, every chunk in one colour; grey is in no chunk, red does not agree."""
+    from dataclasses import asdict
+
     from rich.console import Console
 
     from xtoken_core.alignment.report import alignment_html
@@ -44,12 +47,16 @@ def show(
     source = _text(text, file)
     aligner, ours, theirs = _sides(student, teacher)
     sides = _shown(aligner, ours, theirs, source)
-    console = Console()
-    for name, tokens in sides:
-        console.print(f"{name}: {len(tokens)} tokens, {len({t.chunk for t in tokens} - {-1})} chunks", style="bold")
-        console.print(_coloured(tokens))
-    for note in aligner.notes:
-        console.print(f"note: {note}")
+    if as_json:
+        shown = [{"name": name, "tokens": [asdict(token) for token in tokens]} for name, tokens in sides]
+        typer.echo(json.dumps({"sides": shown, "notes": list(aligner.notes)}))
+    else:
+        console = Console()
+        for name, tokens in sides:
+            console.print(f"{name}: {len(tokens)} tokens, {len({t.chunk for t in tokens} - {-1})} chunks", style="bold")
+            console.print(_coloured(tokens))
+        for note in aligner.notes:
+            console.print(f"note: {note}")
     if html is not None:
         try:
             html.write_text(alignment_html("Alignment", sides), encoding="utf-8")

@@ -17,6 +17,7 @@ from services.control.api.streams import Streams
 from services.control.api.telemetry import Count, Telemetry
 from services.control.runs import Runs
 from services.control.views import Pages, Views
+from services.control.web import install, opened
 
 DESCRIPTION = """Starts, watches, stops and resumes distillation runs.
 
@@ -32,7 +33,7 @@ def create_app(runs: Runs, access: Access | None = None) -> FastAPI:
         access: Who may ask; this machine, if left out.
     """
     views = Views(runs)
-    plane = Plane(runs, views, access or Access(), Pages(), Telemetry(runs, views), Streams())
+    plane = Plane(runs, views, opened(access or Access()), Pages(), Telemetry(runs, views), Streams())
     app = FastAPI(
         title="xtoken control plane",
         version=version("xtoken"),
@@ -45,6 +46,7 @@ def create_app(runs: Runs, access: Access | None = None) -> FastAPI:
         app.include_router(router)
     app.add_middleware(Count, telemetry=plane.telemetry)
     app.add_middleware(Gate, access=plane.access)
+    install(app)
     _describe(app)
     return app
 

@@ -1,0 +1,62 @@
+"""Which curves a run's page draws, from which figures, in which units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: the figure's name and what the reader calls it."""
+
+    key: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Curves that share axes.
+
+    Attributes:
+        source: `steps`, `eval` or `gauges`; the last go by time, all others by step.
+        unit: Of its values, once divided by `divisor`.
+        lines: Its curves; a key that ends in `*` takes all figures that begin so.
+        floor: Where its axis begins at the least; None leaves that to its values.
+    """
+
+    name: str
+    title: str
+    source: str
+    unit: str
+    lines: tuple[Line, ...]
+    divisor: float = 1.0
+    floor: float | None = None
+
+
+GRAPHS = (
+    Graph("loss", "Loss", "steps", "nats", (Line("loss", "total"), Line("kl_loss", "KL"), Line("ce_loss", "CE"))),
+    Graph(
+        "held-out", "Held-out text", "eval", "bits per byte",
+        (Line("bits_per_byte", "bits per byte"),),
+    ),
+    Graph("throughput", "Throughput", "steps", "tokens/s", (Line("tokens_per_second", "tokens/s"),), floor=0.0),
+    Graph(
+        "waiting", "Waiting, share of a step", "steps", "%",
+        (Line("teacher_wait", "for the teacher"), Line("data_wait", "for data")), divisor=0.01, floor=0.0,
+    ),
+    Graph(
+        "agreement", "Agreement", "steps", "%",
+        (Line("accuracy", "next token"), Line("proj_accuracy*", "with the teacher")), divisor=0.01, floor=0.0,
+    ),
+    Graph("gradient", "Gradient", "steps", "norm", (Line("grad_norm", "norm before clipping"),), floor=0.0),
+    Graph("queue", "Queue", "gauges", "samples", (Line("queue_samples", "held"),), floor=0.0),
+    Graph(
+        "memory", "Memory of the trainer", "steps", "GiB",
+        (Line("memory_peak_bytes", "highest of a step"),), divisor=GIB, floor=0.0,
+    ),
+    Graph("gpu-memory", "GPU memory", "gauges", "GiB", (Line("gpu_memory*", "GPU"),), divisor=GIB, floor=0.0),
+    Graph("gpu-use", "GPU use", "gauges", "%", (Line("gpu_use*", "GPU"),), floor=0.0),
+    Graph("mfu", "Use of the GPU's arithmetic", "steps", "%", (Line("mfu", "MFU"),), divisor=0.01, floor=0.0),
+)  # fmt: skip

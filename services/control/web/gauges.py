@@ -1,0 +1,85 @@
+"""What is sampled by time while somebody watches a run: its queue, and the GPUs of this machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from fastapi import Request
+
+from services.control.api.plane import Plane
+from services.control.record import RunState
+from services.control.web.nvml import Nvml
+
+EVERY_S = 2.0
+KEPT = 3600
+MOST_RUNS = 32
+
+
+class Gauges:
+    """Samples of the runs that somebody watches, the last two hours of each.
+
+    A run is sampled from the first time its page is opened, until it is over; a thread lives while there is one.
+
+    Args:
+        plane: The control plane that is asked; neither workers nor queues are.
+    """
+
+    def __init__(self, plane: Plane) -> None:
+        self._plane = plane
+        self._lock = threading.Lock()
+        self._samples: dict[str, deque[dict[str, Any]]] = {}
+        self._watched: set[str] = set()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, run_id: str) -> None:
+        """Sample a run from now on."""
+        with self._lock:
+            if run_id in self._watched or len(self._watched) >= MOST_RUNS or not self._goes_on(run_id):
+                return
+            self._watched.add(run_id)
+            while len(self._samples) >= MOST_RUNS and (past := next(iter(self._samples.keys() - self._watched), None)):
+                del self._samples[past]
+            self._samples.setdefault(run_id, deque(maxlen=KEPT))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="gauges", daemon=True)
+                self._thread.start()
+
+    def since(self, run_id: str, after: float) -> list[dict[str, Any]]:
+        """A run's samples taken after a time, in seconds since 1970."""
+        with self._lock:
+            return [sample for sample in self._samples.get(run_id, ()) if sample["time"] > after]
+
+    def _work(self) -> None:
+        nvml = Nvml()
+        try:
+            while True:
+                machine = nvml.sample()
+                with self._lock:
+                    self._watched = {run_id for run_id in self._watched if self._goes_on(run_id)}
+                    if not self._watched:
+                        self._thread = None
+                        return
+                    for run_id in self._watched:
+                        queue = self._status(run_id).get("queue") or {}
+                        depth = {"queue_samples": queue["samples"]} if queue else {}
+                        self._samples[run_id].append({"time": round(time.time(), 1), **depth, **machine})
+                time.sleep(EVERY_S)
+        finally:
+            nvml.close()
+
+    def _goes_on(self, run_id: str) -> bool:
+        state = self._status(run_id).get("state")
+        return state is not None and not RunState(state).over
+
+    def _status(self, run_id: str) -> dict[str, Any]:
+        view = self._plane.views.of(run_id)
+        return (view.status() if view is not None else None) or {}
+
+
+def gauges_of(request: Request) -> Gauges:
+    """The gauges of the control plane that serves a request."""
+    gauges: Gauges = request.app.state.gauges
+    return gauges
