@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class IntervalSet:
@@ -27,6 +27,20 @@ class IntervalSet:
             stop = max(stop, self._stops[high - 1])
         self._starts[low:high] = [start]
         self._stops[low:high] = [stop]
+
+    def add_all(self, values: Iterable[int]) -> None:
+        """Add distinct integers, at once where they are adjacent."""
+        ordered = sorted(values)
+        if ordered and ordered[-1] - ordered[0] + 1 == len(ordered):
+            self.add(ordered[0], ordered[-1] + 1)
+        else:
+            for value in ordered:
+                self.add(value)
+
+    def isdisjoint(self, values: Sequence[int]) -> bool:
+        """Whether none of `values` is in the set."""
+        at = bisect_right(self._starts, max(values, default=-1)) - 1
+        return at < 0 or self._stops[at] <= min(values) or not any(value in self for value in values)
 
     def __contains__(self, value: int) -> bool:
         at = bisect_right(self._starts, value) - 1

@@ -37,7 +37,7 @@ def put(part: Partition, request: m.Put, columns: dict[str, Column], room: int) 
 def get(part: Partition, request: m.Get) -> Answer | None:
     """Read fields of samples, once all are there."""
     held, finished = part.samples.samples, part.samples.finished
-    missing = [i for i in request.ids if i not in held or not held[i].fields.issuperset(request.fields)]
+    missing = part.samples.lacking(request.ids, request.fields)
     if missing:
         gone = [i for i in missing if i in finished]
         if request.wait_s and not gone and not part.sealed:
@@ -98,10 +98,7 @@ def ack(part: Partition, request: m.Ack) -> Answer:
     """A task has done samples that the session holds."""
     _generic(part)
     task = part.task(request.task)
-    wanted, mine = set(request.ids), set()
-    for lease in part.samples.of_session(request.session):
-        if lease.task == task:
-            mine |= wanted.intersection(lease.ids)
+    mine = part.samples.held_by(request.session, task, request.ids)
     done = part.samples.samples
     strange = [
         i

@@ -6,17 +6,22 @@ Pure bookkeeping: the columns themselves are kept by `xtoken_core.protocol.store
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import count, repeat
+from operator import attrgetter
 from typing import Literal
 
+import msgspec
+
 from xtoken_core.protocol.intervals import IntervalSet
+from xtoken_core.protocol.turns import Turns
 from xtoken_core.wire import QueueError
 
 Order = Literal["strict", "arrival", "by_id"]
 SPARE_PLACES = 1024
+FIELDS_OF = attrgetter("fields")
 
 
 class Status(IntEnum):
@@ -41,11 +46,10 @@ class Task:
     order: Order = "strict"
 
 
-@dataclass(slots=True)
-class Sample:
+class Sample(msgspec.Struct, gc=False):
     """What is known of one sample. `put_at` is its place in the order of puts.
 
-    `status` goes by task name; samples may share it, so it is replaced, never changed.
+    `status` goes by task name; samples may share it, so it is replaced, never changed. A struct, since there are many.
     """
 
     id: int
@@ -91,25 +95,24 @@ class Samples:
         self._puts = 0
         self._leased = 0
         self._ready_count = 0
-        self._heaps: dict[str, list[tuple[int, int]]] = {t.name: [] for t in self.tasks.values() if t.order != "by_id"}
-        self._places: dict[str, dict[int, int]] = {name: {} for name in self._heaps}
+        self._turns = {t.name: Turns() for t in self.tasks.values() if t.order != "by_id"}
+        self._lease_of: dict[str, dict[int, int]] = {name: {} for name in self.tasks}
 
     # What producers do
 
     def produce(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
         """Note that `ids` have `fields` now; returns the ids for which this is news (the others are retries)."""
         came = frozenset(fields)
-        fresh = {name: Status.READY if t.requires <= came else Status.WAITING for name, t in self.tasks.items()}
+        if self._unknown(ids):
+            self._admit(ids, came)
+            return list(ids)
         news = []
         for sample_id in ids:
             if sample_id in self.finished or sample_id in self.dead:
                 continue
             sample = self.samples.get(sample_id)
             if sample is None:
-                sample = Sample(sample_id, self._puts, came, fresh)
-                self.samples[sample_id] = sample
-                self._puts += 1
-                self._push(sample, self._heaps)
+                self._admit([sample_id], came)
             elif came <= sample.fields:
                 continue
             else:
@@ -117,6 +120,26 @@ class Samples:
                 self._refresh(sample)
             news.append(sample_id)
         return news
+
+    def _unknown(self, ids: Sequence[int]) -> bool:
+        """Whether nothing was ever heard of any of these samples."""
+        return (
+            self.samples.keys().isdisjoint(ids) and self.dead.keys().isdisjoint(ids) and self.finished.isdisjoint(ids)
+        )
+
+    def _admit(self, ids: Sequence[int], fields: frozenset[str]) -> None:
+        """New samples, at the end of the order of puts."""
+        status = {name: Status.READY if t.requires <= fields else Status.WAITING for name, t in self.tasks.items()}
+        first, self._puts = self._puts, self._puts + len(ids)
+        made = map(Sample, ids, count(first), repeat(fields), repeat(status))
+        self.samples.update(zip(ids, made, strict=True))
+        for name, turns in self._turns.items():
+            if self.tasks[name].order == "strict":
+                turns.extend(ids, first)
+            elif status[name] == Status.READY:
+                turns.extend(ids, self._ready_count + 1)
+                self._ready_count += len(ids)
+            self._prune(turns)
 
     def withdraw(self, sample_id: int, name: str) -> None:
         """Take back a volatile field: tasks that need it and are not at work on the sample wait again."""
@@ -137,9 +160,9 @@ class Samples:
             QueueError: `unknown_sample` for an id that is not held, or one that is ready and lacks one of `fields`.
         """
         alive = tuple(i for i in ids if i not in self.dead)
-        for lease in self.leases.values():
-            if lease.session == session and lease.task == task and alive and lease.ids == alive:
-                return lease
+        lease = self.leases.get(self._lease_of[task].get(alive[0], -1)) if alive else None
+        if lease is not None and lease.session == session and lease.ids == alive:
+            return lease
         missing = [i for i in alive if i not in self.samples]
         if missing:
             raise QueueError("unknown_sample", f"sample {missing[0]} is not here")
@@ -156,28 +179,26 @@ class Samples:
         Raises:
             QueueError: `unknown_sample` if one of them lacks one of `fields`; nothing is leased then.
         """
-        heap, places = self._heaps[task], self._places[task]
-        strict, needed = self.tasks[task].order == "strict", frozenset(fields)
-        seen: list[tuple[int, int]] = []
+        turns, strict, needed = self._turns[task], self.tasks[task].order == "strict", frozenset(fields)
+        places: dict[int, int] = {}
         taken: list[int] = []
         try:
-            while heap and len(taken) < count:
-                place, sample_id = heap[0]
-                sample = self.samples.get(sample_id) if places.get(sample_id) == place else None
-                if sample is not None and strict and sample.status[task] == Status.WAITING:
-                    break
-                heapq.heappop(heap)
+            while len(taken) < count and (turn := turns.pop()) is not None:
+                place, sample_id = turn
+                sample = self.samples.get(sample_id)
                 if sample is None:
                     continue
-                del places[sample_id]
-                seen.append((place, sample_id))
-                if sample.status[task] == Status.READY:
+                status = sample.status[task]
+                if strict and status == Status.WAITING:
+                    turns.add(sample_id, place)
+                    break
+                places[sample_id] = place
+                if status == Status.READY:
                     _check_fields(sample, needed)
                     taken.append(sample_id)
         except QueueError:
-            for place, sample_id in seen:
-                places[sample_id] = place
-                heapq.heappush(heap, (place, sample_id))
+            for sample_id, place in places.items():
+                turns.add(sample_id, place)
             raise
         return self._lease(session, task, tuple(taken)) if taken else None
 
@@ -191,22 +212,35 @@ class Samples:
 
     def finish(self, task: str, ids: Iterable[int]) -> list[int]:
         """The task has done these ids; returns those that every task has done and that are let go."""
-        gone = []
         done = set(ids)
-        for sample_id in done:
+        gone = self._mark_done(task, done)
+        lease_of = self._lease_of[task]
+        for lease_id in {lease_of.pop(i) for i in done if i in lease_of}:
+            lease = self.leases[lease_id]
+            lease.ids = tuple(i for i in lease.ids if i not in done)
+            if not lease.ids:
+                del self.leases[lease_id]
+        self.finished.add_all(gone)
+        for sample_id in gone:
+            del self.samples[sample_id]
+        return gone
+
+    def _mark_done(self, task: str, ids: Iterable[int]) -> list[int]:
+        """Mark living samples; returns those that every task has done."""
+        gone = []
+        before: Mapping[str, Status] = {}
+        after, last = before, False
+        for sample_id in ids:
             sample = self.samples.get(sample_id)
             if sample is None or sample_id in self.dead:
                 continue
-            sample.mark(task, Status.DONE)
-            if all(s == Status.DONE for s in sample.status.values()):
+            if sample.status is not before:
+                before = sample.status
+                after = {**before, task: Status.DONE}
+                last = all(status == Status.DONE for status in after.values())
+            sample.status = after
+            if last:
                 gone.append(sample_id)
-        for lease in [lease for lease in self.leases.values() if lease.task == task and not done.isdisjoint(lease.ids)]:
-            lease.ids = tuple(i for i in lease.ids if i not in done)
-            if not lease.ids:
-                del self.leases[lease.id]
-        for sample_id in gone:
-            self.finished.add(sample_id)
-            del self.samples[sample_id]
         return gone
 
     def give_back(self, lease_id: int) -> Lease | None:
@@ -216,6 +250,7 @@ class Samples:
             return None
         self.given_back += len(lease.ids)
         for sample_id in lease.ids:
+            del self._lease_of[lease.task][sample_id]
             sample = self.samples.get(sample_id)
             if sample is not None and sample_id not in self.dead:
                 sample.mark(lease.task, Status.WAITING)
@@ -248,11 +283,12 @@ class Samples:
         gone = set(ids)
         for sample_id in gone:
             self.samples.pop(sample_id, None)
-        for lease in list(self.leases.values()):
-            if gone.intersection(lease.ids):
+        for lease_of in self._lease_of.values():
+            for lease_id in {lease_of.pop(i) for i in gone if i in lease_of}:
+                lease = self.leases[lease_id]
                 lease.ids = tuple(i for i in lease.ids if i not in gone)
                 if not lease.ids:
-                    del self.leases[lease.id]
+                    del self.leases[lease_id]
 
     def start_over(self) -> None:
         """Forget everything that was ever put; numbers of leases go on."""
@@ -260,9 +296,10 @@ class Samples:
         self.leases.clear()
         self.dead.clear()
         self.finished = IntervalSet()
-        for name, heap in self._heaps.items():
-            heap.clear()
-            self._places[name].clear()
+        for lease_of in self._lease_of.values():
+            lease_of.clear()
+        for turns in self._turns.values():
+            turns.clear()
 
     def reset(self) -> None:
         """Every task starts over on the samples that are held; leases are gone."""
@@ -272,9 +309,16 @@ class Samples:
             if sample.id not in self.dead:
                 sample.status = dict.fromkeys(sample.status, Status.WAITING)
                 self._refresh(sample)
-                self._push(sample, self._heaps)
+                self._push(sample, self._turns)
 
     # Looking
+
+    def lacking(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
+        """Those of `ids` that are not held or lack one of `fields`."""
+        held, needed = self.samples, frozenset(fields)
+        if held.keys() >= set(ids) and all(map(needed.issubset, set(map(FIELDS_OF, map(held.__getitem__, ids))))):
+            return []
+        return [i for i in ids if i not in held or not needed <= held[i].fields]
 
     def held(self, lease_id: int, session: str | None = None) -> Lease:
         """A lease that stands.
@@ -286,6 +330,13 @@ class Samples:
         if lease is None or (session is not None and lease.session != session):
             raise QueueError("lease_revoked", f"lease {lease_id} is not held any more")
         return lease
+
+    def held_by(self, session: str, task: str, ids: Iterable[int]) -> set[int]:
+        """Those of `ids` that a session has leased for a task."""
+        lease_of = self._lease_of[task]
+        held = {i: lease_of[i] for i in ids if i in lease_of}
+        mine = {lease for lease in set(held.values()) if self.leases[lease].session == session}
+        return {i for i, lease in held.items() if lease in mine}
 
     def of_session(self, session: str) -> list[Lease]:
         """The session's leases."""
@@ -300,8 +351,14 @@ class Samples:
         lease = Lease(self.next_lease_id(), session, task, ids, ids)
         if ids:
             self.leases[lease.id] = lease
-        for sample_id in ids:
-            self.samples[sample_id].mark(task, Status.LEASED)
+            self._lease_of[task].update(dict.fromkeys(ids, lease.id))
+        before: Mapping[str, Status] = {}
+        after = before
+        for sample in map(self.samples.__getitem__, ids):
+            if sample.status is not before:
+                before = sample.status
+                after = {**before, task: Status.LEASED}
+            sample.status = after
         return lease
 
     def _refresh(self, sample: Sample) -> None:
@@ -316,27 +373,20 @@ class Samples:
 
     def _push(self, sample: Sample, tasks: Iterable[str]) -> None:
         for name in tasks:
-            if name not in self._heaps:
+            turns = self._turns.get(name)
+            if turns is None:
                 continue
-            place, places = sample.put_at, self._places[name]
-            if self.tasks[name].order == "arrival":
-                if sample.status[name] != Status.READY:
-                    continue
+            if self.tasks[name].order == "strict":
+                turns.add(sample.id, sample.put_at)
+            elif sample.status[name] == Status.READY:
                 self._ready_count += 1
-                place = self._ready_count
-            elif places.get(sample.id) == place:
-                continue
-            places[sample.id] = place
-            heap = self._heaps[name]
-            heapq.heappush(heap, (place, sample.id))
-            if len(heap) > 2 * len(self.samples) + SPARE_PLACES:
-                self._prune(name)
+                turns.add(sample.id, self._ready_count)
+            self._prune(turns)
 
-    def _prune(self, task: str) -> None:
-        """Forget the places of samples that have gone, or that became ready again later."""
-        held = {i: place for i, place in self._places[task].items() if i in self.samples}
-        self._places[task] = held
-        self._heaps[task] = sorted((place, i) for i, place in held.items())
+    def _prune(self, turns: Turns) -> None:
+        """Now and then forget samples that have gone."""
+        if len(turns) > 2 * len(self.samples) + SPARE_PLACES:
+            turns.prune(self.samples)
 
 
 def _check_fields(sample: Sample, needed: frozenset[str]) -> None:

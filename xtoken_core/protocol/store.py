@@ -7,6 +7,7 @@ dead is compacted, so that a single slow sample does not hold all of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from xtoken_core.wire import Column, QueueError, gather_rows, select_rows
 
@@ -27,7 +28,7 @@ class Batch:
 
 
 Table = dict[int, Batch]
-Run = tuple[Batch, list[int]]
+Run = tuple[Batch, Sequence[int]]
 
 
 class Store:
@@ -47,16 +48,19 @@ class Store:
         """Keep the rows of the `wanted` ids; a field that a sample has already stays as it was."""
         keep = set(wanted)
         held = {
-            names: {i for i in keep if i in table}
+            names: table.keys() & keep
             for names, table in self._tables.items()
-            if not columns.keys().isdisjoint(names)
+            if not columns.keys().isdisjoint(names) and not table.keys().isdisjoint(keep)
         }
         together: dict[frozenset[int], list[str]] = {}
         for name in columns:
             have = frozenset[int]().union(*(known for names, known in held.items() if name in names))
             together.setdefault(have, []).append(name)
         for have, names in together.items():
-            row_of = {i: row for row, i in enumerate(ids) if i in keep and i not in have}
+            missing = keep - have
+            row_of = dict(zip(ids, range(len(ids)), strict=True))
+            if len(missing) < len(ids):
+                row_of = {i: row for i, row in row_of.items() if i in missing}
             if row_of:
                 self._add(Batch({name: columns[name] for name in names}, len(ids), row_of))
 
@@ -123,8 +127,9 @@ class Store:
         """The batch of each sample's row of a field, and the names of all fields that are there too."""
         tables = {names: table for names, table in self._tables.items() if name in names}
         for names, table in tables.items():
-            if all(map(table.__contains__, ids)):
-                return names, [table[i] for i in ids]
+            found = list(map(table.get, ids))
+            if None not in found:
+                return names, cast("list[Batch]", found)
         batches = []
         for i in ids:
             batch = next((table[i] for table in tables.values() if i in table), None)
@@ -162,14 +167,22 @@ class Store:
 
 def _runs(ids: Sequence[int], batches: Sequence[Batch]) -> list[Run]:
     """The samples' rows, one batch after the other."""
-    runs: list[Run] = []
+    if batches.count(batches[0]) == len(batches):
+        return [(batches[0], _rows(list(map(batches[0].row_of.__getitem__, ids))))]
+    runs: list[tuple[Batch, list[int]]] = []
     last = None
     for i, batch in zip(ids, batches, strict=True):
         if batch is not last:
             runs.append((batch, []))
             last = batch
         runs[-1][1].append(batch.row_of[i])
-    return runs
+    return [(batch, _rows(rows)) for batch, rows in runs]
+
+
+def _rows(rows: list[int]) -> Sequence[int]:
+    """The same rows, as a range where they are adjacent."""
+    between = range(rows[0], rows[-1] + 1)
+    return between if list(between) == rows else rows
 
 
 def _column(name: str, runs: Sequence[Run]) -> Column:

@@ -8,11 +8,9 @@ ragged axis, or bytes for an object column, whose rows are one msgpack value eac
 from __future__ import annotations
 
 import itertools
-import operator
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -52,8 +50,7 @@ class ColumnHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     item_shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]], msgspec.Meta(max_length=MAX_DIMS)] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(msgspec.Struct, frozen=True):
     """A column and its buffers.
 
     Attributes:
@@ -161,28 +158,30 @@ def unpack_columns(heads: Sequence[ColumnHead], buffers: Sequence[Buffer]) -> di
 def _checked(head: ColumnHead, values: Buffer, offsets: Buffer | None) -> Column:
     unit = unit_bytes(head.kind, head.dtype, head.item_shape)
     view = bytes_view(values)
+    rows, shape = head.rows, tuple(head.item_shape)
     if offsets is None:
-        if view.nbytes != unit * head.rows:
+        if view.nbytes != unit * rows:
             raise QueueError(
                 "bad_request",
-                f"column {head.name!r}: {head.rows} rows of {unit} bytes, but {view.nbytes} came",
+                f"column {head.name!r}: {rows} rows of {unit} bytes, but {view.nbytes} came",
             )
-        return Column(head.kind, head.dtype, head.rows, tuple(head.item_shape), view)
-    if bytes_view(offsets).nbytes != OFFSET_BYTES * (head.rows + 1):
-        raise QueueError("bad_request", f"column {head.name!r}: {head.rows} rows need {head.rows + 1} int64 offsets")
-    bounds = int64_view(offsets)
+        return Column(head.kind, head.dtype, rows, shape, view)
+    counts = bytes_view(offsets)
+    if counts.nbytes != OFFSET_BYTES * (rows + 1):
+        raise QueueError("bad_request", f"column {head.name!r}: {rows} rows need {rows + 1} int64 offsets")
+    bounds = int64_view(counts)
     flat = bounds.tolist()
-    if flat[0] != 0 or any(map(operator.gt, flat, flat[1:])) or flat[-1] * unit != view.nbytes:
+    if flat[0] != 0 or flat != sorted(flat) or flat[-1] * unit != view.nbytes:
         raise QueueError(
             "bad_request",
             f"column {head.name!r}: offsets must start at 0, never fall and end with the values",
         )
-    return Column(head.kind, head.dtype, head.rows, tuple(head.item_shape), view, bounds)
+    return Column(head.kind, head.dtype, rows, shape, view, bounds)
 
 
 def select_rows(column: Column, rows: Sequence[int]) -> Column:
     """The given rows: views where they are adjacent (the column itself, where they are all), otherwise one gather."""
-    if not rows or not _adjacent(rows):
+    if not rows or (not isinstance(rows, range) and not _adjacent(rows)):
         return gather_rows([(column, rows)])
     if len(rows) == column.rows:
         return column

@@ -73,5 +73,4 @@ def test_places_of_samples_that_have_gone_do_not_pile_up(order: str) -> None:
         lease = samples.claim_ids("s", "t", [i])
         assert lease is not None
         samples.finish("t", [i])
-    assert len(samples._heaps["t"]) <= SPARE_PLACES + 2
-    assert len(samples._places["t"]) <= SPARE_PLACES + 2
+    assert len(samples._turns["t"]) <= SPARE_PLACES + 2
