@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,12 @@ from xtoken_core.config import RunSpec, load_run_spec
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.toml"))
 COMPOSE = ROOT / "docker-compose.yml"
+REMOTE = ROOT / "deploy" / "compose.remote.yml"
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 
 KNOWN_TO_BOTH_COMPOSES = {
-    "build", "cap_drop", "command", "deploy", "healthcheck", "image", "init", "network_mode", "profiles", "restart",
-    "security_opt", "shm_size", "stop_grace_period", "user", "volumes",
+    "build", "cap_drop", "command", "deploy", "environment", "healthcheck", "image", "init", "network_mode", "profiles",
+    "restart", "secrets", "security_opt", "shm_size", "stop_grace_period", "user", "volumes",
 }  # fmt: skip
 """Keys of a service that both Compose v2 and docker-compose 1.29 take, among those used here."""
 
@@ -62,20 +66,88 @@ def settings() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-@pytest.fixture(scope="module")
-def services(settings: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """The services, with the variables filled in as Compose does."""
-    text = COMPOSE.read_text(encoding="utf-8")
+def filled_in(file: Path, settings: dict[str, str]) -> dict[str, Any]:
+    """What a Compose file says, with the variables filled in as Compose does."""
+    text = file.read_text(encoding="utf-8")
     filled = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: settings.get(m[1]) or m[2], text)
     assert "$" not in filled, "a variable without a default"
-    found: dict[str, dict[str, Any]] = yaml.safe_load(filled)["services"]
-    return found
+    return dict(yaml.safe_load(filled))
 
 
-def test_each_profile_has_one_container(services: dict[str, dict[str, Any]], settings: dict[str, str]) -> None:
+@pytest.fixture(scope="module")
+def services(settings: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The services."""
+    return dict(filled_in(COMPOSE, settings)["services"])
+
+
+def test_each_profile_of_ours_has_one_container(services: dict[str, dict[str, Any]], settings: dict[str, str]) -> None:
     profiles = {name: service["profiles"] for name, service in services.items()}
-    assert profiles == {"xtoken": ["gpu"], "xtoken-cpu": ["cpu"]}
+    assert profiles == {"xtoken": ["gpu"], "xtoken-cpu": ["cpu"], "prometheus": ["metrics"], "grafana": ["metrics"]}
     assert settings["COMPOSE_PROFILES"] == "gpu"
+
+
+def test_what_is_mounted_from_the_tree_is_there(services: dict[str, dict[str, Any]]) -> None:
+    mounted = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
+    assert [path for path in mounted if path.startswith("./deploy") and not (ROOT / path).exists()] == []
+
+
+def test_prometheus_and_grafana_are_reached_on_loopback_only(services: dict[str, dict[str, Any]]) -> None:
+    assert any(part.startswith("--web.listen-address=127.0.0.1:") for part in services["prometheus"]["command"])
+    assert services["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    for name in ("prometheus", "grafana"):
+        assert services[name]["network_mode"] == "host"
+        assert services[name]["cap_drop"] == ["ALL"]
+
+
+# deploy/compose.remote.yml
+
+
+@pytest.mark.parametrize("name", ["xtoken", "xtoken-cpu"])
+def test_what_other_machines_reach_asks_for_a_token(
+    services: dict[str, dict[str, Any]], settings: dict[str, str], name: str
+) -> None:
+    remote = filled_in(REMOTE, settings)
+    service = remote["services"][name]
+    group = typer.main.get_command(app)
+    command, *arguments = service["command"]
+    context = typer.Context(group.commands[command])  # type: ignore[attr-defined]
+    group.commands[command].parse_args(context, arguments)  # type: ignore[attr-defined]
+    assert context.params["host"] == "0.0.0.0"
+    assert [f"/run/secrets/{secret}" for secret in service["secrets"]] == [str(context.params["token_file"])]
+    assert remote["secrets"] == {"control-token": {"file": settings["XTOKEN_TOKEN_FILE"]}}
+    kept = [word for word in services[name]["command"] if word not in ("--host", "127.0.0.1")]
+    assert set(kept) <= set(service["command"])
+
+
+def test_the_second_file_only_changes_services_of_the_first(
+    services: dict[str, dict[str, Any]], settings: dict[str, str]
+) -> None:
+    remote = filled_in(REMOTE, settings)["services"]
+    assert set(remote) <= set(services)
+    assert {key for service in remote.values() for key in service} <= KNOWN_TO_BOTH_COMPOSES
+    targets = {volume.split(":")[1] for volume in services["prometheus"]["volumes"]}
+    for volume in remote["prometheus"]["volumes"]:
+        source, target, *_ = volume.split(":")
+        assert (ROOT / source).is_file()
+        assert target in targets
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
+def test_the_older_compose_takes_both_files() -> None:
+    named = [part for file in (COMPOSE, REMOTE) for part in ("-f", str(file))]
+    done = subprocess.run(
+        ["docker-compose", *named, "config", "--services"],
+        cwd=ROOT,
+        env={**os.environ, "COMPOSE_PROFILES": "gpu,cpu,metrics"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"xtoken", "xtoken-cpu", "prometheus", "grafana"}
+
+
+# the image and its settings
 
 
 def test_both_composes_know_every_key(services: dict[str, dict[str, Any]]) -> None:
@@ -83,7 +155,10 @@ def test_both_composes_know_every_key(services: dict[str, dict[str, Any]]) -> No
 
 
 def test_a_variable_has_the_same_default_in_both_files(settings: dict[str, str]) -> None:
-    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text(encoding="utf-8")))
+    used: dict[str, str] = {}
+    for file in (COMPOSE, REMOTE):
+        for name, default in re.findall(r"\$\{(\w+):-([^}]*)\}", file.read_text(encoding="utf-8")):
+            assert used.setdefault(name, default) == default
     assert used == {name: value for name, value in settings.items() if name != "COMPOSE_PROFILES"}
 
 
