@@ -15,6 +15,7 @@ from xtoken_core.alignment.batch import AlignmentBatch
 from xtoken_core.alignment.cuts import Chunks, cut
 from xtoken_core.alignment.normalizing import Normalizer
 from xtoken_core.alignment.resync import RowSide, align_row
+from xtoken_core.alignment.rows import rows_of
 from xtoken_core.alignment.sides import build_sides
 from xtoken_core.alignment.spaces import own_spaces
 from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
@@ -90,7 +91,7 @@ class TokenAligner:
             raise InputError(f"{len(s_ids)} student samples cannot be aligned with {len(t_ids)} of the teacher")
         chunks = cut(self._sides, s_ids, t_ids)
         wrong: dict[int, np.ndarray] = {}
-        for row in np.flatnonzero(chunks.doubtful).tolist():
+        for row in chunks.doubtful.nonzero()[0].tolist():
             text = texts[row] if texts is not None else None
             wrong[row] = self._realign(chunks, row, s_ids[row], t_ids[row], text)
         return _as_batch(chunks, wrong)
@@ -99,13 +100,16 @@ class TokenAligner:
         self, chunks: Chunks, row: int, student_ids: np.ndarray, teacher_ids: np.ndarray, text: str | None
     ) -> np.ndarray:
         """Replace one row's chunks by a slower, more careful alignment; the numbers of its incorrect chunks."""
-        own = own_spaces(self._sides, student_ids[None], teacher_ids[None] + self._sides.offset)
+        split = len(student_ids)
+        both = np.concatenate([student_ids, teacher_ids + self._sides.offset])
+        quiet = (self._sides.lengths.take(both) == 0).nonzero()[0]
+        led = own_spaces(self._sides, both, rows_of(1, split, len(teacher_ids)), quiet)
         places, sides = [], []
         tables = (self._sides.student, self._sides.teacher)
-        for side, ids, led in zip(tables, (student_ids, teacher_ids), own, strict=True):
+        for side, ids, begin in zip(tables, (student_ids, teacher_ids), (0, split), strict=True):
             at = np.flatnonzero(ids != side.absent)
             places.append(at)
-            sides.append(RowSide(ids[at], np.isin(at, led)))
+            sides.append(RowSide(ids[at], np.isin(at + begin, led)))
         found = align_row(
             *tables,
             *sides,
@@ -127,7 +131,7 @@ class TokenAligner:
 
 
 def _as_batch(chunks: Chunks, wrong: dict[int, np.ndarray]) -> AlignmentBatch:
-    width = max(int(chunks.counts.max(initial=0)), 1)
+    width = max(chunks.counts.tolist(), default=0) or 1
     valid = np.arange(width) < chunks.counts[:, None]
     correct = valid.copy()
     for row, incorrect in wrong.items():
@@ -145,10 +149,10 @@ def _as_batch(chunks: Chunks, wrong: dict[int, np.ndarray]) -> AlignmentBatch:
 
 def _attended(name: str, ids: Any, mask: Any, size: int) -> np.ndarray:
     """`[B, T]` int64, contiguous: the ids where the mask is set, elsewhere the absent token `size`."""
-    array = np.ascontiguousarray(ids, dtype=np.int64)
+    array = np.ascontiguousarray(ids.numpy() if isinstance(ids, Tensor) else ids, dtype=np.int64)
     if array.ndim != 2:
         raise InputError(f"the {name}'s ids must be [B, T], not {list(array.shape)}")
-    there = None if mask is None else np.asarray(mask)
+    there = mask.numpy() if isinstance(mask, Tensor) else None if mask is None else np.asarray(mask)
     if there is not None and there.shape != array.shape:
         raise InputError(f"the {name}'s mask is {list(there.shape)}, its ids are {list(array.shape)}")
     if array.size and array.view(np.uint64).max() >= size:  # a negative id is a very large one

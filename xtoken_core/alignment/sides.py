@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -65,6 +66,21 @@ class Sides:
     def offset(self) -> int:
         """What is added to a teacher's id."""
         return self.student.absent + 1
+
+    @cached_property
+    def tables(self) -> tuple[TokenTable, TokenTable]:
+        """What the tokens of either side spell."""
+        return self.student.table, self.teacher.table
+
+    @cached_property
+    def absent(self) -> tuple[int, int]:
+        """The absent tokens of both sides."""
+        return self.student.absent, self.offset + self.teacher.absent
+
+    @cached_property
+    def longer(self) -> int:
+        """A length that no token has."""
+        return int(np.iinfo(self.lengths.dtype).max)
 
 
 def build_sides(

@@ -17,9 +17,6 @@ def match_specials(student: np.ndarray, teacher: np.ndarray) -> tuple[np.ndarray
     Returns:
         Of each side, which have a partner: indices, in order on both sides, the k-th with the k-th.
     """
-    if np.array_equal(student, teacher):
-        every = np.arange(len(student))
-        return every, every
     _, i, j = np.intersect1d(_numbered(student), _numbered(teacher), assume_unique=True, return_indices=True)
     order = np.argsort(i)
     i, j = i[order], j[order]

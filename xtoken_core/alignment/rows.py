@@ -1,0 +1,59 @@
+"""Where the rows of a batch lie in one flat array: the student's, then the teacher's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`2B` rows of `n` tokens: `B` of the student, each `widths[0]` long, then `B` of the teacher.
+
+    Attributes:
+        samples: `B`.
+        widths: Tokens of a row of either side; neither is 0.
+    """
+
+    samples: int
+    widths: tuple[int, int]
+
+    @cached_property
+    def split(self) -> int:
+        """Where the teacher's rows begin."""
+        return self.samples * self.widths[0]
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """`[2B]` int64: index of each row's first token."""
+        steps = np.arange(self.samples)
+        return np.concatenate([steps * self.widths[0], steps * self.widths[1] + self.split])
+
+    @cached_property
+    def last(self) -> np.ndarray:
+        """`[2B]` int64: index of each row's last token."""
+        last: np.ndarray = self.first + np.repeat(self.widths, self.samples) - 1
+        return last
+
+    @cached_property
+    def head(self) -> np.ndarray:
+        """`[2B, 8]` int64: indices of each row's first tokens, its last one again where it is shorter."""
+        head: np.ndarray = np.minimum(self.first[:, None] + np.arange(8), self.last[:, None])
+        return head
+
+    def of(self, side: int) -> slice:
+        """The rows of the student (0) or of the teacher (1)."""
+        return slice(side * self.samples, (side + 1) * self.samples)
+
+    def halves(self, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The student's `[B, T_s]` and the teacher's `[B, T_t]` part of an array over all tokens."""
+        split, (student, teacher) = self.split, self.widths
+        return flat[:split].reshape(-1, student), flat[split:].reshape(-1, teacher)
+
+
+@lru_cache(maxsize=64)
+def rows_of(samples: int, student: int, teacher: int) -> Rows:
+    """The rows of a batch of this shape; made once."""
+    return Rows(samples, (student, teacher))
