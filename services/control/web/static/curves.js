@@ -3,6 +3,7 @@
 {
   const MOST_POINTS = 4000;
   const ASKED = 1500;
+  const SMOOTHED_FROM = 80;
   const head = () => document.getElementById("run-head").dataset;
   const probe = document.createElement("i");
   probe.hidden = true;
@@ -37,6 +38,18 @@
     if (size && size < 1e-3) return value.toExponential(1);
     return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
   };
+  /** Exponential running mean over about a fortieth of the points, unbiased at its beginning. */
+  const runningMean = (column) => {
+    const keep = 1 - 1 / Math.max(5, column.length / 40);
+    let sum = 0;
+    let weight = 0;
+    return column.map((value) => {
+      if (value === null) return null;
+      sum = keep * sum + value;
+      weight = keep * weight + 1;
+      return sum / weight;
+    });
+  };
   const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 
   /** One figure of the page: its plot, and the legend that tells the values under the pointer. */
@@ -67,8 +80,11 @@
       this.figure.hidden = lines.length === 0;
       if (!lines.length) return;
       const columns = sources[this.source];
-      const data = [columns.x, ...lines.map((line) => columns.column(line.key, this.divisor))];
-      const shown = lines.map((line) => line.key).join();
+      const figures = lines.map((line) => columns.column(line.key, this.divisor));
+      const smooth = this.source === "steps" && columns.x.length >= SMOOTHED_FROM;
+      const data = [columns.x, ...figures, ...(smooth ? figures.map(runningMean) : [])];
+      const shown = lines.map((line) => line.key).join() + smooth;
+      this.smooth = smooth;
       if (shown !== this.shown) this.make(lines, data);
       else this.plot.setData(data);
       this.shown = shown;
@@ -77,6 +93,7 @@
 
     make(lines, data) {
       this.plot?.destroy();
+      this.count = lines.length;
       const legend = this.figure.querySelector(".legend");
       legend.replaceChildren(...lines.map((line, index) => {
         const item = document.createElement("li");
@@ -84,26 +101,27 @@
         item.append(Object.assign(document.createElement("i"), { ariaHidden: "true" }), `${line.label} `, document.createElement("b"));
         return item;
       }));
-      this.plot = new uPlot(this.options(lines), data, this.place);
+      this.plot = new uPlot(this.options(lines, data.length > lines.length + 1), data, this.place);
       this.plot.root.querySelector("canvas").setAttribute("role", "img");
       this.plot.root.querySelector("canvas").setAttribute("aria-label", `${this.figure.querySelector("h2").textContent} over ${this.byTime() ? "time" : "steps"}`);
     }
 
     byTime() { return this.source === "gauges"; }
 
-    options(lines) {
+    options(lines, smooth) {
       const font = `11px ${sans}`;
       const axis = { font, stroke: colour("--faint"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false } };
-      const few = sources[this.source].x.length < 40;
+      const few = sources[this.source].x.length < 40 && !this.byTime();
+      const series = (index, alpha) => ({ stroke: colour(`--series-${index % 6}`), alpha, width: alpha < 1 ? 1 : 1.75, spanGaps: true, points: { show: few, size: 5 } });
       return {
         width: this.place.clientWidth, height: 190, padding: [10, 10, 0, 0], legend: { show: false },
         cursor: { sync: { key: this.byTime() ? "time" : "step" }, points: { size: 7, width: 2 }, drag: { x: true, y: false } },
         scales: { x: { time: this.byTime() }, y: { range: (_, low, high) => this.range(low, high) } },
         axes: [
-          { ...axis, grid: { show: false }, gap: 6, size: 28, ...(this.byTime() ? {} : { values: (_, all) => all.map((v) => (Number.isInteger(v) ? short(v) : "")) }) },
+          { ...axis, grid: { show: false }, gap: 6, size: 28, ...(this.byTime() ? { space: 90, values: (_, all) => all.map(clock) } : { values: (_, all) => all.map((v) => (Number.isInteger(v) ? v.toLocaleString("en-US") : "")) }) },
           { ...axis, gap: 8, size: (_, values) => 20 + 6.4 * Math.max(2, ...(values ?? []).map((v) => v.length)), values: (_, all) => all.map(short) },
         ],
-        series: [{}, ...lines.map((line, index) => ({ label: line.label, stroke: colour(`--series-${index % 6}`), width: 1.75, spanGaps: true, points: { show: few, size: 5 } }))],
+        series: [{}, ...lines.map((line, index) => series(index, smooth ? 0.3 : 1)), ...(smooth ? lines.map((line, index) => series(index, 1)) : [])],
         hooks: { setCursor: [() => this.tell()] },
       };
     }
@@ -117,16 +135,20 @@
     /** The legend's values: under the pointer, or else the last. */
     tell() {
       const index = this.plot.cursor.idx;
-      const texts = this.plot.data.slice(1).map((column) => {
+      const texts = this.plot.data.slice(1, this.count + 1).map((column) => {
         const at = index ?? column.findLastIndex((value) => value !== null);
         return short(column[at]);
       });
       this.figure.querySelectorAll(".legend b").forEach((item, number) => { item.textContent = texts[number]; });
       const x = index === null || index === undefined ? null : this.plot.data[0][index];
-      this.figure.dataset.at = x === null ? "" : this.byTime() ? clock(x) : `step ${x.toLocaleString("en-US")}`;
+      this.figure.dataset.at = x === null ? (this.smooth ? "bold: running mean" : "") : this.byTime() ? clock(x) : `step ${x.toLocaleString("en-US")}`;
     }
 
-    again() { this.shown = ""; this.draw(); }
+    /** Draw anew, in the colours of now. */
+    again() {
+      this.shown = "";
+      this.draw();
+    }
   }
 
   const curves = [...document.querySelectorAll(".curve")].map((figure) => new Curve(figure));

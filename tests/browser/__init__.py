@@ -1,0 +1,1 @@
+"""The web page in a headless Chromium, with real runs behind it."""

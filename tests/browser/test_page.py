@@ -1,0 +1,242 @@
+"""What somebody with a browser does: start a run, watch it, stop it, go on with it, take its files away; and align."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import TOKEN, Plane, picture
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+expect = pytest.importorskip("playwright.sync_api").expect
+expect.set_options(timeout=120_000)
+WIDE, NARROW = 1280, 390
+Open = Callable[..., Any]
+
+
+def fill(page: Any, values: dict[str, str]) -> None:
+    """Fill in fields by their names, unfolding what they are in."""
+    for name, value in values.items():
+        field = page.locator(f"[name='{name}']")
+        if not field.is_visible():
+            field.locator("xpath=ancestor::details[1]/summary").click()
+        if field.evaluate("element => element.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+
+
+def settings(plane: Plane, output: str) -> dict[str, str]:
+    """A tiny run on the CPU, as somebody would type it."""
+    return {
+        "name": output, "output": output,
+        "student.model": str(plane.assets.student), "student.context_length": "64",
+        "teacher.0.model": str(plane.assets.teacher), "teacher.0.context_length": "96",
+        "teacher.0.projection": str(plane.assets.projection),
+        "data.path": str(plane.text), "train.samples_per_step": "8", "train.micro_batch_tokens": "320",
+        "train.learning_rate": "3e-3", "train.checkpoint_every": "10", "workers.device": "cpu",
+        "workers.collators": "1", "loss.vocab_topk": "64",
+    }  # fmt: skip
+
+
+def step_of(page: Any) -> int:
+    """How many steps a run's page says were taken."""
+    found = re.match(r"([\d,]+)\s*/", page.locator(".standing .num").inner_text())
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def wait_for_step(page: Any, step: int) -> None:
+    page.wait_for_function(
+        "step => Number(document.querySelector('.standing .num')?.innerText.split('/')[0].replace(/[^0-9]/g, '')) >= step",
+        arg=step,
+    )
+
+
+def ink(page: Any) -> str:
+    """The loss curve's picture."""
+    drawn: str = page.locator("#curve-loss canvas").evaluate("canvas => canvas.toDataURL()")
+    return drawn
+
+
+def test_a_run_from_the_form_to_its_files(open_page: Open, plane: Plane, tmp_path: Path) -> None:
+    page = open_page("/")
+    expect(page.get_by_role("heading", name="No runs yet")).to_be_visible()
+    picture(page, "01-no-runs")
+    page.get_by_role("link", name="Start the first run").click()
+    fill(page, settings(plane, "first"))
+    page.locator("#part-eval > summary").click()
+    page.locator("[name='eval']").check()
+    fill(page, {"eval.path": str(plane.held_out), "eval.every": "20"})
+    picture(page, "02-form")
+    page.get_by_role("button", name="Check only").click()
+    expect(page.get_by_role("status").filter(has_text="This run can be started.")).to_contain_text("500")
+    picture(page, "03-checked")
+    page.get_by_role("button", name="Start", exact=True).last.click()
+
+    expect(page).to_have_url(re.compile(r"/runs/first-[0-9a-f]{8}$"))
+    for worker in ("queue", "collator-0", "teacher-0-0", "trainer-0"):
+        expect(page.locator(f"#worker-{worker}")).to_contain_text("running")
+    expect(page.locator("#worker-trainer-0")).to_contain_text("ago")
+    expect(page.locator("#curve-loss")).to_be_visible()
+    wait_for_step(page, 5)
+    seen = ink(page)
+    wait_for_step(page, step_of(page) + 5)
+    page.wait_for_function("before => document.querySelector('#curve-loss canvas').toDataURL() !== before", arg=seen)
+    for name in ("held-out", "throughput", "waiting", "queue", "memory"):
+        expect(page.locator(f"#curve-{name}")).to_be_visible()
+    expect(page.locator("#curve-gpu-use")).to_be_hidden()
+    wait_for_step(page, 45)
+    page.wait_for_timeout(2500)
+    page.locator("#curve-loss .u-over").hover()
+    expect(page.locator("#curve-loss")).to_have_attribute("data-at", re.compile(r"step \d+"))
+    picture(page, "04-running")
+
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.locator("#run-head .pill")).to_have_text("stopped")
+    expect(page.locator("#notes")).to_contain_text("stopped")
+    at = step_of(page)
+    assert 0 < at < 500
+    picture(page, "05-stopped")
+
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator("#run-head .pill")).to_have_text("running")
+    wait_for_step(page, at + 3)
+    expect(page.locator("#notes")).to_contain_text("resumed")
+    assert page.locator("#curve-loss").is_visible()
+
+    page.get_by_role("navigation", name="This run").get_by_role("link", name="Log").click()
+    expect(page.get_by_role("log")).to_contain_text("ring 1 of teacher 0 is open")
+    page.get_by_role("link", name="trainer-0", exact=True).click()
+    expect(page.get_by_role("log")).not_to_contain_text("serving at")
+    picture(page, "06-log")
+    page.get_by_role("link", name="Configuration").click()
+    expect(page.locator("#short")).to_contain_text(f'model = "{plane.assets.student}"')
+    picture(page, "07-configuration")
+
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.locator("#run-head .pill")).to_have_text("stopped")
+    page.get_by_role("link", name="Files").click()
+    picture(page, "08-files")
+    with page.expect_download() as download:
+        page.get_by_role("link", name="steps.jsonl").click()
+    download.value.save_as(tmp_path / "steps.jsonl")
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) >= at + 3
+    assert page.get_by_role("link", name="model.safetensors").count() >= 1
+
+    page.get_by_role("link", name="xtoken, all runs").click()
+    expect(page.get_by_role("row").filter(has_text="first")).to_contain_text("stopped")
+    picture(page, "09-runs")
+
+
+def test_what_is_wrong_is_said_at_its_field(open_page: Open, plane: Plane) -> None:
+    page = open_page("/runs/new")
+    values = {**settings(plane, "second"), "student.context_length": "1", "teacher.0.projection": "/etc/passwd"}
+    fill(page, values)
+    page.get_by_role("button", name="Start", exact=True).last.click()
+    wrong = page.get_by_label("Context length").first
+    expect(wrong).to_have_attribute("aria-invalid", "true")
+    expect(wrong).to_be_focused()
+    assert "greater than or equal to 2" in page.locator("#f-student-context_length-error").inner_text()
+    assert page.locator("[name='output']").input_value() == "second"
+    picture(page, "10-field-error")
+
+    fill(page, {"student.context_length": "64"})
+    page.get_by_role("button", name="Start", exact=True).last.click()
+    expect(page.locator("#f-teacher-0-projection-error")).to_contain_text("lies under none of")
+
+    page.get_by_role("button", name="Run file").click()
+    text = page.get_by_label("Run file").input_value()
+    assert "[student]" in text and "[[teacher]]" in text and 'name = "second"' in text
+    page.get_by_label("Run file").fill(text.replace('[student]', '[student]\nsise = 3'))
+    page.get_by_role("button", name="Check only").click()
+    expect(page.locator("#errors")).to_contain_text("student.sise")
+    picture(page, "11-run-file")
+    page.get_by_label("Run file").fill(text.replace("/etc/passwd", str(plane.assets.projection)))
+    page.get_by_role("button", name="Fields").click()
+    expect(page.locator("[name='teacher.0.projection']")).to_have_value(str(plane.assets.projection))
+    page.get_by_role("button", name="Add a teacher").click()
+    expect(page.locator("[name='teacher.1.model']")).to_be_visible()
+    page.get_by_role("button", name="Remove").last.click()
+    expect(page.locator("[name='teacher.1.model']")).to_have_count(0)
+
+
+def test_two_tokenizers_are_aligned(open_page: Open, plane: Plane) -> None:
+    page = open_page("/align")
+    page.get_by_label("Student").fill(str(plane.assets.student))
+    page.get_by_label("Teacher").fill("/etc")
+    page.get_by_role("button", name="Align").click()
+    expect(page.locator("[data-field='teacher']")).to_contain_text("lies under none of")
+    page.get_by_label("Teacher").fill(str(plane.assets.teacher))
+    page.get_by_label("Text").fill("def naïve(number): return number + 2024")
+    page.get_by_role("button", name="Align").click()
+    student, teacher = (page.locator(f"[data-side='{side}'] .token") for side in ("student", "teacher"))
+    expect(student.first).to_be_visible()
+    assert page.locator(".token.differs:visible").count() == 1, "the key's own"
+    spelled = {side: "".join(tokens.all_inner_texts()) for side, tokens in (("s", student), ("t", teacher))}
+    assert "naïve(number):·return" in spelled["s"] and "naïve(number):·return" in spelled["t"]
+    assert student.count() != teacher.count()
+    student.nth(2).hover()
+    chunk = student.nth(2).get_attribute("data-chunk")
+    expect(page.locator(f"[data-side='teacher'] .token[data-chunk='{chunk}']").first).to_have_class(re.compile("pointed"))
+    picture(page, "12-align")
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_every_page_fits_in_every_colour(open_page: Open, plane: Plane, width: int, colours: str) -> None:
+    page = open_page("/", width=width, colours=colours)
+    run = page.locator("a.through").first.get_attribute("href")
+    for name, path in (
+        ("runs", "/"), ("run", run), ("log", f"{run}/log"), ("configuration", f"{run}/configuration"),
+        ("files", f"{run}/files"), ("new", "/runs/new"), ("align", "/align"),
+    ):  # fmt: skip
+        page.goto(path)
+        page.wait_for_load_state("networkidle")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than the screen"
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == (colours == "dark")
+        if width == NARROW or colours == "dark":
+            picture(page, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-{name}")
+
+
+def test_a_keyboard_is_enough(open_page: Open) -> None:
+    page = open_page("/")
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    page.get_by_role("button", name="Colours").focus()
+    for colours in ("light", "dark"):
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.documentElement.dataset.theme") == colours
+    page.reload()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark", "it is remembered"
+    page.locator("a.through").first.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#run-head")).to_be_visible()
+    page.locator("#more summary").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("link", name="New run with these settings")).to_be_visible()
+    page.wait_for_timeout(1000)
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("link", name="New run with these settings")).to_be_hidden()
+    expect(page.locator("#more summary")).to_be_focused()
+
+
+def test_the_token_is_asked_for_once(open_page: Open, guarded: Plane) -> None:
+    page = open_page("/align", at=guarded)
+    expect(page).to_have_url(re.compile("/login"))
+    picture(page, "13-sign-in")
+    page.get_by_label("Token", exact=True).fill(TOKEN)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Align two tokenizers")).to_be_visible()
+    (cookie,) = page.context.cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+    assert TOKEN not in cookie["value"]
+    page.goto("/")
+    expect(page.get_by_role("heading", name="No runs yet")).to_be_visible()
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("Token", exact=True)).to_be_visible()
+    assert page.context.cookies() == []
