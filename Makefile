@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-docker docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e clean
+.PHONY: help install demo lint format type test test-all test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,11 +48,19 @@ test-all: $(STAMP)  ## the slow ones too
 test-docker: $(STAMP)  ## build the images' CPU profile and run it; DOCKER_HOST, XTOKEN_BASE and TORCH_INDEX are respected
 	$(BIN)/pytest -m docker tests/docker
 
-docs: $(STAMP)  ## write the reference pages anew from the code
+test-deploy: $(STAMP)  ## the Kubernetes manifests against their API's schemas
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[deploy]'
+	$(BIN)/pytest tests/unit/test_kubernetes.py
+
+docs: $(STAMP)  ## write the reference pages and the README's figures anew, and build the site into build/site
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench-queue: $(STAMP)  ## the queue beside plain pyzmq and TransferQueue, five minutes, and its page's figures
 	$(BIN)/python -m benchmarks.queue
+	$(BIN)/python -m benchmarks.readme
 
 bench-queue-peer:  ## install TransferQueue and Ray, in an environment of their own, for bench-queue
 	benchmarks/queue/transferqueue/install.sh .venv-transferqueue $(PYTHON)
@@ -64,16 +72,19 @@ bench-collate: $(STAMP)  ## alignment beside TRL's, collation, projection; then 
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.collate
 	$(BIN)/python -m benchmarks.collate_workers
+	$(BIN)/python -m benchmarks.readme
 
 bench-ops: $(STAMP)  ## test and time the ops on a GPU, the references beside them, and write their pages' figures
 	$(BIN)/python -m benchmarks.gpu_tests
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.hidden_states
 	$(BIN)/python -m benchmarks.operator_pages
+	$(BIN)/python -m benchmarks.readme
 
 bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop
 	$(BIN)/python -m benchmarks.end_to_end
 	$(BIN)/python -m benchmarks.end_to_end.page
+	$(BIN)/python -m benchmarks.readme
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build runs demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

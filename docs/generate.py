@@ -1,4 +1,6 @@
-"""Write the reference pages that follow from the code: `configuration.md` from the models, `cli.md` from the commands.
+"""Write the reference pages that follow from the code.
+
+`configuration.md` from the models of a run, `cli.md` from the commands, `rest.md` from the control plane's OpenAPI.
 
 python docs/generate.py          write them
 python docs/generate.py --check  only say whether they are in step
@@ -24,6 +26,8 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
 from services.cli import app  # noqa: E402 - found by the line above
+from services.control.app import create_app  # noqa: E402
+from services.control.runs import Runs  # noqa: E402
 from xtoken_core.config import RunSpec  # noqa: E402
 
 MAKE = "python docs/generate.py"
@@ -57,6 +61,25 @@ shows its traceback, and workers log more.
 | 75 | the queue has ended this worker's session: start it again |
 | 130, 143 | stopped by SIGINT (Ctrl-C), by SIGTERM |
 """
+
+REST = """# REST interface
+
+What `xtoken control` answers. It describes itself at `/openapi.json`, and shows that at `/docs`. Who may ask, and where
+a token is needed, is told in [operations](operations.md#who-may-ask). Times are ISO 8601 with a zone, sizes bytes.
+
+<!-- Written by `{make}` from the control plane's OpenAPI: change services/control, not this. -->
+
+{requests}
+## Errors
+
+Every error is `application/problem+json`, a `Problem`:
+
+{errors}
+## Objects
+
+The fields of `RunSpec` are those of a run file: see [configuration](configuration.md).
+
+{objects}"""
 
 
 def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -200,7 +223,92 @@ def _row(parameter: Any) -> str:
     return f"| {names} | {default} | {' '.join((parameter.help or '').split())} |"
 
 
-PAGES = {"configuration.md": configuration, "cli.md": cli}
+def rest() -> str:
+    """The page about the control plane's requests."""
+    described = create_app(Runs(None)).openapi()
+    schemas = described["components"]["schemas"]
+    requests = "\n".join(
+        _request(method.upper(), path, operation)
+        for path, ways in described["paths"].items()
+        for method, operation in ways.items()
+    )
+    answered = {name: schema for name, schema in schemas.items() if _is_answer(name)}
+    errors = "\n".join(_object(name, schemas[name]) for name in ERRORS)
+    objects = "\n".join(_object(name, schema) for name, schema in answered.items())
+    return REST.format(make=MAKE, requests=requests, errors=errors, objects=objects.rstrip() + "\n")
+
+
+ERRORS = ("Problem", "FieldError")
+
+
+def _is_answer(name: str) -> bool:
+    return name not in ERRORS and not name.endswith(("Spec", "LossConfig"))
+
+
+def _request(method: str, path: str, operation: dict[str, Any]) -> str:
+    said = " ".join((operation.get("description") or operation["summary"]).split())
+    lines = [f"## {method} {path}", "", said, ""]
+    rows = [
+        f"| `{p['name']}` | {p['in']} | {_schema_in_words(p['schema'])} | {_json_default(p['schema'])} "
+        f"| {p.get('description', '')} |"
+        for p in operation.get("parameters", ())
+        if p["in"] != "path"
+    ]
+    if body := operation.get("requestBody"):
+        (content,) = body["content"].values()
+        rows.insert(0, f"| the body | JSON | {_schema_in_words(content['schema'])} | required |  |")
+    if rows:
+        lines += ["| parameter | in | takes | default | meaning |", "|---|---|---|---|---|", *rows, ""]
+    lines += ["| status | answer |", "|---|---|"]
+    lines += [f"| {status} | {_answer(answer)} |" for status, answer in sorted(operation["responses"].items())]
+    return "\n".join([*lines, ""])
+
+
+def _answer(answer: dict[str, Any]) -> str:
+    """A response's description, and the object or type that it carries."""
+    said = " ".join(answer.get("description", "").split()).rstrip(".")
+    carried = []
+    for kind, content in answer.get("content", {}).items():
+        schema = content.get("schema", {})
+        carried.append(_schema_in_words(schema) if "$ref" in schema else f"`{kind}`")
+    return ": ".join(filter(None, [said, ", ".join(carried)]))
+
+
+def _object(name: str, schema: dict[str, Any]) -> str:
+    """One object's fields."""
+    said = " ".join(schema.get("description", "").split())
+    lines = [f"### {name}", "", *([said, ""] if said else [])]
+    if "enum" in schema:
+        return "\n".join([*lines, "One of " + ", ".join(f'`"{value}"`' for value in schema["enum"]) + ".", ""])
+    rows = [
+        f"| `{field}` | {_schema_in_words(part)} | {' '.join(part.get('description', '').split())} |"
+        for field, part in schema.get("properties", {}).items()
+    ]
+    return "\n".join([*lines, "| field | type | meaning |", "|---|---|---|", *rows, ""])
+
+
+def _schema_in_words(schema: dict[str, Any]) -> str:
+    """A JSON schema as a reader would say it."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})" if _is_answer(name) or name in ERRORS else f"`{name}`"
+    if alternatives := schema.get("anyOf"):
+        return " or ".join(_schema_in_words(part) for part in alternatives)
+    if schema.get("type") == "array":
+        return f"list of {_schema_in_words(schema.get('items', {}))}"
+    if "const" in schema or "enum" in schema:
+        return " or ".join(f'`"{value}"`' for value in schema.get("enum", [schema.get("const")]))
+    bounds = [f"{sign} {schema[key]}" for key, sign in (("minimum", "≥"), ("maximum", "≤")) if key in schema]
+    bounds = ["≤ 2^62" if bound == f"≤ {2**62}" else bound for bound in bounds]
+    return " ".join([schema.get("type", "anything"), ", ".join(bounds)]).rstrip()
+
+
+def _json_default(schema: dict[str, Any]) -> str:
+    default = schema.get("default")
+    return "-" if default is None or default in ("", []) else f"`{str(default).lower()}`"
+
+
+PAGES = {"configuration.md": configuration, "cli.md": cli, "rest.md": rest}
 
 
 def out_of_step() -> list[str]:
