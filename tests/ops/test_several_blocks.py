@@ -68,22 +68,34 @@ def test_gold(monkeypatch, device, variant):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("spare", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_the_largest_of_a_row_are_picked_as_a_sort_would(monkeypatch, device, spare):
+@pytest.mark.parametrize(("n", "spare"), [pytest.param(1, 0, marks=pytest.mark.slow), (40, 3)])
+def test_the_largest_uncommon_of_a_chunk_are_picked_as_a_sort_would(monkeypatch, device, n, spare):
+    from xtoken_core.ops.chunks import chunk_positions
     from xtoken_core.ops.gold import triton as gold
 
-    shrink(monkeypatch, "gold", SELECT_BLOCK=64, SPARE=spare)
-    logits = torch.randn(6, 150, generator=torch.Generator().manual_seed(0))
-    logits[1] = logits[1].round()  # ties at the border
-    logits[2] = 0.0
-    logits[3, 20:] = -torch.inf
-    logits[4, 7] = 200.0
-    rows = torch.softmax(logits, dim=-1).to(device)
-    for n in (1, 40):
-        values, places = gold._descending(rows, n, places=True)
-        expected = rows.sort(dim=1, descending=True, stable=True)
-        assert torch.equal(values, expected.values[:, :n])
-        assert torch.equal(places.long(), expected.indices[:, :n])
+    shrink(monkeypatch, "gold", SELECT_BLOCK=128, SPARE=spare)
+    logits = torch.randn(1, 7, 150, generator=torch.Generator().manual_seed(0))
+    logits[0, 1] = logits[0, 1].round()  # ties at the border
+    logits[0, 2] = 0.0
+    logits[0, 3, 20:] = -torch.inf
+    logits[0, 4, 7] = 200.0
+    logits[0, 5, 9] = 10.0  # before the first edge
+    logits = logits.to(device)
+    uncommon = torch.tensor([v for v in range(150) if v % 4 != 1], device=device)
+    side = gold.Side(logits, chunk_positions(torch.tensor([[0, 1, 2, 3, 4, 5, -1]], device=device), 7))
+    lse = side.log_sum_exp(1.0)
+    rest = torch.log_softmax(logits[0, :6], dim=-1)[:, uncommon]
+    mass = torch.zeros(7, device=device)
+    values, places, ids = gold.Tail(side, lse, uncommon, n).descending(0, 7, 1.0, mass)
+    expected, order = rest.sort(dim=1, descending=True, stable=True)
+    torch.testing.assert_close(values[:6, :n], expected[:, :n].exp(), rtol=1e-5, atol=1e-10)
+    picked = ids.gather(1, places[:, :n])[:6]
+    same = picked == uncommon[order[:, :n]]
+    assert bool((same | (values[:6, :n] == 0)).all())
+    assert all(len(set(row.tolist())) == n for row in picked)
+    torch.testing.assert_close(mass[:6], rest.exp().sum(1), rtol=1e-5, atol=1e-7)
+    assert torch.equal(values[6, :n], torch.ones_like(values[6, :n]))
+    assert mass[6] == uncommon.shape[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,7 +138,8 @@ def test_p_kl_at_thousands_of_tokens(k):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cut", [900, None], ids=["cut", "untruncated"])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 2), (torch.bfloat16, 1)], ids=["fp32", "bf16_with_ties"])
-def test_gold_at_thousands_of_tokens(cut, dtype, size):
+def test_gold_at_thousands_of_tokens(monkeypatch, cut, dtype, size):
+    shrink(monkeypatch, "gold", SPARE=300)  # fewer than are left out
     device, V_s, V_t, T = torch.device("cuda"), 4999, 6007, 130
     generator = torch.Generator(device).manual_seed(0)
     order = torch.randperm(V_t, device=device, generator=generator)

@@ -123,23 +123,26 @@ def gold_rest_kernel(
 
 @triton.jit(do_not_specialize=["from_chunk"])
 def gold_l1_kernel(
-    student_ptr, places_ptr, teacher_ptr, ids_ptr, l1_ptr, slope_ptr, signs_ptr, from_chunk, n_s, n_t, n, V,
-    BLOCK: tl.constexpr
+    student_ptr, places_ptr, ids_ptr, teacher_ptr, l1_ptr, slope_ptr, signs_ptr, from_chunk, n_s, n_t, n, V,
+    student_stride, ids_stride, teacher_stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One chunk's L1 distance of two descending lists; the sign of each difference is put at the student's id."""
+    """One chunk's L1 distance of two descending lists; the sign of each difference is put at the student's id.
+
+    `places` are those in the list of ids; each is a row per chunk, but where all chunks share one list of ids.
+    """
     slot = tl.program_id(0).to(tl.int64)
     chunk = from_chunk + slot
     l1 = tl.zeros((BLOCK,), dtype=tl.float32)
     slope = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        a = tl.load(student_ptr + slot * n_s + i, mask=i < n_s, other=0.0)
-        b = tl.load(teacher_ptr + slot * n_t + i, mask=i < n_t, other=0.0)
+        a = tl.load(student_ptr + slot * student_stride + i, mask=i < n_s, other=0.0)
+        b = tl.load(teacher_ptr + slot * teacher_stride + i, mask=i < n_t, other=0.0)
         sign = (a > b).to(tl.float32) - (a < b).to(tl.float32)
         l1 += tl.abs(a - b)
         slope += sign * a
-        place = tl.load(places_ptr + slot * n_s + i, mask=i < n_s, other=0)
-        v = tl.load(ids_ptr + place, mask=i < n_s, other=0)
+        place = tl.load(places_ptr + slot * student_stride + i, mask=i < n_s, other=0)
+        v = tl.load(ids_ptr + slot * ids_stride + place, mask=i < n_s, other=0)
         tl.store(signs_ptr + chunk * V + v, sign.to(tl.int8), mask=i < n_s)
     tl.store(l1_ptr + chunk, tl.sum(l1, axis=0))
     tl.store(slope_ptr + chunk, tl.sum(slope, axis=0))

@@ -1,4 +1,4 @@
-"""The Triton kernel of `gold` that picks the largest probabilities of a row, before they are sorted."""
+"""The Triton kernel of `gold` that picks a chunk's most likely uncommon ids, before they are sorted."""
 # Triton has no types, and its kernels can carry none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -7,67 +7,177 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from xtoken_core.ops.gold.kernels import EPS
+
+FIRST_EDGE = tl.constexpr(0x3E800000)
+"""The key of log p = -0.25: at most one id of a chunk lies before it."""
+FIRST_WIDTH = tl.constexpr(22)
+"""Bits of half an octave of -log p: sixteen of them reach from the first edge to log p = -64."""
+GUESS_WIDTH = tl.constexpr(10)
+"""Bits of the interval within which an edge is guessed."""
+LINE = tl.constexpr(64)
+"""Neighbouring ids that are looked at together when not all are."""
+
 
 @triton.jit
-def count_digits(keys_ptr, u, border, shift, BLOCK: tl.constexpr):
-    """How many keys there are per digit `(key - border) >> shift` in 0 .. 15, a byte per lane and digit."""
+def chunk_keys(
+    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, ids, V, T, stride_b, stride_t, scale
+):
+    """A chunk's averaged log-probabilities at `ids`, and their keys: the bits of `-log p`; -1 for common ids.
+
+    `base` and `lse` are those of its first position.
+    """
+    inside = ids < V
+    log_p = tl.load(base + ids, mask=inside, other=0.0).to(tl.float32) * scale - lse
+    if count > 1:
+        for i in range(1, count):
+            row = tl.load(order_ptr + first + i)
+            place = logits_ptr + row // T * stride_b + row % T * stride_t
+            log_p += tl.load(place + ids, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(lse_ptr + row)
+        log_p = log_p / (count.to(tl.float32) + EPS)
+    key = tl.where(log_p >= 0.0, 0, tl.abs(log_p).to(tl.int32, bitcast=True))
+    return log_p, tl.where(tl.load(uncommon_ptr + ids, mask=inside, other=0) > 0, key, -1)
+
+
+@triton.jit
+def count_digits(
+    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
+    least, edge, width, STEP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """How many keys from `least` on there are per digit `(key - edge) >> width` in 0 .. 15, a byte per lane and digit.
+
+    Keys before `edge` count for digit 0. One of STEP lines of ids is looked at.
+    """
     low = tl.zeros((BLOCK,), dtype=tl.int64)
     high = tl.zeros((BLOCK,), dtype=tl.int64)
-    for start in range(0, u, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        key = tl.load(keys_ptr + place, mask=place < u, other=-1)
-        digit = (key - border) >> shift
+    lanes = tl.arange(0, BLOCK)
+    lanes = lanes // LINE * (LINE * STEP) + lanes % LINE
+    for start in range(0, V, BLOCK * STEP):
+        _, key = chunk_keys(
+            logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, start + lanes, V, T,
+            stride_b, stride_t, scale
+        )  # fmt: skip
+        digit = tl.maximum((key - edge) >> width, 0)
         one = tl.full((BLOCK,), 1, dtype=tl.int64) << ((digit & 7) * 8).to(tl.int64)
-        there = key >= border
-        low += tl.where(there & (digit < 8), one, 0)
-        high += tl.where(there & (digit >= 8) & (digit < 16), one, 0)
+        low += tl.where((key >= least) & (digit < 8), one, 0)
+        high += tl.where((key >= least) & (digit >= 8) & (digit < 16), one, 0)
     return low, high
 
 
 @triton.jit
-def next_digit(low, high, above, wanted):
-    """The largest digit from which on at least `wanted` keys follow; how many lie above it, and from it on."""
-    digit, kept, counted = -1, above, above
+def next_digit(low, high, before, wanted):
+    """The first digit up to which `wanted` keys lie, 16 = none; how many lie before it, and up to it."""
+    digit, kept, counted = 16, before, before
     for j in tl.static_range(16):
-        lanes = high >> ((7 - j) * 8) if j < 8 else low >> ((15 - j) * 8)
+        lanes = low >> (j * 8) if j < 8 else high >> ((j - 8) * 8)
         further = counted + tl.sum((lanes & 255).to(tl.int32), axis=0)
-        found = (digit < 0) & (further >= wanted)
-        digit = tl.where(found, 15 - j, digit)
-        kept = tl.where(digit < 0, further, kept)
-        counted = tl.where((digit < 0) | found, further, counted)
+        found = (digit == 16) & (further >= wanted)
+        digit = tl.where(found, j, digit)
+        kept = tl.where(digit == 16, further, kept)
+        counted = tl.where((digit == 16) | found, further, counted)
     return digit, kept, counted
 
 
-@triton.jit(do_not_specialize=["wanted", "room"])
-def gold_select_kernel(keys_ptr, values_ptr, places_ptr, u, wanted, room, BLOCK: tl.constexpr):
-    """One row: its `wanted` largest keys, with at most `room - wanted` more, in the order of their places.
+@triton.jit
+def find_edge(
+    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
+    wanted, room, LEAST_WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The last key to take, and how many equal to it: at least `wanted` keys in all, and if it can be, at most `room`.
 
-    Keys are the bits of numbers in `[0, 2)`. A border is found digit by digit, until the keys from it on fit into the
-    room; of too many keys at the border the first are taken. Room that is left is filled with -1.
+    Each turn narrows an interval of keys to a sixteenth, down to LEAST_WIDTH bits.
     """
-    row = tl.program_id(0).to(tl.int64)
-    keys_ptr += row * u
-    border, above, counted, shift = 0, 0, u, 28
-    while (shift >= 0) & (counted > room):
-        low, high = count_digits(keys_ptr, u, border, shift, BLOCK)
-        digit, above, counted = next_digit(low, high, above, wanted)
-        border += digit << shift
-        shift -= 4
-    exact = counted > room  # then `above` keys lie above the border, and not all at it have room
-    border_room = tl.where(exact, wanted - above, u)
-    taken, at_border = 0, 0
-    for start in range(0, u, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        key = tl.load(keys_ptr + place, mask=place < u, other=-1)
-        equal = (key == border).to(tl.int32)
-        rank = at_border + tl.cumsum(equal, axis=0)
-        chosen = ((key > border) | ((equal > 0) & (rank <= border_room))).to(tl.int32)
-        to = row * room + taken + tl.cumsum(chosen, axis=0) - 1
-        tl.store(values_ptr + to, key.to(tl.float32, bitcast=True), mask=chosen > 0)
-        tl.store(places_ptr + to, place, mask=chosen > 0)
-        taken += tl.sum(chosen, axis=0)
-        at_border += tl.sum(equal, axis=0)
+    edge, width, before, counted, turn = FIRST_EDGE + 0, FIRST_WIDTH + 4, 0, room + 1, 0
+    while (counted > room) & (width > LEAST_WIDTH):
+        width = tl.maximum(width - 4, 0)
+        least = tl.where(turn == 0, 0, edge)
+        low, high = count_digits(
+            logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
+            least, edge, width, STEP, BLOCK
+        )  # fmt: skip
+        digit, before_digit, up_to_digit = next_digit(low, high, before, wanted)
+        outside = (turn == 0) & ((digit == 0) | (digit == 16))
+        edge = tl.where(outside, 0, edge + (digit << width))
+        width = tl.where(outside, 31, width)
+        before = tl.where(outside, 0, before_digit)
+        counted = tl.where(outside, room + 1, up_to_digit)
+        turn += 1
+    return edge + ((1 << width) - 1), tl.where(counted > room, wanted - before, V)
+
+
+@triton.jit
+def take(
+    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
+    values_ptr, ids_ptr, last, last_room, room, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store what lies before `last` and `last_room` keys equal to it; how many there are, and the sum over all ids."""
+    taken, at_last = 0, 0
+    mass = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, V, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        log_p, key = chunk_keys(
+            logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, ids, V, T, stride_b, stride_t, scale
+        )
+        p = tl.where(key >= 0, tl.exp(log_p), 0.0)
+        mass += p
+        before, equal = (key >= 0) & (key < last), (key >= 0) & (key == last)
+        counted = tl.cumsum(before.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
+        rank = at_last + (counted >> 16)
+        to = taken + (counted & 0xFFFF) + tl.minimum(rank, last_room) - 1
+        chosen = (before | (equal & (rank <= last_room))) & (to < room)
+        tl.store(values_ptr + to, p, mask=chosen)
+        tl.store(ids_ptr + to, ids, mask=chosen)
+        total = tl.max(counted, axis=0)
+        taken += total & 0xFFFF
+        at_last += total >> 16
+    return taken + tl.minimum(at_last, last_room), tl.sum(mass, axis=0)
+
+
+@triton.jit(do_not_specialize=["T", "from_chunk", "wanted", "room", "u"])
+def gold_select_kernel(
+    logits_ptr, order_ptr, first_ptr, lse_ptr, uncommon_ptr, values_ptr, ids_ptr, mass_ptr,
+    from_chunk, u, wanted, room, V, T, stride_b, stride_t, scale,
+    MASS: tl.constexpr, STEP: tl.constexpr, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One chunk: its `wanted` largest of `u` uncommon probabilities, with at most `room - wanted` more, by id.
+
+    An edge is guessed from one of STEP lines of ids; if what lies before it is too little or does not fit into the
+    room, it is found among all. Of too many equal ones at the edge the first are taken. Room that is left is filled
+    with -1. A chunk without positions has probability 1 everywhere.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    chunk = from_chunk + slot
+    values_ptr += slot * room
+    ids_ptr += slot * room
+    first = tl.load(first_ptr + chunk)
+    count = tl.load(first_ptr + chunk + 1) - first
+    taken, mass, left = 0, u.to(tl.float32), 1.0
+    if count > 0:
+        row = tl.load(order_ptr + first)
+        base = logits_ptr + row // T * stride_b + row % T * stride_t
+        lse = tl.load(lse_ptr + row)
+        guess = (wanted + room) // (2 * STEP)
+        last, _ = find_edge(
+            logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
+            tl.maximum(guess, 1), guess, GUESS_WIDTH, STEP, COUNT_BLOCK
+        )  # fmt: skip
+        last_room, fits, turn = V, False, 0
+        while (turn < 2) & (fits == 0):
+            if turn == 1:
+                last, last_room = find_edge(
+                    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t,
+                    scale, wanted, room, 0, 1, COUNT_BLOCK
+                )  # fmt: skip
+            taken, mass = take(
+                logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
+                values_ptr, ids_ptr, last, last_room, room, BLOCK
+            )  # fmt: skip
+            fits = (taken >= wanted) & (taken <= room)
+            turn += 1
+        left = -1.0
+    if MASS:
+        tl.store(mass_ptr + chunk, tl.load(mass_ptr + chunk) + mass)
     for start in range(0, room - taken, BLOCK):
-        slot = taken + start + tl.arange(0, BLOCK)
-        tl.store(values_ptr + row * room + slot, tl.full((BLOCK,), -1.0, dtype=tl.float32), mask=slot < room)
-        tl.store(places_ptr + row * room + slot, tl.zeros((BLOCK,), dtype=tl.int32), mask=slot < room)
+        place = taken + start + tl.arange(0, BLOCK)
+        tl.store(values_ptr + place, tl.zeros((BLOCK,), dtype=tl.float32) + left, mask=place < room)
+        tl.store(ids_ptr + place, tl.zeros((BLOCK,), dtype=tl.int32), mask=place < room)

@@ -23,8 +23,10 @@ GRADIENT_BLOCK = 2048
 """Ids of a row that a program takes at once."""
 GRADIENT_BLOCKS = 8
 """How many times a program of the backward does so."""
-SELECT_BLOCK = 2048
-SPARE = 1024
+SELECT_BLOCK, SELECT_WARPS = 2048, 4
+SELECT_STEP = 8
+"""One of so many lines of ids is looked at, to guess where a chunk's largest probabilities begin."""
+SPARE = 1536
 """Places of a row beside those wanted when its largest entries are picked: more of them end the search earlier."""
 SLAB_BYTES = 1 << 29
 """Most memory for the tails of both sides; chunks are taken slab by slab."""
@@ -101,6 +103,52 @@ class TritonGold(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
+@dataclass(frozen=True)
+class Tail:
+    """One side's uncommon ids, and how many of each chunk's probabilities at them are compared."""
+
+    side: Side
+    lse: Tensor
+    ids: Tensor
+    wanted: int
+
+    @property
+    def picked(self) -> bool:
+        """Whether the largest are picked before they are sorted."""
+        return self.wanted + SPARE < self.ids.shape[0]
+
+    @property
+    def width(self) -> int:
+        """How many probabilities of a chunk are sorted."""
+        return self.wanted + SPARE if self.picked else self.ids.shape[0]
+
+    def descending(self, start: int, rows: int, scale: float, mass: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `rows` chunks the probabilities, largest first, their places in the lists of ids, and these lists.
+
+        Equal ones stay in the order of their ids. What all of them sum up to is added to `mass`.
+        """
+        device, u, logits = self.lse.device, self.ids.shape[0], self.side.logits
+        values = torch.empty((rows, self.width), dtype=torch.float32, device=device)
+        _, T, V = logits.shape
+        inputs = logits, *self.side.positions[1:], self.lse
+        summed = self.lse if mass is None else mass
+        if self.picked:
+            ids = torch.empty((rows, self.width), dtype=torch.int32, device=device)
+            uncommon = torch.zeros(V, dtype=torch.int8, device=device).scatter_(0, self.ids, 1)
+            count_block = max(SELECT_BLOCK, power_of_2(triton.cdiv(V, 255)))  # a byte counts what a lane sees
+            select_kernels.gold_select_kernel[(rows,)](
+                *inputs, uncommon, values, ids, summed, start, u, self.wanted, self.width, V, T, *self.side.strides,
+                scale, mass is not None, SELECT_STEP, count_block, SELECT_BLOCK, num_warps=SELECT_WARPS,
+            )  # fmt: skip
+        else:
+            ids = self.ids.int().unsqueeze(0)
+            kernels.gold_rest_kernel[(rows,)](
+                *inputs, ids, values, summed, start, u, T, *self.side.strides, scale, mass is not None,
+                min(BLOCK, power_of_2(u)), num_warps=8,
+            )  # fmt: skip
+        return (*values.sort(dim=1, descending=True, stable=True), ids)
+
+
 def _compare_tails(
     student: Side,
     teacher: Side,
@@ -114,42 +162,21 @@ def _compare_tails(
     u_s, u_t = partition.uncommon_student.shape[0], partition.uncommon_teacher.shape[0]
     cut = options.uncommon_topk
     n_s, n_t = (u_s, u_t) if cut is None else (min(u_s, u_t, cut),) * 2
-    slab = max(1, SLAB_BYTES // (4 * max(u_s + u_t, 1)))
-    sides = ((student, lse[0], partition.uncommon_student.int()), (teacher, lse[1], partition.uncommon_teacher.int()))
+    tails = (
+        Tail(student, lse[0], partition.uncommon_student, n_s),
+        Tail(teacher, lse[1], partition.uncommon_teacher, n_t),
+    )
+    slab = max(1, SLAB_BYTES // (4 * max(sum(tail.width for tail in tails), 1)))
     scale = 1.0 / options.temperature
     for start in range(0, l1.numel(), slab):
         rows = min(slab, l1.numel() - start)
-        tails = []
-        for side, side_lse, ids in sides:
-            rest = torch.empty((rows, ids.shape[0]), dtype=torch.float32, device=l1.device)
-            kernels.gold_rest_kernel[(rows,)](
-                side.logits, *side.positions[1:], side_lse, ids, rest, mass, start, ids.shape[0],
-                side.logits.shape[1], *side.strides, scale, side is teacher, min(BLOCK, power_of_2(ids.shape[0])),
-                num_warps=8,
-            )  # fmt: skip
-            tails.append(_descending(rest, n_s if side is student else n_t, places=side is student))
-            del rest
-        (a, places), (b, _) = tails
+        a, places, ids = tails[0].descending(start, rows, scale, None)
+        b, *_ = tails[1].descending(start, rows, scale, mass)
         kernels.gold_l1_kernel[(rows,)](
-            a, places, b, partition.uncommon_student, l1, l1_slope, signs, start, n_s, n_t, max(n_s, n_t),
-            signs.shape[1], min(BLOCK, power_of_2(max(n_s, n_t))),
+            a, places, ids, b, l1, l1_slope, signs, start, n_s, n_t, max(n_s, n_t), signs.shape[1],
+            a.stride(0), ids.stride(0) if tails[0].picked else 0, b.stride(0),
+            min(BLOCK, power_of_2(max(n_s, n_t))), num_warps=8,
         )  # fmt: skip
-
-
-def _descending(x: Tensor, n: int, *, places: bool) -> tuple[Tensor, Tensor | None]:
-    """The `n` largest values of each row, descending, and their places; equal ones in the order of their places."""
-    rows, u = x.shape
-    if n + SPARE >= u:
-        ordered = x.sort(dim=1, descending=True, stable=True)
-        return ordered.values[:, :n].contiguous(), ordered.indices[:, :n].contiguous()
-    room = n + SPARE
-    values = torch.empty((rows, room), dtype=torch.float32, device=x.device)
-    at = torch.empty((rows, room), dtype=torch.int32, device=x.device)
-    block = max(SELECT_BLOCK, power_of_2(triton.cdiv(u, 255)))  # a byte counts what a lane sees
-    select_kernels.gold_select_kernel[(rows,)](x.view(torch.int32), values, at, u, n, room, block, num_warps=8)
-    ordered = values.sort(dim=1, descending=True, stable=True)
-    largest = ordered.values[:, :n].contiguous()
-    return largest, at.gather(1, ordered.indices[:, :n]) if places else None
 
 
 class TritonGoldOp(nn.Module):
