@@ -18,7 +18,13 @@ from tests.support.tiny_run import TinyAssets, documents, make_assets, write_jso
 
 PICTURES = Path(__file__).parents[2] / "build" / "browser"
 CHROMIUM = os.environ.get("CHROMIUM", "") or shutil.which("chromium") or shutil.which("google-chrome") or ""
-ARGUMENTS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-component-update", "--disable-sync"]
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-background-networking",
+    "--disable-gpu",
+    "--disable-component-update",
+    "--disable-sync",
+]
 DEADLINE_S = 120.0
 DEADLINE_MS = DEADLINE_S * 1000
 TOKEN = "a-token-for-the-test-of-the-page"

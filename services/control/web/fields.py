@@ -28,7 +28,7 @@ class Field:
 
     Attributes:
         name: Its place in a run file, by dots; a teacher's begins with `teacher.`, without its number.
-        kind: `text`, `path`, `integer`, `number`, `choice`, `switch` or `list`.
+        kind: `text`, `path`, `paths`, `integer`, `number`, `choice`, `switch` or `list`.
         default: As the form shows it; empty if there is none.
         help: What the configuration says about it.
         choices: What a `choice` takes.
@@ -104,7 +104,7 @@ def shown(value: Any, kind: str) -> str:
     if isinstance(value, bool):
         return "on" if value else ""
     if isinstance(value, (list, tuple)):
-        return ("\n" if kind == "path" else ", ").join("none" if item is None else str(item) for item in value)
+        return ("\n" if kind == "paths" else ", ").join("none" if item is None else str(item) for item in value)
     if isinstance(value, float):
         return short if float(short := f"{value:g}") == value else repr(value)
     return str(value)
@@ -123,6 +123,8 @@ def _part_of(annotation: Any) -> tuple[type[Part] | None, bool]:
 def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
     options = [option for option in _options(annotation) if option is not type(None)]
     first = options[0]
+    if first is Path and len(options) > 1:
+        return "paths", ()
     if get_origin(first) is Literal:
         return "choice", tuple(map(str, get_args(first)))
     if first is Path:

@@ -126,7 +126,7 @@ def _typed(text: str, field: Field) -> Any:
     """A field's text as a run file would hold it; what is no such value stays text, and is refused with its name."""
     if field.kind == "switch":
         return text == "on"
-    if field.kind == "path" and "\n" in text:
+    if field.kind == "paths" and "\n" in text:
         return [line.strip() for line in text.splitlines() if line.strip()]
     if field.kind == "list":
         return [_number(item.strip(), (int, float)) for item in text.split(",") if item.strip()]
@@ -146,10 +146,13 @@ def _number(text: str, kinds: tuple[type, ...]) -> Any:
 def _values(part: Any, fields: tuple[Field, ...], prefix: str) -> dict[str, str]:
     given = part if isinstance(part, Mapping) else {}
     names = ((field, field.name.rpartition(".")[2]) for field in fields)
-    return {
-        f"{prefix}.{key}" if prefix else key: shown(given[key], field.kind) if key in given else field.default
-        for field, key in names
-    }
+
+    def text(field: Field, key: str) -> str:
+        if given.get(key, "") is None:
+            return "none" if field.default else ""
+        return shown(given[key], field.kind) if key in given else field.default
+
+    return {f"{prefix}.{key}" if prefix else key: text(field, key) for field, key in names}
 
 
 def _place(document: dict[str, Any], name: str) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def show_configuration(request: Request, run_id: RunId, plane: ThePlane) -> Resp
 def show_files(request: Request, run_id: RunId, plane: ThePlane) -> Response:
     """A run's files, to take away."""
     found, more = listed(plane.view(run_id).output, MOST_FILES)
-    folders: dict[str, list[dict[str, Any]]] = {}
+    folders: dict[str, list[dict[str, Any]]] = {"": []} if any("/" not in file["path"] for file in found) else {}
     for file in found:
         folder, _, name = file["path"].rpartition("/")
         folders.setdefault(folder, []).append({**file, "name": name})

@@ -1,4 +1,4 @@
-"""What lies under the roots that a form could name: models, tokenizers, projections and text, for its suggestions."""
+"""What lies under the roots that a form could name: models, tokenizers and projections, for its suggestions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ MOST_ENTRIES = 20_000
 MOST_FOUND = 200
 WITHIN_S = 1.0
 FRESH_S = 30.0
-TEXTS = (".jsonl", ".parquet", ".txt")
 PROJECTIONS = (".safetensors", ".pt")
 
 
@@ -26,7 +25,6 @@ class Places:
     models: list[str] = field(default_factory=list)
     tokenizers: list[str] = field(default_factory=list)
     projections: list[str] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
 
 
 _known: dict[Roots | None, tuple[float, Places]] = {}
@@ -50,11 +48,9 @@ def _search(roots: Roots) -> Places:
             found.tokenizers.append(folder)
         for name in () if "config.json" in names else names:
             path = os.path.join(folder, name)  # noqa: PTH118 - many, and only text
-            if name.endswith(TEXTS):
-                found.texts.append(path)
-            elif name.endswith(PROJECTIONS):
+            if name.endswith(PROJECTIONS):
                 found.projections.append(path)
-    for kind in (found.models, found.tokenizers, found.projections, found.texts):
+    for kind in (found.models, found.tokenizers, found.projections):
         del kind[MOST_FOUND:]
     return found
 

@@ -111,7 +111,7 @@
     options(lines, smooth) {
       const font = `11px ${sans}`;
       const axis = { font, stroke: colour("--faint"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false } };
-      const few = sources[this.source].x.length < 40 && !this.byTime();
+      const few = this.source === "eval";
       const series = (index, alpha) => ({ stroke: colour(`--series-${index % 6}`), alpha, width: alpha < 1 ? 1 : 1.75, spanGaps: true, points: { show: few, size: 5 } });
       return {
         width: this.place.clientWidth, height: 190, padding: [10, 10, 0, 0], legend: { show: false },

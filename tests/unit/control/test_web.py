@@ -1,0 +1,194 @@
+"""The web page without a browser: what its form makes of fields, who is let in, what its answers carry."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from services.control.access import COOKIE, Access
+from services.control.app import create_app
+from services.control.record import RunState
+from services.control.runs import Runs
+from services.control.web import form
+from services.control.web.fields import NOT_ASKED, field_names, sections
+from services.control.web.toml import to_toml
+from tests.unit.control.planes import HERE, make_runs, put, spec
+from xtoken_core.config.spec import RunSpec
+
+TOKEN = "a-token-that-is-long-enough"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    made = make_runs(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(runs: Runs) -> TestClient:
+    return TestClient(create_app(runs), base_url=HERE, headers={"Origin": HERE}, follow_redirects=False)
+
+
+@pytest.fixture
+def guarded(runs: Runs) -> TestClient:
+    return TestClient(
+        create_app(runs, Access(token=TOKEN)), base_url=HERE, headers={"Origin": HERE}, follow_redirects=False
+    )
+
+
+def full(tmp_path: Path) -> RunSpec:
+    """A run with something in every part."""
+    return RunSpec.model_validate(
+        spec(
+            tmp_path,
+            eval={"path": [tmp_path / "a.txt", tmp_path / "b.txt"], "every": 7},
+            loss={"vocab_topk": "none", "teacher_modes": ["gold", "none"]},
+            train={"lora": {"targets": ["q_proj", "v_proj"]}, "learning_rate": 1.23456789e-5, "master_weights": False},
+            teacher=[
+                {"model": tmp_path / "t", "context_length": 9, "projection": tmp_path / 'odd "name" 日本 👍.pt'},
+                {"model": tmp_path / "u", "context_length": 10, "projection": tmp_path / "p.pt"},
+            ],
+        )
+    )
+
+
+def test_the_form_asks_for_every_field_of_a_run(tmp_path: Path) -> None:
+    def leaves(value: object, place: str = "") -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield from leaves(item, f"{place}.{key}" if place else key)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            yield from leaves(value[0], place)
+        else:
+            yield place
+
+    asked = field_names() | set(NOT_ASKED)
+    assert set(leaves(full(tmp_path).model_dump(mode="json"))) == asked
+    assert all(field.help for section in sections().values() for field in section.fields)
+
+
+def test_a_run_is_the_same_by_fields_and_by_file(tmp_path: Path) -> None:
+    run = full(tmp_path)
+    whole = run.model_dump(mode="json")
+    short = run.model_dump(mode="json", exclude_defaults=True)
+    for document in (whole, short):
+        again = form.document_of(form.values_of(document))
+        assert RunSpec.model_validate(again) == run
+    assert tomllib.loads(to_toml(short))["teacher"][0]["projection"].endswith('odd "name" 日本 👍.pt')
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "said"),
+    [
+        pytest.param({"student.context_length": "many"}, "student.context_length", "valid integer", id="no-number"),
+        pytest.param({"teacher.1.model": "/t"}, "teacher.1.context_length", "This is needed.", id="second-teacher"),
+        pytest.param({"train.betas": "0.9"}, "train.betas", "Field required", id="half-a-pair"),
+        pytest.param({"queue.block_size": "5"}, "queue.block_size", "must divide", id="two-parts-at-odds"),
+        pytest.param({"loss.xtoken_loss": "on"}, "loss.xtoken_loss", "set gold_loss", id="flags-at-odds"),
+    ],
+)
+def test_a_complaint_is_at_its_field(tmp_path: Path, change: dict[str, str], field: str, said: str) -> None:
+    values = form.values_of(spec(tmp_path)) | change
+    found, errors = form.validated(form.document_of(values))
+    assert found is None
+    assert list(errors) == [field]
+    assert said in errors[field][0] or errors[field][0] == "This is needed."
+
+
+def test_every_page_answers_and_lets_no_foreign_code_in(client: TestClient, runs: Runs, tmp_path: Path) -> None:
+    put(runs, "old-1")
+    put(runs, "odd-1", RunState.FAILED, error="<script>alert(1)</script>")
+    places = ["", "/log", "/log?worker=trainer-0", "/configuration", "/files", "/live"]
+    for path in ["/", "/runs/new", "/runs/new?from=old-1", "/align", *(f"/runs/odd-1{place}" for place in places)]:
+        answer = client.get(path)
+        assert answer.status_code == 200, path
+        assert "script-src 'self'" in answer.headers["content-security-policy"]
+        assert answer.headers["referrer-policy"] == "same-origin", "else a form's Origin is null"
+        assert "<script>alert" not in answer.text
+        assert " style=" not in answer.text and " onclick=" not in answer.text
+    assert client.get("/runs/nothing").status_code == 404
+    assert "There is no such page" in client.get("/runs/not%20an%20id").text
+
+
+def test_all_that_a_page_names_is_served_from_here(client: TestClient) -> None:
+    page = client.get("/runs/new").text + client.get("/static/base.css").text.replace('url("', 'src="/static/')
+    named = set(re.findall(r'(?:src|href)="([^"#]+)', page))
+    assert not [name for name in named if name.startswith(("http", "//"))]
+    for name in named:
+        assert client.get(name).status_code in (200, 303), name
+
+
+def test_a_form_of_a_foreign_page_is_refused(client: TestClient, runs: Runs) -> None:
+    put(runs, "old-1", RunState.STOPPED)
+    for path in ("/runs/new", "/runs/old-1/resume", "/runs/old-1/remove", "/align"):
+        assert client.post(path, headers={"Origin": "http://evil.example"}).status_code == 403
+        assert client.post(path, headers={"Origin": "null"}).status_code == 403
+    assert runs.store.run("old-1") is not None
+
+
+def test_the_form_says_what_the_control_plane_refuses(client: TestClient, tmp_path: Path) -> None:
+    values = form.values_of(spec(tmp_path)) | {"action": "start", "output": "/etc/out"}
+    page = client.post("/runs/new", data=values).text
+    assert re.search(r'id="f-output-error">[^<]*it must lie under', page)
+    page = client.post("/runs/new", data=values | {"output": "fine"}).text
+    assert 'role="alert"' in page and str(tmp_path / "data") in page, "its files are not there"
+    assert client.get("/v1/runs").json()["runs"] == []
+
+
+def test_a_browser_is_led_to_the_token_and_back(guarded: TestClient, runs: Runs) -> None:
+    put(runs, "old-1")
+    led = guarded.get("/runs/old-1/files")
+    assert (led.status_code, led.headers["location"]) == (303, "/login?next=%2Fruns%2Fold-1%2Ffiles")
+    assert guarded.get("/", headers={"HX-Request": "true"}).headers["hx-redirect"] == "/login"
+    assert guarded.get("/v1/runs").headers["www-authenticate"] == "Bearer", "programs are told, not led"
+    assert guarded.get("/static/base.css").status_code == 200
+
+    wrong = guarded.post("/login", data={"token": "wrong", "next": "/"})
+    assert wrong.status_code == 403 and "This is not the token" in wrong.text
+    assert "set-cookie" not in wrong.headers
+    entered = guarded.post("/login", data={"token": TOKEN, "next": "/runs/old-1/files"})
+    assert (entered.status_code, entered.headers["location"]) == (303, "/runs/old-1/files")
+    cookie = entered.headers["set-cookie"]
+    assert cookie.startswith(f"{COOKIE}=") and "HttpOnly" in cookie and "SameSite=strict" in cookie
+    assert TOKEN not in cookie
+    assert guarded.get("/runs/old-1/files").status_code == 200
+    assert guarded.post("/logout").status_code == 303
+    assert guarded.get("/").status_code == 303
+
+
+@pytest.mark.parametrize("there", ["https://evil.example", "//evil.example", "/\\evil.example", "javascript:alert(1)"])
+def test_signing_in_leads_nowhere_else(guarded: TestClient, there: str) -> None:
+    assert guarded.post("/login", data={"token": TOKEN, "next": there}).headers["location"] == "/"
+
+
+def test_removing_and_listing(client: TestClient, runs: Runs) -> None:
+    for number in range(55):
+        put(runs, f"r-{number}", RunState.STOPPED)
+    page = client.get("/")
+    assert page.text.count('id="row-') == 50
+    (older,) = set(re.findall(r"cursor=(\d+)", page.text))
+    assert client.get(f"/?cursor={older}").text.count('id="row-') == 5
+    assert client.get("/", headers={"HX-Request": "true"}).text.lstrip().startswith("<div")
+    assert client.get("/?group=going").text.count('id="row-') == 0
+    assert client.post("/runs/r-3/remove").headers["location"] == "/"
+    assert runs.store.run("r-3") is None
+
+
+def test_aligning_stays_below_the_roots_and_within_bounds(client: TestClient, tmp_path: Path) -> None:
+    inside = tmp_path / "data" / "tokenizer"
+    inside.mkdir()
+    fields = {"student": str(inside), "teacher": str(inside), "text": "a"}
+    for change, said in (
+        ({"student": "/etc"}, "lies under none of"),
+        ({"teacher": "relative"}, "absolute path"),
+        ({"teacher": str(inside / "missing")}, "no such directory"),
+        ({"text": "x" * 20_001}, "At most 20,000 characters"),
+        ({"text": ""}, "Write something"),
+    ):
+        assert said in client.post("/align", data=fields | change).text
