@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -51,6 +51,10 @@ test-docker: $(STAMP)  ## build the images' CPU profile and run it; DOCKER_HOST,
 test-deploy: $(STAMP)  ## the Kubernetes manifests against their API's schemas
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[deploy]'
 	$(BIN)/pytest tests/unit/test_kubernetes.py
+
+test-browser: $(STAMP)  ## start, watch, stop and resume a run by the web page, in a headless Chromium (CHROMIUM names it)
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[browser]'
+	$(BIN)/pytest -m browser tests/browser
 
 docs: $(STAMP)  ## write the reference pages and the README's figures anew, and build the site into build/site
 	$(BIN)/python docs/generate.py
