@@ -36,6 +36,7 @@ import tokenizers  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from benchmarks import collate_page  # noqa: E402
 from tests.support import vocabularies  # noqa: E402
 from xtoken_core.alignment import TokenAligner  # noqa: E402
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts  # noqa: E402
@@ -44,7 +45,9 @@ from xtoken_core.projection import build_projection, write_projection  # noqa: E
 
 CAPS = (512, 2048, 8192)
 BATCH = 8
+ALIGN_TURN_S = 0.02
 Offsets = tuple[int, int]
+_BEGAN = time.perf_counter()
 
 
 def corpora() -> dict[str, str]:
@@ -60,24 +63,29 @@ def corpora() -> dict[str, str]:
     return {"english": english * 5, "code": code, "multilingual": multilingual}
 
 
-def documents(text: str, tokenizer: Any, cap: int) -> list[str]:
-    """`BATCH` stretches of a text that fill the cap with either tokenizer."""
+def documents(text: str, tokenizer: Any, cap: int, count: int = BATCH) -> list[str]:
+    """`count` stretches of a text that fill the cap with either tokenizer."""
     per_token = len(text[:200_000]) / len(tokenizer.encode(text[:200_000]))
     size = int(cap * per_token * 1.6)
-    step = max((len(text) - size) // BATCH, 1)
-    return [text[i * step : i * step + size] for i in range(BATCH)]
+    step = max((len(text) - size) // count, 1)
+    return [text[i * step : i * step + size] for i in range(count)]
 
 
-def interleaved(turns: int, *actions: Callable[[], Any]) -> list[list[float]]:
-    """CPU seconds of this process for every action, one after the other, turn by turn: on a free core, the wall's."""
+def interleaved(turns: int, *actions: Callable[[], Any], at_least: float = 0.0) -> list[list[float]]:
+    """CPU seconds of this process for every action, one after the other, turn by turn: on a free core, the wall's.
+
+    In a turn an action is repeated until it has taken `at_least` seconds, so that the clock's grain does not count.
+    """
     times: list[list[float]] = [[] for _ in actions]
     for action in actions:
         action()
     for _ in range(turns):
         for action, taken in zip(actions, times, strict=True):
-            began = time.process_time()
-            action()
-            taken.append(time.process_time() - began)
+            began, calls, spent = time.process_time(), 0, -1.0
+            while spent < at_least:
+                action()
+                calls, spent = calls + 1, time.process_time() - began
+            taken.append(spent / calls)
     return times
 
 
@@ -120,7 +128,7 @@ def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], tur
                 for a, b in zip(*offsets, strict=True):
                     walk_row(a, b)
 
-            mine, walked = interleaved(turns, ours, walk)
+            mine, walked = interleaved(turns, ours, walk, at_least=ALIGN_TURN_S)
             found = ours()
             rows.append(
                 {
@@ -130,9 +138,12 @@ def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], tur
                     "student_tokens_per_s": s_ids.numel() / statistics.median(mine),
                     "best": s_ids.numel() / min(mine),
                     "trl_tokens_per_s": s_ids.numel() / statistics.median(walked),
-                    "times_trl": statistics.median(w / m for w, m in zip(walked, mine, strict=True)),
+                    "times_offset_walk": statistics.median(w / m for w, m in zip(walked, mine, strict=True)),
                     "equal_chunks": bool(torch.equal(found.pair_is_correct, found.pair_valid)),
                 }
+            )
+            _tell(
+                rows[-1], f"{rows[-1]['student_tokens_per_s'] / 1e6:.1f} M/s, {rows[-1]['times_offset_walk']:.0f} x TRL"
             )
     return rows
 
@@ -144,7 +155,7 @@ def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str],
     rows = []
     for corpus, text in texts.items():
         for cap in CAPS:
-            batch = documents(text, student, cap)
+            batch = documents(text, student, cap, max(BATCH * 512 // cap, 2))
             records = [{"text": document} for document in batch]
             collator = CrossTokenizerCollator(
                 student_tokenizer=student,
@@ -161,7 +172,7 @@ def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str],
             def collate(collator=collator, records=records) -> Any:
                 return collator.rows(records, counts)
 
-            plain, whole = interleaved(max(turns // 3, 3), tokenize, collate)
+            plain, whole = interleaved(turns, tokenize, collate)
             tokens = sum(int(row.fields["input_lengths"]) for row in collate())
             rows.append(
                 {
@@ -172,25 +183,37 @@ def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str],
                     "rate_of_tokenizing": statistics.median(p / w for p, w in zip(plain, whole, strict=True)),
                 }
             )
+            _tell(rows[-1], f"collated at {rows[-1]['rate_of_tokenizing']:.2f} of the rate of tokenizing")
     return rows
 
 
 def projection() -> dict[str, Any]:
     """Two vocabularies of 130,000 tokens, tokenizers loaded; built by two processes, which must write the same."""
     command = [sys.executable, "-m", "benchmarks.collate", "--projection"]
-    a, b = (json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout) for _ in range(2))
-    return a | {"identical": a["sha256"] == b["sha256"], "sha256_of_another_process": b["sha256"]}
+    built = []
+    for _ in range(2):
+        printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+        built.append(json.loads(printed))
+        print(f"[{time.perf_counter() - _BEGAN:5.0f} s] projection: {built[-1]['seconds']:.2f} s", flush=True)
+    hashes = {process["sha256"] for process in built}
+    return {"seconds": max(p["seconds"] for p in built), "identical": len(hashes) == 1, "sha256": sorted(hashes)}
 
 
 def built_projection() -> dict[str, Any]:
     """What one process builds, and the hash of the file that it writes."""
     student, teacher = vocabularies.tekken(130000), vocabularies.mistral_tekken()
-    (taken,) = interleaved(3, lambda: build_projection(student, teacher))
+    began = time.process_time()
+    built = build_projection(student, teacher)
+    seconds = time.process_time() - began
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "projection.safetensors"
-        write_projection(build_projection(student, teacher), file)
+        write_projection(built, file)
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    return {"seconds": statistics.median(taken), "best": min(taken), "sha256": digest}
+    return {"seconds": seconds, "sha256": digest}
+
+
+def _tell(row: dict[str, Any], what: str) -> None:
+    print(f"[{time.perf_counter() - _BEGAN:5.0f} s] {row['pair']}, {row['corpus']}, {row['cap']}: {what}", flush=True)
 
 
 def _equal(rows: list[list[int]]) -> list[list[int]]:
@@ -201,8 +224,8 @@ def _equal(rows: list[list[int]]) -> list[list[int]]:
 def main() -> None:
     """Run, print and keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "collate.json")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=collate_page.RESULT)
     parser.add_argument("--projection", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.projection:
@@ -229,20 +252,22 @@ def main() -> None:
             "transformers": transformers.__version__,
             "trl": version("trl"),
         },
-        "settings": {"batch": BATCH, "turns": options.turns, "threads": 1, "clock": "CPU time of the process"},
+        "settings": {"batch": BATCH, "turns": options.turns, "threads": 1, "seconds": time.perf_counter() - _BEGAN},
         "align": align,
         "collator": collate,
         "projection": built,
     }
-    print(f"{'pair':<28}{'corpus':<14}{'cap':>6}{'align M/s':>11}{'x TRL':>8}{'collate k/s':>13}{'/tokenizing':>12}")
+    print(f"\n{'pair':<28}{'corpus':<14}{'cap':>6}{'align M/s':>11}{'x TRL':>8}{'collate k/s':>13}{'/tokenizing':>12}")
     for a, c in zip(align, collate, strict=True):
         print(
             f"{a['pair']:<28}{a['corpus']:<14}{a['cap']:>6}{a['student_tokens_per_s'] / 1e6:>11.1f}"
-            f"{a['times_trl']:>8.1f}{c['student_tokens_per_s'] / 1e3:>13.0f}{c['rate_of_tokenizing']:>12.2f}"
+            f"{a['times_offset_walk']:>8.1f}{c['student_tokens_per_s'] / 1e3:>13.0f}{c['rate_of_tokenizing']:>12.2f}"
         )
     print(f"projection of two 130k vocabularies: {built['seconds']:.2f} s, identical {built['identical']}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.out == collate_page.RESULT:
+        collate_page.write()
 
 
 def _processor() -> str:
