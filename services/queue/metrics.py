@@ -82,18 +82,27 @@ def _partitions(partitions: dict[str, Any]) -> Iterator[str]:
         "partition_leases": ("leases", "gauge", "Leases."),
         "partition_oldest_lease_seconds": ("oldest_lease_s", "gauge", "Age of the oldest lease."),
         "partition_dead": ("dead", "gauge", "Dead letters."),
+        "partition_dead_bytes": ("dead_bytes", "gauge", "Bytes of the values of dead letters."),
         "partition_rows_put_total": ("rows_put", "counter", "Rows of samples put, however many fields at once."),
         "partition_given_back_total": ("given_back", "counter", "Samples that were leased and became free again."),
     }
     for name, (key, kind, help_text) in simple.items():
         yield from _family(name, kind, help_text, [({"partition": p}, part[key]) for p, part in partitions.items()])
-    depths = [
-        ({"partition": p, "task": task, "state": state}, count)
+    of_tasks = {"tasks": "Samples by task and state.", "task_bytes": "Bytes of samples' values by task and state."}
+    for key, help_text in of_tasks.items():
+        by_state = [
+            ({"partition": p, "task": task, "state": state}, count)
+            for p, part in partitions.items()
+            for task, states in part[key].items()
+            for state, count in states.items()
+        ]
+        yield from _family("task_samples" if key == "tasks" else key, "gauge", help_text, by_state)
+    ages = [
+        ({"partition": p, "le": "+Inf" if bound == "inf" else bound}, count)
         for p, part in partitions.items()
-        for task, states in part["tasks"].items()
-        for state, count in states.items()
+        for bound, count in part["lease_ages"].items()
     ]
-    yield from _family("task_samples", "gauge", "Samples by task and state.", depths)
+    yield from _family("partition_leases_by_age", "gauge", "Leases that are at most so many seconds old.", ages)
     for key, help_text in (("step", "The step a run is at."), ("rewinds", "How often it was rewound."),
                            ("skipped", "Positions skipped."), ("blocks_leased", "Blocks worked on.")):  # fmt: skip
         values = [({"partition": p}, part["run"][key]) for p, part in partitions.items() if "run" in part]

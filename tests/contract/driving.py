@@ -117,7 +117,9 @@ class Driven:
                 assert found["detail"] == expected["detail"]
             return
         expected, found = dict(expected), dict(found)
-        if expected["type"] == found["type"] == "claimed":
+        if expected["type"] == found["type"] == "trainer":
+            expected["trainer"] = self.sessions[expected["trainer"]]
+        if expected["type"] == found["type"] and expected["type"] in ("claimed", "block"):
             number, lease = expected.pop("lease"), found.pop("lease")
             known = self.leases.setdefault((partition, number), lease) if number else 0
             assert known == lease, f"lease {lease} where {known} was due"
@@ -126,7 +128,7 @@ class Driven:
         if expected["type"] == found["type"] == "welcome":
             known_session = self.sessions.setdefault(expected.pop("session"), found["session"])
             assert known_session == found.pop("session"), "another session where the same was due"
-        assert found == expected
+        assert found == expected, f"{found} where {expected} was due"
 
     def stats(self) -> Answer:
         """The statistics, as far as the oracle knows them."""
@@ -140,6 +142,10 @@ class Driven:
         document = json.loads(shown.document)
         keys = ("samples", "bytes", "leases", "oldest_lease_s", "rows_put", "given_back", "dead", "sealed", "tasks")
         partitions = {n: {key: part[key] for key in keys} for n, part in document["partitions"].items()}
+        for name, part in document["partitions"].items():
+            if "run" in part:
+                run = {key: part["run"][key] for key in ("step", "rewinds", "skipped", "ended", "blocks_leased")}
+                partitions[name]["run"] = {**run, "slots": [ring["slots"] for ring in part["run"]["rings"]]}
         others = [s for s in document["sessions"] if s["role"] != "watch"]
         sessions = [(s["name"], s["role"], s["incarnation"]) for s in others]
         return {"bytes": document["bytes"], "sessions": sessions, "partitions": partitions}
@@ -151,6 +157,10 @@ class Driven:
             fields["columns"], buffers = pack_columns(packed)
         if "tasks" in fields:
             fields["tasks"] = [m.TaskDef(**task) for task in fields["tasks"]]
+        if "run" in fields:
+            fields["run"] = m.RunDef(**fields["run"])
+        if "trainer" in fields:
+            fields["trainer"] = self.sessions.get(fields["trainer"], "none")
         if "lease" in fields:
             fields["lease"] = self.leases.get((f["partition"], f["lease"]), 999_999)
         if kind == "hello":
@@ -161,9 +171,11 @@ class Driven:
 def _answer(reply: m.AnyReply, frames: list[Any]) -> Answer:
     found = {"type": str(type(reply).__struct_config__.tag), **msgspec.structs.asdict(reply)}
     found.pop("id")
-    if isinstance(reply, (m.Claimed, m.Rows)):
+    if isinstance(reply, (m.Claimed, m.Rows, m.WindowRows)):
         found["columns"] = {name: neutral_from(c) for name, c in unpack_columns(reply.columns, frames).items()}
-    for name in ("slot", "generation", "version", "partition", "run"):
+    if found.get("slot") == -1:
+        del found["slot"], found["generation"]
+    for name in ("version", "partition", "run"):
         found.pop(name, None)
     return found
 

@@ -154,6 +154,8 @@ def test_metrics_are_served(short_tmp: Path) -> None:
         place.leave()
     samples = dict(re.findall(r"^(xtoken_queue_\S+?(?:\{.*\})?) (\S+)$", text, re.MULTILINE))
     assert samples['xtoken_queue_task_samples{partition="odd \\"name\\"",task="a",state="leased"}'] == "1"
+    assert samples['xtoken_queue_task_bytes{partition="odd \\"name\\"",task="a",state="leased"}'] == "8"
+    assert samples['xtoken_queue_partition_leases_by_age{partition="odd \\"name\\"",le="+Inf"}'] == "1"
     assert samples['xtoken_queue_partition_rows_put_total{partition="odd \\"name\\""}'] == "2"
     assert samples['xtoken_queue_requests_total{type="claim"}'] == "1"
     assert samples['xtoken_queue_request_seconds_count{type="put"}'] == "1"

@@ -202,7 +202,9 @@ class RunProtocol:
             self.table.close(old)
         return self.rings.announce(teacher, rank, session, trainer, handle)
 
-    def claim_slot(self, session: str, ring_id: int, ids: Sequence[int], rewinds: int) -> SlotClaim | Status | None:
+    def claim_slot(
+        self, session: str, ring_id: int, ids: Sequence[int], rewinds: int, fields: Iterable[str] = ()
+    ) -> SlotClaim | Status | None:
         """Lease a teacher's next micro-batch with a free slot; `Status.DONE` if its signal is there or was read.
 
         Raises:
@@ -212,7 +214,7 @@ class RunProtocol:
         ring = self._ring(ring_id, teacher=session)
         if all(i < self.cursor * self.samples_per_step for i in ids):
             return Status.DONE
-        return self.table.fill(session, ring, ids)
+        return self.table.fill(session, ring, ids, fields)
 
     def slot_of(self, session: str, lease_id: int) -> tuple[Ring, int, Slot]:
         """The slot that a teacher's lease fills.
@@ -251,7 +253,9 @@ class RunProtocol:
         """The trainer has opened the ring and read its canary."""
         self._ring(ring_id, trainer=session).opened = True
 
-    def claim_batch(self, session: str, ids: Sequence[int], rewinds: int) -> tuple[Lease, list[SlotRef]] | None:
+    def claim_batch(
+        self, session: str, ids: Sequence[int], rewinds: int, fields: Iterable[str] = ()
+    ) -> tuple[Lease, list[SlotRef]] | None:
         """Lease a micro-batch once every teacher's signal is there, and say where they lie.
 
         After a signal was withdrawn its place is missing: `check_step` will ask for the step to be done again.
@@ -261,7 +265,7 @@ class RunProtocol:
         """
         self._check(rewinds)
         rank = self._role(session, TRAINER).rank
-        lease = self.samples.claim_ids(session, TRAIN, ids)
+        lease = self.samples.claim_ids(session, TRAIN, ids, fields)
         return None if lease is None else (lease, self.table.read(lease, rank, ids))
 
     def release(self, session: str, ring_id: int, index: int, generation: int) -> bool:

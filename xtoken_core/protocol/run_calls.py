@@ -80,7 +80,7 @@ def claim_slot(part: Partition, request: m.ClaimSlot) -> Answer | None:
     """A teacher's next micro-batch, with a slot."""
     run = part.the_run()
     _check_distinct(request.ids)
-    claim = run.claim_slot(request.session, request.ring, request.ids, request.rewinds)
+    claim = run.claim_slot(request.session, request.ring, request.ids, request.rewinds, request.fields)
     if claim is None:
         return None
     if not isinstance(claim, SlotClaim):
@@ -109,7 +109,7 @@ def claim_batch(part: Partition, request: m.ClaimBatch) -> Answer | None:
     """A trainer's micro-batch with the place of every teacher's signal."""
     run = part.the_run()
     _check_distinct(request.ids)
-    found = run.claim_batch(request.session, request.ids, request.rewinds)
+    found = run.claim_batch(request.session, request.ids, request.rewinds, request.fields)
     if found is None:
         return None
     lease, refs = found

@@ -103,7 +103,7 @@ class Samples:
     def produce(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
         """Note that `ids` have `fields` now; returns the ids for which this is news (the others are retries)."""
         came = frozenset(fields)
-        if self._unknown(ids):
+        if all(known.isdisjoint(ids) for known in (self.samples.keys(), self.dead.keys(), self.finished)):
             self._admit(ids, came)
             return list(ids)
         news = []
@@ -120,12 +120,6 @@ class Samples:
                 self._refresh(sample)
             news.append(sample_id)
         return news
-
-    def _unknown(self, ids: Sequence[int]) -> bool:
-        """Whether nothing was ever heard of any of these samples."""
-        return (
-            self.samples.keys().isdisjoint(ids) and self.dead.keys().isdisjoint(ids) and self.finished.isdisjoint(ids)
-        )
 
     def _admit(self, ids: Sequence[int], fields: frozenset[str]) -> None:
         """New samples, at the end of the order of puts."""
@@ -171,6 +165,9 @@ class Samples:
         needed = frozenset(fields)
         for sample_id in alive:
             _check_fields(self.samples[sample_id], needed)
+        lost = [i for i in ids if i not in self.samples]
+        if lost and needed:
+            raise QueueError("unknown_sample", f"sample {lost[0]} has died and is not here")
         return self._lease(session, task, alive)
 
     def claim_next(self, session: str, task: str, count: int, fields: Iterable[str] = ()) -> Lease | None:
@@ -257,6 +254,11 @@ class Samples:
                 self._refresh(sample)
                 self._push(sample, [lease.task])
         return lease
+
+    def undo(self, lease_id: int) -> None:
+        """A claim is refused after all: nothing has been leased."""
+        lease = self.give_back(lease_id)
+        self.given_back -= len(lease.ids) if lease is not None else 0
 
     def refuse(self, lease_id: int, ids: Iterable[int], reason: str) -> list[int]:
         """A nack: count an attempt against `ids`, give the whole lease back; returns the ids that died of it."""

@@ -76,7 +76,9 @@ class Signals:
 
     # Teachers
 
-    def fill(self, session: str, ring: Ring, ids: Sequence[int]) -> SlotClaim | Status | None:
+    def fill(
+        self, session: str, ring: Ring, ids: Sequence[int], fields: Iterable[str] = ()
+    ) -> SlotClaim | Status | None:
         """Lease a micro-batch with a free slot; the same again while it is being filled; `Status.DONE` if it was."""
         held, dead = self.samples.samples, self.samples.dead
         alive = tuple(i for i in ids if i not in dead)
@@ -89,7 +91,7 @@ class Signals:
         free = ring.free_slot()
         if not ring.opened or free is None:
             return None
-        lease = self.samples.claim_ids(session, task, alive)
+        lease = self.samples.claim_ids(session, task, ids, fields)
         if lease is None:
             return None
         slot = ring.fill(free, lease.id, tuple(ids))
@@ -135,18 +137,19 @@ class Signals:
         """
         if not lease.ids:
             return []
-        reading = self.readings.setdefault(lease.id, Reading(lease.session, lease.ids))
-        refs = []
-        for ring, index, slot in self._slots():
-            full = slot.state in (SlotState.FULL, SlotState.READING)
-            if ring.rank == rank and full and slot.ids == tuple(ids):
-                slot.state = SlotState.READING
-                reading.pending.add((ring.id, index))
-                refs.append(SlotRef(ring.id, index, slot.generation, {i: row for row, i in enumerate(slot.ids)}))
-        if len(refs) < len(self.fields) and not self.withdrawn(lease.session):
+        full = (SlotState.FULL, SlotState.READING)
+        places = [p for p in self._slots() if p[0].rank == rank and p[2].state in full and p[2].ids == tuple(ids)]
+        if len(places) < len(self.fields) and not self.withdrawn(lease.session):
+            if lease.id not in self.readings:
+                self.samples.undo(lease.id)
             why = "trainer and teacher have planned the window differently"
             raise QueueError("conflict", f"no slot holds the micro-batch of samples {list(ids)[:8]}: {why}")
-        return refs
+        reading = self.readings.setdefault(lease.id, Reading(lease.session, lease.ids))
+        for ring, index, slot in places:
+            slot.state = SlotState.READING
+            reading.pending.add((ring.id, index))
+        rows = {i: row for row, i in enumerate(ids)}
+        return [SlotRef(ring.id, index, slot.generation, rows) for ring, index, slot in places]
 
     def release(self, ring: Ring, index: int, generation: int) -> bool:
         """A slot was read; False for a filling that is gone already."""

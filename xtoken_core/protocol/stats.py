@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from xtoken_core.protocol.sessions import Session
 
 
+LEASE_AGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0, float("inf"))
+
+
 def stats_document(engine: Engine) -> bytes:
     """Everything the queue counts, as JSON; ages are seconds."""
     now = engine.clock()
@@ -50,20 +53,29 @@ def _session(session: Session, now: float) -> dict[str, Any]:
 
 def _partition(part: Partition, engine: Engine, now: float) -> dict[str, Any]:
     samples = part.samples
-    tasks = {}
+    tasks, task_bytes, sizes = {}, {}, part.store.sizes()
     for task in samples.tasks:
-        counts = Counter(s.status[task] for s in samples.samples.values() if s.id not in samples.dead)
+        counts, held = Counter[Status](), Counter[Status]()
+        for sample in samples.samples.values():
+            if sample.id not in samples.dead:
+                counts[sample.status[task]] += 1
+                held[sample.status[task]] += sizes.get(sample.id, 0)
         tasks[task] = {status.name.lower(): counts[status] for status in Status}
+        task_bytes[task] = {status.name.lower(): held[status] for status in Status}
+    ages = [now - engine.leased_at.get((part.name, i), now) for i in part.lease_ids()]
     document: dict[str, Any] = {
         "samples": len(samples.samples),
         "bytes": part.store.nbytes,
         "leases": len(samples.leases),
-        "oldest_lease_s": max((now - engine.leased_at.get((part.name, i), now) for i in part.lease_ids()), default=0.0),
+        "oldest_lease_s": max(ages, default=0.0),
+        "lease_ages": {f"{bound:g}": sum(age <= bound for age in ages) for bound in LEASE_AGES_S},
         "rows_put": part.rows_put,
         "given_back": samples.given_back,
         "dead": len(samples.dead),
         "sealed": part.sealed,
+        "dead_bytes": sum(sizes.get(i, 0) for i in samples.dead),
         "tasks": tasks,
+        "task_bytes": task_bytes,
     }
     if part.run is not None:
         document["run"] = _run(part.run)

@@ -26,6 +26,16 @@ class Batch:
         self.row_of = row_of
         self.nbytes = sum(column.nbytes for column in columns.values())
 
+    def row_bytes(self) -> list[int]:
+        """Bytes of each row's values in all columns."""
+        total = [0] * self.rows
+        for column in self.columns.values():
+            bounds = range(self.rows + 1) if column.offsets is None else column.offsets.tolist()
+            total = [
+                n + (stop - start) * column.unit for n, start, stop in zip(total, bounds[:-1], bounds[1:], strict=True)
+            ]
+        return total
+
 
 Table = dict[int, Batch]
 Run = tuple[Batch, Sequence[int]]
@@ -92,6 +102,16 @@ class Store:
                     start, stop = column.row_bounds(batch.row_of[sample_id])
                     out[name] = stop - start
         return out
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of the values that each sample has here."""
+        found: dict[int, int] = {}
+        for table in self._tables.values():
+            for batch in {id(batch): batch for batch in table.values()}.values():
+                sizes = batch.row_bytes()
+                for sample_id, row in batch.row_of.items():
+                    found[sample_id] = found.get(sample_id, 0) + sizes[row]
+        return found
 
     def drop(self, ids: Iterable[int]) -> None:
         """Let all fields of the samples go."""

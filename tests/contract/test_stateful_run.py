@@ -1,0 +1,79 @@
+"""The queue in memory and the real server against a model of a run's protocol, by random commands; and its mistakes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from services.queue import server
+from tests.contract.driving import TICK_S, Driven, DrivenMemory, driven_server
+from tests.contract.run_machine import LIMIT, RunMachine
+from tests.contract.test_stateful import PROFILE
+from xtoken_core.protocol.samples import Samples
+from xtoken_core.protocol.signals import Signals
+from xtoken_core.protocol.source import Source
+from xtoken_core.wire import QueueError
+
+Patch = pytest.MonkeyPatch
+
+
+def machine(directory: Path | None) -> RunMachine:
+    """A machine that drives the queue in memory and, given a directory, a real server."""
+
+    class Both(RunMachine):
+        def queues(self) -> Sequence[Driven]:
+            self.stack = ExitStack()
+            found: list[Driven] = [DrivenMemory(LIMIT)]
+            if directory is not None:
+                place = Path(tempfile.mkdtemp(dir=directory))
+                found.append(self.stack.enter_context(driven_server(LIMIT, place)))
+            return found
+
+        def teardown(self) -> None:
+            self.stack.close()
+
+    return Both()
+
+
+@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_both_queues_run_as_the_model_does(short_tmp: Path, monkeypatch: Patch, examples: int) -> None:
+    monkeypatch.setattr(server, "TICK_S", TICK_S)
+    run_state_machine_as_test(lambda: machine(short_tmp), settings=settings(PROFILE, max_examples=examples))
+
+
+def rewind_keeps_leases(patch: Patch) -> None:
+    patch.setattr(Samples, "reset", lambda self: None)
+
+
+def blocks_outlive_their_collator(patch: Patch) -> None:
+    patch.setattr(Source, "end_session", lambda self, session: None)
+
+
+def a_lost_signal_needs_no_redo(patch: Patch) -> None:
+    patch.setattr(Signals, "withdrawn", lambda self, session: False)
+
+
+MISTAKES: list[Callable[[Patch], None]] = [
+    rewind_keeps_leases,
+    blocks_outlive_their_collator,
+    a_lost_signal_needs_no_redo,
+]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(mistake, id=mistake.__name__.replace("_", "-"), marks=[pytest.mark.slow] if number else [])
+        for number, mistake in enumerate(MISTAKES)
+    ],
+)
+def test_a_mistake_in_a_run_is_found(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, QueueError)):
+        run_state_machine_as_test(lambda: machine(None), settings=settings(PROFILE, max_examples=400))
