@@ -32,7 +32,8 @@ def _setting(result: dict[str, Any], workers: dict[str, Any]) -> str:
     machine, settings, two = result["machine"], result["settings"], workers["settings"]
     return (
         f"One run of {settings['seconds']:.0f} s on one of {machine['cores']} cores ({machine['processor']}, load "
-        f"{machine['load']:.1f} at its end), medians of {settings['turns']} turns, alignment in batches of {settings['batch']}: "
+        f"{machine['load']:.1f} at its end), medians of {settings['turns']} turns, alignment in "
+        f"batches of {settings['batch']}: "
         f"Python {machine['python']}, numpy {machine['numpy']}, torch {machine['torch']}, tokenizers "
         f"{machine['tokenizers']}, TRL {machine['trl']}. "
         f"The two collators: another run, {two['turns']} turns of {two['seconds']:g} s each, load "
