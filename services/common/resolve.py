@@ -10,8 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from services.common.steps import ring_shape
 from services.common.roots import confined
+from services.common.steps import ring_shape
 from services.common.vocabulary import vocabulary_size
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import ModelSpec, RunSpec

@@ -45,7 +45,14 @@ def watched(address: Address) -> Iterator[tuple[Callable[[], int], Callable[[], 
             thread.join()
 
 
-@pytest.mark.parametrize(("transport", "frame"), [("tcp", 1 << 20), ("ipc", 1 << 16), ("ipc", 200)])
+@pytest.mark.parametrize(
+    ("transport", "frame"),
+    [
+        pytest.param("tcp", 1 << 20, marks=pytest.mark.slow),
+        pytest.param("ipc", 1 << 16, marks=pytest.mark.slow),
+        ("ipc", 200),
+    ],
+)
 def test_a_message_without_an_end_is_cut(short_tmp: Path, transport: str, frame: int) -> None:
     make = tcp_address if transport == "tcp" else ipc_address
     directory = short_tmp / f"u-{transport}{frame}"
