@@ -49,7 +49,7 @@ def machine(directory: Path | None) -> QueueMachine:
 
 @pytest.mark.parametrize(
     "examples",
-    [60, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [25, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 def test_both_queues_answer_as_the_model_does(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)

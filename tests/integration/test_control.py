@@ -142,6 +142,7 @@ def _complete(tmp_path: Path, http: httpx.Client, url: str, spec: RunSpec) -> No
     client = Command(tmp_path, "run", str(run_file(spec, tmp_path)), "--control", url)
     client.until(lambda: len(steps_of(spec.output)) >= 3)
     path = f"/v1/runs/{http.get('/v1/runs').json()['runs'][0]['id']}"
+    client.until(lambda: http.get(path).json()["last"] is not None)
     shown = http.get(path).json()
     assert (shown["state"], shown["steps"]) == ("running", 30)
     assert {w["name"] for w in shown["workers"]} == {"queue", "collator-0", "teacher-0-0", "trainer-0"}
@@ -186,7 +187,7 @@ def test_killing_a_run_in_place_takes_everything_with_it(tmp_path: Path, assets:
 @pytest.mark.parametrize(
     "killed",
     [
-        pytest.param(("collator-0", "teacher-0-0", "trainer-0"), id="workers"),
+        pytest.param(("collator-0", "teacher-0-0", "trainer-0"), marks=pytest.mark.slow, id="workers"),
         pytest.param(("queue",), marks=pytest.mark.slow, id="queue"),
     ],
 )

@@ -89,6 +89,7 @@ def test_killed_student_resumes_bit_for_bit(assets: TinyAssets, tmp_path: Path, 
     assert len(list((broken.output / "logs").glob("trainer-0.*.log"))) == 2
 
 
+@pytest.mark.slow
 def test_killed_queue_is_filled_again_from_the_checkpoint(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     spec = tiny_spec(assets, tmp_path, records=240)
     crew = start(spec)
@@ -120,6 +121,7 @@ def test_two_teachers_two_epochs_and_bad_records(assets: TinyAssets, tmp_path: P
     assert {"kl_loss_t0", "kl_loss_t1"} <= set(steps_of(spec.output)[0])
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     one = tiny_spec(assets, tmp_path / "one", records=64, loss={"vocab_topk": None})
     two = tiny_spec(assets, tmp_path / "two", records=64, loss={"vocab_topk": None}, workers={"ranks": 2})
@@ -131,6 +133,7 @@ def test_two_ranks_train_as_one(assets: TinyAssets, tmp_path: Path, start: Start
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_bad_record_ends_a_run_that_says_so(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     data = tmp_path / "train.jsonl"
     write_jsonl(data, [*documents(10, seed=4), "", *documents(10, seed=5)])

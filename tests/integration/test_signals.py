@@ -37,7 +37,7 @@ def expected() -> dict[str, torch.Tensor]:
     return {}
 
 
-@pytest.mark.parametrize("signal", ["shared_memory_hidden", "queue"])
+@pytest.mark.parametrize("signal", ["shared_memory_hidden", pytest.param("queue", marks=pytest.mark.slow)])
 def test_hidden_states_train_as_logits_do(
     assets: TinyAssets, tmp_path: Path, start: Start, expected: dict[str, torch.Tensor], signal: str
 ) -> None:
@@ -47,6 +47,7 @@ def test_hidden_states_train_as_logits_do(
     torch.testing.assert_close(found, expected["loss"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_killed_teacher_is_replaced_where_the_signal_goes_through_the_queue(
     assets: TinyAssets, tmp_path: Path, start: Start
 ) -> None:

@@ -23,6 +23,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_steps_without_a_finite_loss_are_left_out_and_end_the_run(
     assets: TinyAssets, tmp_path: Path, start: Start
 ) -> None:

@@ -61,7 +61,7 @@ def test_p_kl(monkeypatch, device, variant):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("variant", ["cut", pytest.param("untruncated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", [pytest.param(name, marks=pytest.mark.slow) for name in ("cut", "untruncated")])
 def test_gold(monkeypatch, device, variant):
     shrink(monkeypatch, "gold", BLOCK=16, COMMON_BLOCK=2, GRADIENT_BLOCK=16, SLAB_BYTES=1000, SELECT_BLOCK=64, SPARE=2)
     check("gold", CASES["gold"][variant].make(torch.float32, torch.device(device)), "student_logits")
