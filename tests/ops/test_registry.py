@@ -40,6 +40,19 @@ def test_the_environment_overrides_the_priority(monkeypatch):
     assert priority("embedding", "cpu") == (OpBackend.PYTORCH_NATIVE_EMBEDDING,)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("p_kl=triton", OpBackend.TRITON_P_KL_CROSS_ENTROPY),
+        ("p_kl_cross_entropy=reference,p_kl=triton", OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY),
+        ("cross_entropy=triton", OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY),
+    ],
+)
+def test_p_kl_with_cross_entropy_follows_p_kl_unless_it_is_named(monkeypatch, text, expected):
+    monkeypatch.setenv("XTOKEN_OPS", text)
+    assert priority("p_kl_cross_entropy", "cpu") == (expected,)
+
+
 @pytest.mark.parametrize("text", ["p_kl=cuda", "pkl=triton", "p_kl", "=reference"])
 def test_an_unknown_override_is_refused_with_what_there_is(monkeypatch, text):
     monkeypatch.setenv("XTOKEN_OPS", text)

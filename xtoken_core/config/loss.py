@@ -35,7 +35,8 @@ class LossConfig(Part):
     temperature: Positive = 1.0
     """Divides both sides' logits; the KD term is multiplied by its square."""
     vocab_topk: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = 8192
-    """P-KL: how many teacher tokens are compared; all of them if "none" or if the vocabulary has fewer."""
+    """P-KL, and teachers with the student's tokenizer: how many tokens are compared; all of them if "none" or if the
+    vocabulary has fewer."""
     uncommon_topk: Annotated[int, Field(ge=1)] = 8192
     """gold, H-KL: where the sorted lists of uncommon tokens are cut."""
     reverse_kl: bool = False
@@ -114,6 +115,7 @@ class LossConfig(Part):
             raise ValueError(
                 "static teacher weights are not used with dynamic_teacher_weights or select_teacher: unset them"
             )
+        self._check_modes_are_used(same_tokenizer)
         for teacher, same in enumerate(same_tokenizer):
             own = self.teacher_modes[teacher] if self.teacher_modes else None
             if same and own is not None:
@@ -121,6 +123,25 @@ class LossConfig(Part):
                     f"teacher {teacher} has the student's tokenizer and is compared token by token: "
                     f'its teacher_modes entry "{own}" must be left out'
                 )
+
+    def _check_modes_are_used(self, same_tokenizer: Sequence[bool]) -> None:
+        used = {self.mode_of(teacher) for teacher, same in enumerate(same_tokenizer) if not same}
+        why = "every teacher has the student's tokenizer or a mode of its own"
+        if self.mode not in {*used, "p_kl"}:
+            flag = {"gold": "gold_loss", "h_kl": "xtoken_loss", "uld": "uld_loss", "alm": "alm_loss"}[self.mode]
+            raise ValueError(f"{flag} is used by no teacher: {why}; unset it")
+        if "p_kl" not in used:
+            for name, is_set in self._settings_of_p_kl().items():
+                if is_set:
+                    raise ValueError(f"{name} belongs to P-KL, which compares no teacher: {why}; unset it")
+
+    def _settings_of_p_kl(self) -> dict[str, bool]:
+        """The settings that no other mode reads, and whether they are set."""
+        return {
+            "gradient_in_place": self.gradient_in_place,
+            "exact_token_match_only": self.exact_token_match_only,
+            'teacher_chunk_average = "prob"': self.teacher_chunk_average == "prob",
+        }
 
     @model_validator(mode="after")
     def _refuse_impossible(self) -> LossConfig:
@@ -136,18 +157,18 @@ class LossConfig(Part):
             return "gold_loss, uld_loss and alm_loss exclude each other: set one of them"
         if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
             return "dynamic_loss_scale_cap needs dynamic_loss_scaling = true"
+        for name in ("kl_loss_weight", "ce_loss_scale"):
+            if self.dynamic_loss_scaling and getattr(self, name) != type(self).model_fields[name].default:
+                return f"{name} is not used with dynamic_loss_scaling, which scales by itself: unset one of them"
         if self.gradient_in_place and self.kl_loss_weight == 0 and not self.dynamic_loss_scaling:
             return "gradient_in_place belongs to P-KL, whose weight is 0: unset it"
         return None
 
     def _option_without_its_mode(self) -> str | None:
         if "p_kl" not in self.modes:
-            if self.gradient_in_place:
-                return f"gradient_in_place belongs to P-KL, the mode is {self.mode}: unset one of them"
-            if self.exact_token_match_only:
-                return f"exact_token_match_only belongs to P-KL, the mode is {self.mode}: unset one of them"
-            if self.teacher_chunk_average == "prob":
-                return f'teacher_chunk_average = "prob" belongs to P-KL, the mode is {self.mode}: unset one of them'
+            for name, is_set in self._settings_of_p_kl().items():
+                if is_set:
+                    return f"{name} belongs to P-KL, the mode is {self.mode}: unset one of them"
         if self.modes == {"uld"} and self.reverse_kl:
             return "reverse_kl has no meaning for uld_loss, which compares sorted probabilities: unset it"
         if self.modes == {"alm"} and self.temperature != 1.0:

@@ -165,7 +165,7 @@ class CrossTokenizerDistillationLoss:
                 2,048, or half as many where a mode reads teachers' whole vocabularies.
         """
         mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]) > 0
-        needed = torch.cat([mask, torch.zeros_like(mask[:, :1])], dim=1)
+        needed = torch.cat([mask, mask.new_zeros(mask.shape[0], 1)], dim=1)
         return packed_blocks(needed, self._extents(batch, teacher_widths), rows or self._block_rows)
 
     @property

@@ -39,7 +39,6 @@ class OpBackend(Enum):
     TRITON_CROSS_ENTROPY = "xtoken_core.ops.cross_entropy.triton:TritonCrossEntropyOp"
     TRITON_P_KL = "xtoken_core.ops.p_kl.triton:TritonPKLOp"
     TRITON_P_KL_CROSS_ENTROPY = "xtoken_core.ops.p_kl.triton:TritonPKLCrossEntropyOp"
-
     TRITON_GOLD = "xtoken_core.ops.gold.triton:TritonGoldOp"
 
 
@@ -70,6 +69,9 @@ BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
     "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD, "triton": OpBackend.TRITON_GOLD},
 }
 """Every op's backends by the short name that `XTOKEN_OPS` uses."""
+
+FOLLOWS: Mapping[str, str] = {"p_kl_cross_entropy": "p_kl"}
+"""An op that `XTOKEN_OPS` does not name goes with the one it contains."""
 
 _REFERENCE_ONLY: Mapping[str, tuple[str, ...]] = dict.fromkeys(BACKENDS, ("reference",))
 PRIORITY: Mapping[DeviceKind, Mapping[str, tuple[str, ...]]] = {
@@ -108,7 +110,8 @@ def priority(name: str, device: torch.device | str) -> tuple[OpBackend, ...]:
     """
     if name not in BACKENDS:
         raise ConfigError(f"there is no op {name!r}: there are {', '.join(BACKENDS)}")
-    chosen = _overrides(os.environ.get(ENVIRONMENT, "")).get(name)
+    overrides = _overrides(os.environ.get(ENVIRONMENT, ""))
+    chosen = overrides.get(name) or overrides.get(FOLLOWS.get(name, ""))
     if chosen:
         return (BACKENDS[name][chosen],)
     return tuple(BACKENDS[name][short] for short in PRIORITY[device_kind(torch.device(device))][name])

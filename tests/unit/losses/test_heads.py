@@ -238,6 +238,18 @@ def test_nothing_to_learn_costs_nothing(config, changes):
     assert all(torch.isfinite(value) for value in metrics.values())
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("whole", [False, True], ids=["hidden_states", "logits"])
+def test_sequences_of_one_position_predict_nothing(config, whole):
+    case = make_case(lengths=(1, 1))
+    case.batch = {name: x if x.dim() == 1 or "pair" in name else x[:, :1] for name, x in case.batch.items()}
+    student, teacher = random_head((2, 1, case.student_logits.shape[2]), 1), random_head((2, 1, 36), 2)
+    loss, metrics, gradients = run(case, config, student, [teacher], whole=whole)
+    assert loss == 0
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+    assert all(torch.isfinite(value) for value in metrics.values())
+
+
 def test_products_keep_their_dtype_whatever_autocast_surrounds_them():
     case = make_case(dtype=torch.float32)
     heads = [
