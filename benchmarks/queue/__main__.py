@@ -26,7 +26,7 @@ from benchmarks.queue import crowd, disk, latency, ours, page, plain, workload
 from benchmarks.queue.bounds import bounds
 from xtoken_core.data_plane.address import Address
 
-ROUNDS = 3
+ROUNDS = 5
 IN_FLIGHT = (1, 4)
 TRANSPORTS = ("ipc", "tcp")
 HERE = Path(__file__).parent
@@ -145,7 +145,8 @@ def measure(peer_python: Path, rounds_wanted: int = ROUNDS) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("pyzmq", "msgspec", "torch", "tensordict")},
         "workload": {
-            "batch": workload.BATCH, "batches": workload.BATCHES, "rounds": rounds_wanted,
+            "batch": workload.BATCH, "batches": workload.BATCHES, "get_passes": workload.PASSES,
+            "rounds": rounds_wanted,
             "tokens": [workload.SHORTEST, workload.LONGEST],
             "bytes_per_batch": sum(buffer.nbytes for buffer in workload.buffers_of(workload.batch())),
         },

@@ -35,10 +35,11 @@ def _setting(result: dict[str, Any]) -> Iterator[str]:
         f"Python {versions['python']}, pyzmq {versions['pyzmq']}, tensordict {versions['tensordict']}, "
         f"torch {versions['torch']}."
     )
+    passes = f", read {work['get_passes']} times over" if "get_passes" in work else ""
     yield (
         f"Batches of {work['batch']} samples, {work['bytes_per_batch'] / 1e6:.2f} MB: four jagged int64 columns of "
-        f"{work['tokens'][0]} to {work['tokens'][1]} tokens and a bool mask; {work['batches']} batches, medians of "
-        f"{work['rounds']} rounds; one producer process, one consumer process, loopback."
+        f"{work['tokens'][0]} to {work['tokens'][1]} tokens and a bool mask; {work['batches']} batches{passes}, "
+        f"medians of {work['rounds']} rounds; one producer process, one consumer process, loopback."
     )
 
 

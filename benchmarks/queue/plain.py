@@ -1,4 +1,7 @@
-"""Plain pyzmq: a ROUTER that keeps the buffers of batches in a dict, and a DEALER that moves them, nothing copied."""
+"""Plain pyzmq: a ROUTER that keeps the buffers of batches in a dict, and a DEALER that moves them, nothing copied.
+
+Its processes have the allocator's settings of the queue's client: what is compared are not glibc's defaults.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import Any
 
 import zmq
 
-from benchmarks.queue.workload import BATCH, BATCHES, Phase, alone, batch, buffers_of
+from benchmarks.queue.workload import BATCH, BATCHES, PASSES, Phase, alone, batch, buffers_of
+from xtoken_core.data_plane.allocator import CLIENT_KEEPS, keep_freed_memory
 
 
 def serve(url: str) -> dict[str, Any]:
     """Keep and give back buffers by number, until ended."""
+    keep_freed_memory(CLIENT_KEEPS)
     kept: dict[bytes, list[zmq.Frame]] = {}
     socket = zmq.Context().socket(zmq.ROUTER)
     socket.bind(url)
@@ -40,6 +45,7 @@ def server(url: str) -> Iterator[None]:
 
 def connect(url: str) -> zmq.Socket[bytes]:
     """A DEALER that has been answered once."""
+    keep_freed_memory(CLIENT_KEEPS)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(url)
     round_trip(socket, [b"echo", b"0"])
@@ -57,14 +63,14 @@ def round_trip(socket: zmq.Socket[bytes], frames: list[Any]) -> float:
 def move(url: str, what: str, in_flight: int) -> dict[str, Any]:
     """Samples per second put or got, with so many requests in flight."""
     socket = connect(url)
-    buffers = buffers_of(batch()) if what == "put" else []
+    buffers, batches = (buffers_of(batch()), BATCHES) if what == "put" else ([], PASSES * BATCHES)
     start = time.perf_counter()
-    for number in range(BATCHES + in_flight):
+    for number in range(batches + in_flight):
         if number >= in_flight:
             socket.recv_multipart(copy=False)
-        if number < BATCHES:
-            socket.send_multipart([what.encode(), b"%d" % number, *buffers], copy=False)
-    return {what: BATCH * BATCHES / (time.perf_counter() - start)}
+        if number < batches:
+            socket.send_multipart([what.encode(), b"%d" % (number % BATCHES), *buffers], copy=False)
+    return {what: BATCH * batches / (time.perf_counter() - start)}
 
 
 def measure(url: str, in_flight: int) -> dict[str, float]:

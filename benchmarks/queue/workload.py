@@ -19,6 +19,8 @@ from xtoken_core.wire import Column
 from xtoken_core.wire.columns import offsets_from_lengths
 
 BATCH, BATCHES = 64, 160
+PASSES = 3
+"""How often what was put is read: a pass alone would be over in a fifth of a second."""
 SHORTEST, LONGEST = 1024, 2048
 JAGGED = ("input_ids", "teacher_input_ids", "student_chunk_id", "teacher_chunk_id")
 FIELDS = (*JAGGED, "sample_mask")

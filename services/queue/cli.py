@@ -129,12 +129,18 @@ def top(
 def keygen(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the keys go.")],
     client: Annotated[bool, typer.Option("--client", help="Make a client's keys, not the queue's.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Make the keys of a queue on a network, or of one of its clients."""
     from xtoken_core.data_plane.keys import create_client_keys, create_queue_keys
 
     public = create_client_keys(directory) if client else create_queue_keys(directory)
     where = "the queue's clients/, under any name.key" if client else "every client's directory, as queue.key"
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"public_key": str(public), "copy_to": where}))
+        return
     typer.echo(f"{public}: copy this public key into {where}")
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import ctypes
 import gc
 
+from xtoken_core.data_plane.allocator import keep_freed_memory
+
+KEEPS = 32 << 20
 YOUNG, MIDDLE, OLD = 50_000, 20, 50
 WORTH_BYTES = 32 << 20
 SHARE = 4
 
 
 def settle() -> None:
-    """Leave what is there now out of garbage collections, and make those rare: the engine makes no cycles."""
+    """Leave what is there now out of garbage collections, and make those rare: the engine makes no cycles.
+
+    What batches leave free is kept for the next ones, up to a bound; `Returned` hands it back when most are gone.
+    """
+    keep_freed_memory(KEEPS)
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, OLD)
