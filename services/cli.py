@@ -15,7 +15,7 @@ import typer
 
 from services.common.align_cli import align_app
 from services.common.projection_cli import projection_app
-from services.control.cli import ControlTokenOption, runs_app, token_in
+from services.control.cli import ControlTokenOption, JsonOption, runs_app, token_in
 from services.queue.cli import queue_app
 from xtoken_core.errors import XtokenError
 
@@ -109,6 +109,7 @@ def run(
         typer.Option("--control", metavar="URL", help="A control plane to run it on.", show_default="one of its own"),
     ] = None,
     token_file: ControlTokenOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Distil, and watch it.
 
@@ -120,7 +121,10 @@ def run(
     spec = load_run_spec(run_file)
     from services.control.client import run_at, run_in_place
 
-    outcome = run_at(control, spec, token=token_in(token_file)) if control else run_in_place(spec)
+    if control:
+        outcome = run_at(control, spec, token=token_in(token_file), as_json=as_json)
+    else:
+        outcome = run_in_place(spec, as_json=as_json)
     if outcome.error:
         _complain(outcome.error)
     raise typer.Exit(outcome.exit_code)
@@ -225,11 +229,13 @@ def control(
 
 
 @app.command()
-def version() -> None:
+def version(as_json: JsonOption = False) -> None:
     """Print the version."""
+    import json
     from importlib.metadata import version as version_of
 
-    typer.echo(version_of("xtoken"))
+    found = version_of("xtoken")
+    typer.echo(json.dumps({"version": found}) if as_json else found)
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,14 +77,18 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Align every text of some files and count chunks; fails if a chunk does not spell the same on both sides."""
+    from services.common.busy import counted
     from xtoken_core.alignment.report import AlignmentReport
 
     aligner, ours, theirs = _sides(student, teacher)
     reports: dict[str, AlignmentReport] = {}
     for path in files:
-        report = AlignmentReport()
-        for texts in _batches(path, field):
-            report += _align_batch(aligner, ours, theirs, texts, context)
+        report, done = AlignmentReport(), 0
+        with counted(f"aligning {path.name}", quiet=as_json) as tell, _texts(path, field) as (texts, records):
+            for batch in _batches(texts):
+                report += _align_batch(aligner, ours, theirs, batch, context)
+                done += len(batch)
+                tell(done, records)
         reports[str(path)] = report
     total = sum(reports.values(), start=AlignmentReport())
     if as_json:
@@ -125,11 +130,11 @@ def _align_batch(
     return replace(summarize(aligner, batch, s, s_mask, t_mask), seconds=seconds)
 
 
-def _batches(path: Path, field: str) -> Iterator[list[str]]:
-    """The texts of a file, some at a time; a file of another kind than those of a run is one text."""
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts, some at a time."""
     batch: list[str] = []
     size = 0
-    for text in _texts(path, field):
+    for text in texts:
         batch.append(text)
         size += len(text)
         if len(batch) >= _BATCH_RECORDS or size >= _BATCH_CHARACTERS:
@@ -139,16 +144,19 @@ def _batches(path: Path, field: str) -> Iterator[list[str]]:
         yield batch
 
 
-def _texts(path: Path, field: str) -> Iterator[str]:
+@contextmanager
+def _texts(path: Path, field: str) -> Iterator[tuple[Iterable[str], int]]:
+    """The texts of a file and how many records it has; a file of another kind than those of a run is one text."""
     import tempfile
 
     from xtoken_core.data import DataIndex
 
     if path.is_dir() or path.suffix.lower() in (".jsonl", ".parquet", ".txt"):
         with tempfile.TemporaryDirectory() as cache:
-            yield from DataIndex.build([path], field=field, cache_dir=Path(cache)).documents()
+            index = DataIndex.build([path], field=field, cache_dir=Path(cache))
+            yield index.documents(), len(index)
     else:
-        yield _text(None, path)
+        yield [_text(None, path)], 1
 
 
 def _text(text: str | None, file: Path | None) -> str:

@@ -29,18 +29,26 @@ def build(
     specials: Annotated[bool, typer.Option(help="Specials by the likeness of their names.")] = True,
     exact: Annotated[bool, typer.Option(help="Tokens of equal bytes pinned to each other.")] = True,
     as_reference: Annotated[bool, typer.Option(help="Build as the public tools do, for comparison.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Build the projection from a student's vocabulary to a teacher's."""
+    from services.common.busy import busy
     from xtoken_core.projection.build import BuildOptions, build_projection
     from xtoken_core.projection.files import write_projection
 
     options = BuildOptions(forward, reverse, specials, exact, top_k, as_reference)
-    ours, theirs = _tokenizer(student, "student"), _tokenizer(teacher, "teacher")
-    projection = build_projection(ours, theirs, options, student_rows=_head_width(student))
-    write_projection(projection, out, bfloat16=as_reference)
+    with busy("reading both vocabularies and building the projection", quiet=as_json):
+        ours, theirs = _tokenizer(student, "student"), _tokenizer(teacher, "teacher")
+        projection = build_projection(ours, theirs, options, student_rows=_head_width(student))
+        write_projection(projection, out, bfloat16=as_reference)
     pinned = int((projection.likelihoods[:, 0] == 1).sum())
     empty = int((projection.likelihoods.sum(dim=1) == 0).sum())
-    typer.echo(f"{out}: {len(projection.indices)} rows of {top_k}, {pinned} with one counterpart, {empty} empty")
+    rows = len(projection.indices)
+    if as_json:
+        found = {"file": str(out), "rows": rows, "top_k": top_k, "one_counterpart": pinned, "empty": empty}
+        typer.echo(json.dumps(found, indent=2))
+        return
+    typer.echo(f"{out}: {rows} rows of {top_k}, {pinned} with one counterpart, {empty} empty")
 
 
 @projection_app.command()
@@ -52,14 +60,16 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a projection covers, and warn where it is thin."""
+    from services.common.busy import busy
     from xtoken_core.projection import report
     from xtoken_core.projection.files import read_topk
     from xtoken_core.projection.fingerprint import check_projection_pair
 
     check_projection_pair(file, student, teacher)
-    found = report.inspect_projection(
-        read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
-    )
+    with busy("reading both vocabularies", quiet=as_json):
+        found = report.inspect_projection(
+            read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
+        )
     if as_json:
         typer.echo(json.dumps(report.as_json(found), ensure_ascii=False, indent=2))
         return
@@ -86,12 +96,14 @@ def overlap(
     as_json: JsonOption = False,
 ) -> None:
     """Show how many spellings each pair of vocabularies shares."""
+    from services.common.busy import busy
     from xtoken_core.errors import ConfigError
     from xtoken_core.projection import report
 
     if len(tokenizers) < 2:
         raise ConfigError("overlap takes two directories or more")
-    rows = report.overlap({str(path): _table(path, "vocabulary") for path in tokenizers})
+    with busy("reading the vocabularies", quiet=as_json):
+        rows = report.overlap({str(path): _table(path, "vocabulary") for path in tokenizers})
     if as_json:
         typer.echo(json.dumps(report.overlap_table(rows), indent=2))
         return
@@ -103,13 +115,14 @@ def overlap(
 def picture(
     file: FileArgument,
     out: Annotated[Path, typer.Option("--out", help="The picture: .png, .svg or .pdf.")],
+    as_json: JsonOption = False,
 ) -> None:
     """Draw a projection's matrix."""
     from xtoken_core.projection.files import read_topk
     from xtoken_core.projection.report import draw_projection
 
     draw_projection(read_topk(file), out, title=file.name)
-    typer.echo(str(out))
+    typer.echo(json.dumps({"file": str(out)}) if as_json else str(out))
 
 
 def _tokenizer(directory: Path, what: str) -> Any:

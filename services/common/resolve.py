@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,13 @@ PAIR_BYTES = 2
 ROW_BYTES = 128  # scalars and offsets
 
 
-def resolve_run(spec: RunSpec) -> ResolvedRun:
+def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> ResolvedRun:
     """Check every file of a run, index its data and count its positions.
+
+    Args:
+        spec: The run.
+        progress: Called while the training text is looked through for the first time, with the bytes read so far and
+            in all.
 
     Raises:
         InputError: A file is missing, unreadable or does not fit the others.
@@ -43,7 +48,7 @@ def resolve_run(spec: RunSpec) -> ResolvedRun:
                 f"xtoken projection build --student {spec.student.tokenizer_dir} --teacher {teacher.tokenizer_dir}"
             )
     _writable(spec.output)
-    index = open_index(spec, spec.data.paths, spec.data.field)
+    index = open_index(spec, spec.data.paths, spec.data.field, progress)
     records = len(index)
     if records == 0:
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
@@ -66,11 +71,13 @@ def resolve_run(spec: RunSpec) -> ResolvedRun:
     return resolved
 
 
-def open_index(spec: RunSpec, paths: Sequence[Path], field: str) -> DataIndex:
+def open_index(
+    spec: RunSpec, paths: Sequence[Path], field: str, progress: Callable[[int, int], None] | None = None
+) -> DataIndex:
     """The index of a run's text, from the run's own cache."""
     for path in paths:
         confined(path, "the text")
-    return DataIndex.build(paths, field=field, cache_dir=spec.output / "cache" / "index")
+    return DataIndex.build(paths, field=field, cache_dir=spec.output / "cache" / "index", progress=progress)
 
 
 def largest_row(spec: RunSpec) -> int:
@@ -92,7 +99,7 @@ def _check_signal(resolved: ResolvedRun) -> None:
 
 def _check_memory(resolved: ResolvedRun) -> None:
     spec = resolved.spec
-    rows, signals = resolved.span * largest_row(spec), 0
+    rows, signals = resolved.span // spec.workers.nodes * largest_row(spec), 0
     if spec.workers.signal == "queue":
         shapes = [ring_shape(resolved, place) for place in range(len(resolved.teachers))]
         signals = spec.workers.ranks * sum(shape.slots * shape.slot_bytes for shape in shapes)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from services.common.busy import busy
 from xtoken_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ ControlTokenOption = Annotated[
         "--token-file", envvar=TOKEN_VARIABLE, help="The file with the control plane's token.", show_default=False
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; an object a line where it goes on.")]
 
 
 def token_in(file: Path | None) -> str | None:
@@ -87,17 +88,16 @@ def start(
     spec = load_run_spec(run_file)
     with _client(control, token_file) as client:
         if dry_run:
-            found = client.check(spec)
+            with busy(f"checking {spec.name}", quiet=as_json):
+                found = client.check(spec)
             line = (
                 f"{found['spec']['name']}: {found['positions']} samples in {found['steps']} steps; nothing was started"
             )
             _print(found, line, as_json)
             return
-        with _busy(f"checking {spec.name}", quiet=as_json):
+        with busy(f"checking {spec.name}", quiet=as_json):
             status = client.start(spec)
-        _print(status, f"{status['id']}", as_json)
-        if watch:
-            _watch(client, status)
+        _tell_or_watch(client, status, status["id"], watch=watch, as_json=as_json)
 
 
 @runs_app.command()
@@ -137,10 +137,10 @@ def show(
     """Show where a run stands."""
     with _client(control, token_file) as client:
         status = client.show(_find(client, run))
-        if as_json:
+        if watch:
+            _watch(client, status, as_json=as_json)
+        elif as_json:
             typer.echo(json.dumps(status, indent=2))
-        elif watch:
-            _watch(client, status)
         else:
             from rich.console import Console
 
@@ -181,7 +181,7 @@ def stop(
     with _client(control, token_file) as client:
         status = client.stop(_find(client, run), now=now)
         if wait:
-            with _busy(f"{status['id']} is stopping", quiet=as_json):
+            with busy(f"{status['id']} is stopping", quiet=as_json):
                 status = _await_end(client, status)
         _print(status, f"{status['id']}: {status['state']}", as_json)
 
@@ -197,9 +197,7 @@ def resume(
     """Go on with a run that was stopped, failed or interrupted, from its last checkpoint."""
     with _client(control, token_file) as client:
         status = client.resume(_find(client, run))
-        _print(status, f"{status['id']}: {status['state']}", as_json)
-        if watch:
-            _watch(client, status)
+        _tell_or_watch(client, status, f"{status['id']}: {status['state']}", watch=watch, as_json=as_json)
 
 
 @runs_app.command()
@@ -281,11 +279,19 @@ def _find(client: ControlClient, run: str) -> str:
     return str(found[0])
 
 
-def _watch(client: ControlClient, status: dict[str, Any]) -> None:
+def _tell_or_watch(client: ControlClient, status: dict[str, Any], line: str, *, watch: bool, as_json: bool) -> None:
+    """Say what was answered; with `watch` the run's statuses follow, or are all there is where JSON is asked for."""
+    if not (watch and as_json):
+        _print(status, line, as_json)
+    if watch:
+        _watch(client, status, as_json=as_json)
+
+
+def _watch(client: ControlClient, status: dict[str, Any], *, as_json: bool) -> None:
     from services.control.client import follow_until_interrupted
     from services.control.watch import watch_for
 
-    with watch_for(show=True) as view:
+    with watch_for(show=True, as_json=as_json) as view:
         view.end(follow_until_interrupted(client, status, view))
 
 
@@ -293,15 +299,6 @@ def _await_end(client: ControlClient, status: dict[str, Any]) -> dict[str, Any]:
     from services.control.client import await_end
 
     return await_end(client, status)
-
-
-@contextmanager
-def _busy(text: str, *, quiet: bool) -> Iterator[None]:
-    from rich.console import Console
-
-    console = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
-    with console.status(text):
-        yield
 
 
 def _print(document: dict[str, Any], line: str, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ class UnansweredError(XtokenError):
     """Nobody answers at a control plane's address."""
 
 
-def run_in_place(spec: RunSpec, *, show: bool = True) -> RunOutcome:
+def run_in_place(spec: RunSpec, *, show: bool = True, as_json: bool = False) -> RunOutcome:
     """Run to the end, under a control plane of its own that nobody else needs.
 
     SIGINT, SIGTERM and SIGHUP stop the run in order, a second one at once. Should this process be killed, the run's
@@ -190,6 +190,7 @@ def run_in_place(spec: RunSpec, *, show: bool = True) -> RunOutcome:
     Args:
         spec: What to run; its paths are absolute.
         show: Whether to print progress and the summary.
+        as_json: Whether to print statuses instead, one object a line.
 
     Raises:
         XtokenError: The run's files are unfit, before anything was started.
@@ -203,7 +204,7 @@ def run_in_place(spec: RunSpec, *, show: bool = True) -> RunOutcome:
     with Interrupts() as interrupts:
         server = HttpServer(runs, "127.0.0.1", 0, Access(token))
         try:
-            return _run(ControlClient(server.url, token), spec, show, interrupts)
+            return _run(ControlClient(server.url, token), spec, watch_for(show, as_json=as_json), interrupts)
         finally:
             runs.stop_all(now=True)
             runs.join()
@@ -211,7 +212,9 @@ def run_in_place(spec: RunSpec, *, show: bool = True) -> RunOutcome:
             runs.close()
 
 
-def run_at(url: str, spec: RunSpec, *, token: str | None = None, show: bool = True) -> RunOutcome:
+def run_at(
+    url: str, spec: RunSpec, *, token: str | None = None, show: bool = True, as_json: bool = False
+) -> RunOutcome:
     """Run to the end on a control plane; signals stop the run as in `run_in_place`.
 
     If the control plane knows the run by its output, and it is over and as specified, it is resumed.
@@ -220,7 +223,7 @@ def run_at(url: str, spec: RunSpec, *, token: str | None = None, show: bool = Tr
         XtokenError: Nobody answers there, or the run is refused.
     """
     with Interrupts() as interrupts:
-        return _run(ControlClient(url, token), spec, show, interrupts)
+        return _run(ControlClient(url, token), spec, watch_for(show, as_json=as_json), interrupts)
 
 
 def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
@@ -247,10 +250,12 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
         return client.resume(error.run)
 
 
-def _run(client: ControlClient, spec: RunSpec, show: bool, interrupts: Interrupts) -> RunOutcome:
+def _run(
+    client: ControlClient, spec: RunSpec, watch: AbstractContextManager[Watch], interrupts: Interrupts
+) -> RunOutcome:
     try:
         first = start_or_resume(client, spec)
-        with watch_for(show) as view:
+        with watch as view:
             last = follow(client, first, view, interrupts)
             view.end(last)
     finally:

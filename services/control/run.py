@@ -68,6 +68,7 @@ class Run:
         self._journal = StoreJournal(store, row.id, row.life)
         self._supervisor: Supervisor | None = None
         self._stop_asked = self._leave_asked = False
+        self._read: float | None = None
         self._over_at = 0.0
         self._lock = threading.Lock()
         target = self._take_over if adopt else self._begin
@@ -113,7 +114,9 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """What its supervisor tells; asks no other process."""
-        told = dict(self._supervisor.status()) if self._supervisor is not None else {}
+        told: dict[str, Any] = {"text_read": self._read}
+        if self._supervisor is not None:
+            told = dict(self._supervisor.status())
         if self.ending is not None:
             return told | {"state": self.ending.state, "error": self.ending.error, "exit_code": self.ending.exit_code}
         if self._stop_asked:
@@ -153,7 +156,7 @@ class Run:
     def _begin(self) -> Ending | None:
         output = self.spec.output
         try:
-            resolved = resolve_run(self.spec)
+            resolved = resolve_run(self.spec, self._note_read)
         except XtokenError as error:
             write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
             raise
@@ -162,6 +165,9 @@ class Run:
         place = QueuePlace.make(self.spec)
         self._journal.run(queue=place.document(), steps=resolved.steps)
         return self._supervise(resolved, place, self._launchers(place.private), {})
+
+    def _note_read(self, done: int, total: int) -> None:
+        self._read = done / total if total else None
 
     def _take_over(self) -> Ending | None:
         output, row = self.spec.output, self._row

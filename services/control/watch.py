@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,10 +42,12 @@ class Watch(Protocol):
 
 
 @contextmanager
-def watch_for(show: bool, console: Console | None = None) -> Iterator[Watch]:
-    """What suits where the output goes; nothing is printed unless `show`."""
+def watch_for(show: bool, console: Console | None = None, *, as_json: bool = False) -> Iterator[Watch]:
+    """What suits where the output goes; nothing is printed unless `show`, and one object a line with `as_json`."""
     console = console or Console(quiet=not show)
-    if show and console.is_terminal:
+    if show and as_json:
+        yield JsonWatch()
+    elif show and console.is_terminal:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
             yield LiveWatch(live)
     else:
@@ -71,20 +75,54 @@ class LiveWatch:
         self._live.console.print(ending_line(status), markup=False, highlight=False)
 
 
+class News:
+    """Tells when a status is worth a line: the state has changed, or steps were taken and some seconds have passed."""
+
+    def __init__(self) -> None:
+        self._said: tuple[Any, ...] = ()
+        self._said_at = 0.0
+
+    def has(self, status: dict[str, Any]) -> bool:
+        """Whether there is news since this was last true."""
+        news = (status["state"], [(w["name"], w["state"], w["restarts"]) for w in status["workers"]])
+        done = (status["step"], status.get("text_read"))
+        due = time.monotonic() - self._said_at >= LINE_EVERY_S and done != self._said[2:]
+        if news == self._said[:2] and not due:
+            return False
+        self._said, self._said_at = (*news, *done), time.monotonic()
+        return True
+
+
+class JsonWatch:
+    """The status as one line of JSON on standard output whenever there is news; the last line is how it ended."""
+
+    def __init__(self) -> None:
+        self._news = News()
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Print it if there is news."""
+        if self._news.has(status):
+            self.end(status)
+
+    def stopping(self, *, now: bool) -> None:
+        """The status will say so."""
+
+    def end(self, status: dict[str, Any]) -> None:
+        """Print it."""
+        sys.stdout.write(json.dumps(status) + "\n")
+        sys.stdout.flush()
+
+
 class LineWatch:
     """A line whenever the state changes, and every few seconds while steps are taken."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._said: tuple[Any, ...] = ()
-        self._said_at = 0.0
+        self._news = News()
 
     def show(self, status: dict[str, Any]) -> None:
         """Print a line if it is time for one."""
-        news = (status["state"], [(w["name"], w["state"], w["restarts"]) for w in status["workers"]])
-        due = time.monotonic() - self._said_at >= LINE_EVERY_S and status["step"] != self._step
-        if news != self._said[:2] or due:
-            self._said, self._said_at = (*news, status["step"]), time.monotonic()
+        if self._news.has(status):
             self._print(progress_line(status))
 
     def stopping(self, *, now: bool) -> None:
@@ -95,22 +133,25 @@ class LineWatch:
         """Print the last line."""
         self._print(ending_line(status))
 
-    @property
-    def _step(self) -> int | None:
-        return self._said[2] if self._said else None
-
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_line(status: dict[str, Any]) -> str:
     """One line on where a run stands."""
-    parts = [f"{status['name']}: {status['state']}", f"step {status['step'] or 0}/{status['steps'] or '?'}"]
+    parts = [f"{status['name']}: {status['state']}", _done(status)]
     parts += [f"{name} {value}" for name, value in metrics_of(status)]
     if status["queue"]:
         parts.append(f"queue {status['queue']['samples']} samples")
     workers = [f"{w['name']} {w['state']}{_restarts(w)}" for w in status["workers"] if _worth_telling(w)]
     return ", ".join(parts + workers)
+
+
+def _done(status: dict[str, Any]) -> str:
+    """How far a run is: its steps, or before them how much of its text has been looked through."""
+    if status["steps"] is None and status.get("text_read") is not None:
+        return f"{status['text_read']:.0%} of the text read"
+    return f"step {status['step'] or 0}/{status['steps'] or '?'}"
 
 
 def ending_line(status: dict[str, Any]) -> str:
@@ -145,8 +186,9 @@ def picture(status: dict[str, Any], note: str) -> RenderableType:
     """Where a run stands: progress, losses and their parts, queue, workers."""
     step, steps = status["step"] or 0, status["steps"] or 0
     head = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=steps or 1, completed=step, width=40)
-    head.add_row(Text(status["name"], style="bold"), status["state"], bar, f"step {step}/{steps or '?'}")
+    completed = step if steps else status.get("text_read") or 0
+    bar = ProgressBar(total=steps or 1, completed=completed, width=40)
+    head.add_row(Text(status["name"], style="bold"), status["state"], bar, _done(status))
     parts = [head, _figures(status), _workers(status)]
     return Group(*parts, Text(note, style="yellow")) if note else Group(*parts)
 

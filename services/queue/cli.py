@@ -49,6 +49,7 @@ def serve_queue(
         Path | None,
         typer.Option("--run", metavar="RUN.toml|resolved.json", help="A run to open.", show_default=False),
     ] = None,
+    group: Annotated[int, typer.Option("--group", min=0, help="Which of the run's node groups it serves.")] = 0,
     token_file: TokenOption = None,
     keys: KeysOption = None,
     memory_limit: Annotated[
@@ -80,7 +81,7 @@ def serve_queue(
     set_up(debug=bool(os.environ.get(DEBUG_VARIABLE)))
     serve(
         bind, run=run, token_file=token_file, memory_limit=memory_limit, keys=keys, journal=journal, fsync=fsync,
-        metrics_port=metrics_port,
+        metrics_port=metrics_port, group=group,
     )  # fmt: skip
 
 

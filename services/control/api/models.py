@@ -73,6 +73,8 @@ class RunSummary(Answer):
 class RunStatus(RunSummary):
     """A run."""
 
+    text_read: float | None = None
+    """While the run's files are checked: the share of its text that has been looked through, 0 to 1."""
     skipped: int | None = None
     dead: int | None = None
     queue: QueueStatus | None = None

@@ -34,6 +34,7 @@ class Shown:
         self.ended: str | None = status.get("ended")
         self.step: int | None = status.get("step")
         self.steps: int | None = status.get("steps")
+        self.text_read: float | None = status.get("text_read")
         self.workers: list[dict[str, Any]] = status.get("workers") or []
         self.spec: dict[str, Any] = status.get("spec") or {}
         self.summary: dict[str, Any] | None = status.get("summary")
@@ -67,7 +68,7 @@ class Shown:
     def tiles(self) -> list[tuple[str, str, str]]:
         """Its last figures: what, how much, and of what."""
         last, read = self._status.get("last") or {}, self._status.get("evaluation") or {}
-        queue = self._status.get("queue") or {}
+        queue = (self._status.get("queue") or {}) if self.going else {}
         waits = {name: last[key] for name, key in (("teacher", "teacher_wait"), ("data", "data_wait")) if key in last}
         found = [
             ("Loss", figure(last.get("loss")), _parts(last)),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 import services.cli as cli
 from xtoken_core.errors import InputError, StaleSessionError, XtokenError
@@ -93,6 +98,28 @@ def test_help_loads_nothing_heavy() -> None:
         "version",
     ):
         assert f"\n  {command} " in done.stdout
+
+
+def commands_below(group: Any, *words: str) -> Iterator[tuple[str, Any]]:
+    for name, command in getattr(group, "commands", {}).items():
+        if getattr(command, "commands", None):
+            yield from commands_below(command, *words, name)
+        else:
+            yield " ".join((*words, name)), command
+
+
+def test_every_command_that_answers_can_answer_in_json() -> None:
+    """But for those that serve or work until they are stopped, print nothing else, or show something."""
+    found = dict(commands_below(typer.main.get_command(cli.app)))
+    without = {name for name, command in found.items() if not any("--json" in p.opts for p in command.params)}
+    serving, nothing_else, showing = (
+        {"collator", "teacher", "trainer", "control"}, {"queue stats", "queue peek"}, {"demo", "queue top"}
+    )  # fmt: skip
+    assert without == serving | nothing_else | showing
+
+
+def test_the_version_as_json() -> None:
+    assert set(json.loads(CliRunner().invoke(cli.app, ["version", "--json"]).stdout)) == {"version"}
 
 
 def test_a_mistake_on_the_command_line() -> None:

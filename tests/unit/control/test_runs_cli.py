@@ -61,6 +61,8 @@ def test_a_run_by_the_beginning_of_its_id(command: Command, runs: Runs) -> None:
     put(runs, "first-2")
     assert json.loads(command("show", "first-1", "--json").stdout)["state"] == "completed"
     assert "trainer-0" in command("show", "first-1").stdout
+    watched = command("show", "first-1", "--watch", "--json").stdout.splitlines()
+    assert [json.loads(line)["state"] for line in watched] == ["completed"]
     several = command("show", "first")
     assert "several runs begin with first" in str(several.exception)
     assert isinstance(command("show", "none").exception, RefusedError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 import pytest
@@ -86,6 +87,26 @@ def test_a_whole_watch(terminal: bool) -> None:
     if not terminal:
         lines = out.getvalue().splitlines()
         assert len(lines) == 3, "one line for the state, one for the wish to stop, one for the end"
+
+
+def test_json_is_a_line_where_there_is_news(capsys: pytest.CaptureFixture[str]) -> None:
+    with watch_for(True, as_json=True) as watch:
+        for text_read in (0.1, 0.2):
+            watch.show(status(state="starting", step=None, steps=None, workers=[], text_read=text_read))
+        watch.show(status())
+        watch.show(status())
+        watch.stopping(now=False)
+        watch.end(status(state="stopped"))
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["state"] for line in found] == ["starting", "running", "stopped"]
+
+
+def test_before_its_first_step_a_run_reads_its_text() -> None:
+    reading = status(step=None, steps=None, last=None, evaluation=None, queue=None, workers=[], text_read=0.345)
+    assert progress_line(reading) == "tiny: running, 34% of the text read"
+    out = io.StringIO()
+    Console(file=out, width=120).print(picture(reading, ""))
+    assert "34% of the text read" in out.getvalue()
 
 
 def test_nothing_is_shown_if_nothing_shall_be(capsys: pytest.CaptureFixture[str]) -> None:
