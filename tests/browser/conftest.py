@@ -132,5 +132,9 @@ def open_page(chromium, plane: Plane) -> Iterator[Callable]:  # type: ignore[no-
 
 
 def picture(page, name: str) -> None:  # type: ignore[no-untyped-def]
-    """Keep what the page looks like."""
+    """Keep what the whole page looks like, in a window that is as tall: what sticks to an edge is at the page's."""
+    seen = page.viewport_size
+    tall = page.evaluate("document.documentElement.scrollHeight")
+    page.set_viewport_size({"width": seen["width"], "height": max(seen["height"], tall)})
     page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
+    page.set_viewport_size(seen)

@@ -20,6 +20,14 @@ from xtoken_core.config.spec import RunSpec
 TEACHER = "teacher"
 NOT_ASKED = ("queue.address",)
 """What a control plane sets itself."""
+SPELLED = {word: word.upper() for word in ("alm", "ce", "eos", "fp8", "gpu", "kl", "tflops", "uld")} | {
+    "s": "(s)",
+    "topk": "top k",
+    "xtoken": "H-KL",
+    "tensorboard": "TensorBoard",
+    "wandb": "Weights & Biases",
+}
+"""Words of names that are written otherwise in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,8 @@ class Field:
     @property
     def label(self) -> str:
         """Its last name, spelled out."""
-        words = self.name.rpartition(".")[2].replace("_", " ")
-        return words[:1].upper() + words[1:]
+        words = [SPELLED.get(word, word) for word in self.name.rpartition(".")[2].split("_")]
+        return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from xtoken_core.config.spec import RunSpec
 PAGE = 50
 LOG_LINES = 400
 NOTES = 50
+STATUS_ENDING = ".status"
+"""Of the files that tell a later control plane how a process ended; a reader has the page of the run for that."""
 GROUPS = {
     "": (),
     "going": tuple(state for state in RunState if not state.over),
@@ -117,6 +119,8 @@ def show_files(request: Request, run_id: RunId, plane: ThePlane) -> Response:
     folders: dict[str, list[dict[str, Any]]] = {"": []} if any("/" not in file["path"] for file in found) else {}
     for file in found:
         folder, _, name = file["path"].rpartition("/")
+        if folder == "logs" and name.endswith(STATUS_ENDING):
+            continue
         folders.setdefault(folder, []).append({**file, "name": name})
     part = "files.html" if "hx-request" in request.headers else "run_files.html"
     return page(request, part, tab="files", folders=folders, more=more, **_news(plane, run_id))

@@ -95,8 +95,10 @@ document.body.addEventListener("htmx:afterSettle", toEnd);
 toEnd();
 
 // The first field with a complaint is where to go on.
-document.querySelector('[aria-invalid="true"]')?.focus({ preventScroll: true });
+const complained = document.querySelector('[aria-invalid="true"]');
+complained?.focus({ preventScroll: true });
 document.getElementById("errors")?.scrollIntoView({ block: "center" });
+if (complained?.id !== "toml") complained?.closest(".field")?.scrollIntoView({ block: "nearest" });
 
 // A chunk is shown on both sides when its token is pointed at.
 document.addEventListener("pointerover", (event) => {

@@ -114,11 +114,11 @@
       const few = this.source === "eval";
       const series = (index, alpha) => ({ stroke: colour(`--series-${index % 6}`), alpha, width: alpha < 1 ? 1 : 1.75, spanGaps: true, points: { show: few, size: 5 } });
       return {
-        width: this.place.clientWidth, height: 190, padding: [10, 10, 0, 0], legend: { show: false },
+        width: this.place.clientWidth, height: 190, padding: [10, this.byTime() ? 30 : 10, 0, 0], legend: { show: false },
         cursor: { sync: { key: this.byTime() ? "time" : "step" }, points: { size: 7, width: 2 }, drag: { x: true, y: false } },
         scales: { x: { time: this.byTime() }, y: { range: (_, low, high) => this.range(low, high) } },
         axes: [
-          { ...axis, grid: { show: false }, gap: 6, size: 28, ...(this.byTime() ? { space: 90, values: (_, all) => all.map(clock) } : { values: (_, all) => all.map((v) => (Number.isInteger(v) ? v.toLocaleString("en-US") : "")) }) },
+          { ...axis, grid: { show: false }, gap: 6, size: 28, ...(this.byTime() ? { gap: 11, size: 33, space: 90, values: (_, all) => all.map(clock) } : { values: (_, all) => all.map((v) => (Number.isInteger(v) ? v.toLocaleString("en-US") : "")) }) },
           { ...axis, gap: 8, size: (_, values) => 20 + 6.4 * Math.max(2, ...(values ?? []).map((v) => v.length)), values: (_, all) => all.map(short) },
         ],
         series: [{}, ...lines.map((line, index) => series(index, smooth ? 0.3 : 1)), ...(smooth ? lines.map((line, index) => series(index, 1)) : [])],
