@@ -20,7 +20,7 @@ def _parameters():
         for variant, case in cases.items():
             for short in BACKENDS[name]:
                 label = "-".join(filter(None, (name, variant, short)))
-                # The interpreter takes seconds for a call of these: one test of each is in the default suite.
+                # The interpreter takes seconds for a call of these; the default suite has the reference vectors.
                 marks = [pytest.mark.slow] if short == "triton" and name in SLOW_TO_INTERPRET else []
                 yield pytest.param(name, case, short, CPU, id=f"{label}-cpu", marks=marks)
                 gpu = torch.device("cuda")

@@ -12,7 +12,6 @@ from xtoken_core.ops.registry import BACKENDS
 TRITON = ",".join(f"{name}=triton" for name, backends in BACKENDS.items() if "triton" in backends)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_vectors_in_the_interpreter(case, monkeypatch):
     pytest.importorskip("triton")

@@ -12,7 +12,10 @@ REFUSED = {
     "two_modes": ({"gold_loss": True, "uld_loss": True}, "exclude each other"),
     "alm_and_gold": ({"gold_loss": True, "alm_loss": True}, "exclude each other"),
     "cap_without_scaling": ({"dynamic_loss_scale_cap": 2.0}, "needs dynamic_loss_scaling"),
-    "kl_weight_with_scaling": ({"dynamic_loss_scaling": True, "kl_loss_weight": 0.5}, "kl_loss_weight is not used with"),
+    "kl_weight_with_scaling": (
+        {"dynamic_loss_scaling": True, "kl_loss_weight": 0.5},
+        "kl_loss_weight is not used with",
+    ),
     "ce_scale_with_scaling": ({"dynamic_loss_scaling": True, "ce_loss_scale": 1.0}, "ce_loss_scale is not used with"),
     "exact_only_gold": ({"gold_loss": True, "exact_token_match_only": True}, "belongs to P-KL, the mode is gold"),
     "prob_gold": ({"gold_loss": True, "teacher_chunk_average": "prob"}, "belongs to P-KL, the mode is gold"),

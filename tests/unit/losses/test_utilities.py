@@ -87,42 +87,81 @@ def test_a_sum_without_process_group_is_a_fresh_float32_copy():
     assert same == 5
 
 
+MIXED = {"same_tokenizer": (False, False, True), "teacher_vocab": (31, 19), "weights": (1.0, 0.5, 2.0)}
+SPLIT = {
+    "p_kl": (LossConfig(vocab_topk=None), {}),
+    "p_kl_prob_exact_only": (
+        LossConfig(vocab_topk=None, teacher_chunk_average="prob", exact_token_match_only=True),
+        {},
+    ),
+    "gold": (LossConfig(gold_loss=True, uncommon_topk=5), {}),
+    "h_kl_reverse": (LossConfig(gold_loss=True, xtoken_loss=True, reverse_kl=True), {}),
+    "uld": (LossConfig(uld_loss=True, temperature=2.0), {}),
+    "alm": (LossConfig(alm_loss=True), {}),
+    "same_tokenizer": (LossConfig(vocab_topk=None), {"same_tokenizer": (True,)}),
+    "averaged_logits": (LossConfig(teacher_aggregation="averaged_logits"), {"same_tokenizer": (True, True)}),
+    "sum": (LossConfig(vocab_topk=None, teacher_modes=("p_kl", "gold", None), normalize_teacher_by_vocab=True), MIXED),
+    "select_teacher": (LossConfig(teacher_aggregation="select_teacher", vocab_topk=None), MIXED | {"weights": None}),
+}
+"""Settings under which a step's gradient does not depend on its split; a teacher is chosen per micro-batch, so
+`select_teacher` counts only where every rank chooses the same."""
+
+
+def step_case(name):
+    case = make_case(lengths=(9, 4, 1, 12), seed=5, **SPLIT[name][1])
+    if name == "select_teacher":  # the second teacher knows its text
+        ids = case.batch["teacher_1_input_ids"]
+        case.teacher_logits[1][:, :-1].scatter_(2, ids[:, 1:, None], 20.0)
+    return case
+
+
+def gradient_of_step(name, case, over_ranks):
+    """The student's gradient and the divergence, under denominators that `over_ranks` sums."""
+    config = SPLIT[name][0]
+    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    columns = ("student_chunk_id", "teacher_chunk_id", "pair_valid", "pair_is_correct")
+    chunks = []
+    for place, teacher in enumerate(case.teachers):
+        infix = f"{place}_" if len(case.teachers) > 1 else ""
+        alignment = [] if teacher.same_tokenizer else [case.batch[f"alignment_{infix}{c}"] for c in columns]
+        counts = kd_chunk_counts(*alignment, config, teacher=place) if alignment else torch.zeros(1)
+        chunks.append(over_ranks(counts.sum()))
+    selected = {}
+    if config.teacher_aggregation == "select_teacher":
+        selected["global_selected_chunks"] = over_ranks(loss_fn.select(case.batch, case.teacher_logits)[1])
+    logits = case.student_logits.requires_grad_()
+    toks = over_ranks(ce_token_counts(case.batch["token_mask"]).sum())
+    loss, metrics = loss_fn(
+        case.batch, logits, case.teacher_logits, global_valid_toks=toks, global_valid_chunks=chunks, **selected
+    )
+    loss.backward()
+    return {"gradient": logits.grad, "kl_loss": metrics["kl_loss"]}
+
+
 def _rank(rank, path, rows):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    config = LossConfig(vocab_topk=None)
-    case = make_case(lengths=(9, 4, 1, 12), seed=5).rows(rows[rank])
-    columns = ("student_chunk_id", "teacher_chunk_id", "pair_valid", "pair_is_correct")
-    chunks = kd_chunk_counts(*(case.batch[f"alignment_{name}"] for name in columns), config).sum()
-    toks = ce_token_counts(case.batch["token_mask"]).sum()
-    logits = case.student_logits.requires_grad_()
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
-    loss, metrics = loss_fn(
-        case.batch,
-        logits,
-        case.teacher_logits,
-        global_valid_toks=dp_all_reduce_sum(toks),
-        global_valid_chunks=[dp_all_reduce_sum(chunks)],
-    )
-    loss.backward()
-    torch.save({"gradient": logits.grad, "kl_loss": metrics["kl_loss"]}, f"{path}/{rank}.pt")
+    found = {name: gradient_of_step(name, step_case(name).rows(rows[rank]), dp_all_reduce_sum) for name in SPLIT}
+    torch.save(found, f"{path}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_two_ranks_make_the_same_step_as_one(tmp_path):
     rows = [[0, 2], [1, 3]]
     mp.spawn(_rank, args=(str(tmp_path), rows), nprocs=2)
-    case = make_case(lengths=(9, 4, 1, 12), seed=5)
-    logits = case.student_logits.clone().requires_grad_()
-    loss_fn = CrossTokenizerDistillationLoss(
-        LossConfig(vocab_topk=None), student_vocab_size=V_S, teachers=case.teachers
-    )
-    loss, metrics = loss_fn(case.batch, logits, case.teacher_logits)
-    loss.backward()
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    for rank, chosen in zip(ranks, rows, strict=True):
-        torch.testing.assert_close(rank["gradient"], logits.grad[chosen], rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(ranks[0]["kl_loss"] + ranks[1]["kl_loss"], metrics["kl_loss"])
+    for name in SPLIT:
+        whole = gradient_of_step(name, step_case(name), dp_all_reduce_sum)
+        assert whole["kl_loss"] != 0
+        for rank, chosen in zip(ranks, rows, strict=True):
+            torch.testing.assert_close(
+                rank[name]["gradient"],
+                whole["gradient"][chosen],
+                rtol=1e-6,
+                atol=1e-9,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
+        torch.testing.assert_close(ranks[0][name]["kl_loss"] + ranks[1][name]["kl_loss"], whole["kl_loss"])
 
 
 @settings(deadline=None, max_examples=100)
