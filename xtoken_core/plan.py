@@ -55,6 +55,11 @@ class Plan:
         """Micro-batches of every rank; 0 for an empty window."""
         return len(self.ranks[0])
 
+    def filled_up(self, micro_batches: int, *, sides: int) -> Plan:
+        """The same with empty micro-batches at the end of every rank, until there are so many."""
+        filler = (_empty(sides),) * (micro_batches - self.micro_batches)
+        return Plan(tuple(own + filler for own in self.ranks))
+
 
 def window_positions(step: int, *, samples_per_step: int, positions: int, group: int = 0, groups: int = 1) -> range:
     """The positions that a node group owns of a step's window.
@@ -111,8 +116,7 @@ def plan(
         return Plan(dealt)
     if micro_batches < rounds:
         raise ValueError(f"the window needs {rounds} micro-batches per rank, not {micro_batches}")
-    filler = (_empty(len(max_widths)),) * (micro_batches - rounds)
-    return Plan(tuple(own + filler for own in dealt))
+    return Plan(dealt).filled_up(micro_batches, sides=len(max_widths))
 
 
 def _padded(row: RowLengths, budget: int, multiple: int, max_widths: tuple[int, ...]) -> RowLengths:

@@ -21,6 +21,7 @@ MOST_ITEMS = 1024
 BOUNDS = {
     "workers.collators": 256,
     "workers.ranks": 64,
+    "workers.nodes": 256,
     "train.samples_per_step": 1 << 20,
     "train.micro_batch_tokens": 1 << 24,
     "train.keep_checkpoints": 10_000,
@@ -68,6 +69,8 @@ class Admission:
             _check_sizes(spec.model_dump())
             if spec.queue.address is not None:
                 raise RefusedError("queue.address", "a control plane gives every run an address of its own: unset it")
+            if spec.ray.address != "auto":
+                raise RefusedError("ray.address", "a control plane uses the cluster that its own machine is in: unset it")
         output = self._placed(spec.output)
         for name, path in paths_of(spec.model_dump(exclude={"output"})):
             if not path.is_absolute():

@@ -15,7 +15,7 @@ from services.queue.server import Server
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import load_run_spec
 from xtoken_core.data_plane.address import Address
-from xtoken_core.errors import InputError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.protocol.engine import Engine
 from xtoken_core.wire import messages as m
 
@@ -34,15 +34,17 @@ def serve(
     journal: Path | None = None,
     fsync: str = "interval",
     metrics_port: int | None = None,
+    group: int = 0,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
+        ConfigError: The run has no such node group.
         XtokenError: The address cannot be served, the run cannot be opened, or the journal cannot be read.
     """
     setproctitle("xtoken queue")
     address = Address.parse(bind, token_file, keys)
-    resolved = None if run is None else load_resolved(run)
+    resolved = None if run is None else of_group(load_resolved(run), group)
     limit = memory_limit or (resolved.spec.queue.memory_limit if resolved else DEFAULT_MEMORY)
     engine = Engine(memory_limit=limit, clock=time.monotonic)
     kept = None if journal is None else Journal(journal, engine, fsync=fsync)
@@ -71,6 +73,18 @@ def load_resolved(path: Path) -> ResolvedRun:
         raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
 
 
+def of_group(resolved: ResolvedRun, group: int) -> ResolvedRun:
+    """The run as the queue of one node group hands it out.
+
+    Raises:
+        ConfigError: There is no such group.
+    """
+    nodes = resolved.spec.workers.nodes
+    if group >= nodes:
+        raise ConfigError(f"--group {group}: the run {resolved.spec.name!r} has {nodes} node groups (workers.nodes)")
+    return resolved.model_copy(update={"group": group})
+
+
 def open_run(engine: Engine, resolved: ResolvedRun) -> None:
     """Open the run's partition in an engine of this process."""
     spec = resolved.spec
@@ -88,6 +102,8 @@ def open_run(engine: Engine, resolved: ResolvedRun) -> None:
         ranks=spec.workers.ranks,
         slots=spec.workers.slots,
         max_dead=spec.queue.max_dead,
+        group=resolved.group,
+        groups=spec.workers.nodes,
         document=resolved.model_dump_json().encode(),
     )
     engine.handle(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from xtoken_core.errors import ConfigError
 
 TIMEOUT = timedelta(minutes=10)
 BUCKET_BYTES = 256 << 20
+T = TypeVar("T")
 
 
 class Group:
@@ -25,6 +27,7 @@ class Group:
     Args:
         rank: This process's rank.
         size: Number of ranks. With more than one, `MASTER_ADDR` and `MASTER_PORT` say where they meet.
+        nodes: Number of node groups among whom they are shared out, equally and in order.
 
     Attributes:
         background: For one thread beside the training, a process group of its own; None for a single rank.
@@ -33,8 +36,8 @@ class Group:
         ConfigError: The meeting place is not given.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
+        self.rank, self.size, self.nodes = rank, size, nodes
         self.background: dist.ProcessGroup | None = None
         if size == 1:
             return
@@ -47,7 +50,7 @@ class Group:
 
     @classmethod
     def of_environment(cls) -> Group | None:
-        """The group that torchrun has described in the environment; None outside of torchrun."""
+        """The group that torchrun has described in the environment; None outside of torchrun. Set `nodes` then."""
         names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
         if any(name not in os.environ for name in names):
             return None
@@ -55,8 +58,18 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which rewinds, acknowledges, saves and reports."""
+        """Whether this is rank 0, which saves and reports."""
         return self.rank == 0
+
+    @property
+    def node(self) -> int:
+        """The node group of this rank."""
+        return self.rank * self.nodes // self.size
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this is its node group's first rank, which rewinds and acknowledges in that group's queue."""
+        return self.rank % (self.size // self.nodes) == 0
 
     def incarnation(self) -> int:
         """A number that is the same for all ranks, and higher at every later start."""
@@ -82,8 +95,22 @@ class Group:
         dist.broadcast(shared, src=0)
         return int(shared.item())
 
-    def gather(self, mine: list[dict[str, float]]) -> list[list[dict[str, float]]]:
-        """Every rank's figures, as JSON in padded byte tensors: ranks may differ in how many they have."""
+    def from_node_leader(self, value: int) -> int:
+        """The value of this node group's first rank."""
+        if self.size == 1:
+            return value
+        values = self._all(torch.tensor([value], dtype=torch.int64))
+        return int(values[self.node * (self.size // self.nodes)].item())
+
+    def of_nodes(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every node group's first rank, as many from each."""
+        if self.nodes == 1:
+            return [list(numbers)]
+        every = self._all(torch.tensor(list(numbers), dtype=torch.int64))
+        return [found.tolist() for found in every[:: self.size // self.nodes]]
+
+    def gather(self, mine: T) -> list[T]:
+        """What every rank says, as JSON in padded byte tensors: ranks may differ in how much they have to say."""
         if self.size == 1:
             return [mine]
         plain = json.dumps(mine).encode()

@@ -19,6 +19,7 @@ from services.trainer.group import Group
 from services.trainer.optimizer import StudentOptimizer
 from services.trainer.records import JsonLines
 from services.trainer.reports import Report, make_reports
+from services.trainer.shares import Account, account_of, joined, owned
 from services.trainer.step import StepRunner
 from services.trainer.student import Student
 from xtoken_core.errors import ConfigError
@@ -112,15 +113,16 @@ class TrainerLoop:
     def _rewind(self) -> None:
         """Put the queue to where this trainer stands: a fresh start, a resumed run, a step to be repeated."""
         rewinds = 0
-        if self.group.leads:
-            rewinds = self.queue.rewind(self.cursor.step, self.cursor.skipped, self.cursor.dead)
-        self.rewinds = self.group.from_leader(rewinds)
+        if self.group.leads_node:
+            skipped, dead = owned(self.cursor.skipped, self.run), owned(self.cursor.dead, self.run)
+            rewinds = self.queue.rewind(self.cursor.step, skipped, dead)
+        self.rewinds = self.group.from_node_leader(rewinds)
 
     # One step
 
     def _one_step(self) -> None:
         began = time.monotonic()
-        step = self._window()
+        step = joined(self._window(), self.group)
         waits = {"data_wait": time.monotonic() - began, "teacher_wait": -self.runner.waited_s}
         self.worker.phase("run")
         metrics = self.runner.run_step(step, self.rewinds)
@@ -178,10 +180,11 @@ class TrainerLoop:
 
     def _advance(self, step: StepPlan, row: dict[str, Any], waits: dict[str, float], seconds: float) -> None:
         """Write the step down, acknowledge it, and do what is due at its boundary."""
-        self._remember(step)
-        if self.group.leads:
-            if step.ids:
-                self._report(step, row, waits, seconds)
+        account = account_of(step, self.group, self.queue)
+        self._remember(step, account)
+        if self.group.leads and account.ids:
+            self._report(step, account, row, waits, seconds)
+        if self.group.leads_node:
             self.queue.ack_window(step.step, rewinds=self.rewinds)
         spec = self.run.spec
         if self.cursor.nonfinite_in_a_row >= spec.train.max_nonfinite_steps:
@@ -199,10 +202,12 @@ class TrainerLoop:
             self._save()
         self._evaluate_if_due()
 
-    def _report(self, step: StepPlan, row: dict[str, Any], waits: dict[str, float], seconds: float) -> None:
+    def _report(
+        self, step: StepPlan, account: Account, row: dict[str, Any], waits: dict[str, float], seconds: float
+    ) -> None:  # fmt: skip
         line = {
             "step": step.step,
-            "ids": list(step.ids),
+            "ids": list(account.ids),
             **row,
             "tokens": step.tokens,
             "time": round(time.time(), 6),
@@ -210,8 +215,8 @@ class TrainerLoop:
             "tokens_per_second": round(step.tokens / seconds, 3),
             **{name: round(waited / seconds, 6) for name, waited in waits.items()},
             "memory_peak_bytes": peak_memory(self.student.device),
-            "skipped": list(step.skipped),
-            "dead": list(step.dead),
+            "skipped": list(account.skipped),
+            "dead": list(account.dead),
         }
         if self._peak_flops is not None:
             done = self._flops_per_token * step.tokens
@@ -232,18 +237,18 @@ class TrainerLoop:
                     report.tell("eval", step, row or {})
             self.group.wait()
 
-    def _remember(self, step: StepPlan) -> None:
+    def _remember(self, step: StepPlan, account: Account) -> None:
         cursor = self.cursor
         cursor.step = step.step + 1
-        cursor.trained += len(step.ids)
+        cursor.trained += len(account.ids)
         cursor.tokens += step.tokens
         cursor.truncated += step.truncated
-        for state, ids, known in (("skipped", step.skipped, cursor.skipped), ("dead", step.dead, cursor.dead)):
-            if ids:
-                listed = self.queue.client.list_samples(
-                    self.queue.partition, state, after=min(ids) - 1, limit=self.run.spec.train.samples_per_step
-                )
-                known.update({i: listed.reasons.get(i, "") for i in ids})
+        cursor.skipped.update(account.skipped)
+        cursor.dead.update(account.dead)
+        if self.group.nodes > 1 and len(cursor.dead) > self.run.spec.queue.max_dead:  # a queue counts its own only
+            ids = ", ".join(map(str, sorted(cursor.dead)[:20]))
+            allowed = self.run.spec.queue.max_dead
+            self.queue.give_up(f"{len(cursor.dead)} dead letters in all node groups, {allowed} are allowed: {ids}")
 
     def _save(self) -> None:
         self.checkpoints.save(self.cursor, self.optimizer.state())

@@ -42,32 +42,51 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
     """
     group = Group.of_environment()
     if group is not None:
-        rank = group.rank
+        rank = int(os.environ.get("LOCAL_RANK", group.rank))
         link = replace(link, incarnation=link.incarnation or group.incarnation())
     try:
         with worker_session(link, role=TRAINER, name=name or f"trainer-{rank}", rank=rank) as worker:
-            ranks = worker.run.spec.workers.ranks
-            if rank >= ranks or (group is not None and group.size != ranks):
-                told = f"--rank {rank}" if group is None else f"torchrun with {group.size} processes"
-                raise ConfigError(f"{told}: the run {worker.run.spec.name!r} has {ranks} ranks (workers.ranks)")
-            if ranks > 1 and link.incarnation is None:
+            run, workers = worker.run, worker.run.spec.workers
+            place = run.group * workers.ranks + rank
+            if rank >= workers.ranks or (group is not None and (group.size, group.rank) != (run.world, place)):
+                raise ConfigError(f"{_told(rank, group)}: the run {run.spec.name!r} has {_ranks_of(run)}")
+            if run.world > 1 and link.incarnation is None:
                 raise ConfigError("--incarnation: all ranks of a trainer are started with the same number; give one")
-            group = group or Group(rank, ranks)
-            train(worker, group)
+            group = group or Group(place, run.world)
+            group.nodes = workers.nodes
+            train(worker, group, rank)
     finally:
         if group is not None:
             group.close()
 
 
-def train(worker: Worker, group: Group) -> None:
+def _told(rank: int, group: Group | None) -> str:
+    if group is None:
+        return f"--rank {rank}"
+    return f"torchrun with {group.size} processes, of which this is {group.rank}"
+
+
+def _ranks_of(run: ResolvedRun) -> str:
+    workers = run.spec.workers
+    if workers.nodes == 1:
+        return f"{workers.ranks} ranks (workers.ranks)"
+    return f"{workers.nodes} node groups of {workers.ranks} ranks, and this is the queue of group {run.group}"
+
+
+def train(worker: Worker, group: Group, rank: int) -> None:
     """Train this rank's part of a session's run, and export the model.
+
+    Args:
+        worker: The session.
+        group: All ranks.
+        rank: This one's in its node group.
 
     Raises:
         InputError: The model, a projection or a checkpoint cannot be read.
         XtokenError: Something cannot be written, or positions are missing at the end.
     """
     run = worker.run
-    device = pick_device(run.spec.workers.device, group.rank)
+    device = pick_device(run.spec.workers.device, rank)
     torch.manual_seed(run.spec.seed)
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
@@ -82,7 +101,7 @@ def train(worker: Worker, group: Group) -> None:
     loss = make_loss(run, device)
     rings = OpenRings(worker, device)
     try:
-        runner = StepRunner(worker, student, loss, rings, rank=group.rank, pad_id=pad_id(tokenizer))
+        runner = StepRunner(worker, student, loss, rings, rank=rank, pad_id=pad_id(tokenizer))
         evaluator = Evaluator(worker, tokenizer, loss) if run.spec.eval is not None else None
         cursor = TrainerLoop(worker, student, runner, group, evaluator).train()
         finish(worker, cursor, student, tokenizer, leads=group.leads)

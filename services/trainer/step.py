@@ -32,7 +32,7 @@ class StepRunner:
         student: The student.
         loss: The run's loss.
         rings: The teachers' rings.
-        rank: This rank.
+        rank: This rank in its node group.
         pad_id: The token id that fills the student's padding.
 
     Attributes:
@@ -52,6 +52,7 @@ class StepRunner:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.student, self.loss, self.rings = student, loss, rings
         self.rank, self.pad_id = rank, pad_id
+        self.place = self.run.group * self.run.spec.workers.ranks + rank
         self.fields = list(schema.run_fields(self.run.spec.same_tokenizer))
         self.signals = signal_fields(len(self.run.spec.teacher))
         self.waited_s = 0.0
@@ -63,7 +64,7 @@ class StepRunner:
         """
         metrics = []
         for index, batch in enumerate(step.plan.ranks[self.rank]):
-            torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.rank, index))
+            torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.place, index))
             found = self._micro_batch(step, batch, rewinds) if batch.ids else None
             if found is not None:
                 metrics.append(found)

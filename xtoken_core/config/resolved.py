@@ -31,6 +31,7 @@ class ResolvedRun(Part):
     Attributes:
         records: Records of the training data, bad ones included (`N`).
         positions: Positions of the run (`P`).
+        group: The node group that a queue hands this out for, `0 .. workers.nodes - 1`.
     """
 
     spec: RunSpec
@@ -40,6 +41,7 @@ class ResolvedRun(Part):
     data_fingerprint: str
     records: int
     positions: int
+    group: int = 0
 
     @property
     def steps(self) -> int:
@@ -50,6 +52,16 @@ class ResolvedRun(Part):
     def span(self) -> int:
         """Positions that collators may be ahead of the lowest one that is not done."""
         return self.spec.queue.span_steps * self.spec.train.samples_per_step
+
+    @property
+    def world(self) -> int:
+        """Trainers of all node groups."""
+        return self.spec.workers.nodes * self.spec.workers.ranks
+
+    def owns(self, position: int) -> bool:
+        """Whether a position is this node group's."""
+        per_step = self.spec.train.samples_per_step
+        return position % per_step * self.spec.workers.nodes // per_step == self.group
 
     def fingerprints(self) -> dict[str, str]:
         """What must be the same for a checkpoint to be resumed."""

@@ -139,10 +139,15 @@ class QueueSpec(Part):
 class WorkersSpec(Part):
     """The processes of the run."""
 
+    launcher: Literal["local", "ray"] = "local"
+    """Who starts them: `local` on this machine, `ray` on the nodes of a Ray cluster (`[ray]`)."""
+    nodes: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Node groups. Each has a queue, collators, teachers and trainers of its own and an equal share of every step; only
+    gradients cross nodes. With `ray` each is on a node of its own; with `local` all are here, for trying it."""
     collators: Count = 2
-    """Collator processes."""
+    """Collator processes, of each node group."""
     ranks: Count = 1
-    """Student processes; each has a teacher process of its own per teacher."""
+    """Student processes of each node group; each has a teacher process of its own per teacher."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one; rank r uses GPU r modulo their number."""
     signal: SignalName = "auto"
@@ -156,6 +161,19 @@ class WorkersSpec(Part):
     """How long a worker may go without progress while it loads."""
     step_timeout_s: Positive = 600.0
     """How long a worker may go without progress while loading, and while running."""
+
+
+class RaySpec(Part):
+    """The Ray cluster of a run with `workers.launcher = "ray"`. Every node sees the same files at the same paths."""
+
+    address: Annotated[str, Field(pattern=r"^(auto|[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5})$", max_length=256)] = "auto"
+    """The head's `HOST:PORT`; `auto` is the cluster that this machine belongs to."""
+    cpus: Annotated[float, Field(gt=0)] | None = None
+    """Ray's CPUs that a node group takes; one per process if left out."""
+    gpus: Annotated[int, Field(ge=0)] | None = None
+    """GPUs that a node group takes; one per rank if left out, none on CPUs."""
+    wait_s: Positive = 300.0
+    """How long the run waits for nodes, at its start and after it has lost one; then it fails."""
 
 
 class RunSpec(Part):
@@ -176,6 +194,7 @@ class RunSpec(Part):
     report: ReportSpec = ReportSpec()
     queue: QueueSpec = QueueSpec()
     workers: WorkersSpec = WorkersSpec()
+    ray: RaySpec = RaySpec()
 
     @model_validator(mode="before")
     @classmethod
@@ -194,9 +213,13 @@ class RunSpec(Part):
                 f"train.micro_batch_tokens = {self.train.micro_batch_tokens} cannot hold one sample of "
                 f"{longest} padded tokens: raise it or lower the context_length"
             )
-        block, step = self.queue.block_size, self.train.samples_per_step
-        if block is not None and step % block:
-            raise ValueError(f"queue.block_size = {block} must divide train.samples_per_step = {step}")
+        block, step, nodes = self.queue.block_size, self.train.samples_per_step, self.workers.nodes
+        if step % nodes:
+            raise ValueError(f"workers.nodes = {nodes} must divide train.samples_per_step = {step}")
+        if block is not None and step // nodes % block:
+            share = f" / workers.nodes = {nodes}" if nodes > 1 else ""
+            raise ValueError(f"queue.block_size = {block} must divide train.samples_per_step = {step}{share}")
+        check_places(self.workers, self.queue)
         if self.loss.teacher_aggregation == "select_teacher":
             raise ValueError("loss.teacher_aggregation: a run takes sum or averaged_logits, not yet select_teacher")
         self.loss.check_teachers([t.weight for t in self.teacher], [t.projection is None for t in self.teacher])
@@ -215,12 +238,27 @@ class RunSpec(Part):
     @property
     def block_size(self) -> int:
         """Positions a collator leases at once."""
-        step = self.train.samples_per_step
-        return self.queue.block_size or max(d for d in range(1, min(step, 16) + 1) if step % d == 0)
+        share = self.train.samples_per_step // self.workers.nodes
+        return self.queue.block_size or max(d for d in range(1, min(share, 16) + 1) if share % d == 0)
 
     def with_base(self, base: Path) -> RunSpec:
         """The same run with every relative path made absolute against `base`."""
         return RunSpec.model_validate(_absolute(self.model_dump(), base))
+
+
+def check_places(workers: WorkersSpec, queue: QueueSpec) -> None:
+    """Refuse places for a run's processes that cannot be.
+
+    Raises:
+        ValueError: Which settings do not go together, and what to do.
+    """
+    many = workers.nodes > 1
+    if queue.address is not None and (many or workers.launcher == "ray"):
+        raise ValueError(
+            "queue.address: with several nodes, or on Ray, every queue gets an address of its own: unset it"
+        )
+    if workers.launcher == "ray" and workers.device == "auto":
+        raise ValueError('workers.launcher = "ray" must know what a node needs: set workers.device to "cuda" or "cpu"')
 
 
 def _absolute(value: Any, base: Path) -> Any:

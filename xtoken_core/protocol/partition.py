@@ -201,4 +201,6 @@ def _run(definition: OpenPartition, sessions: Sessions) -> RunProtocol:
         slots=run.slots,
         max_attempts=definition.max_attempts,
         max_dead=run.max_dead,
+        group=run.group,
+        groups=run.groups,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from xtoken_core import schema
+from xtoken_core.plan import window_positions
 from xtoken_core.protocol.intervals import IntervalSet
 from xtoken_core.protocol.rings import Ring, Slot
 from xtoken_core.protocol.samples import Lease, Samples, Status, Task
@@ -65,17 +66,23 @@ class RunProtocol:
         slots: int,
         max_attempts: int = 3,
         max_dead: int = 0,
+        group: int = 0,
+        groups: int = 1,
     ) -> None:
         if samples_per_step % block_size or span < 3 * samples_per_step:
             raise QueueError("bad_request", "block_size must divide samples_per_step, and span be at least 3 steps")
+        if not 0 <= group < groups or samples_per_step % (groups * block_size):
+            raise QueueError("bad_request", f"group {group} of {groups} has no share of whole blocks in each step")
         self.positions = positions
         self.samples_per_step = samples_per_step
+        self.group, self.groups = group, groups
         self.teachers, self.ranks = teachers, ranks
         self.max_dead = max_dead
         self.sessions = sessions
         sessions.on_end.append(self.session_ended)
         self.samples = Samples(run_tasks(teachers), max_attempts)
-        self.source = Source(positions, block_size, span)
+        share, first = samples_per_step // block_size // groups, samples_per_step // block_size // groups * group
+        self.source = Source(positions, block_size, span, share=range(first, first + share), of=share * groups)
         self.table = Signals(self.samples, teachers, slots)
         self.rings, self.signals = self.table.rings, self.table.fields
         self.cursor = 0
@@ -93,9 +100,9 @@ class RunProtocol:
         return self.cursor * self.samples_per_step >= self.positions
 
     def window(self, step: int) -> range:
-        """The positions of a step."""
-        start = step * self.samples_per_step
-        return range(start, min(start + self.samples_per_step, self.positions))
+        """The positions of a step that this queue's node group owns."""
+        run = {"samples_per_step": self.samples_per_step, "positions": self.positions}
+        return window_positions(step, **run, group=self.group, groups=self.groups)
 
     def _check(self, rewinds: int) -> None:
         self._alive()
@@ -165,12 +172,12 @@ class RunProtocol:
             QueueError: `rewound`; `exhausted` if the run ended; `already_done` is told by `step < cursor`.
         """
         self._check(rewinds)
-        window = self.window(step)
-        if not window:
+        if step * self.samples_per_step >= self.positions:
             if self.ended:
                 raise QueueError("exhausted", "every position of the run is done")
             return None
         held, dead = self.samples.samples, self.samples.dead
+        window = self.window(step)
         if all(p in held or p in self.skipped or p in dead for p in window):
             return [p for p in window if p in held]
         return None
@@ -304,8 +311,9 @@ class RunProtocol:
             at = f"the run is at step {self.cursor}, and {len(idle)} of its samples are not leased by a trainer"
             raise QueueError("conflict", f"step {step} cannot be acknowledged: {at}")
         self._let_go(rows)
-        self.finished.add(window.start, window.stop)
         self.cursor = step + 1
+        self.finished.add(0, min(self.cursor * self.samples_per_step, self.positions))  # other groups' share too
+        self.source.passed(self.cursor * self.samples_per_step)
         return rows
 
     def rewind(self, session: str, step: int, skipped: Mapping[int, str], dead: Mapping[int, str]) -> list[int]:

@@ -20,14 +20,24 @@ class BlockLease:
 class Source:
     """Which blocks are put, leased or free.
 
+    Args:
+        positions: Positions of the run.
+        block_size: Positions of a block.
+        span: How far ahead of the lowest position not done blocks are leased.
+        share: Which blocks of every `of` are leased here; with several node groups the others are other queues'.
+        of: Blocks of a step.
+
     Attributes:
         done: Blocks of which every position has its row or tombstone.
         leases: Blocks being worked on, by lease id.
         refused: How often a block was given back as impossible.
     """
 
-    def __init__(self, positions: int, block_size: int, span: int) -> None:
+    def __init__(
+        self, positions: int, block_size: int, span: int, *, share: range = range(1), of: int = 1
+    ) -> None:  # fmt: skip
         self.positions = positions
+        self.share, self.of = share, of
         self.block_size = block_size
         self.span = span
         self.done = IntervalSet()
@@ -43,7 +53,7 @@ class Source:
         leased = {lease.block for lease in self.leases.values()}
         block = self.done.first_gap(floor // self.block_size)
         while self.bounds(block)[0] < self.positions and self.bounds(block)[1] <= floor + self.span:
-            if block not in leased:
+            if block % self.of in self.share and block not in leased:
                 return block
             block = self.done.first_gap(block + 1)
         return None
@@ -51,6 +61,10 @@ class Source:
     def all_done(self) -> bool:
         """Whether every block is put."""
         return self.bounds(self.done.first_gap())[0] >= self.positions
+
+    def passed(self, position: int) -> None:
+        """Every block below a position, a step's boundary, is done."""
+        self.done.add(0, position // self.block_size)
 
     def lease(self, lease_id: int, session: str, block: int) -> BlockLease:
         """Give a free block to a session."""

@@ -91,6 +91,8 @@ def _run(run: RunProtocol) -> dict[str, Any]:
     return {
         "positions": run.positions,
         "samples_per_step": run.samples_per_step,
+        "group": run.group,
+        "groups": run.groups,
         "step": run.cursor,
         "rewinds": run.rewinds,
         "skipped": len(run.skipped),

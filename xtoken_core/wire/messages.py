@@ -117,7 +117,10 @@ class TaskDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
 
 
 class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What makes a partition the queue of a run: positions `0 .. positions - 1` in steps of `samples_per_step`."""
+    """What makes a partition the queue of a run: positions `0 .. positions - 1` in steps of `samples_per_step`.
+
+    With several node groups it is the queue of one: of every step it has that group's share.
+    """
 
     positions: Id
     samples_per_step: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
@@ -127,6 +130,8 @@ class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     slots: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     max_dead: Id = 0
+    group: Annotated[int, msgspec.Meta(ge=0, le=4095)] = 0
+    groups: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     document: Document
 
 

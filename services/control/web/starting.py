@@ -34,9 +34,9 @@ FIRST = {
 TITLES = {
     "": "Run", "student": "Student", TEACHER: "Teacher", "data": "Text", "eval": "Held-out text", "loss": "Loss",
     "train": "Training", "train.lora": "Low-rank adapters", "report": "Reports", "queue": "Queue",
-    "workers": "Workers",
+    "workers": "Workers", "ray": "Ray",
 }  # fmt: skip
-ORDER = ("", "student", TEACHER, "data", "train", "workers", "eval", "loss", "train.lora", "queue", "report")
+ORDER = ("", "student", TEACHER, "data", "train", "workers", "eval", "loss", "train.lora", "queue", "ray", "report")
 REMOVED = re.compile(r"remove-(\d+)")
 UNKNOWN = "Extra inputs"
 

@@ -10,7 +10,7 @@ from xtoken_core import schema
 from xtoken_core.protocol.run import SlotClaim
 from xtoken_core.wire import QueueError
 
-from .world import Checkpoint, Config, Ids, ViolationError, Worker, World
+from .world import Checkpoint, Config, Ids, ViolationError, Worker, World, owned
 
 ROW = (schema.INPUT_IDS.name,)
 
@@ -323,10 +323,10 @@ class Agents:
     def _check_cursor(self, world: World) -> None:
         """Below the cursor each position was trained once, or skipped, or is dead, and the queue agrees."""
         known, protocol = world.cursor, world.protocol
-        done = range(min(known.step * self.config.samples_per_step, self.config.positions))
+        done = owned(self.config, known.step)
         trained = [p for step in known.chain for p in step]
         what = f"of {done} trained {trained}, skipped {known.skipped}, dead {known.dead}"
-        if sorted([*trained, *known.skipped, *known.dead]) != list(done):
+        if sorted([*trained, *known.skipped, *known.dead]) != done:
             raise ViolationError("count", what)
         theirs = [[p for p in reasons if p in done] for reasons in (protocol.skipped, protocol.samples.dead)]
         if [sorted(positions) for positions in theirs] != [sorted(known.skipped), sorted(known.dead)]:

@@ -21,6 +21,7 @@ ONE_TEACHER = replace(SMALL, teachers=1)
 TEACHER, TRAINER, COLLATOR = frozenset({"teacher"}), frozenset({"trainer"}), frozenset({"collator"})
 
 FIRST_STEP = frozenset({1})
+GROUPS = {"samples_per_step": 4, "positions": 8, "span": 12, "groups": 2}
 
 RUNS = {
     "plain": SMALL,
@@ -32,6 +33,11 @@ RUNS = {
     "step-of-tombstones": replace(SMALL, tombstones=frozenset({0, 1})),
     "span-ends": replace(ONE_TEACHER, positions=4, samples_per_step=1, block_size=1, span=3, collators=2),
     "two-ranks": replace(ONE_TEACHER, ranks=2),
+    "first-of-two-groups": replace(ONE_TEACHER, **GROUPS, group=0, collators=2, crashes=1, crashing=TEACHER),
+    "second-of-two-groups": replace(ONE_TEACHER, **GROUPS, group=1, tombstones=frozenset({2}), queue_losses=1),
+    "second-of-two-groups-without-a-share-of-the-last-step": replace(
+        ONE_TEACHER, **{**GROUPS, "positions": 6}, group=1, crashes=1, crashing=TRAINER, checkpoints=FIRST_STEP
+    ),
     "collator-crashes": replace(ONE_TEACHER, collators=2, micro_batch=2, crashes=1, crashing=COLLATOR),
     "teacher-crashes": replace(SMALL, crashes=1, crashing=TEACHER),
     "teacher-crashes-two-slots": replace(ONE_TEACHER, slots=2, crashes=1, crashing=TEACHER),

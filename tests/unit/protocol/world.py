@@ -30,6 +30,8 @@ class Config:
     span: int = 6
     teachers: int = 2
     ranks: int = 1
+    group: int = 0
+    groups: int = 1
     slots: int = 1
     collators: int = 2
     tombstones: frozenset[int] = frozenset()
@@ -105,7 +107,16 @@ def new_protocol(config: Config) -> RunProtocol:
         slots=config.slots,
         max_attempts=config.max_attempts,
         max_dead=config.positions,
+        group=config.group,
+        groups=config.groups,
     )
+
+
+def owned(config: Config, step: int) -> list[int]:
+    """The positions below a step that are this queue's own, by counting."""
+    share = config.samples_per_step // config.groups
+    below = range(min(step * config.samples_per_step, config.positions))
+    return [p for p in below if p % config.samples_per_step // share == config.group]
 
 
 class World:
