@@ -90,6 +90,8 @@ def _more(result: dict[str, Any]) -> Iterator[str]:
     crowd, idle, at_once, tensors = result["crowd"], result["idle"], result["at_once"], result["tensordict"]
     yield "| xtoken, ipc, one in flight | |"
     yield "|---|---|"
+    if "put_at_first" in one:
+        yield f"| put into a queue that was never so full | {one['put_at_first']:,.0f} samples/s |"
     yield f"| get, shuffled ids | {one['get_shuffled']:,.0f} samples/s |"
     yield f"| claim and ack | {one['claim_ack']:,.0f} samples/s |"
     yield f"| TensorDict in, out | {tensors['put_tensordict']:,.0f}, {tensors['get_tensordict']:,.0f} samples/s |"

@@ -1,6 +1,6 @@
 """Plain pyzmq: a ROUTER that keeps the buffers of batches in a dict, and a DEALER that moves them, nothing copied.
 
-Its processes have the allocator's settings of the queue's client: what is compared are not glibc's defaults.
+Its processes have the allocator's settings of the queue's: what is compared are not glibc's defaults.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 import zmq
 
 from benchmarks.queue.workload import BATCH, BATCHES, PASSES, Phase, alone, batch, buffers_of
-from xtoken_core.data_plane.allocator import CLIENT_KEEPS, keep_freed_memory
+from services.queue.memory import one_heap
+from xtoken_core.data_plane.allocator import CLIENT_KEEPS, set_allocator
 
 
 def serve(url: str) -> dict[str, Any]:
     """Keep and give back buffers by number, until ended."""
-    keep_freed_memory(CLIENT_KEEPS)
+    one_heap()
     kept: dict[bytes, list[zmq.Frame]] = {}
     socket = zmq.Context().socket(zmq.ROUTER)
     socket.bind(url)
@@ -26,6 +27,9 @@ def serve(url: str) -> dict[str, Any]:
         peer, kind, number, *buffers = socket.recv_multipart(copy=False)
         if kind.bytes == b"put":
             kept[number.bytes] = buffers
+            socket.send_multipart([peer, number], copy=False)
+        elif kind.bytes == b"drop":
+            kept.clear()
             socket.send_multipart([peer, number], copy=False)
         elif kind.bytes == b"get":
             socket.send_multipart([peer, number, *kept[number.bytes]], copy=False)
@@ -45,7 +49,7 @@ def server(url: str) -> Iterator[None]:
 
 def connect(url: str) -> zmq.Socket[bytes]:
     """A DEALER that has been answered once."""
-    keep_freed_memory(CLIENT_KEEPS)
+    set_allocator(keep=CLIENT_KEEPS)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(url)
     round_trip(socket, [b"echo", b"0"])
@@ -61,8 +65,17 @@ def round_trip(socket: zmq.Socket[bytes], frames: list[Any]) -> float:
 
 
 def move(url: str, what: str, in_flight: int) -> dict[str, Any]:
-    """Samples per second put or got, with so many requests in flight."""
+    """Samples per second put or got, with so many requests in flight; all is put, dropped, and put again."""
     socket = connect(url)
+    if what == "put":
+        first = moved(socket, what, in_flight)
+        round_trip(socket, [b"drop", b"0"])
+        return {"put_at_first": first, "put": moved(socket, what, in_flight)}
+    return {what: moved(socket, what, in_flight)}
+
+
+def moved(socket: zmq.Socket[bytes], what: str, in_flight: int) -> float:
+    """Samples per second of one way."""
     buffers, batches = (buffers_of(batch()), BATCHES) if what == "put" else ([], PASSES * BATCHES)
     start = time.perf_counter()
     for number in range(batches + in_flight):
@@ -70,7 +83,7 @@ def move(url: str, what: str, in_flight: int) -> dict[str, Any]:
             socket.recv_multipart(copy=False)
         if number < batches:
             socket.send_multipart([what.encode(), b"%d" % (number % BATCHES), *buffers], copy=False)
-    return {what: BATCH * batches / (time.perf_counter() - start)}
+    return BATCH * batches / (time.perf_counter() - start)
 
 
 def measure(url: str, in_flight: int) -> dict[str, float]:

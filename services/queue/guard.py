@@ -8,15 +8,15 @@ this is a lost connection: their clients ask again on a new one.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import socket as sockets
 from contextlib import suppress
-from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
+
+from services.queue.memory import resident_bytes, trim
 
 log = logging.getLogger("xtoken.queue")
 
@@ -24,8 +24,6 @@ SPARE_BYTES = 64 << 20
 HELD_SHARE = 1.25
 TURNS = 2
 PATIENT_LOOKS = 10
-PAGE = os.sysconf("SC_PAGE_SIZE")
-STATM = Path("/proc/self/statm")
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
@@ -45,7 +43,6 @@ class Guard:
         self._last_heard: dict[int, int] = {}
         self._turn = 0
         self._fruitless = 0
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._at_first = resident_bytes() - held
         where = f"inproc://connections-{id(self)}"
         socket.monitor(where, EVENTS)
@@ -67,7 +64,10 @@ class Guard:
         """Called now and then between two turns of the server's loop; `held` bytes of samples are there."""
         self._turn += 1
         self._follow()
-        excess = resident_bytes() - self._at_first - int(held * HELD_SHARE) - self.allowance
+        excess = self._excess(held)
+        if excess > 0:
+            trim()
+            excess = self._excess(held)
         if excess <= 0:
             self._fruitless = 0
             return
@@ -80,12 +80,14 @@ class Guard:
             self._fruitless = 0
             return
         self._fruitless += 1
-        if self._fruitless == 1 and self._trim is not None:
-            self._trim(0)
         if self._fruitless >= PATIENT_LOOKS:
             log.info("%d bytes more than allowed are nobody's: the allowance begins above them", excess)
             self._at_first += excess
             self._fruitless = 0
+
+    def _excess(self, held: int) -> int:
+        """Bytes that this process takes beyond what it may."""
+        return resident_bytes() - self._at_first - int(held * HELD_SHARE) - self.allowance
 
     def _follow(self) -> None:
         """Learn of connections that came and went."""
@@ -106,11 +108,3 @@ def cut(number: int) -> None:
     """End the connection with this file descriptor; its owner notices and closes it."""
     with suppress(OSError), sockets.socket(fileno=os.dup(number)) as connection:
         connection.shutdown(sockets.SHUT_RDWR)
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM; 0 where the system does not tell."""
-    try:
-        return int(STATM.read_text().split()[1]) * PAGE
-    except OSError:
-        return 0

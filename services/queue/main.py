@@ -11,6 +11,7 @@ from types import FrameType
 from setproctitle import setproctitle
 
 from services.queue.journal import Journal
+from services.queue.memory import one_heap
 from services.queue.server import Server
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import load_run_spec
@@ -43,6 +44,7 @@ def serve(
         XtokenError: The address cannot be served, the run cannot be opened, or the journal cannot be read.
     """
     setproctitle("xtoken queue")
+    one_heap()
     address = Address.parse(bind, token_file, keys)
     resolved = None if run is None else of_group(load_resolved(run), group)
     limit = memory_limit or (resolved.spec.queue.memory_limit if resolved else DEFAULT_MEMORY)

@@ -69,7 +69,7 @@ class Server:
         self._peers: OrderedDict[bytes, int] = OrderedDict()
         self._heard: set[bytes] = set()
         self._outbox: list[tuple[bytes, m.Reply, Sequence[memoryview]]] = []
-        self._memory = Returned()
+        self._memory = Returned(engine.nbytes)
         self._ended = False
         self._stop = False
         engine.waiting = lambda: len(self.waiting)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import zmq
 
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.allocator import CLIENT_KEEPS, keep_freed_memory
+from xtoken_core.data_plane.allocator import CLIENT_KEEPS, set_allocator
 from xtoken_core.data_plane.client import DataPlaneClient
 from xtoken_core.data_plane.connection import Connection
 from xtoken_core.errors import QueueUnreachableError
@@ -31,7 +31,7 @@ class ZmqDataPlaneClient(DataPlaneClient):
 
     def __init__(self, address: Address, *, patience_s: float = 30.0) -> None:
         super().__init__()
-        keep_freed_memory(CLIENT_KEEPS)
+        set_allocator(keep=CLIENT_KEEPS)
         self.address = address
         self.patience_s = patience_s
         self._context = zmq.Context()

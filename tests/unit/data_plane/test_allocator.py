@@ -10,9 +10,9 @@ import pytest
 
 SCRIPT = """
 import ctypes, resource, sys
-from xtoken_core.data_plane.allocator import CLIENT_KEEPS, keep_freed_memory
+from xtoken_core.data_plane.allocator import CLIENT_KEEPS, set_allocator
 
-taken = keep_freed_memory(CLIENT_KEEPS) if sys.argv[1] == "kept" else False
+taken = set_allocator(keep=CLIENT_KEEPS) if sys.argv[1] == "kept" else False
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
