@@ -14,10 +14,14 @@ import numpy as np
 import torch
 
 from xtoken_core.alignment.hashing import hash_powers, without_space
-from xtoken_core.alignment.rows import Rows, rows_of
+from xtoken_core.alignment.rows import rows_of
 from xtoken_core.alignment.sides import BOS, BOS_OR_EOS, EOS, NOT_TOLD, Sides
 from xtoken_core.alignment.spaces import own_spaces
 from xtoken_core.alignment.specials import match_specials
+from xtoken_core.alignment.tables import spread
+
+_SHORT = 1 << 16
+"""Bytes of an axis up to which powers for all of it are as fast to read as those for a row."""
 
 
 @dataclass
@@ -50,12 +54,17 @@ class _Tokens:
         lengths: `[n]` unsigned: bytes each token spells.
         led: Indices of the tokens whose leading space is the tokenizer's own and not counted.
         silent: Indices of the tokens that spell nothing, in order.
-        starts: `[n]` int64: the byte of its row, later of the whole axis, at which each token begins.
         sizes: `[2B]` int64: bytes each row spells.
+        reach: `[B]` int64: bytes that both rows of a sample spell.
+        longer: `[B]` int64: bytes that one of them spells.
+        length: `N`, bytes of the axis that a side's rows lie on.
+        origin: `[2B]` int64: the byte of both axes, one after the other, at which each row begins.
+        starts: `[n]` int64: the byte of both axes at which each token begins; it never falls.
     """
 
     def __init__(self, sides: Sides, student_ids: np.ndarray, teacher_ids: np.ndarray) -> None:
-        self.sides, self.rows = sides, rows_of(len(student_ids), student_ids.shape[1], teacher_ids.shape[1])
+        samples = len(student_ids)
+        self.sides, self.rows = sides, rows_of(samples, student_ids.shape[1], teacher_ids.shape[1])
         self.ids = np.empty(student_ids.size + teacher_ids.size, dtype=np.int64)
         ours, theirs = self.rows.halves(self.ids)
         ours[...] = student_ids
@@ -66,20 +75,30 @@ class _Tokens:
         if len(self.led):
             shorter = self.lengths.take(self.led) - 1
             self.lengths[self.led] = shorter
-            if not shorter.all():
+            if np.count_nonzero(shorter) < len(shorter):
                 self.silent = (self.lengths == 0).nonzero()[0]
-        ends = _row_sums(self.rows, self.lengths)
-        self.sizes = ends.take(self.rows.last)
-        self.starts = np.subtract(ends, self.lengths, out=ends)
+        sums = np.empty(len(self.ids) + 1, dtype=np.int64)
+        sums[0], steps = 0, sums[1:]
+        steps[...] = self.lengths
+        self.sizes = np.add.reduceat(steps, self.rows.first)
+        ours, theirs = self.sizes[:samples], self.sizes[samples:]
+        self.reach, self.longer = np.minimum(ours, theirs), np.maximum(ours, theirs)
+        # A row's stretch has room for the longer of the two and for the byte at which that one ends.
+        stretches = self.longer + 1
+        steps[self.rows.last] += np.concatenate([stretches, stretches]) - self.sizes
+        torch.from_numpy(steps).cumsum_(0)  # faster than numpy's
+        self.starts = sums[:-1]
+        self.length = int(sums[self.rows.split])
+        self.origin = self.starts.take(self.rows.first)
 
-    def weights(self, powers: np.ndarray) -> np.ndarray:
-        """`[n + 1]` uint64: the hash of each token at its place of its row, then 0; their sum is that of the text."""
+    def weights(self, powers: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """`[n + 1]` uint64: the hash of each token moved to its place, then 0; their sum is that of the text."""
         weights = np.empty(len(self.ids) + 1, dtype=np.uint64)
         weights[-1] = 0
         hashes = self.sides.hashes.take(self.ids, out=weights[:-1], mode="wrap")
         if len(self.led):
             hashes[self.led] = without_space(hashes.take(self.led))
-        hashes *= powers.take(self.starts, mode="wrap")
+        hashes *= powers.take(places, mode="wrap")
         return weights
 
 
@@ -93,45 +112,35 @@ def cut(sides: Sides, student_ids: np.ndarray, teacher_ids: np.ndarray) -> Chunk
     """
     if not student_ids.size or not teacher_ids.size:
         return _no_chunks(student_ids.shape, teacher_ids.shape)
-    x, samples = _Tokens(sides, student_ids, teacher_ids), len(student_ids)
-    rows, ours, theirs = x.rows, x.sizes[:samples], x.sizes[samples:]
-    longer = np.maximum(ours, theirs)
-    stretches = (longer + 1).cumsum()
-    length = int(stretches[-1])
-    origin = np.zeros(2 * samples, dtype=np.int64)
-    origin[1:samples], origin[samples + 1 :] = stretches[:-1], stretches[:-1]
-    origin[samples:] += length
-    powers = hash_powers(int(longer.max()) + 1)
-    weights = x.weights(powers)
-    for half, begin in zip(rows.halves(x.starts), origin.reshape(2, samples, 1), strict=True):
-        half += begin
-    doubtful = ~_same_text(x, weights, powers, origin)
-    pairs = _special_pairs(x, origin, doubtful)
-    opens, exact = _opened(x, origin, length)
-    for flags in (opens, exact):
-        flags[x.silent], flags[pairs] = False, True
-    steps = opens.view(np.int8)
-    steps[rows.first] -= 1
-    chunk = _row_sums(rows, steps)
-    ends = chunk.take(rows.last)
+    x = _Tokens(sides, student_ids, teacher_ids)
+    doubtful = ~_same_text(x)
+    pairs = _special_pairs(x, doubtful)
+    opens, exact = _opened(x)
+    if len(pairs) < len(x.silent):
+        opens[x.silent] = exact[x.silent] = False
+    opens[pairs] = exact[pairs] = True
+    chunk, counts = _numbered(x, opens)
+    if len(pairs) < len(x.silent):
+        paired = chunk.take(pairs)
+        chunk[x.silent] = -1
+        chunk[pairs] = paired
+    return Chunks(*x.rows.halves(chunk), *x.rows.halves(exact), counts, doubtful)
+
+
+def _numbered(x: _Tokens, opens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`[n]` int64: the chunk of each token, counted in its row from 0, -1 behind the last; `[B]` int64: how many."""
+    rows, samples = x.rows, x.rows.samples
+    opened = opens.astype(np.int64)
+    torch.from_numpy(opened).cumsum_(0)
+    before = opened.take(rows.first) - opens.take(rows.first)
+    found = opened.take(rows.last) - before
     # Where one side reaches further, what was opened last has no end on the other.
-    cut_off = ours != theirs
-    counts = np.maximum(ends[:samples], ends[samples:]) + ~cut_off
-    if cut_off.any():
-        for half, least in zip(rows.halves(chunk), (counts, counts), strict=True):
-            np.putmask(half, half >= least[:, None], -1)
-    paired = chunk.take(pairs)
-    chunk[x.silent] = -1
-    chunk[pairs] = paired
-    return Chunks(*rows.halves(chunk), *rows.halves(exact), counts, doubtful)
-
-
-def _row_sums(rows: Rows, values: np.ndarray) -> np.ndarray:
-    """`[n]` int64: the sum of each row's values up to and with each of them."""
-    sums = values.astype(np.int64)
-    for half in rows.halves(sums):
-        torch.from_numpy(half).cumsum_(1)  # faster than numpy's
-    return sums
+    counts = np.maximum(found[:samples], found[samples:]) - (x.reach != x.longer)
+    behind = rows.last + 1
+    stop = np.minimum(opened.searchsorted(before + np.concatenate([counts, counts]) + 1), behind)
+    chunk = rows.minus(opened, before + 1)
+    chunk[spread(behind, behind - stop)] = -1
+    return chunk, counts
 
 
 def _no_chunks(student: tuple[int, ...], teacher: tuple[int, ...]) -> Chunks:
@@ -141,16 +150,19 @@ def _no_chunks(student: tuple[int, ...], teacher: tuple[int, ...]) -> Chunks:
     return Chunks(chunk_s, chunk_t, exact_s, exact_t, counts, doubtful=counts > 0)
 
 
-def _same_text(x: _Tokens, weights: np.ndarray, powers: np.ndarray, origin: np.ndarray) -> np.ndarray:
+def _same_text(x: _Tokens) -> np.ndarray:
     """`[B]` bool: the two rows of a sample spell the same as far as both reach."""
-    samples = x.rows.samples
-    reach = np.minimum(x.sizes[:samples], x.sizes[samples:])
-    limit = origin + np.concatenate([reach, reach])
-    stop, first = x.starts.searchsorted(limit), x.rows.first
-    edges = np.empty((2 * samples, 2), dtype=np.int64)
-    edges[:, 0], edges[:, 1] = first, stop
-    hashes = np.add.reduceat(weights, edges.ravel())[::2]
+    samples, first = x.rows.samples, x.rows.first
+    short = x.length <= _SHORT  # then places may be those on both axes: the teacher's lie `length` behind
+    places = x.starts if short else x.rows.minus(x.starts, x.origin)
+    powers = hash_powers(2 * x.length if short else int(x.longer.max()) + 1)
+    weights = x.weights(powers, places)
+    limit = x.origin + np.concatenate([x.reach, x.reach])
+    stop = x.starts.searchsorted(limit)
+    edges = x.rows.edges.copy()
+    edges[1::2] = stop
     some = stop > first
+    hashes = np.add.reduceat(weights, edges)[::2] * some
     last = stop - some
     beyond = (x.starts.take(last, mode="clip") + x.lengths.take(last, mode="clip") - limit) * some
     rows = beyond.nonzero()[0]
@@ -158,17 +170,16 @@ def _same_text(x: _Tokens, weights: np.ndarray, powers: np.ndarray, origin: np.n
         token = last.take(rows)
         ids = x.ids.take(token)
         partly = x.sides.prefix_hashes.take(x.sides.ends.take(ids) - beyond.take(rows) - 1)
-        if len(x.led):
-            led = x.lengths.take(token) != x.sides.lengths.take(ids)
+        led = x.lengths.take(token) != x.sides.lengths.take(ids)
+        if np.count_nonzero(led):
             partly = np.where(led, without_space(partly), partly)
-        place = x.starts.take(token) - origin.take(rows)
-        hashes[rows] += partly * powers.take(place) - weights.take(token)
-    hashes *= some
-    same: np.ndarray = hashes[:samples] == hashes[samples:]
+        hashes[rows] += partly * powers.take(places.take(token)) - weights.take(token)
+    ours, theirs = hashes[:samples], hashes[samples:]
+    same: np.ndarray = (ours * powers[x.length] if short else ours) == theirs
     return same
 
 
-def _special_pairs(x: _Tokens, origin: np.ndarray, doubtful: np.ndarray) -> np.ndarray:
+def _special_pairs(x: _Tokens, doubtful: np.ndarray) -> np.ndarray:
     """Indices of the specials that have a partner; samples with a token that does not tell its bytes are marked."""
     roles = x.sides.roles.take(x.ids.take(x.silent))
     known = roles.nonzero()[0]
@@ -176,25 +187,25 @@ def _special_pairs(x: _Tokens, origin: np.ndarray, doubtful: np.ndarray) -> np.n
     roles = roles.take(known)
     if not len(at):
         return at
-    if roles.min() < 0:
+    if np.count_nonzero(roles < 0):
         rows = x.rows.first.searchsorted(at, side="right") - 1
         doubtful[rows[roles == NOT_TOLD] % len(doubtful)] = True
-        begins = (x.starts[at] == origin[rows]) & (x.sizes[rows] > 0)
+        begins = (x.starts[at] == x.origin[rows]) & (x.sizes[rows] > 0)
         roles = np.where(roles == BOS_OR_EOS, np.where(begins, BOS, EOS), roles)
         at, roles = at[roles > 0], roles[roles > 0]
     teachers = int(at.searchsorted(x.rows.split))
     keys = x.starts.take(at) << 16 | roles
-    ours, theirs = keys[:teachers], keys[teachers:] - (origin[x.rows.samples] << 16)
-    if teachers == len(theirs) and (ours == theirs).all():
+    ours, theirs = keys[:teachers], keys[teachers:] - (x.length << 16)
+    if teachers == len(theirs) and not np.count_nonzero(ours != theirs):
         return at
     i, j = match_specials(ours, theirs)
     return np.concatenate([at.take(i), at.take(j + teachers)])
 
 
-def _opened(x: _Tokens, origin: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _opened(x: _Tokens) -> tuple[np.ndarray, np.ndarray]:
     """`[n]` bool each: a token of the other side begins, or its row ends, at the same byte; it is as long, too."""
-    begun = np.zeros(2 * length, dtype=x.lengths.dtype)
+    begun = np.zeros(2 * x.length, dtype=x.lengths.dtype)
     begun[x.starts] = x.lengths  # of several at one byte the last stays: the one that spells something
-    begun[origin + x.sizes] = x.sides.longer
-    met = np.concatenate([begun[length:], begun[:length]]).take(x.starts, mode="wrap")
+    begun[x.origin + x.sizes] = x.sides.longer
+    met = np.concatenate([begun[x.length :], begun[: x.length]]).take(x.starts, mode="wrap")
     return met != 0, met == x.lengths

@@ -43,6 +43,11 @@ class Rows:
         head: np.ndarray = np.minimum(self.first[:, None] + np.arange(8), self.last[:, None])
         return head
 
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """`[4B]` int64: index of each row's first token, with room behind each."""
+        return np.repeat(self.first, 2)
+
     def of(self, side: int) -> slice:
         """The rows of the student (0) or of the teacher (1)."""
         return slice(side * self.samples, (side + 1) * self.samples)
@@ -51,6 +56,14 @@ class Rows:
         """The student's `[B, T_s]` and the teacher's `[B, T_t]` part of an array over all tokens."""
         split, (student, teacher) = self.split, self.widths
         return flat[:split].reshape(-1, student), flat[split:].reshape(-1, teacher)
+
+    def minus(self, flat: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """`[n]`: an array over all tokens, from each row of which its own of `[2B]` values is subtracted."""
+        result = np.empty_like(flat)
+        parts = values.reshape(2, self.samples, 1)
+        for half, given, part in zip(self.halves(result), self.halves(flat), parts, strict=True):
+            np.subtract(given, part, out=half)
+        return result
 
 
 @lru_cache(maxsize=64)

@@ -73,6 +73,11 @@ class Sides:
         return self.student.table, self.teacher.table
 
     @cached_property
+    def prefixes(self) -> tuple[str, str]:
+        """Whether either tokenizer puts a space before a text."""
+        return self.student.table.prefix, self.teacher.table.prefix
+
+    @cached_property
     def absent(self) -> tuple[int, int]:
         """The absent tokens of both sides."""
         return self.student.absent, self.offset + self.teacher.absent

@@ -22,31 +22,30 @@ def own_spaces(sides: Sides, ids: np.ndarray, rows: Rows, silent: np.ndarray) ->
         rows: Where the rows lie; none is empty.
         silent: Indices of the tokens that spell nothing, in order; absent tokens and specials are among them.
     """
-    prefixes = sides.student.table.prefix, sides.teacher.table.prefix
-    if prefixes[0] == prefixes[1] == "none":
+    prefixes = sides.prefixes
+    if prefixes == ("none", "none"):
         return np.zeros(0, dtype=np.int64)
-    first, absent = _first_text(sides, ids, rows), sides.absent
+    first, spaces = _first_text(sides, ids, rows)
+    absent = sides.absent
     quiet, split = ids.take(silent), int(silent.searchsorted(rows.split))
     led = []
     for side, prefix in enumerate(prefixes):
         if prefix == "none":
             continue
-        part = slice(split) if side == 0 else slice(split, None)
+        mine, part = rows.of(side), slice(split) if side == 0 else slice(split, None)
         gaps = quiet[part] == absent[side]
-        own = kept = first[rows.of(side)]
+        own, spaced = first[mine], spaces[mine] > 0
         if prefix == "missing" and prefixes[1 - side] != "missing":
-            kept = own[~_begins_with_space(sides, ids, rows, first, 1 - side)]
-        elif gaps.any():
-            unsure = (own > rows.first[rows.of(side)]) & (ids.take(own - 1, mode="wrap") == absent[side])
-            kept = own[~(unsure & _begins_with_space(sides, ids, rows, first, 1 - side))]
+            spaced &= ~_begins_with_space(sides, ids, rows, first, spaces, 1 - side)
+        elif np.count_nonzero(gaps):
+            unsure = (own > rows.first[mine]) & (ids.take(own - 1, mode="wrap") == absent[side])
+            spaced &= ~(unsure & _begins_with_space(sides, ids, rows, first, spaces, 1 - side))
+        led.append(own[spaced])
         breaks = sides.kinds.take(quiet[part]) != TEXT if sides.tables[side].prefix_after_special else gaps
-        after = silent[part][breaks] + 1
-        if len(after):
-            led.append(_text_after(sides, ids, rows, side, after, own))
-        led.append(kept)
-    found: np.ndarray = led[0] if len(led) == 1 else np.concatenate(led)
-    spaced: np.ndarray = found[sides.leading_spaces.take(ids.take(found)) > 0]
-    return spaced
+        if np.count_nonzero(breaks):
+            after = _text_after(sides, ids, rows, side, silent[part][breaks] + 1, own)
+            led.append(after[sides.leading_spaces.take(ids.take(after)) > 0])
+    return led[0] if len(led) == 1 else np.concatenate(led)
 
 
 def _text_after(
@@ -60,23 +59,26 @@ def _text_after(
     return found
 
 
-def _first_text(sides: Sides, ids: np.ndarray, rows: Rows) -> np.ndarray:
-    """`[2B]`: index of each row's first text token, that of its first token if it has none."""
-    head = sides.kinds.take(ids.take(rows.head)) == TEXT
-    first: np.ndarray = rows.first + head.argmax(axis=1)
-    for row in (sides.kinds.take(ids.take(first)) != TEXT).nonzero()[0].tolist():
-        begin = rows.first[row]
-        first[row] = begin + (sides.kinds.take(ids[begin : rows.last[row] + 1]) == TEXT).argmax()
-    return first
-
-
-def _begins_with_space(sides: Sides, ids: np.ndarray, rows: Rows, first: np.ndarray, side: int) -> np.ndarray:
-    """`[B]` bool: the text itself begins with a space, the one that the tokenizer always adds not counted."""
-    first = first[rows.of(side)]
+def _first_text(sides: Sides, ids: np.ndarray, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """`[2B]` each: index of each row's first text token, that of its first token if it has none; its leading spaces."""
+    first: np.ndarray = rows.first + (sides.kinds.take(ids.take(rows.head)) == TEXT).argmax(axis=1)
     token = ids.take(first)
-    spaces = sides.leading_spaces.take(token)
-    if sides.tables[side].prefix == "none":
-        return spaces > 0
-    after = ids.take(np.minimum(first + 1, rows.last[rows.of(side)]))
-    begins: np.ndarray = (spaces > 1) | ((sides.lengths.take(token) == 1) & (sides.leading_spaces.take(after) > 0))
+    if np.count_nonzero(sides.kinds.take(token)):
+        for row in (sides.kinds.take(token) != TEXT).nonzero()[0].tolist():
+            begin = rows.first[row]
+            first[row] = begin + (sides.kinds.take(ids[begin : rows.last[row] + 1]) == TEXT).argmax()
+        token = ids.take(first)
+    return first, sides.leading_spaces.take(token)
+
+
+def _begins_with_space(
+    sides: Sides, ids: np.ndarray, rows: Rows, first: np.ndarray, spaces: np.ndarray, side: int
+) -> np.ndarray:
+    """`[B]` bool: the text itself begins with a space, the one that the tokenizer always adds not counted."""
+    mine = rows.of(side)
+    if sides.prefixes[side] == "none":
+        return spaces[mine] > 0
+    after = ids.take(np.minimum(first[mine] + 1, rows.last[mine]))
+    alone = sides.lengths.take(ids.take(first[mine])) == 1
+    begins: np.ndarray = (spaces[mine] > 1) | (alone & (sides.leading_spaces.take(after) > 0))
     return begins

@@ -52,8 +52,7 @@ def spelling_pool(pieces: Sequence[bytes], literals: Mapping[int, bytes]) -> Poo
 
 def spread(ends: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The positions `[end - length, end)` of every stretch, one stretch after the other; int64."""
-    total = np.cumsum(lengths)
-    positions = np.repeat(ends - total, lengths)
+    positions: np.ndarray = (ends - lengths.cumsum()).repeat(lengths)
     positions += np.arange(len(positions))
     return positions
 
