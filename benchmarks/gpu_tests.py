@@ -28,6 +28,7 @@ TESTS = (
     "tests/unit/test_completions.py",
     "tests/integration/test_signals.py",
 )
+LOSS_TESTS = "test_losses_on_backends::"
 KERNEL_FILES = ("kernels.py", "triton.py", "launch.py", "triton_support.py")
 """How the names of the files end that kernels and their launches are written in."""
 
@@ -51,18 +52,45 @@ def outcomes(junit: Path) -> dict[str, str]:
     return found
 
 
+def machine() -> dict[str, str | None]:
+    """The GPU and the versions that every result file names."""
+    import torch
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
 def belongs_to(test: str, op: str, backend: str) -> bool:
-    """Whether `file::test[id]` holds a backend to its op's contract: by the id, or in a file of the op's own."""
+    """Whether `file::test[id]` holds a backend to its op: by the id, in a file of the op's own, or at several blocks.
+
+    A test of the op's own file that names no backend counts for each of them.
+    """
     file, _, name = test.partition("::")
-    _, _, label = name.partition("[")
-    parts = label.rstrip("]").split("-")
-    by_label = label.startswith(f"{op}-") and f"-{backend}-cuda" in label
-    return by_label or (file == f"test_{op}" and "cuda" in parts and backend in parts)
+    function, _, label = name.partition("[")
+    label = label.rstrip("]")
+    if label.startswith(f"{op}-"):
+        return f"-{backend}-cuda" in label
+    if file == f"test_{op}":
+        return not ({"reference", "triton"} - {backend}) & set(label.split("-"))
+    named = function == f"test_{op}" or function.startswith(f"test_{op}_at_")
+    return file == "test_several_blocks" and backend == "triton" and named
 
 
 def backend_passes(report: dict, op: str, backend: str) -> bool:
     """Whether a backend's tests all passed, with the kernels as they are now."""
     own = [outcome for name, outcome in report["tests"].items() if belongs_to(name, op, backend)]
+    return report["kernel_hash"] == kernel_hash() and "passed" in own and "failed" not in own
+
+
+def losses_pass(report: dict, backend: str) -> bool:
+    """Whether the reference vectors passed through whole losses with every op on a backend, kernels as they are now."""
+    own = [o for n, o in report["tests"].items() if n.startswith(LOSS_TESTS) and n.endswith(f"-{backend}]")]
     return report["kernel_hash"] == kernel_hash() and "passed" in own and "failed" not in own
 
 
@@ -72,7 +100,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     import torch
-    import triton
 
     if not torch.cuda.is_available():
         print("benchmarks/gpu_tests.py needs a CUDA GPU: torch sees none", file=sys.stderr)
@@ -85,11 +112,7 @@ def main() -> int:
     counts = Counter(tests.values())
     report = {
         **{outcome: counts[outcome] for outcome in ("passed", "skipped", "failed")},
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
+        **machine(),
         "paths": TESTS,
         "kernel_hash": kernel_hash(),
         "tests": dict(sorted(tests.items())),

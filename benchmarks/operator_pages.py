@@ -69,22 +69,23 @@ def hidden_state_figures(tests: dict, bench: dict) -> str:
         f"Tests on one {tests['gpu']}: {own.count('passed')} passed, {own.count('failed')} failed.\n",
         f"Loss and all gradients in ms on one {bench['gpu']}, torch {bench['torch']}, Triton {bench['triton']}; beside "
         "it, in the same run, the matrix products that any such loss needs, each as one product over all tokens (the "
-        "student's logits, its two gradients, the teacher's logits). Memory above hidden states, weights and batch, "
-        "gradients included.",
+        "student's logits, its two gradients, the teacher's logits), and those that the loss itself makes (with column "
+        "maxima the teacher's at the compared tokens only). Memory above hidden states, weights and batch, gradients "
+        "included.",
         f"{s['samples'] * s['tokens']:,} tokens (samples of {s['tokens']:,}, or one), widths {s['student_width']:,} "
         f"and {s['teacher_width']:,}, vocabularies {s['student_vocab']:,} and {s['teacher_vocab']:,}, bfloat16, "
         f"`vocab_topk` {s['vocab_topk']:,}.\n",
-        "| loss | ms | products | times | peak GiB |",
-        "|---|---|---|---|---|",
+        "| loss | ms | products | times | own products | times | peak GiB |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in bench["rows"]:
         if row["tests_pass"]:
             lines.append(
                 f"| {row['loss']} | {row['ms']:.1f} | {row['products_ms']:.1f} | {row['ratio']:.2f} | "
-                f"{row['peak_bytes'] / 2**30:.2f} |"
+                f"{row['own_products_ms']:.1f} | {row['own_ratio']:.2f} | {row['peak_bytes'] / 2**30:.2f} |"
             )
         else:
-            lines.append(f"| {row['loss']} | its tests have not passed | | | |")
+            lines.append(f"| {row['loss']} | its tests have not passed | | | | | |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,10 +22,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from benchmarks.gpu_tests import RESULTS, backend_passes
+from benchmarks.gpu_tests import RESULTS, backend_passes, losses_pass, machine
 from benchmarks.whole_losses import CONFIGS, OPS_OF, whole_loss
 from xtoken_core.ops.gold import GoldOptions, TokenPartition
 from xtoken_core.ops.p_kl import PKLOptions
@@ -146,6 +144,22 @@ def make_cross_entropy(shape: Shape, device: torch.device) -> Workload:
     return Workload((student, chunks % shape.student_vocab), student, 3 * nbytes(student))
 
 
+def make_chunk_mean(shape: Shape, device: torch.device) -> Workload:
+    """Float32 rows over the student's vocabulary, two positions a chunk."""
+    x = torch.randn(1, shape.tokens, shape.student_vocab, device=device, requires_grad=True)
+    chunks = torch.arange(shape.tokens, device=device).unsqueeze(0) // 2
+    return Workload((x, chunks, shape.tokens // 2), x, 3 * nbytes(x))
+
+
+def make_sparse_projection(shape: Shape, device: torch.device) -> Workload:
+    """Float32 rows over the student's vocabulary, four entries a student token."""
+    x = torch.rand(shape.tokens, shape.student_vocab, device=device, requires_grad=True)
+    W = ProjectionMatrix.from_topk(
+        *projection_rows(shape, device), student_vocab_size=shape.student_vocab, teacher_vocab_size=shape.teacher_vocab
+    )
+    return Workload((x, W), x, 2 * nbytes(x) + 2 * 4 * shape.tokens * shape.teacher_vocab)
+
+
 def make_select(shape: Shape, device: torch.device) -> Workload:
     """The columns of one sequence of teacher logits."""
     _, teacher, _ = logits(shape, device)
@@ -189,6 +203,8 @@ WORKLOADS: dict[str, tuple[str, Callable[[Shape, torch.device], Workload]]] = {
     "gold": ("gold", make_gold),
     "cross_entropy": ("cross_entropy", make_cross_entropy),
     "select_topk_columns": ("select_topk_columns", make_select),
+    "chunk_mean": ("chunk_mean", make_chunk_mean),
+    "sparse_projection": ("sparse_projection", make_sparse_projection),
     "indices_to_multihot": ("indices_to_multihot", make_multihot),
     "embedding": ("embedding", make_embedding),
     **{name: (name, make_whole_loss) for name in CONFIGS},
@@ -320,16 +336,13 @@ def main() -> int:
                 continue
             same_gpu = tests["gpu"] == torch.cuda.get_device_name()
             passing = same_gpu and all(backend_passes(tests, op, backend) for op in ops)
+            passing = passing and (name not in CONFIGS or losses_pass(tests, backend))
             row = measure(name, backend, shape, device, bandwidth) if passing else Row(name, backend, False)
             torch.cuda.empty_cache()
             rows.append(row)
             print(line(row), flush=True)
     report = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
+        **machine(),
         "copy_bytes_per_second": bandwidth,
         "shape": asdict(shape),
         "rows": [asdict(row) for row in rows],

@@ -69,7 +69,7 @@ def test_gold(monkeypatch, device, variant):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("n", "spare"), [pytest.param(1, 0, marks=pytest.mark.slow), (40, 3)])
-def test_the_largest_uncommon_of_a_chunk_are_picked_as_a_sort_would(monkeypatch, device, n, spare):
+def test_gold_at_the_border_of_the_largest_picks_as_a_sort_would(monkeypatch, device, n, spare):
     from xtoken_core.ops.chunks import chunk_positions
     from xtoken_core.ops.gold import triton as gold
 
@@ -96,6 +96,18 @@ def test_the_largest_uncommon_of_a_chunk_are_picked_as_a_sort_would(monkeypatch,
     torch.testing.assert_close(mass[:6], rest.exp().sum(1), rtol=1e-5, atol=1e-7)
     assert torch.equal(values[6, :n], torch.ones_like(values[6, :n]))
     assert mass[6] == uncommon.shape[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chunk_mean(monkeypatch, device):
+    shrink(monkeypatch, "chunk_mean", BLOCK=8)
+    check("chunk_mean", CASES["chunk_mean"][""].make(torch.float32, torch.device(device)), "x")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sparse_projection(monkeypatch, device):
+    shrink(monkeypatch, "sparse_projection", BLOCK=4)
+    check("sparse_projection", CASES["sparse_projection"][""].make(torch.float32, torch.device(device)), "x")
 
 
 @pytest.mark.parametrize("device", DEVICES)

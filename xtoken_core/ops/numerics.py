@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 EPSILON = 1e-10
 """Added to a chunk's length and to projected probabilities, as the method's reference does."""
@@ -26,3 +28,17 @@ def kl_terms(log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]) -> 
     empty = p == 0
     difference = log_p.masked_fill(empty, 0.0) - log_q.masked_fill(empty, 0.0)
     return p * difference
+
+
+class ComparesLogits(nn.Module):
+    """A backend of an op that compares two models' logits: its ground truth is itself on logits upcast first."""
+
+    def forward_fp32(
+        self,
+        student_logits: Float[Tensor, "B T_s V_s"],
+        teacher_logits: Float[Tensor, "B T_t V_m"],
+        *others: Any,
+        **named: Any,
+    ) -> Any:
+        """As `forward`, with the same arguments, in float32 (float64 stays)."""
+        return self.forward(upcast(student_logits), upcast(teacher_logits), *others, **named)

@@ -35,7 +35,9 @@ class OpBackend(Enum):
     PYTORCH_NATIVE_GOLD = "xtoken_core.ops.gold.reference:NativeGoldOp"
     TRITON_EMBEDDING = "xtoken_core.ops.embedding.triton:TritonEmbeddingOp"
     TRITON_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.triton:TritonIndicesToMultihotOp"
+    TRITON_SPARSE_PROJECTION = "xtoken_core.ops.sparse_projection.triton:TritonSparseProjectionOp"
     TRITON_SELECT_TOPK_COLUMNS = "xtoken_core.ops.select_topk_columns.triton:TritonSelectTopkColumnsOp"
+    TRITON_CHUNK_MEAN = "xtoken_core.ops.chunk_mean.triton:TritonChunkMeanOp"
     TRITON_CROSS_ENTROPY = "xtoken_core.ops.cross_entropy.triton:TritonCrossEntropyOp"
     TRITON_P_KL = "xtoken_core.ops.p_kl.triton:TritonPKLOp"
     TRITON_P_KL_CROSS_ENTROPY = "xtoken_core.ops.p_kl.triton:TritonPKLCrossEntropyOp"
@@ -51,12 +53,15 @@ BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
         "reference": OpBackend.PYTORCH_NATIVE_INDICES_TO_MULTIHOT,
         "triton": OpBackend.TRITON_INDICES_TO_MULTIHOT,
     },
-    "sparse_projection": {"reference": OpBackend.PYTORCH_NATIVE_SPARSE_PROJECTION},
+    "sparse_projection": {
+        "reference": OpBackend.PYTORCH_NATIVE_SPARSE_PROJECTION,
+        "triton": OpBackend.TRITON_SPARSE_PROJECTION,
+    },
     "select_topk_columns": {
         "reference": OpBackend.PYTORCH_NATIVE_SELECT_TOPK_COLUMNS,
         "triton": OpBackend.TRITON_SELECT_TOPK_COLUMNS,
     },
-    "chunk_mean": {"reference": OpBackend.PYTORCH_NATIVE_CHUNK_MEAN},
+    "chunk_mean": {"reference": OpBackend.PYTORCH_NATIVE_CHUNK_MEAN, "triton": OpBackend.TRITON_CHUNK_MEAN},
     "cross_entropy": {
         "reference": OpBackend.PYTORCH_NATIVE_CROSS_ENTROPY,
         "triton": OpBackend.TRITON_CROSS_ENTROPY,

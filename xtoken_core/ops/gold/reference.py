@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
-from xtoken_core.ops.numerics import kl_terms, upcast
+from xtoken_core.ops.numerics import ComparesLogits, kl_terms, upcast
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _descending(x: Tensor, n: int) -> Tensor:
     return x.sort(dim=-1, descending=True, stable=True).values
 
 
-class NativeGoldOp(nn.Module):
+class NativeGoldOp(ComparesLogits):
     """Reference backend: float32 inside from the first operation on; the gradient in the logits' dtype."""
 
     def forward(
@@ -147,25 +147,6 @@ class NativeGoldOp(nn.Module):
         return gold(
             student_logits,
             teacher_logits,
-            partition,
-            student_chunk_id,
-            teacher_chunk_id,
-            options,
-        )
-
-    def forward_fp32(
-        self,
-        student_logits: Float[Tensor, "B T_s V_s"],
-        teacher_logits: Float[Tensor, "B T_t V_t"],
-        partition: TokenPartition,
-        student_chunk_id: Int[Tensor, "B T_s"],
-        teacher_chunk_id: Int[Tensor, "B T_t"],
-        options: GoldOptions,
-    ) -> GoldResult:
-        """As `gold` on logits upcast first: the ground truth."""
-        return gold(
-            upcast(student_logits),
-            upcast(teacher_logits),
             partition,
             student_chunk_id,
             teacher_chunk_id,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xtoken_core.ops.chunks import ChunkPositions, chunk_positions
 from xtoken_core.ops.gold import kernels, select_kernels
 from xtoken_core.ops.gold.reference import GoldOptions, GoldResult, TokenPartition, gold
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.numerics import ComparesLogits
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
 
 BLOCK = 4096
@@ -77,8 +77,8 @@ class TritonGold(torch.autograd.Function):
             options.reverse, min(COMMON_BLOCK, power_of_2(c)), num_warps=8,
         )  # fmt: skip
         _compare_tails(student, teacher, lse, partition, options, (mass, l1, l1_slope, signs))
-        ctx.student, ctx.teacher, ctx.partition, ctx.options = student, teacher, partition, options
-        ctx.save_for_backward(*lse, kl_slope, l1_slope, signs)
+        ctx.positions, ctx.partition, ctx.options = (student.positions, teacher.positions), partition, options
+        ctx.save_for_backward(student.logits, teacher.logits, *lse, kl_slope, l1_slope, signs)
         ctx.mark_non_differentiable(agrees, mass)
         return kl, l1, agrees, mass
 
@@ -86,8 +86,9 @@ class TritonGold(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor, grad_l1: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient in the dtype of the logits."""
-        student_lse, teacher_lse, kl_slope, l1_slope, signs = ctx.saved_tensors
-        student, teacher, partition = ctx.student, ctx.teacher, ctx.partition
+        *logits, student_lse, teacher_lse, kl_slope, l1_slope, signs = ctx.saved_tensors
+        student, teacher = (Side(z, positions) for z, positions in zip(logits, ctx.positions, strict=True))
+        partition = ctx.partition
         B, T, V = student.logits.shape
         gradient = torch.empty((B, T, V), dtype=student.logits.dtype, device=student.logits.device)
         pair = torch.full((V,), -1, dtype=torch.int32, device=gradient.device)
@@ -179,7 +180,7 @@ def _compare_tails(
         )  # fmt: skip
 
 
-class TritonGoldOp(nn.Module):
+class TritonGoldOp(ComparesLogits):
     """Triton backend: float32 inside, deterministic, no float32 copy of either vocabulary."""
 
     def forward(
@@ -200,16 +201,3 @@ class TritonGoldOp(nn.Module):
         )
         with launching_on(student_logits):
             return GoldResult(*TritonGold.apply(student_logits, student, teacher, partition, options))  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-    def forward_fp32(
-        self,
-        student_logits: Float[Tensor, "B T_s V_s"],
-        teacher_logits: Float[Tensor, "B T_t V_t"],
-        partition: TokenPartition,
-        student_chunk_id: Int[Tensor, "B T_s"],
-        teacher_chunk_id: Int[Tensor, "B T_t"],
-        options: GoldOptions,
-    ) -> GoldResult:
-        """As `forward` on logits upcast first."""
-        logits = upcast(student_logits), upcast(teacher_logits)
-        return self.forward(*logits, partition, student_chunk_id, teacher_chunk_id, options)

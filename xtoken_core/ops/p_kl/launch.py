@@ -99,23 +99,22 @@ def padded(n: int) -> int:
 
 
 class Comparison:
-    """One call's teacher, projection and alignment, and the launches over them."""
+    """One call's projection and alignment, and the launches over them; logits pass through and are not kept."""
 
     def __init__(
         self,
-        teacher_logits: Tensor,
         projection: ProjectionMatrix,
         columns: Tensor,
         student: ChunkPositions,
         teacher: ChunkPositions,
         options: PKLOptions,
     ) -> None:
-        """Args are the op's; logits have a contiguous last dimension, `columns` is contiguous."""
-        self.z_t, self.projection, self.columns = teacher_logits, projection, columns
+        """Args are the op's; `columns` is contiguous."""
+        self.projection, self.columns = projection, columns
         self.student, self.teacher, self.options = student, teacher, options
         self.prob = options.teacher_average == "prob"
         self.scale = 1.0 / options.temperature
-        self.device = teacher_logits.device
+        self.device = columns.device
         self.K, self.V = columns.shape[0], projection.student_vocab_size
         self.student_padded, self.teacher_padded = (padded(side.chunk.shape[0]) for side in (student, teacher))
         self.C = student.first.shape[0] - 1
@@ -203,17 +202,17 @@ class Comparison:
         )  # fmt: skip
         sum_kernel[(width // ROWS,)](partial, out.sums[from_row:], parts, width, PARTS, ROWS)
 
-    def teacher_rows(self) -> TeacherRows:
-        """Read the teacher's rows once at the compared columns."""
-        B, T, _ = self.z_t.shape
+    def teacher_rows(self, logits: Tensor) -> TeacherRows:
+        """Read the teacher's rows once at the compared columns; their last dimension is contiguous."""
+        B, T, _ = logits.shape
         width = self.teacher_padded
         rows, columns = TEACHER_TILE
         compared = torch.arange(self.K, device=self.device) if self.options.gathered else self.columns
         parts = triton.cdiv(self.K, columns)
-        gathered = self._lines(width, self.z_t.dtype)
+        gathered = self._lines(width, logits.dtype)
         sums, lse = self._float(2, parts, width), self._float(width)
         kernels.p_kl_teacher_kernel[(parts, width // rows)](
-            self.z_t, compared, gathered, *sums, B * T, T, self.K, self.z_t.stride(0), self.z_t.stride(1),
+            logits, compared, gathered, *sums, B * T, T, self.K, logits.stride(0), logits.stride(1),
             width, self.scale, rows, columns, PADDING, num_warps=8,
         )  # fmt: skip
         log_sum_exp_kernel[(width // ROWS,)](*sums, lse, parts, width, PARTS, ROWS)

@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import EPSILON, kl_terms, upcast
+from xtoken_core.ops.numerics import EPSILON, ComparesLogits, kl_terms, upcast
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.ops.sparse_projection.reference import NativeSparseProjectionOp
 
@@ -139,7 +139,7 @@ def _teacher_log_probs(
     return torch.log(chunk_average_log_probs(torch.softmax(scaled, dim=-1), chunk_id, P)[0] + EPSILON)
 
 
-class NativePKLOp(nn.Module):
+class NativePKLOp(ComparesLogits):
     """Reference backend: float32 inside from the first operation on; the gradient in the logits' dtype."""
 
     def forward(
@@ -163,29 +163,8 @@ class NativePKLOp(nn.Module):
             options,
         )
 
-    def forward_fp32(
-        self,
-        student_logits: Float[Tensor, "B T_s V_s"],
-        teacher_logits: Float[Tensor, "B T_t V_m"],
-        projection: ProjectionMatrix,
-        columns: Int[Tensor, " K"],
-        student_chunk_id: Int[Tensor, "B T_s"],
-        teacher_chunk_id: Int[Tensor, "B T_t"],
-        options: PKLOptions,
-    ) -> PKLResult:
-        """As `p_kl` on logits upcast first: the ground truth."""
-        return p_kl(
-            upcast(student_logits),
-            upcast(teacher_logits),
-            projection,
-            columns,
-            student_chunk_id,
-            teacher_chunk_id,
-            options,
-        )
 
-
-class NativePKLCrossEntropyOp(nn.Module):
+class NativePKLCrossEntropyOp(ComparesLogits):
     """Reference backend: the two references, one after the other."""
 
     overwrites = False
@@ -205,18 +184,3 @@ class NativePKLCrossEntropyOp(nn.Module):
         """As `p_kl_cross_entropy`."""
         alignment = student_chunk_id, teacher_chunk_id
         return p_kl_cross_entropy(student_logits, teacher_logits, projection, columns, *alignment, targets, options)
-
-    def forward_fp32(
-        self,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Float[Tensor, "B T_t V_m"],
-        projection: ProjectionMatrix,
-        columns: Int[Tensor, " K"],
-        student_chunk_id: Int[Tensor, "B T_s"],
-        teacher_chunk_id: Int[Tensor, "B T_t"],
-        targets: Int[Tensor, "B T_s"],
-        options: PKLOptions,
-    ) -> PKLCrossEntropyResult:
-        """As `p_kl_cross_entropy` on logits upcast first: the ground truth."""
-        logits = upcast(student_logits), upcast(teacher_logits)
-        return self.forward(*logits, projection, columns, student_chunk_id, teacher_chunk_id, targets, options)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from xtoken_core.ops.chunks import chunk_positions
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.numerics import ComparesLogits
 from xtoken_core.ops.p_kl.launch import Comparison
 from xtoken_core.ops.p_kl.reference import (
     PKLCrossEntropyResult,
@@ -28,12 +28,15 @@ class TritonPKL(torch.autograd.Function):
     """Per-chunk P-KL, and with targets per-position cross-entropy; one gradient, for the student's logits alone."""
 
     @staticmethod
-    def forward(ctx: Any, student_logits: Tensor, inputs: Comparison, targets: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, student_logits: Tensor, teacher_logits: Tensor, inputs: Comparison, targets: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """(kl, agrees, mass), each `[B, P]`, and with targets (losses, hits), each `[B, T_s]`."""
         logits = student_logits if student_logits.stride(-1) == 1 else student_logits.contiguous()
         slots = inputs.slots()
         student = inputs.student_rows(logits, slots.counts, targets)
-        chunks = inputs.chunks(student, inputs.teacher_rows())
+        teacher = teacher_logits if teacher_logits.stride(-1) == 1 else teacher_logits.contiguous()
+        chunks = inputs.chunks(student, inputs.teacher_rows(teacher))
         ctx.inputs, ctx.with_targets = inputs, targets is not None
         by_position = student.lse, student.head_lse, student.sums, chunks.products, student.projected
         ctx.save_for_backward(logits, *slots, *by_position, chunks.norm, chunks.inner, targets)
@@ -45,7 +48,7 @@ class TritonPKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_kl: Tensor, *others: Tensor | None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_kl: Tensor, *others: Tensor | None) -> tuple[Tensor, None, None, None]:
         """The gradient in the dtype of the logits; in their memory where that is allowed, which ends them."""
         logits, *saved, norm, inner, targets = ctx.saved_tensors
         inputs: Comparison = ctx.inputs
@@ -60,7 +63,7 @@ class TritonPKL(torch.autograd.Function):
         )
         if gradient is logits:
             increment_version(logits)  # a second backward must not take the gradient for logits
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 def _compare(
@@ -73,9 +76,7 @@ def _compare(
     options: PKLOptions,
     targets: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    teacher_logits = teacher_logits.detach()
     inputs = Comparison(
-        teacher_logits if teacher_logits.stride(-1) == 1 else teacher_logits.contiguous(),
         projection,
         columns.contiguous(),
         chunk_positions(student_chunk_id, options.max_chunks),
@@ -83,7 +84,7 @@ def _compare(
         options,
     )
     with launching_on(student_logits):
-        result: tuple[Tensor, ...] = TritonPKL.apply(student_logits, inputs, targets)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        result: tuple[Tensor, ...] = TritonPKL.apply(student_logits, teacher_logits.detach(), inputs, targets)  # type: ignore[no-untyped-call]  # torch leaves it bare
     return result
 
 
@@ -93,7 +94,7 @@ def _beyond_the_kernels(student_logits: Tensor, columns: Tensor, options: PKLOpt
     return empty or not accumulates_in_float32(student_logits)
 
 
-class TritonPKLOp(nn.Module):
+class TritonPKLOp(ComparesLogits):
     """Triton backend: float32 inside, deterministic, no float32 copy of either vocabulary."""
 
     def forward(
@@ -112,22 +113,8 @@ class TritonPKLOp(nn.Module):
             return p_kl(student_logits, teacher_logits, projection, columns, *alignment)
         return PKLResult(*_compare(student_logits, teacher_logits, projection, columns, *alignment, None))
 
-    def forward_fp32(
-        self,
-        student_logits: Float[Tensor, "B T_s V_s"],
-        teacher_logits: Float[Tensor, "B T_t V_m"],
-        projection: ProjectionMatrix,
-        columns: Int[Tensor, " K"],
-        student_chunk_id: Int[Tensor, "B T_s"],
-        teacher_chunk_id: Int[Tensor, "B T_t"],
-        options: PKLOptions,
-    ) -> PKLResult:
-        """As `forward` on logits upcast first."""
-        student, teacher = upcast(student_logits), upcast(teacher_logits)
-        return self.forward(student, teacher, projection, columns, student_chunk_id, teacher_chunk_id, options)
 
-
-class TritonPKLCrossEntropyOp(nn.Module):
+class TritonPKLCrossEntropyOp(ComparesLogits):
     """Triton backend: both losses from one reading of the student's rows, their gradient in one writing."""
 
     overwrites = True
@@ -152,18 +139,3 @@ class TritonPKLCrossEntropyOp(nn.Module):
         return PKLCrossEntropyResult(
             *_compare(student_logits, teacher_logits, projection, columns, *alignment, options, targets)
         )
-
-    def forward_fp32(
-        self,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Float[Tensor, "B T_t V_m"],
-        projection: ProjectionMatrix,
-        columns: Int[Tensor, " K"],
-        student_chunk_id: Int[Tensor, "B T_s"],
-        teacher_chunk_id: Int[Tensor, "B T_t"],
-        targets: Int[Tensor, "B T_s"],
-        options: PKLOptions,
-    ) -> PKLCrossEntropyResult:
-        """As `forward` on logits upcast first."""
-        student, teacher = upcast(student_logits), upcast(teacher_logits)
-        return self.forward(student, teacher, projection, columns, student_chunk_id, teacher_chunk_id, targets, options)

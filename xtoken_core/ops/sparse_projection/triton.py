@@ -1,0 +1,69 @@
+"""The Triton backend of `sparse_projection`: a gather in both directions, so that no sum depends on the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.sparse_projection.kernels import sparse_projection_bwd_kernel, sparse_projection_kernel
+from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
+from xtoken_core.ops.sparse_projection.reference import NativeSparseProjectionOp
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
+
+BLOCK = 1024
+"""Rows that a program takes."""
+
+
+class TritonSparseProjection(torch.autograd.Function):
+    """`x W` for rows `x`; no gradient for `W`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Float[Tensor, "N V_s"], projection: ProjectionMatrix) -> Float[Tensor, "N V_t"]:
+        """As the reference's `forward`; ids are neighbours in memory row by row, as its product leaves them."""
+        lines = x.t().contiguous()  # [V_s, N]
+        N, W = x.shape[0], projection
+        out = torch.empty((W.teacher_vocab_size, N), dtype=x.dtype, device=x.device)
+        block = min(BLOCK, power_of_2(N))
+        sparse_projection_kernel[(W.teacher_vocab_size, triton.cdiv(N, block))](
+            lines, W.offsets, W.sources, W.weights, out, N, block
+        )
+        ctx.projection = projection
+        return out.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Float[Tensor, "N V_t"]) -> tuple[Float[Tensor, "N V_s"], None]:
+        """`grad_out W^T`, in the dtype of `x`."""
+        lines = grad_out.t().contiguous()  # [V_t, N]
+        N, W = grad_out.shape[0], ctx.projection
+        slots, V_s = W.slot_targets.shape
+        gradient = torch.empty((V_s, N), dtype=grad_out.dtype, device=grad_out.device)
+        block = min(BLOCK, power_of_2(N))
+        with launching_on(gradient):
+            sparse_projection_bwd_kernel[(V_s, triton.cdiv(N, block))](
+                lines, W.slot_targets, W.slot_weights, gradient, N, V_s, slots, block
+            )
+        return gradient.t(), None
+
+
+class TritonSparseProjectionOp(nn.Module):
+    """Triton backend: float32 inside whatever autocast surrounds it, deterministic."""
+
+    def forward(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
+        """As the reference's `forward`; float64, and no rows at all, take that path."""
+        if not x.numel() or not projection.teacher_vocab_size or not accumulates_in_float32(x):
+            product: Tensor = NativeSparseProjectionOp()(x, projection)
+            return product
+        with launching_on(x):
+            out: Tensor = TritonSparseProjection.apply(x.reshape(-1, x.shape[-1]), projection)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return out.reshape(*x.shape[:-1], projection.teacher_vocab_size)
+
+    def forward_fp32(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
+        """As `forward` on rows upcast first."""
+        return self.forward(upcast(x), projection)
