@@ -37,7 +37,7 @@ def main() -> None:
     def members(resolved: Any, _file: Path, address: Any) -> Any:
         return scripted_members(resolved.spec.output, state, address, options.steps, **deeds)
 
-    run_module.resolve_run = lambda spec: resolved_run(spec.output, options.steps)
+    run_module.resolve_run = lambda spec, _progress: resolved_run(spec.output, options.steps)
     run_module.fleet_of = members
     runs = Runs(options.directory / "runs")
     if options.start:

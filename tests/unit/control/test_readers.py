@@ -29,7 +29,7 @@ def test_readers_ask_neither_workers_nor_the_queue(tmp_path: Path, monkeypatch: 
     sent: list[str] = []
     for name in ("hello", "stats", "list_samples"):
         monkeypatch.setattr(ZmqDataPlaneClient, name, counted(getattr(ZmqDataPlaneClient, name), name, sent))
-    monkeypatch.setattr(run_module, "resolve_run", lambda spec: resolved_run(spec.output, STEPS))
+    monkeypatch.setattr(run_module, "resolve_run", lambda spec, _progress: resolved_run(spec.output, STEPS))
     monkeypatch.setattr(
         run_module, "fleet_of",
         lambda run, _file, address: scripted_members(
