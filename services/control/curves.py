@@ -64,6 +64,17 @@ class Curve:
                     self._reset()
             self._looked_at = time.monotonic()
 
+    def beyond(self, generation: int, count: int) -> tuple[int, int, list[dict[str, Any]]]:
+        """What was read since `count` lines of this generation; of another one, its last lines.
+
+        Returns:
+            The present generation, how many lines it has, and the new ones among `recent`.
+        """
+        with self._lock:
+            news = len(self._steps) - (count if generation == self.generation else 0)
+            recent = list(self.recent)
+            return self.generation, len(self._steps), recent[max(0, len(recent) - news) :]
+
     def sample(self, after: int, points: int) -> list[dict[str, Any]]:
         """Lines of steps beyond `after`; means of equal stretches of lines if there are more than `points` of them.
 

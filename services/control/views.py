@@ -43,6 +43,11 @@ class Fresh:
             found: Value = value
             return found
 
+    def peek(self, key: Any) -> Any:
+        """The value of a key if there is one fresh enough, else None; never waits for anybody."""
+        at, value = self._values.get(key, (0.0, None))
+        return value if time.monotonic() - at <= FRESH_S else None
+
     def clear(self) -> None:
         """Nothing is fresh any more."""
         with self._lock:
@@ -71,6 +76,11 @@ class Pages:
             if key not in self._pages:
                 self._pages[key] = make()
             return self._pages[key]
+
+    def peek(self, key: Any, version: int) -> bytes | None:
+        """A page if it is there as the database is; never waits for anybody."""
+        pages = self._pages
+        return pages.get(key) if version == self._version and pages is self._pages else None
 
 
 class View:
@@ -121,6 +131,10 @@ class Views:
         self._runs = runs
         self._views: OrderedDict[str, View] = OrderedDict()
         self._lock = threading.Lock()
+
+    def known(self, run_id: str) -> View | None:
+        """The view of a run that somebody has looked at of late; asks nobody."""
+        return self._views.get(run_id)
 
     def of(self, run_id: str) -> View | None:
         """The view of a run; None if there is no such run."""

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Annotated, Any
 
-import anyio
 from fastapi import APIRouter, Header, HTTPException, Query
 from fastapi.responses import StreamingResponse
-from starlette.concurrency import run_in_threadpool
 
-from services.control.api.models import Note, RunStatus
 from services.control.api.plane import Plane, RunId, ThePlane, problems_of
-from services.control.api.streams import Streams
-from services.control.curves import Curve
-from services.control.record import RunState
+from services.control.api.streams import Encoded, Look, Streams
 from services.control.views import View
 
-LOOK_S = 0.5
 STATUS_S = 2.0
 KEEP_ALIVE_S = 15.0
 RETRY_MS = 2000
-MOST_NOTES = 200
 EVENT_ID = re.compile(r"(-?\d{1,18}):(-?\d{1,18}):(\d{1,18})")
 
 router = APIRouter(prefix="/v1/runs/{run_id}", tags=["files"])
@@ -44,6 +35,11 @@ class Cursor:
     def id(self) -> str:
         """As an event's id, which a client sends back when it connects again."""
         return f"{self.step}:{self.eval}:{self.note}"
+
+    def cut_back(self, look: Look) -> None:
+        """The curves were read anew: who is told so reads them too, and wants what comes after."""
+        self.step = min(self.step, look.steps[-1][0] if look.steps else -1)
+        self.eval = min(self.eval, look.eval[-1][0] if look.eval else -1)
 
 
 @router.get("/events", response_class=StreamingResponse, responses={
@@ -98,60 +94,52 @@ class CountedStream(StreamingResponse):
 
 async def _events(plane: Plane, view: View, cursor: Cursor) -> AsyncIterator[bytes]:
     yield f"retry: {RETRY_MS}\n\n".encode()
-    generations = view.steps.generation
-    told_at, sent_at, told = 0.0, time.monotonic(), None
-    while True:
-        news, generation, state, status = await run_in_threadpool(_look, plane, view, cursor)
-        if generation != generations:
-            generations = generation
-            yield _event("rewound", b"{}", cursor)
-        changed = state != told or time.monotonic() - told_at >= STATUS_S
-        if status is not None and changed:
-            told_at, told = time.monotonic(), state
-            news = [_event("status", status, cursor), *news]
-        for event in news:
-            yield event
-        if state is None or state.over:
-            yield _event("end", b"{}", cursor)
-            return
-        if news:
-            sent_at = time.monotonic()
-        elif time.monotonic() - sent_at > KEEP_ALIVE_S:
-            sent_at = time.monotonic()
-            yield b": still here\n\n"
-        await anyio.sleep(LOOK_S)
+    generation = view.steps.generation
+    told_at, sent_at, told, look = 0.0, time.monotonic(), None, None
+    async with plane.streams.feed(view, plane.runs.store) as feed:
+        while True:
+            look = await feed.next(look)
+            news = []
+            if look.state is not None and look.generation != generation:
+                generation = look.generation
+                cursor.cut_back(look)
+                news.append(_event("rewound", b"{}", cursor))
+            now = time.monotonic()
+            if look.state is not None and (look.state != told or now - told_at >= STATUS_S):
+                told_at, told = now, look.state
+                news.append(_event("status", look.status, cursor))
+            news += _beyond(look, cursor)
+            over = look.state is None or look.state.over
+            if over:
+                news.append(_event("end", b"{}", cursor))
+            elif not news and now - sent_at > KEEP_ALIVE_S:
+                news.append(b": still here\n\n")
+            if news:
+                sent_at = now
+                yield b"".join(news)
+            if over:
+                return
 
 
-def _look(plane: Plane, view: View, cursor: Cursor) -> tuple[list[bytes], int, RunState | None, bytes | None]:
-    """What a stream has not sent, how often the curves were read, the run's state and its status as JSON."""
-    status = view.status()
-    if status is None:
-        return [], view.steps.generation, None, None
-    encoded = view.fresh.get("status as JSON", lambda: RunStatus.model_validate(status).model_dump_json().encode())
-    view.refresh()
-    news = []
-    for line in _lines_beyond(view.steps, cursor.step):
-        cursor.step = line["step"]
-        news.append(_event("step", json.dumps(line).encode(), cursor))
-    for line in _lines_beyond(view.eval, cursor.eval):
-        cursor.eval = line["step"]
-        news.append(_event("eval", json.dumps(line).encode(), cursor))
-    notes = view.fresh.get("notes", lambda: plane.runs.store.notes(view.run_id, limit=MOST_NOTES))
-    for note in notes:
-        if note.id > cursor.note:
-            cursor.note = note.id
-            text = Note.model_validate(note, from_attributes=True).model_dump_json()
-            news.append(_event("note", text.encode(), cursor))
-    return news, view.steps.generation, RunState(status["state"]), encoded
+def _beyond(look: Look, cursor: Cursor) -> Iterator[bytes]:
+    """What a stream has not sent; the cursor goes along."""
+    for step, line in _after(look.steps, cursor.step):
+        cursor.step = step
+        yield _event("step", line, cursor)
+    for step, line in _after(look.eval, cursor.eval):
+        cursor.eval = step
+        yield _event("eval", line, cursor)
+    for number, note in _after(look.notes, cursor.note):
+        cursor.note = number
+        yield _event("note", note, cursor)
 
 
-def _lines_beyond(curve: Curve, step: int) -> Iterator[dict[str, Any]]:
-    """The curve's last lines beyond a step, in order; a curve that was cut back to before it begins anew."""
-    recent = list(curve.recent)
-    first = len(recent)
-    while first and recent[first - 1]["step"] > step:
+def _after(lines: Encoded, place: int) -> Encoded:
+    """The lines beyond a place, in order; looked for from their end, where the news are."""
+    first = len(lines)
+    while first and lines[first - 1][0] > place:
         first -= 1
-    yield from islice(recent, first, None)
+    return lines[first:]
 
 
 def _event(kind: str, data: bytes, cursor: Cursor) -> bytes:

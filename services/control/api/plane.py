@@ -37,6 +37,11 @@ class Plane:
             raise HTTPException(404, f"there is no run {run_id!r}")
         return view
 
+    def fresh(self, run_id: str, key: Any) -> Any:
+        """What was answered about a run within the last half second, None if nothing: asks nobody, waits for nobody."""
+        view = self.views.known(run_id)
+        return view.fresh.peek(key) if view is not None else None
+
     def status(self, run_id: str) -> dict[str, Any]:
         """Where a run stands.
 
@@ -55,7 +60,11 @@ def plane_of(request: Request) -> Plane:
     return plane
 
 
-ThePlane = Annotated[Plane, Depends(plane_of)]
+async def _depended_on(request: Request) -> Plane:
+    return plane_of(request)  # a coroutine, since FastAPI sends plain functions to a thread
+
+
+ThePlane = Annotated[Plane, Depends(_depended_on)]
 RunId = Annotated[str, Path(max_length=128, pattern=r"^[A-Za-z0-9._-]+$", examples=["first-5f0e9c1a"])]
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Header, HTTPException, Query, Response
+from starlette.concurrency import run_in_threadpool
 
 from services.common.resolve import largest_row, resolve_run
 from services.control.api.examples import RUNS
 from services.control.api.models import DryRun, RunPage, RunStatus
 from services.control.api.plane import Plane, RunId, ThePlane, problems_of
+from services.control.api.streams import STATUS, encoded
 from services.control.fleet import fleet_of
 from services.control.record import RunState
 from services.control.run import Run
@@ -63,7 +65,7 @@ def start_run(
 
 
 @router.get("", response_model=RunPage, responses=problems_of(422))
-def list_runs(
+async def list_runs(
     plane: ThePlane,
     limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 50,
     cursor: Annotated[int | None, Query(ge=0, le=LARGEST_CURSOR, description="`next` of the page before.")] = None,
@@ -77,16 +79,19 @@ def list_runs(
         following = str(rows[limit - 1]["seq"]) if len(rows) > limit else None
         return RunPage.model_validate({"runs": rows[:limit], "next": following}).model_dump_json().encode()
 
-    page = plane.pages.get((limit, cursor, tuple(state), name), plane.runs.store.version, make)
+    key, version = (limit, cursor, tuple(state), name), plane.runs.store.version
+    page = plane.pages.peek(key, version)
+    if page is None:
+        page = await run_in_threadpool(plane.pages.get, key, version, make)
     return Response(page, media_type="application/json")
 
 
 @router.get("/{run_id}", response_model=RunStatus, responses=problems_of(404, 422))
-def show_run(run_id: RunId, plane: ThePlane) -> Response:
+async def show_run(run_id: RunId, plane: ThePlane) -> Response:
     """Where a run stands."""
-    status = plane.status(run_id)
-    fresh = plane.view(run_id).fresh
-    found = fresh.get("status as JSON", lambda: RunStatus.model_validate(status).model_dump_json().encode())
+    found = plane.fresh(run_id, STATUS)
+    if found is None:
+        found = await run_in_threadpool(lambda: encoded(plane.view(run_id), plane.status(run_id)))
     return Response(found, media_type="application/json")
 
 
