@@ -1,0 +1,104 @@
+"""The compared runs: what each changes in a run file that is the same for all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.digits.settings import Scale
+
+CROSS, SAME = "teacher-digits", "teacher-same"
+"""The two teachers' directories: with a tokenizer of its own, and with the student's."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to continue with a first student.
+
+    Attributes:
+        title: What tables call it.
+        loss: Its `[loss]` table beside the weights below.
+        seeds: How many first students it is run from.
+        teachers: Their directories.
+        ce: `ce_loss_scale`; None scales dynamically.
+        kl: `kl_loss_weight`.
+        full: It compares whole vocabularies.
+    """
+
+    title: str
+    loss: dict[str, Any] = field(default_factory=dict)
+    seeds: int = 1
+    teachers: tuple[str, ...] = (CROSS,)
+    ce: float | None = 0.1
+    kl: float = 1.0
+    full: bool = False
+
+
+METHODS = {
+    "ce": Method("cross-entropy only", seeds=3, ce=1.0, kl=0.0),
+    "gold": Method("gold", {"gold_loss": True}, seeds=3),
+    "h_kl": Method("H-KL", {"gold_loss": True, "xtoken_loss": True}, seeds=3),
+    "p_kl": Method("P-KL, `log_prob` average", seeds=3),
+    "p_kl_prob": Method("P-KL, `prob` average", {"teacher_chunk_average": "prob"}, seeds=3),
+    "p_kl_full": Method("P-KL over the full vocabulary", full=True),
+    "uld": Method("ULD", {"uld_loss": True}),
+    "alm": Method("ALM", {"alm_loss": True}),
+    "same": Method("teacher with the student's tokenizer", teachers=(SAME,), full=True),
+    "both": Method("both teachers, P-KL over full vocabularies", teachers=(CROSS, SAME), full=True),
+    "p_kl_ce0": Method("P-KL, CE weight 0", ce=0.0),
+    "p_kl_dynamic": Method("P-KL, dynamic scale", ce=None),
+}
+
+
+def planned(scale: Scale) -> list[tuple[str, int]]:
+    """Every run as method and seed; those with several seeds first, seed by seed."""
+    runs = [(name, seed) for name, method in METHODS.items() for seed in range(min(method.seeds, scale.seeds))]
+    return sorted(runs, key=lambda run: (METHODS[run[0]].seeds == 1, run[1]))
+
+
+def run_name(name: str, seed: int) -> str:
+    """What a run's directory is called."""
+    return f"{name}-{seed}".replace("_", "-")
+
+
+def run_file(scale: Scale, name: str, seed: int) -> str:
+    """The run's file; it lies in the directory that holds models, text and `runs/`."""
+    method, train = METHODS[name], scale.go_on
+    loss: dict[str, Any] = {"vocab_topk": "none" if method.full else train.vocab_topk, **method.loss}
+    if method.ce is None:
+        loss |= {"dynamic_loss_scaling": True}
+    else:
+        loss |= {"kl_loss_weight": method.kl, "ce_loss_scale": method.ce}
+    tables: list[tuple[str, dict[str, Any]]] = [
+        ("[student]", {"model": f"student-{seed}", "context_length": 160}),
+        *(("[[teacher]]", _teacher(teacher)) for teacher in method.teachers),
+        ("[data]", {"path": "text/more.jsonl", "epochs": 8}),
+        ("[eval]", {"path": "text/heldout-code.jsonl", "every": train.evaluate_every, "max_bytes": 60_000}),
+        ("[loss]", loss),
+        (
+            "[train]",
+            {
+                "samples_per_step": train.samples,
+                "max_steps": train.steps,
+                "micro_batch_tokens": train.samples * 192,
+                "learning_rate": train.learning_rate,
+                "min_learning_rate": train.learning_rate / 10,
+                "warmup_steps": train.warmup,
+                "weight_decay": 0.01,
+                "checkpoint_every": train.evaluate_every,
+                "keep_checkpoints": 1,
+            },
+        ),
+        ("[report]", {"console_every": 100}),
+        ("[workers]", {"collators": 1, "device": scale.device}),
+    ]
+    lines = [f'name = "{run_name(name, seed)}"', f'output = "runs/{run_name(name, seed)}"', f"seed = {seed}"]
+    for header, table in tables:
+        lines += ["", header, *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _teacher(directory: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": directory, "context_length": 192}
+    return found if directory == SAME else {**found, "projection": "projection.safetensors"}

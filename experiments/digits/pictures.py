@@ -1,0 +1,105 @@
+"""The page's pictures, as SVG that follows the reader's light or dark setting."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from experiments.digits.methods import METHODS
+from experiments.digits.summary import Measured, Summary, number
+
+_LEFT, _WIDE, _ROW, _TOP = 330, 520, 26, 58
+_STYLE = """  <style>
+    svg { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; font-size: 13px; }
+    .paper { fill: #ffffff; } .text { fill: #3d4a5a; } .name { fill: #14202e; font-weight: 600; font-size: 14px; }
+    .grid { stroke: #d5d9de; } .error { stroke: #14202e; stroke-width: 1.5; } .dot { fill: #14202e; }
+    .a { fill: #2a6fdb; } .b { fill: #d98324; } .c { fill: #b9c4d0; }
+    @media (prefers-color-scheme: dark) {
+      .paper { fill: #12171e; } .text { fill: #b9c4d0; } .name { fill: #eef3f8; } .grid { stroke: #2b3440; }
+      .error { stroke: #eef3f8; } .dot { fill: #eef3f8; }
+      .a { fill: #4c86dd; } .b { fill: #dd9a4a; } .c { fill: #566170; }
+    }
+  </style>"""
+
+
+def pictures(summary: Summary) -> dict[str, str]:
+    """All of them, by file name; none without results."""
+    if not summary:
+        return {}
+    rows = [("first students", summary.students())]
+    rows += [(method.title.replace("`", ""), summary.runs(name)) for name, method in METHODS.items()]
+    rows = [(title, found) for title, found in rows if found]
+    teachers = [("teacher, digits", summary.teacher("teacher-digits"))]
+    return {
+        "evidence-answers.svg": _bars(
+            "Right answers to held-out problems",
+            "Bars are means over seeds, dots single seeds, lines the standard deviation.",
+            [row for row in teachers if row[1]] + rows,
+            (("exact_match.all", "a", "right answers"),),
+        ),
+        "evidence-numerals.svg": _bars(
+            "Probability where an answer of several digits is due",
+            "On the right answer's first token, and on numerals that begin with another digit of it.",
+            rows,
+            (("numerals.right", "a", "right numeral"), ("numerals.misled", "b", "misled")),
+        ),
+    }
+
+
+def _bars(
+    title: str, told: str, rows: Sequence[tuple[str, list[Measured]]], parts: Sequence[tuple[str, str, str]]
+) -> str:
+    """Horizontal bars from 0 to 1; several parts stand one after the other."""
+    height = _TOP + _ROW * len(rows) + 34
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" role="img" aria-labelledby="title desc">',
+        f'  <title id="title">{title}</title>',
+        f'  <desc id="desc">{told} {_in_words(rows, parts)}</desc>',
+        _STYLE,
+        f'  <rect class="paper" width="900" height="{height}" rx="10"/>',
+        f'  <text class="name" x="20" y="26">{title}</text>',
+    ]
+    for place, (_, kind, name) in enumerate(parts):
+        x = _LEFT + 130 * place
+        lines.append(f'  <rect class="{kind}" x="{x}" y="36" width="10" height="10"/>')
+        lines.append(f'  <text class="text" x="{x + 16}" y="46">{name}</text>')
+    bottom = _TOP + _ROW * len(rows)
+    for tick in range(0, 11, 2):
+        x = _LEFT + _WIDE * tick / 10
+        lines.append(f'  <path class="grid" d="M{x:.0f} {_TOP}V{bottom}"/>')
+        lines.append(f'  <text class="text" x="{x:.0f}" y="{bottom + 18}" text-anchor="middle">{tick * 10}%</text>')
+    for place, (name, found) in enumerate(rows):
+        lines += _row(_TOP + _ROW * place, name, found, parts)
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _row(y: int, name: str, found: list[Measured], parts: Sequence[tuple[str, str, str]]) -> list[str]:
+    lines = [f'  <text class="text" x="{_LEFT - 10}" y="{y + 18}" text-anchor="end">{name}</text>']
+    start = 0.0
+    for path, kind, _ in parts:
+        values = [value for value in (number(one, path) for one in found) if value is not None]
+        if not values:
+            continue
+        mean = statistics.fmean(values)
+        x, width = _LEFT + _WIDE * start, _WIDE * mean
+        lines.append(f'  <rect class="{kind}" x="{x:.1f}" y="{y + 5}" width="{width:.1f}" height="16"/>')
+        if len(values) > 1:
+            half = _WIDE * statistics.stdev(values)
+            low, high = max(_LEFT, x + width - half), min(_LEFT + _WIDE, x + width + half)
+            lines.append(f'  <path class="error" d="M{low:.1f} {y + 13}H{high:.1f}"/>')
+            for value in values:
+                lines.append(f'  <circle class="dot" cx="{x + _WIDE * value:.1f}" cy="{y + 13}" r="2"/>')
+        start += mean
+    return lines
+
+
+def _in_words(rows: Sequence[tuple[str, list[Measured]]], parts: Sequence[tuple[str, str, str]]) -> str:
+    told = []
+    for name, found in rows:
+        values = [
+            f"{what} {statistics.fmean(known):.0%}"
+            for path, _, what in parts
+            if (known := [v for v in (number(one, path) for one in found) if v is not None])
+        ]
+        told.append(f"{name}: {', '.join(values)}")
+    return "; ".join(told) + "."

@@ -1,0 +1,201 @@
+"""The stages, each of which leaves out what is done already."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.digits.methods import CROSS, METHODS, SAME, planned, run_name
+from experiments.digits.runs import finished, run_all
+from experiments.digits.settings import Scale
+from experiments.digits.text import Texts, read_texts, write_texts
+
+TOKENIZERS = "tokenizers"
+_TEACHER_SEED = 100
+
+
+def prepare(state: Path, scale: Scale) -> None:
+    """Text and tokenizers."""
+    from experiments.digits.vocabularies import make_student_tokenizer, make_teacher_tokenizer
+
+    if (state / TOKENIZERS / "student" / "tokenizer.json").is_file():
+        return
+    texts = write_texts(state / "text", scale)
+    some = read_texts(texts.clean)[:20_000]
+    make_teacher_tokenizer(some, scale.teacher_vocabulary, state / TOKENIZERS / "teacher")
+    make_student_tokenizer(some, scale.student_words, scale.numerals, state / TOKENIZERS / "student")
+
+
+def scratch(state: Path, scale: Scale, *, side_by_side: int, only: tuple[str, ...] = ()) -> None:
+    """Both teachers, the first students, and the projection, each model in a process of its own."""
+    prepare(state, scale)
+    texts = Texts(state / "text")
+    teacher = {"family": "qwen3", "shape": scale.teacher, "settings": scale.teach}
+    student = {"family": "llama", "shape": scale.student, "settings": scale.begin}
+    wanted: dict[str, dict[str, Any]] = {
+        CROSS: {**teacher, "tokenizer": "teacher", "texts": texts.clean, "seed": _TEACHER_SEED},
+        SAME: {**teacher, "tokenizer": "student", "texts": texts.clean, "seed": _TEACHER_SEED},
+    }
+    for seed in range(scale.seeds):
+        wanted[f"student-{seed}"] = {**student, "tokenizer": "student", "texts": texts.wrong, "seed": seed}
+    missing = [n for n in wanted if not (state / n).is_dir() and (not only or n in only)]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(side_by_side, max(1, len(missing))), _few_threads, (side_by_side,)) as pool:
+        pool.starmap(_train, [(state, name, wanted[name]) for name in missing], chunksize=1)
+    project(state)
+
+
+def project(state: Path) -> None:
+    """The projection from the student's vocabulary to that of the teacher that splits numbers."""
+    from services.common.tokenizers import load_tokenizer
+    from xtoken_core.projection import build_projection, write_projection
+
+    file = state / "projection.safetensors"
+    if not file.is_file() and (state / CROSS).is_dir() and (state / "student-0").is_dir():
+        sides = load_tokenizer(state / "student-0", "student"), load_tokenizer(state / CROSS, "teacher")
+        write_projection(build_projection(*sides), file)
+
+
+def runs(
+    state: Path, scale: Scale, *, side_by_side: int, until: float, only: tuple[str, ...], seeds: tuple[int, ...]
+) -> bool:
+    """The compared runs; returns whether all are finished."""
+    wanted = [(n, seed) for n, seed in planned(scale) if (not only or n in only) and (not seeds or seed in seeds)]
+    return run_all(state, scale, wanted, side_by_side=side_by_side, until=until)
+
+
+def measure(state: Path, scale: Scale, out: Path) -> None:
+    """Measure every model that there is and has not been measured, and write the result file."""
+    from experiments.digits import measures
+
+    texts = Texts(state / "text")
+    places = state / "measured"
+    places.mkdir(exist_ok=True)
+
+    def once(name: str, find: Callable[[], dict[str, Any]]) -> None:
+        file = places / f"{name}.json"
+        if not file.is_file():
+            began = time.monotonic()
+            _write_json(file, find())
+            print(f"measured {name} in {time.monotonic() - began:.1f} s", flush=True)
+
+    def of_model(directory: Path, *, student: bool) -> dict[str, Any]:
+        model = measures.load(directory)
+        found = measures.of_any_model(*model, scale, texts)
+        return found | measures.of_student(model, teacher, scale, state) if student else found
+
+    teacher = measures.load(state / CROSS)
+    for name in filter(lambda name: (state / name).is_dir(), (CROSS, SAME)):
+        once(name, lambda name=name: of_model(state / name, student=False) | _scratch_told(state / name))  # type: ignore[misc]
+    once("mass", lambda: _mass(state, teacher))
+    for seed in range(scale.seeds):
+        place = state / f"student-{seed}"
+        if not place.is_dir():
+            continue
+        once(place.name, lambda place=place: of_model(place, student=True) | _scratch_told(place))  # type: ignore[misc]
+    for run in planned(scale):
+        if finished(state, *run):
+            place = state / "runs" / run_name(*run)
+            once(place.name, lambda place=place: of_model(place / "model", student=True) | _run_told(place))  # type: ignore[misc]
+    collect(state, scale, out)
+
+
+def collect(state: Path, scale: Scale, out: Path) -> None:
+    """One result file of everything that has been measured."""
+    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in (state / "measured").glob("*.json")}
+    names = {(name, seed): run_name(name, seed) for name, seed in planned(scale)}
+    result = {
+        "settings": scale.plain(),
+        "machine": machine(),
+        "teachers": {name: found[name] for name in (CROSS, SAME) if name in found},
+        "mass": found.get("mass", {}).get("rows", []),
+        "students": {str(s): found[f"student-{s}"] for s in range(scale.seeds) if f"student-{s}" in found},
+        "runs": [{"method": n, "seed": s, **found[run]} for (n, s), run in names.items() if run in found],
+        "not_run": [{"method": n, "seed": s} for (n, s), run in names.items() if run not in found],
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    _write_json(out / f"{scale.name}.json", result)
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what it was measured."""
+    import torch
+    import transformers
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "gpus": gpus,
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _few_threads(side_by_side: int) -> None:
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // side_by_side))
+
+
+def _train(state: Path, name: str, wanted: dict[str, Any]) -> None:
+    from experiments.digits.scratch import train_from_scratch
+
+    train_from_scratch(
+        state / name,
+        state / TOKENIZERS / wanted["tokenizer"],
+        wanted["texts"],
+        family=wanted["family"],
+        shape=wanted["shape"],
+        settings=wanted["settings"],
+        seed=wanted["seed"],
+    )
+
+
+def _mass(state: Path, teacher: tuple[Any, Any]) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from experiments.digits import measures
+
+    texts = Texts(state / "text")
+    documents = read_texts(texts.arithmetic)[:48] + read_texts(texts.code)[:48]
+    tokenizer = AutoTokenizer.from_pretrained(state / TOKENIZERS / "student")
+    return {"rows": measures.teacher_mass(teacher, tokenizer, documents)}
+
+
+def _scratch_told(directory: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((directory / "scratch.json").read_text(encoding="utf-8"))
+    return {"parameters": told["parameters"], "scratch_seconds": told["losses"][-1]["seconds"]}
+
+
+def _run_told(directory: Path) -> dict[str, Any]:
+    """What the run wrote down itself."""
+    steps = [json.loads(line) for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    evals = [json.loads(line) for line in (directory / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
+    seconds = sum(row["seconds"] for row in steps)
+    numbers = ("kl_loss", "ce_loss", "chunk_mass_t0", "grad_norm", "kl_loss_scale")
+    last = steps[-max(1, len(steps) // 10) :]
+    return {
+        "steps": len(steps),
+        "tokens": sum(row["tokens"] for row in steps),
+        "tokens_per_second": sum(row["tokens"] for row in steps) / seconds,
+        "last": {n: sum(row[n] for row in last) / len(last) for n in numbers if all(n in row for row in last)},
+        "curve": [{"step": row["step"], "bits_per_byte": row["bits_per_byte"]} for row in evals],
+    }
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    partial = file.with_suffix(".part")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def titles() -> dict[str, str]:
+    """What each method is called."""
+    return {name: method.title for name, method in METHODS.items()}
