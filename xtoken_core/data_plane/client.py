@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import secrets
 import threading
 import time
@@ -29,11 +30,16 @@ class _Lane(threading.local):
     """A thread has one request open at a time: its ids say so, and the queue need not keep older answers."""
 
     def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew: as nobody else, at the first number."""
         self.name = secrets.token_hex(8)
         self.numbers = itertools.count(1)
 
 
 _lane = _Lane()
+os.register_at_fork(after_in_child=_lane.renew)  # else a child would be given its parent's answers
 
 
 def new_id() -> str:
