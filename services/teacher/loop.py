@@ -16,6 +16,7 @@ from xtoken_core import schema
 from xtoken_core.data_plane.client import AlreadyDone
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.plan import MicroBatch
+from xtoken_core.teacher.cuda_ipc import TRANSPORT as CUDA_IPC
 from xtoken_core.teacher.queue_signal import TRANSPORT as QUEUE
 from xtoken_core.teacher.signal import SignalRing
 from xtoken_core.teacher.transports import create_ring
@@ -114,6 +115,15 @@ class TeacherLoop:
         finally:
             published.close()
             ring.close()
+            self._tell_memory()
+
+    def _tell_memory(self) -> None:
+        """What it has cost the GPU so far: tensors, the weights among them, and the ring, which is not torch's."""
+        device = self.model.device
+        if device.type == "cuda":
+            peak, ring = torch.cuda.max_memory_allocated(device), self.shape.memory_bytes
+            on_gpu = ring if self.transport == CUDA_IPC else 0
+            log.info("memory at most %d bytes, %d of them weights; ring %d bytes", peak, self.model.nbytes, on_gpu)
 
     def _fill(self, pair: Pair, step: int, rewinds: int) -> None:
         while True:

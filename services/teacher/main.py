@@ -49,6 +49,8 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
         worker.alive()
         tokenizer = load_tokenizer(mine.tokenizer_dir, f"teacher {teacher}")
         worker.phase("run")
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         log.info("teacher %d loaded from %s on %s", teacher, mine.model, device)
         with torch.inference_mode():
             loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer))

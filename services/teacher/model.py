@@ -44,6 +44,11 @@ class TeacherModel:
         return device
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its weights; one that is used twice counts once."""
+        return sum(part.nbytes for part in (*self.model.parameters(), *self.model.buffers()))
+
+    @property
     def head(self) -> Float[Tensor, "V_m H"]:
         """The head's weight."""
         weight: Tensor = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]

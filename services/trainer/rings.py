@@ -40,7 +40,7 @@ class OpenRings:
         self._released = Completions(device, "releaser", limit_s=worker.run.spec.workers.step_timeout_s)
 
     def look_after(self) -> None:
-        """Open what a teacher has announced since the last look; close what it replaces.
+        """Open what a teacher has announced since the last look; close what it replaces, and what a lost one has left.
 
         Raises:
             Exception: What a release has met.
@@ -49,9 +49,12 @@ class OpenRings:
         run = self.worker.run
         for teacher in range(len(run.spec.teacher)):
             ring = self.worker.queue.await_ring(teacher, wait_s=0.0)
-            if ring is None or self._open.get(teacher) == ring.ring:
+            known = self._open.get(teacher)
+            if known is not None and (ring is None or ring.ring != known):
+                log.warning("teacher %d has gone: ring %d is closed, the next teacher brings its own", teacher, known)
+                self._forget(teacher)
+            if ring is None or ring.ring == known:
                 continue
-            self._forget(teacher)
             try:
                 self._take(teacher, ring.ring, ring.handle)
                 self.worker.queue.opened_ring(teacher, ring.ring)
@@ -120,7 +123,7 @@ class OpenRings:
         log.info("ring %d of teacher %d is gone before it was open: %s", ring, teacher, error)
 
     def _forget(self, teacher: int) -> None:
-        """Close a ring that is replaced, once nothing reads it any more."""
+        """Close a ring whose teacher has ended, once nothing reads it any more: until then its memory is taken."""
         ring = self._open.pop(teacher, None)
         if ring is not None:
             self._released.settle()
