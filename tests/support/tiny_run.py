@@ -51,15 +51,15 @@ class TinyAssets:
     other_projection: Path
 
 
-def make_assets(directory: Path) -> TinyAssets:
-    """Tokenizers, models with random weights and projections."""
+def make_assets(directory: Path, *, layers: int = 1, extra_rows: int = 16) -> TinyAssets:
+    """Tokenizers, models with random weights and projections; the teacher's head is wider than its vocabulary."""
     texts = documents(400, seed=1)
     student, teacher, other = directory / "student", directory / "teacher", directory / "other-teacher"
     train_student_tokenizer(texts, student, vocabulary=420)
     train_teacher_tokenizer(texts, teacher, vocabulary=500)
     train_teacher_tokenizer(texts, other, vocabulary=360)
     for seed, place in enumerate((student, teacher, other)):
-        make_model(place, seed=seed, extra_rows=16 if place is teacher else 0)
+        make_model(place, seed=seed, layers=layers, extra_rows=extra_rows if place is teacher else 0)
     projections = directory / "to-teacher.safetensors", directory / "to-other.safetensors"
     for target, file in zip((teacher, other), projections, strict=True):
         tokenizers = [AutoTokenizer.from_pretrained(place) for place in (student, target)]
@@ -67,14 +67,14 @@ def make_assets(directory: Path) -> TinyAssets:
     return TinyAssets(student, teacher, other, *projections)
 
 
-def make_model(directory: Path, *, seed: int, extra_rows: int) -> None:
-    """A one-layer Llama beside the tokenizer in a directory; its head may be wider than the vocabulary."""
+def make_model(directory: Path, *, seed: int, extra_rows: int, layers: int = 1) -> None:
+    """A small Llama beside the tokenizer in a directory; its head may be wider than the vocabulary."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(AutoTokenizer.from_pretrained(directory)) + extra_rows,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=256,
