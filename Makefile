@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -89,6 +89,14 @@ bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the pla
 	$(BIN)/python -m benchmarks.end_to_end
 	$(BIN)/python -m benchmarks.end_to_end.page
 	$(BIN)/python -m benchmarks.readme
+
+evidence: $(STAMP)  ## what distillation across tokenizers gives: every method, on a GPU, and its page; goes on where it was
+	$(BIN)/python -m experiments.digits all
+	$(BIN)/python -m experiments.digits.page
+
+evidence-reduced: $(STAMP)  ## the same, small, without a GPU
+	$(BIN)/python -m experiments.digits all --scale reduced --seconds 7200
+	$(BIN)/python -m experiments.digits.page
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build runs demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
