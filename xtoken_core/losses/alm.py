@@ -18,7 +18,7 @@ from xtoken_core.losses.common import (
     share,
 )
 from xtoken_core.ops import get_op
-from xtoken_core.ops.numerics import EPSILON
+from xtoken_core.ops.numerics import EPSILON, kl_terms
 
 
 def alm_divergence(
@@ -62,11 +62,10 @@ def alm_term(divergence: Divergence, chunks: ChunkView, denominator: Scalar | No
 
 
 def bernoulli_kl(log_a: Float[Tensor, "*shape"], log_b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`KL(Bernoulli(a) || Bernoulli(b))` in nats, from log-probabilities, which are kept below `-1e-10`."""
+    """`KL(Bernoulli(a) || Bernoulli(b))` in nats, from log-probabilities kept below `-1e-10`; `0 * -inf = 0`."""
     log_a, log_b = log_a.clamp(max=-EPSILON), log_b.clamp(max=-EPSILON)
-    heads = log_a.exp() * (log_a - log_b)
-    tails = -torch.expm1(log_a) * (torch.log(-torch.expm1(log_a)) - torch.log(-torch.expm1(log_b)))
-    return heads + tails
+    tails_a, tails_b = (torch.log(-torch.expm1(heads)) for heads in (log_a, log_b))
+    return kl_terms(log_a, log_b) + kl_terms(tails_a, tails_b)
 
 
 def _chunk_log_likelihood(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 EPSILON = 1e-10
 """Added to a chunk's length and to projected probabilities, as the method's reference does."""
@@ -17,17 +18,42 @@ def upcast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return x if x.dtype == torch.float64 else x.float()
 
 
+class KLTerms(torch.autograd.Function):
+    """`kl_terms`; a term whose upstream gradient is 0 has no gradient, however infinite it is."""
+
+    @staticmethod
+    def forward(ctx: Any, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """The terms."""
+        p = log_p.exp()
+        empty = p == 0
+        difference = log_p.masked_fill(empty, 0.0) - log_q.masked_fill(empty, 0.0)
+        ctx.save_for_backward(p, difference)
+        return p * difference
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """`p (log p - log q + 1)` and `-p`."""
+        p, difference = ctx.saved_tensors
+        of_p, of_q = None, None
+        if ctx.needs_input_grad[0]:
+            of_p = (upstream * p * (difference + 1)).masked_fill(upstream == 0, 0.0)
+        if ctx.needs_input_grad[1]:
+            of_q = -upstream * p
+        return of_p, of_q
+
+
 def kl_terms(log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """`p (log p - log q)` term by term, with `0 * -inf = 0` in value and gradient.
+
+    What a mask leaves out passes no gradient on, not even of infinite terms.
 
     Args:
         log_p: Log-probabilities of the distribution that weighs the terms; may hold `-inf`.
         log_q: Log-probabilities of the other one.
     """
-    p = log_p.exp()
-    empty = p == 0
-    difference = log_p.masked_fill(empty, 0.0) - log_q.masked_fill(empty, 0.0)
-    return p * difference
+    terms: Tensor = KLTerms.apply(log_p, log_q)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return terms
 
 
 class ComparesLogits(nn.Module):

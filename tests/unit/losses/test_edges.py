@@ -22,6 +22,7 @@ CONFIGS = {
     "h_kl_dynamic": LossConfig(gold_loss=True, xtoken_loss=True, dynamic_loss_scaling=True),
     "uld": LossConfig(uld_loss=True),
     "alm": LossConfig(alm_loss=True),
+    "alm_reverse": LossConfig(alm_loss=True, reverse_kl=True),
 }
 every_mode = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -136,6 +137,31 @@ def test_infinite_logits_cost_what_the_divergence_says(config, side):
     else:
         assert torch.isfinite(loss)
         assert torch.isfinite(gradient).all()
+
+
+@every_mode
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_infinite_logits_of_a_masked_sample_leave_no_trace(config, side):
+    case = make_case(sample_mask=(1.0, 0.0, 1.0, 1.0))
+    logits = case.student_logits if side == "student" else case.teacher_logits[0]
+    logits[1, :, 3:9] = -30.0
+    loss, gradient, metrics = run(case, config)
+    logits[1, :, 3:9] = -torch.inf
+    again, same, reported = run(case, config)
+    torch.testing.assert_close(again, loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(same, gradient, rtol=1e-12, atol=0)
+    assert reported["kl_loss"] == metrics["kl_loss"]
+
+
+@pytest.mark.parametrize(("side", "reverse"), [("teacher", False), ("student", True)])
+def test_alm_of_a_text_that_one_side_rules_out_is_the_other_sides_certainty(side, reverse):
+    """A coin that never shows heads costs `-log` of the other one's tails."""
+    case = make_case(lengths=(9,))
+    logits = case.teacher_logits[0] if side == "teacher" else case.student_logits
+    ids = case.batch["teacher_input_ids" if side == "teacher" else "input_ids"]
+    logits[:, :-1].scatter_(2, ids[:, 1:, None], -torch.inf)
+    metrics = run(case, LossConfig(alm_loss=True, reverse_kl=reverse))[2]
+    assert 0 < metrics["kl_loss"] < torch.inf
 
 
 @every_mode
