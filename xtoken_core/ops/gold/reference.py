@@ -134,21 +134,4 @@ def _descending(x: Tensor, n: int) -> Tensor:
 class NativeGoldOp(ComparesLogits):
     """Reference backend: float32 inside from the first operation on; the gradient in the logits' dtype."""
 
-    def forward(
-        self,
-        student_logits: Float[Tensor, "B T_s V_s"],
-        teacher_logits: Float[Tensor, "B T_t V_t"],
-        partition: TokenPartition,
-        student_chunk_id: Int[Tensor, "B T_s"],
-        teacher_chunk_id: Int[Tensor, "B T_t"],
-        options: GoldOptions,
-    ) -> GoldResult:
-        """As `gold`."""
-        return gold(
-            student_logits,
-            teacher_logits,
-            partition,
-            student_chunk_id,
-            teacher_chunk_id,
-            options,
-        )
+    forward = staticmethod(gold)

@@ -142,26 +142,7 @@ def _teacher_log_probs(
 class NativePKLOp(ComparesLogits):
     """Reference backend: float32 inside from the first operation on; the gradient in the logits' dtype."""
 
-    def forward(
-        self,
-        student_logits: Float[Tensor, "B T_s V_s"],
-        teacher_logits: Float[Tensor, "B T_t V_m"],
-        projection: ProjectionMatrix,
-        columns: Int[Tensor, " K"],
-        student_chunk_id: Int[Tensor, "B T_s"],
-        teacher_chunk_id: Int[Tensor, "B T_t"],
-        options: PKLOptions,
-    ) -> PKLResult:
-        """As `p_kl`."""
-        return p_kl(
-            student_logits,
-            teacher_logits,
-            projection,
-            columns,
-            student_chunk_id,
-            teacher_chunk_id,
-            options,
-        )
+    forward = staticmethod(p_kl)
 
 
 class NativePKLCrossEntropyOp(ComparesLogits):
@@ -170,17 +151,4 @@ class NativePKLCrossEntropyOp(ComparesLogits):
     overwrites = False
     """Whether `options.overwrite` is made use of."""
 
-    def forward(
-        self,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Float[Tensor, "B T_t V_m"],
-        projection: ProjectionMatrix,
-        columns: Int[Tensor, " K"],
-        student_chunk_id: Int[Tensor, "B T_s"],
-        teacher_chunk_id: Int[Tensor, "B T_t"],
-        targets: Int[Tensor, "B T_s"],
-        options: PKLOptions,
-    ) -> PKLCrossEntropyResult:
-        """As `p_kl_cross_entropy`."""
-        alignment = student_chunk_id, teacher_chunk_id
-        return p_kl_cross_entropy(student_logits, teacher_logits, projection, columns, *alignment, targets, options)
+    forward = staticmethod(p_kl_cross_entropy)
