@@ -11,6 +11,7 @@ Leases, sessions and volatile fields are never written.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import struct
 import threading
@@ -60,7 +61,9 @@ class Journal:
         self._directory, self._engine, self._slack = directory, engine, slack
         self._lock_file = _lock(directory)
         self._dirty = False
+        self._failed: XtokenError | None = None
         self._stop = threading.Event()
+        self._file_lock = threading.Lock()
         self._number = self._recover()
         self._file = -1
         self._size = 0
@@ -76,6 +79,8 @@ class Journal:
         Raises:
             XtokenError: The disk takes no more. The queue must stop: what it holds is ahead of its journal.
         """
+        if self._failed is not None:
+            raise self._failed
         found = r.record_of(self._engine, request, buffers, touched)
         if found is None:
             return
@@ -85,10 +90,20 @@ class Journal:
             self._begin_segment()
 
     def sync(self) -> None:
-        """Flush what was written to the disk."""
-        if self._dirty:
+        """Flush what was written to the disk.
+
+        Raises:
+            XtokenError: The disk refuses. What it has of the journal is unknown then, so the queue must stop.
+        """
+        with self._file_lock:
+            if not self._dirty:
+                return
             self._dirty = False
-            os.fdatasync(self._file)
+            try:
+                os.fdatasync(self._file)
+            except OSError as error:
+                self._failed = XtokenError(f"cannot flush the journal in {self._directory}: {error.strerror}")
+                raise self._failed from error
 
     def close(self) -> None:
         """Flush and close."""
@@ -128,9 +143,10 @@ class Journal:
             _sync_directory(self._directory)
         except OSError as error:
             raise XtokenError(f"cannot write the journal in {self._directory}: {error.strerror}") from error
-        self._file, self._number, self._dirty = file, number, False
-        if old >= 0:
-            os.close(old)
+        with self._file_lock:
+            self._file, self._number, self._dirty = file, number, False
+            if old >= 0:
+                os.close(old)
         for other in self._directory.glob(f"*{SUFFIX}"):
             if other != path:
                 other.unlink()
@@ -145,7 +161,8 @@ class Journal:
         newest = segments[-1]
         try:
             number = int(newest.stem)
-            body = newest.read_bytes()
+            with newest.open("rb") as file:
+                body = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read the journal segment {newest}: {error}") from error
         count = r.apply(self._engine, _records(newest, body))
@@ -156,18 +173,19 @@ class Journal:
         while not self._stop.wait(FSYNC_S):
             try:
                 self.sync()
-            except OSError as error:
-                log.error("cannot flush the journal in %s: %s", self._directory, error.strerror)
+            except XtokenError as error:
+                log.error("%s", error)
+                return
 
 
-def _records(path: Path, body: bytes) -> Iterator[tuple[r.Record, list[memoryview]]]:
+def _records(path: Path, body: mmap.mmap) -> Iterator[tuple[r.Record, list[memoryview]]]:
     """The records of a segment; a torn one at its end was never answered, and is left out.
 
     Raises:
         InputError: Something before the end is damaged.
     """
     view = memoryview(body)
-    if not body.startswith(MAGIC):
+    if body[: len(MAGIC)] != MAGIC:
         raise InputError(f"the journal segment {path} is damaged at its start: it is no journal of this version")
     at = len(MAGIC)
     while at < len(body):
@@ -197,7 +215,7 @@ def _record(view: memoryview, at: int) -> tuple[r.Record | None, list[memoryview
     size = HEAD.unpack_from(view, start)[0]
     first = start + HEAD.size + size
     head = r.decode(view[start + HEAD.size : first])
-    return head, r.split(head, view[first:end]), end
+    return head, r.split(head, memoryview(view[first:end].tobytes())), end
 
 
 def _write_all(file: int, parts: Iterable[Buffer]) -> None:

@@ -44,12 +44,16 @@ class Cleared(Record, tag="cleared", kw_only=True):
 
 
 class Rows(Record, tag="rows", kw_only=True):
-    """Columns came for ids; `sizes` are those of the buffers. `task` is done with them by that, if named."""
+    """Columns came for ids; `sizes` are those of the buffers. `task` is done with them by that, if named.
+
+    `gone` are those that every task has done by it, one of them with a result that only a session vouched for.
+    """
 
     ids: list[int]
     columns: list[ColumnHead] = []
     sizes: list[int] = []
     task: str = ""
+    gone: list[int] = []
 
 
 class BlockRows(Record, tag="block_rows", kw_only=True):
@@ -62,10 +66,11 @@ class BlockRows(Record, tag="block_rows", kw_only=True):
 
 
 class Done(Record, tag="done", kw_only=True):
-    """A task has done samples."""
+    """A task has done samples; `gone` as in `Rows`."""
 
     task: str
     ids: list[int]
+    gone: list[int] = []
 
 
 class Refused(Record, tag="refused", kw_only=True):
@@ -155,7 +160,7 @@ def record_of(engine: Engine, request: m.Request, buffers: Sequence[Buffer], tou
         case m.Complete() if part.run is None:
             return _complete(part, request, buffers, touched)
         case m.Ack():
-            return Done(partition=name, task=request.task, ids=request.ids), ()
+            return Done(partition=name, task=request.task, ids=request.ids, gone=_gone(part, request.ids)), ()
         case m.Nack():
             return _nack(part, request, touched)
         case m.AckWindow() if part.run is not None:
@@ -180,7 +185,13 @@ def _complete(part: Partition, request: m.Complete, buffers: Sequence[Buffer], t
     columns = unpack_columns(request.columns, buffers)
     heads, kept, sizes = _durable(part, columns)
     task = touched.task if part.volatile.isdisjoint(columns) else ""
-    return Rows(partition=part.name, ids=list(touched.ids), columns=heads, sizes=sizes, task=task), kept
+    ids, gone = list(touched.ids), _gone(part, touched.ids)
+    return Rows(partition=part.name, ids=ids, columns=heads, sizes=sizes, task=task, gone=gone), kept
+
+
+def _gone(part: Partition, ids: Sequence[int]) -> list[int]:
+    """What is finished, where a replay could not tell: a task's work may be left out there, see `Partition.vouch`."""
+    return [i for i in ids if i in part.samples.finished] if part.volatile else []
 
 
 def _nack(part: Partition, request: m.Nack, touched: Touched) -> Entry | None:
@@ -212,6 +223,10 @@ def apply(engine: Engine, entries: Iterable[Entry]) -> int:
         count += 1
     engine.sessions.end(OWNER, "recovered")
     engine.sessions.ended.pop(OWNER, None)
+    for part in engine.partitions.values():
+        part.samples.line_up()
+        held = frozenset[str]().union(*(sample.fields for sample in part.samples.samples.values()))
+        part.kinds = {name: kind for name, kind in part.kinds.items() if name in held}
     return count
 
 
@@ -240,8 +255,10 @@ def _apply_to_samples(part: Partition, head: Record, buffers: Sequence[Buffer]) 
             part.keep(head.ids, columns, samples.produce(head.ids, columns))
             if head.task:
                 part.let_go(samples.finish(head.task, head.ids))
+            part.forget(head.gone)
         case Done():
             part.let_go(samples.finish(head.task, head.ids))
+            part.forget(head.gone)
         case Refused():
             for sample in (samples.samples[i] for i in head.ids if i in samples.samples):
                 sample.attempts += head.times

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from services.queue.journal import Journal
 from services.queue.server import Server
 from tests.contract.oracle import Answer
 from tests.contract.peers import column_from, neutral_from
@@ -49,13 +50,27 @@ class Clock:
 class Driven:
     """A queue, one client a worker, and what its sessions and leases are called in the oracle."""
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
-        self.engine, self.clock = engine, clock
+    engine: Engine
+
+    def __init__(self, limit: int, kept: Path | None) -> None:
+        self.limit, self.kept, self.clock = limit, kept, Clock()
+        self.journal: Journal | None = None
         self.clients: dict[str, DataPlaneClient] = {}
         self.sessions: dict[str, str] = {}
         self.leases: dict[tuple[str, int], int] = {}
+        self.counted: dict[str, dict[str, int]] = {}
         self.watcher = ""
         self.handled = 0
+
+    def begin(self) -> Engine:
+        """An engine, with what its journal says."""
+        self.engine = engine = Engine(memory_limit=self.limit, clock=self.clock)
+        if self.kept is not None:
+            self.journal = Journal(self.kept, engine)
+        self.counted = {
+            name: {"rows_put": part.rows_put, "given_back": part.samples.given_back}
+            for name, part in engine.partitions.items()
+        }
         handle = engine.handle
 
         def counting(*arguments: Any, **options: Any) -> Any:
@@ -65,6 +80,13 @@ class Driven:
                 self.handled += 1
 
         engine.handle = counting  # type: ignore[method-assign]
+        return engine
+
+    def restart(self) -> None:
+        """The queue has died and is started again; clients find out when they ask."""
+        self.leases.clear()
+        self.leave("watch")
+        self.watcher = ""
 
     def connect(self) -> DataPlaneClient:
         """A new client."""
@@ -142,6 +164,9 @@ class Driven:
         document = json.loads(shown.document)
         keys = ("samples", "bytes", "leases", "oldest_lease_s", "rows_put", "given_back", "dead", "sealed", "tasks")
         partitions = {n: {key: part[key] for key in keys} for n, part in document["partitions"].items()}
+        for name, counts in self.counted.items():
+            for key, count in counts.items():
+                partitions[name][key] -= count
         for name, part in document["partitions"].items():
             if "run" in part:
                 run = {key: part["run"][key] for key in ("step", "rewinds", "skipped", "ended", "blocks_leased")}
@@ -208,10 +233,21 @@ class Waiter:
 class DrivenMemory(Driven):
     """The queue inside the process."""
 
-    def __init__(self, limit: int) -> None:
-        clock = Clock()
-        self.queue = MemoryQueue(memory_limit=limit, clock=clock)
-        super().__init__(self.queue.engine, clock)
+    def __init__(self, limit: int, kept: Path | None = None) -> None:
+        super().__init__(limit, kept)
+        self.queue = MemoryQueue()
+        self.queue.engine = self.begin()
+
+    def restart(self) -> None:
+        """Another engine."""
+        super().restart()
+        self.close()
+        self.queue.engine = self.begin()
+
+    def close(self) -> None:
+        """Let the journal go."""
+        if self.journal is not None:
+            self.journal.close()
 
     def connect(self) -> DataPlaneClient:
         """Another client."""
@@ -232,9 +268,14 @@ class DrivenMemory(Driven):
 class DrivenServer(Driven):
     """A server on a thread, behind its socket."""
 
-    def __init__(self, engine: Engine, clock: Clock, directory: Path) -> None:
-        super().__init__(engine, clock)
+    def __init__(self, limit: int, directory: Path, kept: Path | None = None) -> None:
+        super().__init__(limit, kept)
         self.ticks = 0
+        self.address = ipc_address(directory)
+        self._serve()
+
+    def _serve(self) -> None:
+        engine = self.begin()
         tick = engine.tick
 
         def counting() -> None:
@@ -242,8 +283,7 @@ class DrivenServer(Driven):
             self.ticks += 1
 
         engine.tick = counting  # type: ignore[method-assign]
-        self.address = ipc_address(directory)
-        self.server = Server(engine, self.address)
+        self.server = Server(engine, self.address, journal=self.journal)
         self._thread = threading.Thread(target=self.server.serve)
         self._thread.start()
 
@@ -268,19 +308,27 @@ class DrivenServer(Driven):
         while self.ticks < before + 2:
             time.sleep(0.0005)
 
+    def restart(self) -> None:
+        """Another server at the same address."""
+        super().restart()
+        self._stop()
+        self._serve()
+
     def close(self) -> None:
         """Stop serving."""
         for worker in list(self.clients):
             self.leave(worker)
+        self._stop()
+
+    def _stop(self) -> None:
         self.server.stop()
         self._thread.join(PATIENCE_S)
 
 
 @contextmanager
-def driven_server(limit: int, directory: Path) -> Iterator[DrivenServer]:
-    """A server with a clock of its own."""
-    clock = Clock()
-    made = DrivenServer(Engine(memory_limit=limit, clock=clock), clock, directory)
+def driven_server(limit: int, directory: Path, kept: Path | None = None) -> Iterator[DrivenServer]:
+    """A server with a clock of its own, and with a journal in `kept`."""
+    made = DrivenServer(limit, directory, kept)
     try:
         yield made
     finally:

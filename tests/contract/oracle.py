@@ -34,6 +34,15 @@ class Oracle:
         for name in [n for n, s in self.sessions.items() if self.now - s["seen"] > s["silence_s"]]:
             self.end(name)
 
+    def restart(self) -> None:
+        """The queue's process has died, and another one has read its journal: what was answered is there."""
+        for name in list(self.sessions):
+            self.end(name)
+        self.hellos.clear()
+        for part in self.parts.values():
+            assert isinstance(part, Part)
+            part.restart()
+
     def end(self, session: str) -> None:
         """A session ends."""
         del self.sessions[session]

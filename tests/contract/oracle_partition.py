@@ -38,6 +38,7 @@ class Part:
         self.finished: set[int] = set()
         self.kinds: dict[str, Any] = {}
         self.sealed, self.rows_put, self.given_back = False, 0, 0
+        self.summary: list[tuple[int, str, Answer]] = []
         self._numbers = itertools.count(1)
 
     @property
@@ -152,6 +153,26 @@ class Part:
             del sample["owners"][name], sample["fields"][name]
             sample["done"].discard(task)
             self.settle(sample_id)
+
+    def restart(self) -> None:
+        """Sessions are over: counts begin anew, and what the journal began with lies as it was summed up there."""
+        for sample_id, name, buffer in self.summary:
+            if name in self.samples.get(sample_id, {"fields": {}})["fields"]:
+                self.samples[sample_id]["fields"][name] = (self.samples[sample_id]["fields"][name][0], buffer)
+        self.rows_put, self.given_back = 0, 0
+        in_order = sorted(self.samples.items(), key=lambda item: item[1]["at"])
+        for _, sample in in_order:
+            sample["ready_at"].clear()
+        for sample_id, _ in in_order:
+            self.settle(sample_id)
+        self.kinds = {n: kind for n, kind in self.kinds.items() if any(n in s["fields"] for _, s in in_order)}
+        self.summary = []
+        for names, group in itertools.groupby(in_order, key=lambda item: frozenset(item[1]["fields"])):
+            together = list(group)
+            for name in names:
+                rows = [sample["fields"][name][0] for _, sample in together]
+                buffer = {"bytes": size((*self.kinds[name], rows))}
+                self.summary += [(sample_id, name, buffer) for sample_id, _ in together]
 
     # Requests
 

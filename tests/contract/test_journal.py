@@ -12,7 +12,7 @@ from services.queue.journal import Journal
 from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
 from xtoken_core.data_plane.memory_client import MemoryQueue
-from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.errors import ConfigError, InputError, XtokenError
 
 TASKS = [{"name": "a", "requires": ["x"]}, {"name": "b", "requires": ["x", "v"]}]
 SLACK = 4096
@@ -92,6 +92,64 @@ def test_a_result_that_only_a_session_vouched_for_is_to_be_made_again(kept: Kept
         assert states(peer, "p", "a") == {"ready": [0], "done": [1]}
         assert states(peer, "p", "b") == {"waiting": [0, 1]}
         assert peer.call("get", partition="p", ids=[1], fields=["z"])["columns"] == {"z": ints([5])}
+
+
+def test_what_every_task_has_done_stays_done(kept: Kept) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=TASKS, volatile=["v"])
+    peer.call("put", partition="p", ids=[0, 1], columns={"x": ints([0], [1])})
+    lease = peer.call("claim", partition="p", task="a", ids=[0, 1])["lease"]
+    peer.call("complete", partition="p", lease=lease, columns={"v": ints([5], [6])})
+    lease = peer.call("claim", partition="p", task="b", ids=[0, 1])["lease"]
+    peer.call("ack", partition="p", task="b", ids=[0])
+    peer.call("complete", partition="p", lease=lease, columns={"z": ints([7])})
+    for _ in range(2):
+        peer = kept.restart()
+        peer.call("put", partition="p", ids=[0, 1], columns={"x": ints([0], [1])})
+        assert (states(peer, "p", "a"), states(peer, "p", "b")) == ({}, {})
+
+
+def test_after_a_restart_all_tasks_go_by_the_order_of_puts(kept: Kept) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x", "y"], "order": "arrival"}])
+    for i in (1, 2):
+        peer.call("put", partition="p", ids=[i], columns={"x": ints([i])})
+    for i in (2, 1):
+        peer.call("put", partition="p", ids=[i], columns={"y": ints([i])})
+    assert peer.call("claim", partition="p", task="a", count=2)["ids"] == [2, 1]
+    for _ in range(2):
+        assert kept.restart().call("claim", partition="p", task="a", count=2)["ids"] == [1, 2]
+
+
+def test_a_restart_keeps_the_kinds_of_what_is_held(kept: Kept) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=[{"name": "a", "requires": []}])
+    peer.call("put", partition="p", ids=[0], columns={"x": ints([0])})
+    peer.call("put", partition="p", ids=[1], columns={"y": ints([0])})
+    peer.call("claim", partition="p", task="a", ids=[0])
+    peer.call("ack", partition="p", task="a", ids=[0])
+    other = ("dense", "uint8", (), [b"1"])
+    with pytest.raises(RefusedError, match="'x' is jagged"):
+        peer.call("put", partition="p", ids=[2], columns={"x": other})
+    peer = kept.restart()
+    peer.call("put", partition="p", ids=[2], columns={"x": other})
+    with pytest.raises(RefusedError, match="'y' is jagged"):
+        peer.call("put", partition="p", ids=[3], columns={"y": other})
+
+
+def test_a_disk_that_refuses_to_flush_stops_the_queue(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=TASKS)
+
+    def refuse(_file: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("services.queue.journal.os.fdatasync", refuse)
+    peer.call("put", partition="p", ids=[0], columns={"x": ints([0])})
+    with pytest.raises(XtokenError, match="cannot flush the journal in"):
+        kept.journal.sync()
+    with pytest.raises(XtokenError, match="cannot flush the journal in"):
+        peer.call("put", partition="p", ids=[1], columns={"x": ints([1])})
 
 
 def test_a_run_comes_back(kept: Kept) -> None:

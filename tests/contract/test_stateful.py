@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from services.queue import server
 from tests.contract.driving import TICK_S, Driven, DrivenMemory, driven_server
-from tests.contract.machine import LIMIT, QueueMachine
+from tests.contract.machine import LIMIT, WORKERS, QueueMachine
 
 PROFILE = settings(
     deadline=None,
@@ -47,6 +48,35 @@ def machine(directory: Path | None) -> QueueMachine:
     return Both()
 
 
+def journalled_machine(directory: Path, *, served: bool) -> QueueMachine:
+    """The same with journals, and queues that die; with a real server, or only the queue in memory."""
+
+    class Dying(QueueMachine):
+        def queues(self) -> Sequence[Driven]:
+            self.stack = ExitStack()
+            place = Path(tempfile.mkdtemp(dir=directory))
+            memory = DrivenMemory(LIMIT, place / "memory")
+            self.stack.callback(memory.close)
+            if not served:
+                return [memory]
+            return [memory, self.stack.enter_context(driven_server(LIMIT, place, place / "server"))]
+
+        @precondition(lambda self: self.waiting is None)
+        @rule(back=st.lists(st.sampled_from(WORKERS), unique=True))
+        def the_queue_dies(self, back: list[str]) -> None:
+            self.oracle.restart()
+            for queue in self.driven:
+                queue.restart()
+            for worker in back:
+                self.hello(worker, 0, 300.0, False)
+
+        def teardown(self) -> None:
+            with self.stack:
+                super().teardown()
+
+    return Dying()
+
+
 @pytest.mark.parametrize(
     "examples",
     [25, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
@@ -54,3 +84,15 @@ def machine(directory: Path | None) -> QueueMachine:
 def test_both_queues_answer_as_the_model_does(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
     run_state_machine_as_test(lambda: machine(short_tmp), settings=settings(PROFILE, max_examples=examples))
+
+
+@pytest.mark.parametrize(
+    "examples",
+    [15, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+)
+def test_queues_that_die_come_back_as_the_model_does(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int
+) -> None:
+    monkeypatch.setattr(server, "TICK_S", TICK_S)
+    made = settings(PROFILE, max_examples=examples)
+    run_state_machine_as_test(lambda: journalled_machine(short_tmp, served=True), settings=made)
