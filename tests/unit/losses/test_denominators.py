@@ -108,10 +108,24 @@ def test_several_teachers_each_have_their_own_denominator():
         torch.testing.assert_close(gradient, whole[rows], rtol=1e-7, atol=1e-11)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_axis_a_a_samples_gradient_is_bitwise_the_same_whatever_shares_the_batch(config):
-    case = make_case(lengths=(9, 4, 1, 12), seed=5, dtype=torch.float32)
-    step = {"global_valid_toks": 22.0, "global_valid_chunks": [9.0]}
+SEVERAL = {
+    "same_tokenizer": (LossConfig(vocab_topk=None, temperature=2.0), {"same_tokenizer": (True,)}),
+    "averaged_logits": (LossConfig(teacher_aggregation="averaged_logits"), {"same_tokenizer": (True, True)}),
+    "sum": (
+        LossConfig(vocab_topk=None, teacher_modes=("p_kl", "gold", None), normalize_teacher_by_vocab=True),
+        {"same_tokenizer": (False, False, True), "teacher_vocab": (31, 19)},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [*((config, {}) for config in CONFIGS.values()), *SEVERAL.values()],
+    ids=[*CONFIGS, *SEVERAL],
+)
+def test_axis_a_a_samples_gradient_is_bitwise_the_same_whatever_shares_the_batch(config, shape):
+    case = make_case(lengths=(9, 4, 1, 12), seed=5, dtype=torch.float32, **shape)
+    step = {"global_valid_toks": 22.0, "global_valid_chunks": [9.0] * len(case.teachers)}
     whole, _ = gradient_and_metrics(case, config, **step)
     for rows in ([0], [1, 3], [2, 0]):
         assert torch.equal(gradient_and_metrics(case.rows(rows), config, **step)[0], whole[rows])
