@@ -26,8 +26,8 @@ def launching_on(x: Tensor) -> AbstractContextManager[None]:
         return torch.cuda.device(x.device)
     if not interpreting():
         raise ConfigError(
-            f"Triton kernels need a GPU, the tensors are on {x.device}: set XTOKEN_OPS to reference, "
-            "or TRITON_INTERPRET=1 to run them in the interpreter"
+            f"Triton kernels need a GPU, the tensors are on {x.device}: take OP=triton out of XTOKEN_OPS, "
+            "or set TRITON_INTERPRET=1 to run them in the interpreter"
         )
     return nullcontext()
 
