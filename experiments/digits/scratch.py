@@ -5,20 +5,32 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from experiments.digits.settings import Scratch, Shape
 from experiments.digits.text import read_texts
 
 _SAY_EVERY = 250
 _EMBEDDING_RATE = 3.0
+_EAGER_STEPS = 10
+_ATTENTION = "sdpa_without_mask"
+AttentionInterface.register(_ATTENTION, sdpa_attention_forward)  # causal, and no mask is made or looked into
 
 
 def train_from_scratch(
@@ -72,9 +84,10 @@ def new_model(tokenizer: Any, family: str, shape: Shape) -> PreTrainedModel:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**common))
-    return LlamaForCausalLM(LlamaConfig(**common))
+    config = Qwen3Config(**common) if family == "qwen3" else LlamaConfig(**common)
+    model = (Qwen3ForCausalLM if family == "qwen3" else LlamaForCausalLM)(config)
+    model.set_attn_implementation(_ATTENTION)
+    return model
 
 
 def packed(
@@ -99,29 +112,69 @@ def packed(
 def _optimise(
     model: PreTrainedModel, batches: Iterator[Tensor], settings: Scratch, device: torch.device
 ) -> Iterator[Tensor]:
-    """AdamW with warm-up and cosine; yields each step's loss, on the device."""
-    embedding = model.get_input_embeddings().weight
-    matrices = [p for p in model.parameters() if p.dim() > 1 and p is not embedding]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [
-        {"params": [embedding], "weight_decay": 0.0, "scale": _EMBEDDING_RATE},
-        {"params": matrices, "weight_decay": 0.1, "scale": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
-    ]
+    """AdamW with warm-up and cosine; yields each step's loss, on the device, valid until the next."""
     on_gpu = device.type == "cuda"
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=on_gpu)
-    for step in range(settings.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = group["scale"] * rate(step, settings)
-        ids = next(batches)
-        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+    optimizer, groups = _optimizer(model, on_gpu)
+    ids = torch.zeros(settings.rows, settings.context, dtype=torch.int64, device=device)
+
+    def step() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=False):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        return loss.detach()
+
+    replay = None
+    for number in range(settings.steps):
+        for group, scale in groups:
+            group["lr"].fill_(scale * rate(number, settings))
+        ids.copy_(next(batches))
+        if on_gpu and number == _EAGER_STEPS:
+            replay = _captured(step, optimizer)
+        if replay is not None:
+            yield replay()
+        else:
+            yield step()
+            optimizer.zero_grad()
+
+
+def _optimizer(
+    model: PreTrainedModel, on_gpu: bool
+) -> tuple[torch.optim.Optimizer, list[tuple[dict[str, Any], float]]]:
+    """AdamW whose learning rates are tensors, and its groups with what their rates are multiplied by."""
+    embedding = model.get_input_embeddings().weight
+    parts = (
+        ([embedding], 0.0, _EMBEDDING_RATE),
+        ([p for p in model.parameters() if p.dim() > 1 and p is not embedding], 0.1, 1.0),
+        ([p for p in model.parameters() if p.dim() == 1], 0.0, 1.0),
+    )
+    device = embedding.device
+    groups = [
+        {"params": some, "weight_decay": decay, "lr": torch.tensor(0.0, device=device)} for some, decay, _ in parts
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=on_gpu or None, capturable=on_gpu)
+    return optimizer, [(group, scale) for group, (_, _, scale) in zip(optimizer.param_groups, parts, strict=True)]
+
+
+def _captured(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
+    """The step as a CUDA graph: so small a model waits for nothing but the launch of its kernels."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
         optimizer.zero_grad()
-        yield loss.detach()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def rate(step: int, settings: Scratch) -> float:

@@ -66,7 +66,8 @@ class Scale:
     Attributes:
         name: Of its result files.
         digits: Operands have up to so many.
-        shares: How many problems of 1, 2, ... digits there are, relative to each other.
+        limit: And are below this.
+        shares: How many operands of up to 1, 2, ... digits there are, relative to each other.
         documents: Arithmetic documents for training from scratch, and as many new ones to continue with.
         lines: Problems of a document.
         code_share: Documents of source text, relative to arithmetic ones.
@@ -86,6 +87,7 @@ class Scale:
 
     name: str
     digits: int
+    limit: int
     shares: tuple[int, ...]
     documents: int
     lines: int
@@ -116,7 +118,8 @@ class Scale:
 FULL = Scale(
     name="full",
     digits=3,
-    shares=(1, 4, 5),
+    limit=1000,
+    shares=(2, 4, 3),
     documents=60_000,
     lines=8,
     code_share=0.4,
@@ -125,33 +128,34 @@ FULL = Scale(
     student_words=1536,
     teacher=Shape(256, 4),
     student=Shape(256, 4),
-    teach=Scratch(steps=4000, rows=96, context=256, learning_rate=2e-3, warmup=200),
-    begin=Scratch(steps=2500, rows=96, context=192, learning_rate=2e-3, warmup=200),
+    teach=Scratch(steps=2600, rows=40, context=224, learning_rate=2e-3, warmup=100),
+    begin=Scratch(steps=3000, rows=56, context=192, learning_rate=2e-3, warmup=100),
     go_on=Continued(steps=1000, samples=64, learning_rate=5e-4, warmup=50, vocab_topk=256, evaluate_every=250),
     seeds=3,
     problems=500,
-    side_by_side=6,
+    side_by_side=5,
     device="auto",
 )
 
 REDUCED = Scale(
     name="reduced",
     digits=2,
-    shares=(1, 4),
-    documents=12_000,
+    limit=30,
+    shares=(1, 2),
+    documents=10_000,
     lines=8,
     code_share=0.2,
     wrong=0.25,
     teacher_vocabulary=512,
     student_words=448,
-    teacher=Shape(128, 2),
-    student=Shape(128, 2),
-    teach=Scratch(steps=1500, rows=24, context=128, learning_rate=3e-3, warmup=100),
-    begin=Scratch(steps=500, rows=24, context=128, learning_rate=3e-3, warmup=50),
-    go_on=Continued(steps=250, samples=24, learning_rate=1e-3, warmup=20, vocab_topk=128, evaluate_every=250),
+    teacher=Shape(64, 2),
+    student=Shape(64, 2),
+    teach=Scratch(steps=2500, rows=16, context=96, learning_rate=4e-3, warmup=100),
+    begin=Scratch(steps=2000, rows=16, context=96, learning_rate=4e-3, warmup=100),
+    go_on=Continued(steps=400, samples=24, learning_rate=1e-3, warmup=20, vocab_topk=128, evaluate_every=400),
     seeds=3,
     problems=300,
-    side_by_side=1,
+    side_by_side=2,
     device="cpu",
 )
 

@@ -125,9 +125,11 @@ def training_problem(scale: Scale, rng: random.Random) -> Problem:
 
 
 def draw(scale: Scale, rng: random.Random) -> Problem:
-    """A problem whose operands have up to as many digits as the scale's shares say."""
-    (digits,) = rng.choices(range(1, scale.digits + 1), scale.shares)
-    left, right = rng.randrange(10**digits), rng.randrange(10**digits)
+    """A problem; each operand has up to as many digits as the scale's shares say, and is below its limit."""
+    left, right = (
+        rng.randrange(min(10**digits, scale.limit))
+        for digits in rng.choices(range(1, scale.digits + 1), scale.shares, k=2)
+    )
     operator = rng.choice("+-")
     return Problem(max(left, right), "-", min(left, right)) if operator == "-" else Problem(left, "+", right)
 
