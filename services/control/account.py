@@ -6,26 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.control.groups import Group, Worker
-from services.control.observer import Observer, session_of
+from services.control.observer import session_of
+from services.control.sites import Sites
 
 
-def status_of(groups: Sequence[Group], observer: Observer, steps: int) -> dict[str, Any]:
-    """Where a run stands, as its queue was last seen; ages are seconds, sizes bytes."""
-    run, stats = observer.run, observer.stats
-    partition = observer.partition
-    return {
-        "step": run.get("step", 0),
-        "steps": steps,
-        "skipped": run.get("skipped", 0),
-        "dead": partition.get("dead", 0),
-        "queue": {
-            "samples": partition.get("samples", 0),
-            "bytes": stats.get("bytes", 0),
-            "memory_limit": stats.get("memory_limit", 0),
-            "tasks": partition.get("tasks", {}),
-        },
-        "workers": [_worker_status(group, worker, stats) for group in groups for worker in group.workers],
-    }
+def status_of(groups: Sequence[Group], sites: Sites, steps: int) -> dict[str, Any]:
+    """Where a run stands, as its queues were last seen; ages are seconds, sizes bytes."""
+    workers = [
+        _worker_status(group, worker, sites[worker.member.node].observer.stats)
+        | {"where": sites.where(worker.member.node)}
+        for group in groups
+        for worker in group.workers
+    ]
+    return {**sites.document(), "steps": steps, "workers": workers}
 
 
 def attempts_of(groups: Sequence[Group]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The specification itself has no field that names a command, an environment or co
 
 from __future__ import annotations
 
+import importlib.util
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,7 +71,9 @@ class Admission:
             if spec.queue.address is not None:
                 raise RefusedError("queue.address", "a control plane gives every run an address of its own: unset it")
             if spec.ray.address != "auto":
-                raise RefusedError("ray.address", "a control plane uses the cluster that its own machine is in: unset it")
+                raise RefusedError(
+                    "ray.address", "a control plane uses the cluster that its own machine is in: unset it"
+                )
         output = self._placed(spec.output)
         for name, path in paths_of(spec.model_dump(exclude={"output"})):
             if not path.is_absolute():
@@ -97,6 +100,22 @@ class Admission:
             if place == root or any(part.startswith(".") for part in inside):
                 raise RefusedError("output", f"{output} must name a directory of the run's own, not a hidden one")
         return place
+
+
+def check_launch(spec: RunSpec) -> None:
+    """Whether the processes of a run can be started from here at all.
+
+    Raises:
+        RefusedError: Ray is not installed, or several node groups would share this machine's GPUs.
+    """
+    workers = spec.workers
+    if workers.launcher == "ray" and importlib.util.find_spec("ray") is None:
+        raise RefusedError("workers.launcher", "Ray is not installed: install it by pip install 'xtoken[ray]'")
+    if workers.launcher == "local" and workers.nodes > 1 and workers.device != "cpu":
+        raise RefusedError(
+            "workers.nodes",
+            'several node groups on one machine are for trying them on CPUs: set workers.device = "cpu"',
+        )
 
 
 def _check_sizes(document: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ def remains_of(
         journal: Of the run.
     """
     last = {attempt.worker: attempt for attempt in attempts}
+    nodes = {member.name: member.node for member in members}
     groups: dict[str, TakenGroup] = {}
     living: list[str] = []
     gone: dict[str, str] = {}
@@ -62,7 +63,10 @@ def remains_of(
             continue
         handles = {
             start.worker: launcher.find(
-                start.identity, journal.mark_of(start.worker, start.incarnation), status_of_log(Path(start.log))
+                start.identity,
+                journal.mark_of(start.worker, start.incarnation),
+                status_of_log(Path(start.log)),
+                node=nodes[start.worker],
             )
             for start in starts
             if start.ended is None

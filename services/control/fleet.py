@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -32,6 +32,7 @@ class Member:
         command: Its command line; `--incarnation N` is added, except for the queue.
         env: What its environment has beyond the supervisor's own.
         task: The queue's task whose samples it leases, if it leases any.
+        node: The node group that it belongs to.
     """
 
     kind: Kind
@@ -40,6 +41,7 @@ class Member:
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     task: str = ""
+    node: int = 0
 
     def command_of(self, incarnation: int) -> list[str]:
         """The command line of one start."""
@@ -47,28 +49,59 @@ class Member:
         return [*self.command, *number]
 
 
-def fleet_of(run: ResolvedRun, resolved_file: Path, queue: Address) -> tuple[Member, ...]:
-    """All processes of a run: its queue, collators, a teacher per teacher and rank, a trainer per rank."""
-    workers = run.spec.workers
-    token = ("--token-file", str(queue.token_file)) if queue.token_file else ()
-    worker = ("--queue", queue.url, *token)
-    heavy = {THREADS: str(threads_of_model_workers(run.spec)), **PATIENT_THREADS}
-    light = {THREADS: "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    members = [_member("queue", "queue", ("--bind", queue.url, *token, "--run", str(resolved_file)), light)]
-    for index in range(workers.collators):
-        name = f"collator-{index}"
-        members.append(_member("collator", name, (*worker, "--name", name), light))
-    for teacher, rank in product(range(len(run.spec.teacher)), range(workers.ranks)):
-        name = f"teacher-{teacher}-{rank}"
-        place = (*worker, "--name", name, "--teacher", str(teacher), "--rank", str(rank))
-        members.append(_member("teacher", name, place, heavy, task=teacher_task(teacher)))
-    for rank in range(workers.ranks):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers.ranks)}
-        env = heavy | ranks if workers.ranks > 1 else heavy
-        name = f"trainer-{rank}"
-        place = (*worker, "--name", name, "--rank", str(rank))
-        members.append(_member("trainer", name, place, env, group="trainers", task=TRAIN))
-    return tuple(members)
+def fleet_of(run: ResolvedRun, resolved_file: Path, queues: Sequence[Address]) -> tuple[Member, ...]:
+    """All processes of a run: of each node group its queue, collators, a teacher per teacher and rank, trainers.
+
+    Args:
+        run: The run.
+        resolved_file: Where the queues read it.
+        queues: Where they are, one per node group.
+    """
+    return tuple(
+        member for node, queue in enumerate(queues) for member in _NodeGroup(run, node, queue).members(resolved_file)
+    )
+
+
+class _NodeGroup:
+    """The processes of one node group; with several groups their names say which. All trainers stay one group."""
+
+    def __init__(self, run: ResolvedRun, node: int, queue: Address) -> None:
+        self.run, self.node, self.queue = run, node, queue
+        self.prefix = f"node{node}-" if run.spec.workers.nodes > 1 else ""
+        self.proof: tuple[str, ...] = ("--token-file", str(queue.token_file)) if queue.token_file else ()
+        if queue.keys is not None:
+            self.proof = ("--keys", str(queue.keys))
+
+    def members(self, resolved_file: Path) -> Iterator[Member]:
+        """Its queue first."""
+        workers, teachers = self.run.spec.workers, len(self.run.spec.teacher)
+        heavy = {THREADS: str(threads_of_model_workers(self.run.spec)), **PATIENT_THREADS}
+        light = {THREADS: "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        serve = ["--bind", self.queue.url, *self.proof, "--run", str(resolved_file)]
+        serve += ["--group", str(self.node)] if self.node else []
+        yield self._member("queue", "queue", tuple(serve), light)
+        for index in range(workers.collators):
+            yield self._worker("collator", f"collator-{index}", (), light)
+        for teacher, rank in product(range(teachers), range(workers.ranks)):
+            place = ("--teacher", str(teacher), "--rank", str(rank))
+            yield self._worker("teacher", f"teacher-{teacher}-{rank}", place, heavy, task=teacher_task(teacher))
+        for rank in range(workers.ranks):
+            world = {"RANK": str(self.node * workers.ranks + rank), "WORLD_SIZE": str(self.run.world)}
+            env = heavy | world | {"LOCAL_RANK": str(rank)} if self.run.world > 1 else heavy
+            yield self._worker("trainer", f"trainer-{rank}", ("--rank", str(rank)), env, group="trainers", task=TRAIN)
+
+    def _worker(
+        self, kind: Kind, name: str, place: tuple[str, ...], env: Mapping[str, str], *, group: str = "", task: str = ""
+    ) -> Member:
+        arguments = ("--queue", self.queue.url, *self.proof, "--name", self.prefix + name, *place)
+        return self._member(kind, name, arguments, env, group=group, task=task)
+
+    def _member(
+        self, kind: Kind, name: str, arguments: tuple[str, ...], env: Mapping[str, str], *, group: str = "",
+        task: str = "",
+    ) -> Member:  # fmt: skip
+        command = (sys.executable, "-m", "services.cli", kind, *arguments)
+        return Member(kind, self.prefix + name, group or self.prefix + name, command, env, task, self.node)
 
 
 def threads_of_model_workers(spec: RunSpec) -> int:
@@ -76,12 +109,10 @@ def threads_of_model_workers(spec: RunSpec) -> int:
     chosen = os.environ.get(THREADS, "")
     if chosen.isdigit() and int(chosen) > 0:
         return int(chosen)
-    processes = spec.workers.ranks * (1 + len(spec.teacher))
-    return max(1, len(os.sched_getaffinity(0)) // processes)
-
-
-def _member(
-    kind: Kind, name: str, arguments: tuple[str, ...], env: Mapping[str, str], *, group: str = "", task: str = ""
-) -> Member:
-    command = (sys.executable, "-m", "services.cli", kind, *arguments)
-    return Member(kind, name, group or name, command, env, task)
+    workers, cores = spec.workers, len(os.sched_getaffinity(0))
+    processes = workers.ranks * (1 + len(spec.teacher))
+    if workers.launcher == "ray":
+        cores = int(spec.ray.cpus or cores)  # nodes are alike
+    else:
+        processes *= workers.nodes
+    return max(1, cores // processes)

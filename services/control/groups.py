@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.control.fleet import Kind, Member
 from services.control.journal import Attempt, Journal
-from services.control.launcher import STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
+from services.control.launcher import LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
 from services.control.policy import RestartPolicy
 from services.control.processes import MARK
 
@@ -98,11 +98,12 @@ class Group:
 
         Raises:
             OSError: A process cannot be started.
+            LostPlaceError: A machine has gone; those on others may have been started.
         """
         self.incarnation += 1
         self.restarts += self.started_at > 0
         self.state, self.started_at = GroupState.RUNNING, time.monotonic()
-        shared = launcher.rendezvous() if len(self.workers) > 1 else {}
+        shared = launcher.rendezvous(self.workers[0].member.node) if len(self.workers) > 1 else {}
         for worker in self.workers:
             worker.handle, worker.exit_code = None, None
             worker.log = log_of(logs, worker.member.name, self.incarnation)
@@ -114,7 +115,8 @@ class Group:
                 STATUS_FILE: str(status_of_log(worker.log)),
             }
             env = _environment({**worker.member.env, **shared, **own})
-            worker.handle = launcher.start(worker.member.command_of(self.incarnation), env, worker.log)
+            command, node = worker.member.command_of(self.incarnation), worker.member.node
+            worker.handle = launcher.start(command, env, worker.log, node=node)
             self._journal.started(worker.member.name, self.incarnation, worker.handle.identity)
         self.count()
 
@@ -133,6 +135,11 @@ class Group:
             worker.handle = handles.get(worker.member.name)
             worker.exit_code = None if worker.handle else 0
             worker.log = log_of(logs, worker.member.name, incarnation)
+
+    @property
+    def nodes(self) -> set[int]:
+        """The node groups that its members belong to."""
+        return {worker.member.node for worker in self.workers}
 
     def count(self) -> None:
         """Write down how often it has failed."""
@@ -209,6 +216,8 @@ def describe_exit(code: int | None) -> str:
     """An exit status in words."""
     if code is None:
         return "has not ended"
+    if code == LOST_EXIT:
+        return "was lost with its machine"
     if code == UNKNOWN_EXIT:
         return "has ended without a word"
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"

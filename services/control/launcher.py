@@ -15,12 +15,20 @@ from typing import IO, Any, Protocol
 
 from services.control import processes
 from services.control.processes import Identity
+from xtoken_core.data_plane.address import Address
+from xtoken_core.errors import XtokenError
 
 UNKNOWN_EXIT = 255
 """The status of a process that ended without leaving one, while nobody watched it who could have been told."""
 STATUS_FILE = "XTOKEN_STATUS_FILE"
 """The variable that tells a worker where to leave its exit status: only a parent is told it by the kernel."""
 LOOPBACK = "127.0.0.1"
+LOST_EXIT = 256
+"""The status of a process whose machine has gone: none that a process can leave."""
+
+
+class LostPlaceError(XtokenError):
+    """The machine on which something was to be started has gone: another may take its place."""
 
 
 class Handle(Protocol):
@@ -50,27 +58,58 @@ class Handle(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes somewhere, and finds again what an earlier one of its kind has started."""
+    """Starts processes somewhere, and finds again what an earlier one of its kind has started.
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
-        """Start a command with exactly this environment, its output going to a file.
+    A node is the number of one of the run's node groups; a launcher gives each a machine.
+    """
 
-        `env` has the attempt's mark (`processes.MARK`), unique among all, and the file for its status (`STATUS_FILE`).
+    def ready(self, node: int) -> bool:
+        """Whether processes of a node group can be started now; never waits.
+
+        Raises:
+            XtokenError: They never will.
         """
         ...
 
-    def find(self, identity: dict[str, Any] | None, mark: str, status: Path) -> Handle:
+    def where(self, node: int) -> str:
+        """Which machine a node group is on, in words; empty if that goes without saying."""
+        ...
+
+    def queue(self, node: int, planned: Address) -> Address | None:
+        """Where a node group's queue is reached from here: as planned, but for what only its machine decides.
+
+        None while it has no machine.
+        """
+        ...
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, *, node: int = 0) -> Handle:
+        """Start a command with exactly this environment, its output going to a file.
+
+        `env` has the attempt's mark (`processes.MARK`), unique among all, and the file for its status (`STATUS_FILE`).
+
+        Raises:
+            OSError: It cannot be started.
+            LostPlaceError: Not at present.
+        """
+        ...
+
+    def find(self, identity: dict[str, Any] | None, mark: str, status: Path, *, node: int = 0) -> Handle:
         """A process that was started before, living or not.
 
         Args:
             identity: What its handle said it is found by; None if that was never written down.
             mark: Its mark.
             status: Where it leaves its status.
+            node: Its node group.
         """
         ...
 
-    def rendezvous(self) -> Mapping[str, str]:
-        """What the ranks of a trainer need in their environment to find each other: `MASTER_ADDR`, `MASTER_PORT`."""
+    def rendezvous(self, node: int = 0) -> Mapping[str, str]:
+        """What the ranks of a trainer need in their environment to meet there: `MASTER_ADDR`, `MASTER_PORT`.
+
+        Raises:
+            LostPlaceError: Not at present.
+        """
         ...
 
     def sweep(self, prefix: str) -> None:
@@ -209,7 +248,19 @@ class LocalLauncher:
     def __init__(self, *, tied: bool = False, private: Sequence[Path] = ()) -> None:
         self._guard = Guard(private) if tied else None
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> LocalHandle:
+    def ready(self, node: int) -> bool:
+        """This machine is there."""
+        return True
+
+    def where(self, node: int) -> str:
+        """Here."""
+        return ""
+
+    def queue(self, node: int, planned: Address) -> Address | None:
+        """As planned."""
+        return planned
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, *, node: int = 0) -> LocalHandle:
         """Start a command.
 
         Raises:
@@ -222,7 +273,7 @@ class LocalLauncher:
             )  # fmt: skip
         return LocalHandle(process, self._guard)
 
-    def find(self, identity: dict[str, Any] | None, mark: str, status: Path) -> FoundHandle:
+    def find(self, identity: dict[str, Any] | None, mark: str, status: Path, *, node: int = 0) -> FoundHandle:
         """A process that an earlier launcher on this machine has started, living or not."""
         process = Identity.of_document(identity) if identity else None
         if process is None:
@@ -231,11 +282,9 @@ class LocalLauncher:
             process = next(iter(candidates), None)
         return FoundHandle(process, mark, status)
 
-    def rendezvous(self) -> Mapping[str, str]:
+    def rendezvous(self, node: int = 0) -> Mapping[str, str]:
         """A free port of this machine."""
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(probe.getsockname()[1])}
+        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK))}
 
     def sweep(self, prefix: str) -> None:
         """SIGKILL to every process of this user with such a mark, wherever it has moved in the tree of processes."""
@@ -245,6 +294,13 @@ class LocalLauncher:
         """Send the guard home."""
         if self._guard is not None:
             self._guard.close()
+
+
+def free_port(host: str) -> int:
+    """A tcp port that nobody uses at an address of this machine."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 class Guard:

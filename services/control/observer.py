@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from xtoken_core.data_plane.address import Address
@@ -25,12 +25,15 @@ LEAVE_S = 60.0
 class Observer:
     """A session on a run's queue that only looks, apart from `give_up`.
 
+    Args:
+        address: Tells where the queue is; None while nobody knows.
+
     Attributes:
         stats: What the queue last told, as `xtoken_core.protocol.stats` writes it; empty before.
         answered_at: When it last answered, by `time.monotonic`.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Callable[[], Address | None]) -> None:
         self._address = address
         self._client: ZmqDataPlaneClient | None = None
         self.stats: dict[str, Any] = {}
@@ -60,7 +63,10 @@ class Observer:
         Raises:
             XtokenError: The address or its token file is wrong.
         """
-        client = ZmqDataPlaneClient(self._address, patience_s=PATIENCE_S)
+        address = self._address()
+        if address is None:
+            return False
+        client = ZmqDataPlaneClient(address, patience_s=PATIENCE_S)
         try:
             client.hello(f"control-{os.getpid()}", ROLE, incarnation=time.time_ns(), silence_s=SILENCE_S)
         except (QueueUnreachableError, QueueError):

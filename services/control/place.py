@@ -16,9 +16,13 @@ from services.control.processes import Identity
 from services.control.record import read_record
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import IPC_PATH_BYTES, Address, create_token
+from xtoken_core.data_plane.keys import CLIENTS, create_client_keys, create_queue_keys
 from xtoken_core.errors import XtokenError
 
 SOCKET = "queue"
+KEYS = "keys"
+QUEUE_PLACE, KEYS_PLACE = "tcp://@queue@", "@keys@"
+"""What stands for a queue's address and for its directory of keys where only the machine that it is on decides them."""
 
 
 class OccupiedError(XtokenError):
@@ -29,48 +33,72 @@ class OccupiedError(XtokenError):
 
 @dataclass(frozen=True)
 class QueuePlace:
-    """Where a run's queue is.
+    """Where a run's queues are.
 
     Attributes:
-        private: A directory of this user alone, for the queue's socket and token.
+        addresses: One per node group.
+        private: A directory of this user alone, for their sockets and proofs.
     """
 
-    address: Address
+    addresses: tuple[Address, ...]
     private: Path
 
     @classmethod
     def make(cls, spec: RunSpec) -> QueuePlace:
         """A new one."""
         place = tempfile.gettempdir()
-        longest = len(os.fsencode(place)) + len("/xtoken-12345678/") + len(SOCKET)
+        longest = len(os.fsencode(place)) + len("/xtoken-12345678/") + len(f"{SOCKET}-1023")
         private = Path(tempfile.mkdtemp(prefix="xtoken-", dir=None if longest <= IPC_PATH_BYTES else "/tmp"))
-        return cls(_address_of(spec, private), private)
+        return cls(_addresses_of(spec, private), private)
 
     def document(self) -> dict[str, Any]:
         """For the database."""
-        token = self.address.token_file
-        return {"url": self.address.url, "token_file": str(token) if token else None, "private": str(self.private)}
+        first = self.addresses[0]
+        return {
+            "urls": [address.url for address in self.addresses],
+            "token_file": str(first.token_file) if first.token_file else None,
+            "keys": str(first.keys) if first.keys else None,
+            "private": str(self.private),
+        }
 
     @classmethod
     def of_document(cls, document: dict[str, Any]) -> QueuePlace:
         """The opposite of `document`."""
-        token = Path(document["token_file"]) if document["token_file"] else None
-        return cls(Address.parse(document["url"], token), Path(document["private"]))
+        token, keys = (Path(document[name]) if document.get(name) else None for name in ("token_file", "keys"))
+        urls = document.get("urls") or [document["url"]]
+        return cls(tuple(Address(url, token, keys) for url in urls), Path(document["private"]))
 
     def remove(self) -> None:
         """Nothing of it is left."""
         shutil.rmtree(self.private, ignore_errors=True)
 
 
-def _address_of(spec: RunSpec, private: Path) -> Address:
+def _addresses_of(spec: RunSpec, private: Path) -> tuple[Address, ...]:
+    nodes = spec.workers.nodes
+    if spec.workers.launcher == "ray":
+        make_keys(private / KEYS)
+        return (Address(QUEUE_PLACE, None, Path(KEYS_PLACE)),) * nodes
+    if nodes > 1:
+        return tuple(Address.parse(f"ipc://{private / SOCKET}-{node}") for node in range(nodes))
     if spec.queue.address is None:
-        return Address.parse(f"ipc://{private / SOCKET}")
+        return (Address.parse(f"ipc://{private / SOCKET}"),)
     address = Address.parse(spec.queue.address)
     if address.ipc_path is not None:
-        return address
+        return (address,)
     token = address.token_file or private / "token"
     create_token(token)
-    return Address.parse(spec.queue.address, token)
+    return (Address.parse(spec.queue.address, token),)
+
+
+def make_keys(directory: Path) -> None:
+    """Keys of a run's queues and of those who may reach them: one pair each, all in one directory.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    create_queue_keys(directory)
+    client = create_client_keys(directory)
+    shutil.copy(client, directory / CLIENTS / client.name)
 
 
 @contextmanager

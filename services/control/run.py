@@ -18,6 +18,7 @@ from services.control.groups import status_of_log
 from services.control.journal import StoreJournal, over_columns
 from services.control.launcher import Launcher, LocalLauncher, read_status
 from services.control.place import QueuePlace, sole_writer
+from services.control.ray_launcher import RayLauncher
 from services.control.record import RunState, replace_json, write_record
 from services.control.store import RunRow, Store
 from services.control.supervisor import Ending, Limits, Supervisor, TakenGroup
@@ -31,13 +32,19 @@ log = logging.getLogger("xtoken.control")
 JOIN_POLL_S = 0.1
 FAILED_ITSELF = "its supervisor has failed: this is an error in xtoken, see the log"
 
-LauncherFactory = Callable[[Path], Launcher]
-"""Makes what starts a run's processes, given the run's private directory."""
+LauncherFactory = Callable[[RunSpec, Path], Launcher]
+"""Makes what starts a run's processes, given the run and its private directory."""
 
 
-def local_launcher(*, tied: bool) -> LauncherFactory:
-    """Processes of this machine; see `LocalLauncher` for `tied`."""
-    return lambda private: LocalLauncher(tied=tied, private=[private])
+def launchers(*, tied: bool) -> LauncherFactory:
+    """What the run's settings name; see `LocalLauncher` for `tied`."""
+
+    def make(spec: RunSpec, private: Path) -> Launcher:
+        if spec.workers.launcher == "ray":
+            return RayLauncher(spec, private, tied=tied)
+        return LocalLauncher(tied=tied, private=[private])
+
+    return make
 
 
 class Run:
@@ -164,7 +171,7 @@ class Run:
         replace_json(output / "resolved.json", resolved.model_dump(mode="json"))
         place = QueuePlace.make(self.spec)
         self._journal.run(queue=place.document(), steps=resolved.steps)
-        return self._supervise(resolved, place, self._launchers(place.private), {})
+        return self._supervise(resolved, place, self._launchers(self.spec, place.private), {})
 
     def _note_read(self, done: int, total: int) -> None:
         self._read = done / total if total else None
@@ -175,7 +182,7 @@ class Run:
         if row.queue is None:
             return ending_of(output, attempts, {})
         place = QueuePlace.of_document(row.queue)
-        launcher = self._launchers(place.private)
+        launcher = self._launchers(self.spec, place.private)
         source = output / "resolved.json"
         resolved = parse_resolved_run(source.read_bytes(), source=str(source))
         members = self._members(resolved, place)
@@ -201,7 +208,7 @@ class Run:
         ending: Ending | None = Ending(RunState.FAILED, FAILED_ITSELF, 1)
         try:
             supervisor = Supervisor(
-                self._members(resolved, place), place.address, self.spec.output, launcher, limits,
+                self._members(resolved, place), place.addresses, self.spec.output, launcher, limits,
                 steps=resolved.steps, journal=self._journal, taken=taken,
             )  # fmt: skip
             with self._lock:
@@ -226,6 +233,6 @@ class Run:
         sweep()
 
     def _members(self, resolved: ResolvedRun, place: QueuePlace) -> tuple[Member, ...]:
-        members = fleet_of(resolved, self.spec.output / "resolved.json", place.address)
+        members = fleet_of(resolved, self.spec.output / "resolved.json", place.addresses)
         roots = self._roots.environment if self._roots is not None else {}
         return tuple(dataclasses.replace(member, env={**member.env, **roots}) for member in members)

@@ -14,10 +14,10 @@ import threading
 import time
 from pathlib import Path
 
-from services.control.admission import Admission, RefusedError
+from services.control.admission import Admission, RefusedError, check_launch
 from services.control.place import OccupiedError
 from services.control.record import RunState, read_record
-from services.control.run import LauncherFactory, Run, local_launcher
+from services.control.run import LauncherFactory, Run, launchers
 from services.control.store import RunRow, Store, TakenError, now
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
@@ -58,7 +58,7 @@ class Runs:
         directory: Where they are remembered; None forgets them with this object.
         tied: Should this process die in any way, its runs' processes die with it.
         admission: Which runs it takes; all, if left out, with a relative `output` below the directory.
-        launchers: Makes what starts a run's processes; on this machine, if left out.
+        starters: Makes what starts a run's processes; what its settings name, if left out.
 
     Raises:
         XtokenError: The directory cannot be used, or another control plane uses it.
@@ -66,13 +66,13 @@ class Runs:
 
     def __init__(
         self, directory: Path | None, *, tied: bool = False, admission: Admission | None = None,
-        launchers: LauncherFactory | None = None,
+        starters: LauncherFactory | None = None,
     ) -> None:  # fmt: skip
         self.directory = directory.resolve() if directory is not None else None
         self._lock_file = _hold(self.directory) if self.directory is not None else None
         self.store = Store(self.directory)
         self.admission = admission or Admission(base=self.directory)
-        self._launchers = launchers or local_launcher(tied=tied)
+        self._launchers = starters or launchers(tied=tied)
         self._here: dict[str, Run] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -119,6 +119,7 @@ class Runs:
             RefusedError, OutsideError, TakenOutputError: This control plane would not take it.
         """
         spec = self.admission.admit(spec)
+        check_launch(spec)
         self._check_output(spec.output)
         return spec
 

@@ -17,10 +17,11 @@ from services.control.account import attempts_of, status_of
 from services.control.fleet import STOP_ORDER, Member
 from services.control.groups import Group, GroupState, Worker, describe_exit, end_all, next_incarnation
 from services.control.journal import Journal
-from services.control.launcher import Handle, Launcher
-from services.control.observer import Observer, why_gone
+from services.control.launcher import Handle, Launcher, LostPlaceError
+from services.control.observer import why_gone
 from services.control.policy import FIRST_DELAY_S, RestartPolicy
 from services.control.record import RunState, write_record
+from services.control.sites import Site, Sites
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import ConfigError, XtokenError
 
@@ -92,13 +93,13 @@ class TakenGroup:
 class Supervisor:
     """Runs the processes of one run until it is complete, fails or is stopped.
 
-    The queue comes first; the workers once it answers. A worker that exits with 0 has finished, with a ConfigError's
-    or InputError's status it is fatal, with any other it is restarted. The run is complete when all trainers have
-    finished and the queue says that every position is done.
+    The queues come first; the workers once theirs answers. A worker that exits with 0 has finished, with the status of
+    a ConfigError or InputError it is fatal, with any other it is restarted. The run is complete when all trainers have
+    finished and every queue says that all its positions are done.
 
     Args:
-        members: The processes, the queue among them.
-        queue: Its address.
+        members: The processes, a queue per node group among them.
+        queues: Their addresses, as planned.
         output: The run's directory; logs and `run.json` are written there.
         steps: Optimiser steps of the whole run, for `status`.
         journal: Where it writes down what another supervisor would need to take its place.
@@ -106,7 +107,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, members: Sequence[Member], queue: Address, output: Path, launcher: Launcher, limits: Limits, *,
+        self, members: Sequence[Member], queues: Sequence[Address], output: Path, launcher: Launcher, limits: Limits, *,
         steps: int = 0, journal: Journal | None = None, taken: Mapping[str, TakenGroup] | None = None,
     ) -> None:  # fmt: skip
         self._logs = output / "logs"
@@ -116,13 +117,14 @@ class Supervisor:
         names = dict.fromkeys(member.group for member in members)
         first = next_incarnation(self._logs)
         self._groups = [self._group([m for m in members if m.group == name], first, taken or {}) for name in names]
-        self._queue = next(group for group in self._groups if group.kind == "queue")
-        self._workers = [group for group in self._groups if group is not self._queue]
+        self._queues = [group for group in self._groups if group.kind == "queue"]
+        self._workers = [group for group in self._groups if group.kind != "queue"]
+        self._sites = Sites(self._queues, queues, launcher)
         self._output = output
         self._launcher = launcher
         self._steps = steps
-        self._observer = Observer(queue)
         self._looked_at = 0.0
+        self._tried: dict[int, float] = {}
         self._wake = threading.Event()
         self._stop_asked = False
         self._hurry = False
@@ -167,7 +169,7 @@ class Supervisor:
         try:
             while not self._stop_asked:
                 if self._leave_asked:
-                    self._observer.close()
+                    self._sites.close()
                     return None
                 self._tick()
                 if self._complete():
@@ -186,16 +188,19 @@ class Supervisor:
         return ending
 
     def _tick(self) -> None:
-        self._watch_queue()
+        for site in self._sites:
+            self._watch_queue(site)
+        self._connect()
         for group in self._workers:
             if group.state == GroupState.RUNNING:
                 failed = group.settle()
                 if failed is not None:
-                    self._fail(group, failed, describe_exit(failed.exit_code))
-        if self._observer.connected and time.monotonic() - self._looked_at >= LOOK_S:
+                    self._fail(group, failed, self._how(failed))
+        if time.monotonic() - self._looked_at >= LOOK_S:
             self._look()
         for group in self._workers:
-            if self._observer.connected and group.state == GroupState.WAITING and group.due <= time.monotonic():
+            waits = group.state == GroupState.WAITING and group.due <= time.monotonic()
+            if waits and self._sites.connected(group.nodes):
                 self._start(group)
         self._tell()
         self.ticked_at = time.monotonic()
@@ -204,30 +209,33 @@ class Supervisor:
         trainers = [group for group in self._workers if group.kind == "trainer"]
         if any(group.state != GroupState.FINISHED for group in trainers):
             return False
-        return self._observer.look() and bool(self._observer.run.get("ended"))
+        return len(self._sites.look()) == len(self._queues) and self._sites.ended()
 
-    # The queue
+    # The queues
 
-    def _watch_queue(self) -> None:
-        queue = self._queue
-        if queue.state == GroupState.RUNNING:
-            worker = queue.workers[0]
-            if not worker.alive:
-                self._observer.disconnect()
-                self._fail(queue, worker, describe_exit(worker.exit_code))
-                self._restart_trainers_after_queue()
-            elif not self._observer.connected:
-                self._await_queue(worker)
+    def _watch_queue(self, site: Site) -> None:
+        queue = site.queue
+        if queue.state == GroupState.RUNNING and not queue.workers[0].alive:
+            site.observer.disconnect()
+            self._fail(queue, queue.workers[0], self._how(queue.workers[0]))
+            self._restart_trainers_after_queue()
         if queue.state == GroupState.WAITING and queue.due <= time.monotonic():
             self._start(queue)
 
-    def _await_queue(self, worker: Worker) -> None:
-        if self._observer.connect():
-            log.info("the queue answers")
+    def _connect(self) -> None:
+        """Open a session on the next queue that has none; at most one of them lets the others wait in a round."""
+        waiting = [s for s in self._sites if s.queue.state == GroupState.RUNNING and not s.observer.connected]
+        waiting.sort(key=lambda site: self._tried.get(site.node, 0.0))
+        for site in waiting:
+            self._tried[site.node] = time.monotonic()
+            if not site.observer.connect():
+                if time.monotonic() - site.queue.started_at > self._limits.load_timeout_s:
+                    site.queue.workers[0].kill()
+                    why = f"did not answer within {self._limits.load_timeout_s:g} s"
+                    self._fail(site.queue, site.queue.workers[0], why)
+                return
+            log.info("%s answers", site.queue.name)
             self._looked_at = time.monotonic()
-        elif time.monotonic() - self._queue.started_at > self._limits.load_timeout_s:
-            worker.kill()
-            self._fail(self._queue, worker, f"did not answer within {self._limits.load_timeout_s:g} s")
 
     def _restart_trainers_after_queue(self) -> None:
         # What the new queue knows comes from a trainer's rewind; the other workers find their sessions gone.
@@ -240,17 +248,21 @@ class Supervisor:
 
     def _look(self) -> None:
         self._looked_at = time.monotonic()
-        if not self._observer.look():
-            if self._observer.connected and time.monotonic() - self._observer.answered_at > QUEUE_SILENCE_S:
-                log.error("the queue has not answered for %g s: it is killed", QUEUE_SILENCE_S)
-                self._queue.workers[0].kill()
-            return
+        answered = self._sites.look()
+        for site in self._sites:
+            if site.node not in answered and self._sites.silent_for(site) > QUEUE_SILENCE_S:
+                log.error("%s has not answered for %g s: it is killed", site.queue.name, QUEUE_SILENCE_S)
+                site.queue.workers[0].kill()
         self._check_given_up()
-        self._observer.note_leases({w.member.task for group in self._workers for w in group.workers if w.member.task})
+        tasks = {w.member.task for group in self._workers for w in group.workers if w.member.task}
+        for node in answered:
+            self._sites[node].observer.note_leases(tasks)
         for group in self._workers:
+            if not group.nodes <= answered:
+                continue
             if group.state == GroupState.RUNNING:
                 self._check_sessions(group)
-            elif group.state == GroupState.FINISHED and not self._observer.run.get("ended"):
+            elif group.state == GroupState.FINISHED and not self._sites.ended(group.nodes):
                 # It left too early, or a trainer went back behind the end for its checkpoint's sake.
                 self._fail(group, group.workers[0], "left before the end of the run")
 
@@ -260,13 +272,19 @@ class Supervisor:
                 continue
             waited = time.monotonic() - group.started_at
             unseen = waited > self._limits.load_timeout_s
-            why = why_gone(self._observer.stats, worker.member.name, group.incarnation, unseen_for_long=unseen)
+            stats = self._sites[worker.member.node].observer.stats
+            why = why_gone(stats, worker.member.name, group.incarnation, unseen_for_long=unseen)
             if why:
                 worker.kill()
                 self._fail(group, worker, f"was killed: {why}")
                 return
 
     # Failures
+
+    def _how(self, worker: Worker) -> str:
+        """How a worker has ended, and where."""
+        where = self._sites.where(worker.member.node)
+        return f"{describe_exit(worker.exit_code)}{f' on {where}' if where else ''}"
 
     def _fail(self, group: Group, worker: Worker, why: str) -> None:
         """Restart a group after its policy's delay.
@@ -277,14 +295,14 @@ class Supervisor:
         line = worker.last_line()
         if worker.exit_code == ConfigError.exit_code:
             raise GivenUp(f"{worker.member.name}: {line}", ConfigError.exit_code)
-        self._observer.look()
+        self._sites.look()
         self._check_given_up()
         said = f": {line}" if line else ""
-        delay = group.policy.failed(int(self._observer.run.get("step", 0)))
+        delay = group.policy.failed(self._sites.step)
         if delay is None:
             count = group.policy.limit
             restarts = f"after {count} restart{'s' if count != 1 else ''} without progress"
-            raise GivenUp(f"{worker.member.name} {why}, {restarts}{self._leased(worker.member)}{said}")
+            raise GivenUp(f"{worker.member.name} {why}, {restarts}{self._sites.leased(worker.member)}{said}")
         group.count()
         self._journal.note(f"{why}: starting it again in {delay:.1f} s{said}", worker=worker.member.name)
         log.warning("%s %s: starting it again in %.1f s%s", worker.member.name, why, delay, said)
@@ -292,16 +310,8 @@ class Supervisor:
         group.wait_until(time.monotonic() + delay)
 
     def _check_given_up(self) -> None:
-        if self._observer.run.get("failed"):
-            raise GivenUp(str(self._observer.run["failed"]))
-
-    def _leased(self, member: Member) -> str:
-        """What the worker's kind holds, for the message that ends the run."""
-        if member.kind == "collator":
-            blocks = self._observer.run.get("blocks_leased", 0)
-            return f" (collators hold {blocks} block{'s' if blocks != 1 else ''} of positions)"
-        ids = self._observer.leased(member.task) if member.task else []
-        return f" (leased: {', '.join(map(str, ids))})" if ids else ""
+        if self._sites.failed:
+            raise GivenUp(self._sites.failed)
 
     # Processes
 
@@ -320,7 +330,15 @@ class Supervisor:
         return group
 
     def _start(self, group: Group) -> None:
-        group.start(self._launcher, self._logs)
+        if not all(self._launcher.ready(node) for node in group.nodes):
+            return
+        try:
+            group.start(self._launcher, self._logs)
+        except LostPlaceError as error:
+            log.warning("%s: %s", group.name, error)
+            end_all([group], lambda: RESTART_GRACE_S)
+            group.wait_until(time.monotonic() + LOOK_S)
+            return
         for worker in group.workers:
             assert worker.handle is not None
             log.info("%s started as process %d, log %s", worker.member.name, worker.handle.pid, worker.log)
@@ -331,12 +349,12 @@ class Supervisor:
     def _end(self, ending: Ending) -> None:
         """End every process: workers first, in order, then the queue, then whatever still carries the run's mark."""
         if ending.state == RunState.FAILED:
-            self._observer.give_up(ending.error)
+            self._sites.give_up(ending.error)
         ordered = sorted(self._workers, key=lambda group: STOP_ORDER.index(group.kind))
         end_all(ordered, self._grace)
-        self._observer.look()
-        self._observer.close()
-        end_all([self._queue], lambda: QUEUE_GRACE_S)
+        self._sites.look()
+        self._sites.close()
+        end_all(self._queues, lambda: QUEUE_GRACE_S)
         self._launcher.sweep(f"{self._journal.run_id}/")
         for group in self._groups:
             group.state = GroupState.FINISHED if ending.state == RunState.COMPLETED else GroupState.STOPPED
@@ -363,7 +381,7 @@ class Supervisor:
             OSError: It cannot be written.
         """
         common = {"state": self._state(), "error": self._ending.error if self._ending else ""}
-        self._status = common | status_of(self._groups, self._observer, self._steps)
+        self._status = common | status_of(self._groups, self._sites, self._steps)
         exit_code = self._ending.exit_code if self._ending else None
         if self._ending is None:  # whoever started this supervisor writes down how it ends
             self._journal.run(state=common["state"], step=self._status["step"], steps=self._steps)

@@ -32,11 +32,11 @@ class Crew:
         resolved = resolve_run(spec)
         file = spec.output / "resolved.json"
         file.write_text(resolved.model_dump_json(), encoding="utf-8")
-        address = Address.parse(f"ipc://{self.sockets}/queue")
+        queues = [Address.parse(f"ipc://{self.sockets}/queue-{node}") for node in range(spec.workers.nodes)]
         self.launcher = LocalLauncher(tied=True)
         self.supervisor = Supervisor(
-            fleet_of(resolved, file, address),
-            address,
+            fleet_of(resolved, file, queues),
+            queues,
             spec.output,
             self.launcher,
             Limits(max_restarts=spec.workers.max_restarts, first_delay_s=0.05),

@@ -36,6 +36,8 @@ class WorkerStatus(Answer):
     """Units of work it has finished."""
     heartbeat_age_s: float | None
     """Seconds from its last heartbeat to the supervisor's last look."""
+    where: str = ""
+    """The machine that it is on, if that is not the control plane's."""
 
 
 class QueueStatus(Answer):

@@ -158,5 +158,7 @@ def check(plane: Plane, spec: RunSpec) -> DryRun:
         positions=resolved.positions,
         steps=resolved.steps,
         queue_bytes=resolved.span * largest_row(spec),
-        processes=[member.name for member in fleet_of(resolved, scratch, Address.parse(NOWHERE))],
+        processes=[
+            member.name for member in fleet_of(resolved, scratch, [Address.parse(NOWHERE)] * spec.workers.nodes)
+        ],
     )

@@ -18,7 +18,7 @@ from xtoken_core.config.base import Part
 from xtoken_core.config.spec import RunSpec
 
 TEACHER = "teacher"
-NOT_ASKED = ("queue.address",)
+NOT_ASKED = ("queue.address", "ray.address")
 """What a control plane sets itself."""
 SPELLED = {word: word.upper() for word in ("alm", "ce", "eos", "fp8", "gpu", "kl", "tflops", "uld")} | {
     "s": "(s)",

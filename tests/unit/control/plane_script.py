@@ -34,8 +34,8 @@ def main() -> None:
         worker, _, deed = told.partition(":")
         deeds.setdefault(worker, []).append(deed)
 
-    def members(resolved: Any, _file: Path, address: Any) -> Any:
-        return scripted_members(resolved.spec.output, state, address, options.steps, **deeds)
+    def members(resolved: Any, _file: Path, addresses: Any) -> Any:
+        return scripted_members(resolved.spec.output, state, addresses[0], options.steps, **deeds)
 
     run_module.resolve_run = lambda spec, _progress: resolved_run(spec.output, options.steps)
     run_module.fleet_of = members

@@ -84,7 +84,7 @@ class ScriptedRun:
         limits = limits or Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=0.05)
         self.supervisor = Supervisor(
             self.members(steps, ranks, rows=rows, **deeds),
-            self.address,
+            [self.address],
             self.output,
             LocalLauncher(),
             limits,

@@ -16,7 +16,7 @@ from xtoken_core.data_plane.address import Address
 
 def test_members_of_a_run_of_two_ranks(tmp_path: Path) -> None:
     run = resolved_run(tmp_path, steps=2, ranks=2)
-    members = fleet_of(run, tmp_path / "resolved.json", Address.parse("ipc:///private/queue"))
+    members = fleet_of(run, tmp_path / "resolved.json", [Address.parse("ipc:///private/queue")])
     assert [(m.name, m.group) for m in members] == [
         ("queue", "queue"), ("collator-0", "collator-0"), ("collator-1", "collator-1"),
         ("teacher-0-0", "teacher-0-0"), ("teacher-0-1", "teacher-0-1"),
@@ -29,13 +29,13 @@ def test_members_of_a_run_of_two_ranks(tmp_path: Path) -> None:
 
 
 def test_one_rank_meets_nobody(tmp_path: Path) -> None:
-    members = fleet_of(resolved_run(tmp_path, steps=2), tmp_path / "r.json", Address.parse("ipc:///private/queue"))
+    members = fleet_of(resolved_run(tmp_path, steps=2), tmp_path / "r.json", [Address.parse("ipc:///private/queue")])
     assert not {"RANK", "WORLD_SIZE"} & set(members[-1].env)
 
 
 def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
     address = Address.parse("tcp://127.0.0.1:5000", tmp_path / "token")
-    for member in fleet_of(resolved_run(tmp_path, steps=2, ranks=2), tmp_path / "r.json", address):
+    for member in fleet_of(resolved_run(tmp_path, steps=2, ranks=2), tmp_path / "r.json", [address]):
         arguments = member.command_of(3)
         assert arguments[1:3] == ["-m", "services.cli"]
         assert str(tmp_path / "token") in arguments

@@ -32,8 +32,8 @@ def test_readers_ask_neither_workers_nor_the_queue(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(run_module, "resolve_run", lambda spec, _progress: resolved_run(spec.output, STEPS))
     monkeypatch.setattr(
         run_module, "fleet_of",
-        lambda run, _file, address: scripted_members(
-            run.spec.output, state, address, STEPS, trainer_0=[f"step{HELD}:always await go"]
+        lambda run, _file, addresses: scripted_members(
+            run.spec.output, state, addresses[0], STEPS, trainer_0=[f"step{HELD}:always await go"]
         ),
     )  # fmt: skip
     runs = Runs(tmp_path / "runs")

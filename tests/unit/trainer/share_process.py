@@ -1,0 +1,62 @@
+"""One rank of two node groups that agree on a step, without a queue: `python -m ...share_process OUT`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from services.common.steps import StepPlan
+from services.trainer.group import Group
+from services.trainer.shares import account_of, joined
+from xtoken_core.plan import RowLengths, plan
+
+NODES = 2
+LENGTHS = {0: [(8, 8), (16, 8), (16, 8)], 1: []}
+"""The rows of each group's share: the second group has none."""
+
+
+def share(node: int, ranks: int) -> StepPlan:
+    """A group's own plan; the second group's positions are a tombstone and a dead letter."""
+    rows = [RowLengths(i, lengths) for i, lengths in enumerate(LENGTHS[node])]
+    found = plan(rows, ranks=ranks, token_budget=16, max_widths=(16, 8))
+    ids = tuple(row.id for row in rows)
+    lost = ((), ()) if rows else ((3,), (4,))
+    return StepPlan(5, found, ids, *lost, ce_tokens=7 + node, kd_chunks=(20 + node,), tokens=len(rows), truncated=node)
+
+
+def listed(_: str, state: str, *, after: int, limit: int) -> Any:
+    """What the second group's queue says of its positions."""
+    reasons = {"skipped": {3: "empty"}, "dead": {4: "refused"}}[state]
+    return SimpleNamespace(reasons={i: why for i, why in reasons.items() if after < i <= after + limit})
+
+
+def main() -> None:
+    """Agree, and leave what every rank has understood."""
+    group = Group.of_environment()
+    assert group is not None
+    group.nodes = NODES
+    step = share(group.node, group.size // NODES)
+    whole = joined(step, group)
+    queue = cast(Any, SimpleNamespace(partition="p", client=SimpleNamespace(list_samples=listed)))
+    said = {
+        "node": group.node,
+        "leads": [group.leads, group.leads_node],
+        "rewinds": group.from_node_leader(100 + group.rank),
+        "micro_batches": [len(own) for own in whole.plan.ranks],
+        "denominators": [whole.ce_tokens, *whole.kd_chunks, whole.tokens, whole.truncated],
+        "own": [list(whole.ids), list(whole.skipped), list(whole.dead)],
+        "account": asdict(account_of(step, group, queue)),
+    }
+    every = group.gather(said)
+    if group.leads:
+        Path(sys.argv[1]).write_text(json.dumps(every))
+    group.wait()
+    group.close()
+
+
+if __name__ == "__main__":
+    main()
