@@ -30,6 +30,7 @@ ROUNDS = 5
 IN_FLIGHT = (1, 4)
 TRANSPORTS = ("ipc", "tcp")
 HERE = Path(__file__).parent
+LOOPBACK = ours.ROOT / "tests" / "support" / "loopback.sh"
 PEER_PYTHON = ours.ROOT / ".venv-transferqueue" / "bin" / "python"
 PEER_S = 240.0
 
@@ -70,7 +71,7 @@ def transferqueue(python: Path) -> dict[str, Any]:
     """What the package TransferQueue does, or why that was not measured."""
     if not python.exists():
         return {"skipped": f"no {python}: `make bench-queue-peer` installs it"}
-    command = [str(HERE / "loopback.sh"), str(python), str(HERE / "transferqueue" / "measure.py")]
+    command = [str(LOOPBACK), str(python), str(HERE / "transferqueue" / "measure.py")]
     if subprocess.run([command[0], "true"], capture_output=True, check=False).returncode:
         return {"skipped": "this user may not make a network namespace, and Ray binds more than loopback outside one"}
     try:
