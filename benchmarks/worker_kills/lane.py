@@ -71,7 +71,7 @@ class Lane:
         file.write_text(resolved.model_dump_json(), encoding="utf-8")
         queue = Address.parse(f"ipc://{self._sockets}/queue")
         limits = Limits(max_restarts=spec.workers.max_restarts, first_delay_s=0.0)
-        self.supervisor = Supervisor(fleet_of(resolved, file, queue), queue, spec.output, launcher, limits)
+        self.supervisor = Supervisor(fleet_of(resolved, file, [queue]), [queue], spec.output, launcher, limits)
         self._said_before = self._opened_before = 0
         self._killed_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"lane {seed}")
