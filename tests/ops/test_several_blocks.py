@@ -167,3 +167,18 @@ def test_gold_at_thousands_of_tokens(monkeypatch, cut, dtype, size):
         "options": GoldOptions(T + 1, uncommon_topk=cut),
     }
     check("gold", inputs, "student_logits", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["p_kl", "p_kl_cross_entropy", "gold"])
+def test_more_positions_than_the_shorter_axes_of_a_grid(name):
+    """Without a chunk but in the first and the last sample."""
+    variant, device, B = "cut" if name == "gold" else "", torch.device("cuda"), 11_000
+    inputs = CASES[name][variant].make(torch.float32, device)
+    for each in CASES[name][variant].batched:
+        x = inputs[each]
+        shape = (B - 3, *x.shape[1:])
+        filler = torch.full(shape, -1, device=device) if each.endswith("chunk_id") else x.new_zeros(shape)
+        inputs[each] = torch.cat([x[:1], filler, x[1:]])
+    assert inputs["student_logits"].shape[:2].numel() > 65_535
+    check(name, inputs, "student_logits")

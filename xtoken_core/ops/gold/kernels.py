@@ -157,8 +157,9 @@ def gold_bwd_kernel(
     REVERSE: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """`scale / n (g - softmax(x) sum g)` for PER ids of one position, `g` the gradient by its chunk's averages."""
-    row = tl.program_id(1).to(tl.int64)
-    from_v, to_v = tl.program_id(0) * PER, tl.minimum(tl.program_id(0) * PER + PER, V)
+    parts = tl.cdiv(V, PER)  # one axis: the others of a grid end at 65,535
+    row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    from_v, to_v = part * PER, tl.minimum(part * PER + PER, V)
     chunk = tl.load(chunk_ptr + row)
     known = tl.maximum(chunk, 0)
     of_kl, of_l1 = tl.load(kl_upstream_ptr + known), tl.load(l1_upstream_ptr + known)

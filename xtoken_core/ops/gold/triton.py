@@ -95,7 +95,7 @@ class TritonGold(torch.autograd.Function):
         pair = pair.scatter(0, partition.common_student, partition.common_teacher.int())
         block = min(GRADIENT_BLOCK, power_of_2(V))
         per = GRADIENT_BLOCKS * block
-        kernels.gold_bwd_kernel[(triton.cdiv(V, per), B * T)](
+        kernels.gold_bwd_kernel[(triton.cdiv(V, per) * B * T,)](
             student.logits, *student.positions, student_lse, teacher.logits, *teacher.positions[1:], teacher_lse,
             pair, signs, grad_kl.float().contiguous(), grad_l1.float().contiguous(), kl_slope, l1_slope, gradient,
             T, teacher.logits.shape[1], V, *student.strides, *teacher.strides, 1.0 / ctx.options.temperature,
