@@ -52,10 +52,10 @@ class Curve:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def refresh(self) -> None:
-        """Read what has been written since; looks at the file every half second at most, whoever asks."""
+    def refresh(self, *, at_once: bool = False) -> None:
+        """Read what has been written since; unless `at_once` it looks at the file every half second at most."""
         with self._lock:
-            if time.monotonic() - self._looked_at < LOOK_S:
+            if not at_once and time.monotonic() - self._looked_at < LOOK_S:
                 return
             try:
                 self._read()

@@ -102,10 +102,10 @@ class View:
         """Where it stands: the fields of `GET /v1/runs/{id}`; None if it has been removed."""
         return self.fresh.get("status", self._status)
 
-    def refresh(self) -> None:
+    def refresh(self, *, at_once: bool = False) -> None:
         """Read what its trainer has written since."""
-        self.steps.refresh()
-        self.eval.refresh()
+        self.steps.refresh(at_once=at_once)
+        self.eval.refresh(at_once=at_once)
 
     def _status(self) -> dict[str, Any] | None:
         row, run = self._runs.store.run(self.run_id), self._runs.get(self.run_id)

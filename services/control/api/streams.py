@@ -122,11 +122,12 @@ class Feed:
         status = self._view.status()
         if status is None:
             return Look(0, None, b"", (), (), ())
-        self._view.refresh()
+        state = RunState(status["state"])
+        self._view.refresh(at_once=state.over)  # what a stream has not sent by its end it never sends
         generation, steps = self._steps.all()
         notes = self._view.fresh.get("notes", lambda: self._store.notes(self._view.run_id, limit=MOST_NOTES))
         return Look(
-            generation, RunState(status["state"]), encoded(self._view, status), steps, self._eval.all()[1],
+            generation, state, encoded(self._view, status), steps, self._eval.all()[1],
             tuple((note.id, _as_json(note)) for note in notes),
         )  # fmt: skip
 
