@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -84,6 +84,10 @@ bench-ops: $(STAMP)  ## test and time the ops on a GPU, the references beside th
 	$(BIN)/python -m benchmarks.hidden_states
 	$(BIN)/python -m benchmarks.operator_pages
 	$(BIN)/python -m benchmarks.readme
+
+bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twelve minutes
+	$(BIN)/python -m benchmarks.control
+	$(BIN)/python -m benchmarks.control_page
 
 bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop
 	$(BIN)/python -m benchmarks.end_to_end

@@ -1,11 +1,11 @@
 """The control plane: `python -m benchmarks.control list first-step readers` (all three if none is named).
 
-They take seconds, a minute, ten minutes.
+They take half a minute, a minute, ten minutes; `python -m benchmarks.control_page` then writes them into the page.
 
 `list`: `GET /v1/runs` with 10,000 stored runs. `first-step`: from `POST /v1/runs` to the first optimiser step of a
 tiny run of two tokenizers. `readers`: how much 200 readers, each asking every 2 s, and 50 streams of events slow that
-run's training: alternating runs without and with them, every worker of the run on one core, control plane and readers
-on another. Results go to `benchmarks/results/control.json`, each part replacing its last one.
+run's training: alternating runs without and with them, every worker of the run on one core, control plane, readers
+and this process on another. Results go to `benchmarks/results/control.json`, each part replacing its last one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ STORED = 10_000
 ASKED = 2_000
 READERS, EVERY_S, STREAMS = 200, 2.0, 50
 PAIRS = 5
-WARM_STEPS = 20
-STEPS = 400
+WARM_STEPS = 150
+STEPS = 1000
 PATIENCE_S = 600.0
 
 
@@ -63,6 +63,17 @@ class Plane:
         self.url = re.findall(r"http://\S+:\d+", self.log.read_text())[0]
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
+    @property
+    def rss_mib(self) -> float:
+        """Memory of its process."""
+        return psutil.Process(self.process.pid).memory_info().rss / 2**20
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of a core that its process has taken."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
     def close(self) -> None:
         """End it and its runs."""
         self.http.close()
@@ -84,13 +95,13 @@ def plane(core: int | None = None, fill: int = 0) -> Iterator[Plane]:
             found.close()
 
 
-def wait(condition: Any, within_s: float = PATIENCE_S) -> None:
+def wait(condition: Any, within_s: float = PATIENCE_S, every_s: float = 0.01) -> None:
     """Until it holds."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError("it never came")
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 def store_runs(directory: Path, count: int) -> None:
@@ -129,6 +140,7 @@ def bench_list() -> dict[str, Any]:
                 if number >= 50:
                     times.append((time.perf_counter() - began) * 1000)
             found[name] = {"p50_ms": quantile(times, 0.5), "p99_ms": quantile(times, 0.99), "max_ms": max(times)}
+        found["rss_mib"] = round(there.rss_mib, 1)
     return found
 
 
@@ -183,20 +195,25 @@ def bench_readers() -> dict[str, Any]:
     alone: list[float] = []
     read: list[float] = []
     loads: list[dict[str, Any]] = []
+    os.sched_setaffinity(0, {cores[1]})
     with plane(core=cores[1]) as there:
         (there.directory / "assets").mkdir()
         assets = make_assets(there.directory / "assets")
+        one_run(there, assets, "to-warm-up", cores, readers=False)
         for number in range(2 * PAIRS):
-            seconds, load = one_run(there, assets, f"run-{number}", cores, readers=number % 2 == 1)
-            (read if number % 2 else alone).append(seconds)
+            readers = number % 4 in (1, 2)  # each pair the other way round: what drifts is in both
+            seconds, load = one_run(there, assets, f"run-{number}", cores, readers=readers)
+            (read if readers else alone).append(seconds)
             if load:
                 loads.append(load)
-            print(f"{'with' if number % 2 else 'without'} readers: {seconds:.2f} s", flush=True)
+            print(f"{'with' if readers else 'without'} readers: {seconds:.2f} s", flush=True)
+        rss = there.rss_mib
     slower = statistics.median(read) / statistics.median(alone) - 1
     noise = (max(alone) - min(alone)) / statistics.median(alone)
     return {
         "readers": READERS, "every_s": EVERY_S, "streams": STREAMS, "steps": STEPS - WARM_STEPS,
         "alone_s": alone, "read_s": read, "slower": round(slower, 4), "spread_alone": round(noise, 4), "load": loads,
+        "rss_mib": round(rss, 1),
     }  # fmt: skip
 
 
@@ -209,27 +226,21 @@ def one_run(
     record = json.loads((output / "run.json").read_text())
     for worker in record["workers"].values():
         pin(worker["pid"], cores[0])
-    load = None
+    load, began, taken = None, time.monotonic(), there.cpu_s
     if readers:
         command = [
-            "taskset",
-            "-c",
-            str(cores[1]),
-            sys.executable,
-            "-m",
-            "benchmarks.control",
-            "--load",
-            there.url,
-            run_id,
-        ]
+            "taskset", "-c", str(cores[1]), sys.executable, "-m", "benchmarks.control", "--load", there.url, run_id,
+        ]  # fmt: skip
         load = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     summary = output / "summary.json"
-    wait(summary.exists)
+    wait(summary.exists, every_s=0.2)
     told = load.communicate(timeout=60)[0] if load else ""
     if load and load.returncode != 0:
         raise SystemExit("the readers have failed")
+    share = (there.cpu_s - taken) / (time.monotonic() - began)
     wait(lambda: there.http.get(f"/v1/runs/{run_id}").json()["state"] == "completed")
-    return sum(line["seconds"] for line in lines(output)[WARM_STEPS:]), json.loads(told) if told else {}
+    seconds = sum(line["seconds"] for line in lines(output)[WARM_STEPS:])
+    return seconds, json.loads(told) | {"control_core_share": round(share, 4)} if told else {}
 
 
 def pin(pid: int, core: int) -> None:
