@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from services.control.launcher import LocalHandle, LocalLauncher, free_port
 from xtoken_core.teacher import sweep as sweep_shared_memory
 
+POLL_S = 0.02
 GIVEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """What of a process's environment the machine decides, not whoever starts the run."""
 
@@ -85,6 +87,6 @@ class NodeAgent:
         for handle in self._handles.values():
             handle.kill()
         while any(handle.poll() is None for handle in self._handles.values()):
-            pass
+            time.sleep(POLL_S)
         self._launcher.close()
         shutil.rmtree(self._private, ignore_errors=True)

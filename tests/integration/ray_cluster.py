@@ -6,6 +6,7 @@ run does, and what is done to its cluster, is the scenario's; what came of it is
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ DEADLINE_S = 900.0
 class ThreeNodes:
     """A cluster, and a run on it."""
 
-    def __init__(self, directory: Path, *, nodes: int, wait_s: float, records: int) -> None:
+    def __init__(self, directory: Path, *, nodes: int, wait_s: float, records: int, kept: bool = False) -> None:
         sizes = {"num_cpus": CPUS, "object_store_memory": STORE_BYTES, "include_dashboard": False}
         self.cluster = Cluster(initialize_head=True, head_node_args=sizes)
         self.workers = [
@@ -41,11 +42,13 @@ class ThreeNodes:
         self.cluster.wait_for_nodes()
         assets = make_assets(directory / "assets")
         self.spec: RunSpec = tiny_spec(
-            assets, directory, records=records, train={"samples_per_step": 12, "checkpoint_every": 4},
+            assets, directory, records=records,
+            train={"samples_per_step": 12, "checkpoint_every": 4}, queue={"block_size": 2},
             workers={"launcher": "ray", "nodes": nodes, "collators": 1, "max_restarts": 3},
             ray={"address": self.cluster.address, "wait_s": wait_s, "cpus": 5},
         )  # fmt: skip
-        self.runs = Runs(None, tied=True)
+        atexit.register(self.cluster.shutdown)
+        self.runs = Runs(directory / "runs" if kept else None, tied=not kept)
         found, _ = self.runs.start(self.spec)
         assert found is not None
         self.run: Run = found
@@ -65,6 +68,16 @@ class ThreeNodes:
         victim = next(node for node in self.workers if node.node_id[:8] in used)
         self.cluster.remove_node(victim, allow_graceful=False)
         return str(victim.node_id)[:8]
+
+    def next_control_plane(self) -> None:
+        """Leave the run to itself, and have another control plane find it."""
+        self.runs.leave_all()
+        self.runs.join()
+        self.runs.close()
+        self.runs = Runs(self.runs.directory)
+        found = self.runs.get(self.run.id)
+        assert found is not None
+        self.run = found
 
     def end(self) -> dict[str, Any]:
         """Wait for the run's end and let the cluster go; what came of it."""
@@ -120,7 +133,15 @@ def reported(directory: Path) -> dict[str, Any]:
     return three.end() | {"removed": removed}
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (completes, replaced, reported)}
+def adopted(directory: Path) -> dict[str, Any]:
+    """A run over two nodes is found again by the next control plane."""
+    three = ThreeNodes(directory, nodes=2, wait_s=120.0, records=240, kept=True)
+    three.until(lambda: len(steps_of(three.spec.output)) >= 2)
+    three.next_control_plane()
+    return three.end()
+
+
+SCENARIOS = {scenario.__name__: scenario for scenario in (completes, replaced, reported, adopted)}
 
 
 def main() -> None:

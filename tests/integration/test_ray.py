@@ -57,6 +57,13 @@ def test_a_node_removed_in_mid_run_is_replaced(tmp_path: Path) -> None:
     assert result["restarts"]["node0-trainer-0"] >= 1
 
 
+def test_the_next_control_plane_finds_a_run_on_its_nodes(tmp_path: Path) -> None:
+    result = play("adopted", tmp_path)
+    assert (result["state"], result["error"]) == ("completed", "")
+    assert result["ids"] == list(range(240))
+    assert set(result["restarts"].values()) == {0}
+
+
 def test_a_node_removed_in_mid_run_that_nothing_can_replace_is_reported(tmp_path: Path) -> None:
     result = play("reported", tmp_path)
     assert result["state"] == "failed"

@@ -1,0 +1,139 @@
+"""Several node groups: their processes, the places of their queues, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.control.admission import Admission, RefusedError, check_launch
+from services.control.fleet import fleet_of, threads_of_model_workers
+from services.control.groups import describe_exit
+from services.control.launcher import LOST_EXIT
+from services.control.place import KEYS, QueuePlace
+from services.control.ray_launcher import cpus_of, gpus_of
+from services.queue.main import of_group
+from tests.support.runs import resolved_run
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.keys import allowed_keys, client_keys, server_keys
+from xtoken_core.errors import ConfigError
+
+RAY = {"launcher": "ray", "device": "cpu"}
+
+
+def test_members_of_two_groups_say_which_and_all_trainers_are_one(tmp_path: Path) -> None:
+    run = resolved_run(tmp_path, nodes=2, ranks=2, collators=1)
+    queues = [Address.parse(f"ipc:///private/queue-{node}") for node in range(2)]
+    members = fleet_of(run, tmp_path / "resolved.json", queues)
+    second = [(m.name, m.group, m.node) for m in members if m.node]
+    assert second == [
+        ("node1-queue", "node1-queue", 1), ("node1-collator-0", "node1-collator-0", 1),
+        ("node1-teacher-0-0", "node1-teacher-0-0", 1), ("node1-teacher-0-1", "node1-teacher-0-1", 1),
+        ("node1-trainer-0", "trainers", 1), ("node1-trainer-1", "trainers", 1),
+    ]  # fmt: skip
+    assert len(members) == 2 * len(second)
+    queue, last = members[len(second)], members[-1]
+    assert queue.command_of(1)[-2:] == ["--group", "1"]
+    assert [last.env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["3", "1", "4"]
+    assert "ipc:///private/queue-1" in last.command
+    assert last.command[-4:] == ("--name", "node1-trainer-1", "--rank", "1")
+
+
+def test_groups_on_one_machine_share_its_cores_and_groups_on_ray_have_their_own(tmp_path: Path, cores: None) -> None:
+    assert threads_of_model_workers(resolved_run(tmp_path, nodes=2).spec) == 4
+    assert threads_of_model_workers(resolved_run(tmp_path, nodes=2, **RAY).spec) == 8
+    assert threads_of_model_workers(with_ray(tmp_path, cpus=6)) == 3
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+
+
+def with_ray(directory: Path, **ray: Any) -> RunSpec:
+    return RunSpec.model_validate(resolved_run(directory, **RAY).spec.model_dump() | {"ray": ray})
+
+
+def test_what_a_node_group_takes_of_a_cluster(tmp_path: Path) -> None:
+    on_gpus = resolved_run(tmp_path, teachers=2, ranks=4, launcher="ray", device="cuda").spec
+    assert (cpus_of(on_gpus), gpus_of(on_gpus)) == (1 + 2 + 4 * 3, 4)
+    assert gpus_of(resolved_run(tmp_path, ranks=4, **RAY).spec) == 0
+    told = with_ray(tmp_path, cpus=2.5, gpus=8)
+    assert (cpus_of(told), gpus_of(told)) == (2.5, 8)
+
+
+@pytest.mark.parametrize("workers", [{"nodes": 3}, RAY | {"nodes": 2}], ids=["local", "ray"])
+def test_the_places_of_queues_are_found_again(tmp_path: Path, workers: dict[str, Any]) -> None:
+    spec = RunSpec.model_validate(
+        {**resolved_run(tmp_path).spec.model_dump(), "workers": workers, "train": {"samples_per_step": 12}}
+    )
+    place = QueuePlace.make(spec)
+    try:
+        assert len(place.addresses) == spec.workers.nodes
+        assert QueuePlace.of_document(place.document()) == place
+        if spec.workers.launcher == "ray":
+            keys = place.private / KEYS
+            public, _ = server_keys(keys)
+            theirs, mine, _ = client_keys(keys)
+            assert theirs == public
+            assert allowed_keys(keys) == {mine}
+        else:
+            assert len({address.url for address in place.addresses}) == 3
+    finally:
+        place.remove()
+
+
+def test_the_place_of_a_queue_of_an_earlier_version_is_understood() -> None:
+    document = {"url": "tcp://127.0.0.1:5000", "token_file": "/t", "private": "/p"}
+    place = QueuePlace.of_document(document)
+    assert place.addresses == (Address("tcp://127.0.0.1:5000", Path("/t")),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"workers": {"nodes": 3}}, "workers.nodes = 3 must divide train.samples_per_step = 8"),
+        (
+            {"workers": {"nodes": 2}, "queue": {"block_size": 8}},
+            r"= 8 must divide train.samples_per_step = 8 / workers",
+        ),
+        ({"workers": {"nodes": 2}, "queue": {"address": "ipc:///q"}}, "queue.address: with several nodes"),
+        ({"workers": RAY, "queue": {"address": "ipc:///q"}}, "queue.address: with several nodes, or on Ray"),
+        ({"workers": {"launcher": "ray"}}, "must know what a node needs"),
+        ({"ray": {"address": "ray://head:10001"}}, "should match pattern"),
+    ],
+)
+def test_settings_of_nodes_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RunSpec.model_validate(resolved_run(tmp_path).spec.model_dump() | changes)
+
+
+def test_what_cannot_be_started_from_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_launch(resolved_run(tmp_path, nodes=2, device="cpu").spec)
+    with pytest.raises(RefusedError, match="several node groups on one machine are for trying them on CPUs"):
+        check_launch(resolved_run(tmp_path, nodes=2).spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RefusedError, match="Ray is not installed"):
+        check_launch(resolved_run(tmp_path, **RAY).spec)
+
+
+def test_over_http_no_cluster_is_named(tmp_path: Path) -> None:
+    from services.common.roots import Roots
+
+    admission = Admission(Roots.of([tmp_path], [tmp_path]), tmp_path)
+    with pytest.raises(RefusedError, match=r"ray\.address"):
+        admission.admit(with_ray(tmp_path, address="10.0.0.9:6379"))
+
+
+def test_a_queue_of_a_group_that_the_run_does_not_have_is_refused(tmp_path: Path) -> None:
+    assert of_group(resolved_run(tmp_path, nodes=2), 1).group == 1
+    with pytest.raises(ConfigError, match=r"--group 2: .* has 2 node groups"):
+        of_group(resolved_run(tmp_path, nodes=2), 2)
+
+
+def test_a_lost_machine_is_told_in_words() -> None:
+    assert describe_exit(LOST_EXIT) == "was lost with its machine"
