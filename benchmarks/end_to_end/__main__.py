@@ -9,14 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.end_to_end.mps import mps_daemon
 from benchmarks.end_to_end.variants import LOSSES, VARIANTS, Variant, run_spec
+
+if TYPE_CHECKING:
+    from benchmarks.end_to_end.assets import Assets
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,34 +49,59 @@ def main() -> int:
         if loop not in report["serial"] and not arguments.no_serial:
             report["serial"][loop] = _serial_process(arguments, variant)
             _say(f"serial loop, {loop}", report["serial"][loop], began)
+            _write(report, arguments.out)
         began = time.monotonic()
-        from benchmarks.end_to_end.pipeline import pipeline
+        found = _measure(variant, name, assets, arguments)
+        _compare(found, report["serial"].get(loop, {}), report["variants"].get(variant.beside, {}))
+        report["variants"][name] = {**asdict(variant), "serial": loop, **found}
+        _say(name, found, began)
+        _write(report, arguments.out)
+    return 0
 
-        try:
-            found = pipeline(
+
+def _write(report: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _measure(variant: Variant, name: str, assets: Assets, arguments: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.end_to_end.pipeline import pipeline
+
+    try:
+        with mps_daemon() if variant.mps else nullcontext({}) as env:
+            return pipeline(
                 assets,
                 run_spec(variant, arguments),
                 directory=arguments.work / name,
                 warmup=arguments.warmup,
                 timeout_s=arguments.timeout,
+                env=env,
             )
-            serial = report["serial"].get(loop)
-            if serial:
-                found["times_serial"] = found["tokens_per_second"] / serial["tokens_per_second"]
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            found = {"failed": str(error)}
-        report["variants"][name] = {**asdict(variant), "serial": loop, **found}
-        _say(name, found, began)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+    except RuntimeError as error:
+        return {"failed": str(error)}
+
+
+def _compare(found: dict[str, Any], serial: dict[str, Any], other: dict[str, Any]) -> None:
+    """Beside the plain loop and another variant of the same call: rates as ratios, losses as differences by step."""
+    if "failed" in found:
+        return
+    if serial:
+        found["times_serial"] = found["tokens_per_second"] / serial["tokens_per_second"]
+    if "losses" in other:
+        found["times_beside"] = found["tokens_per_second"] / other["tokens_per_second"]
+        differences = [abs(a - b) for a, b in zip(found["losses"], other["losses"], strict=True)]
+        found["loss_difference"] = {
+            "first": differences[0],
+            "mean": statistics.fmean(differences),
+            "largest": max(differences),
+        }
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="models, text and runs")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "end_to_end.json")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["p_kl", "p_kl_wide", "gold"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["p_kl_wide", "p_kl_hidden", "gold_wide"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--samples", type=int, default=4)
@@ -139,7 +170,8 @@ def _say(name: str, found: dict[str, Any], began: float) -> None:
         text = "failed: " + found["failed"]
     else:
         ratio = f", {found['times_serial']:.2f} times the serial loop" if "times_serial" in found else ""
-        text = f"{found['tokens_per_second']:,.0f} tokens/s{ratio}"
+        beside = f", {found['times_beside']:.2f} times the one beside it" if "times_beside" in found else ""
+        text = f"{found['tokens_per_second']:,.0f} tokens/s{ratio}{beside}"
     print(f"{name}: {text} ({time.monotonic() - began:.0f} s)", flush=True)
 
 

@@ -22,14 +22,20 @@ class Variant:
     Attributes:
         loss: The key of its loss, and of the serial loop that it is compared with.
         changes: Tables of its RunSpec that differ from `run_spec`'s.
-        wide: A whole step is one micro-batch; otherwise each sample is one, as in the serial loop.
+        wide: Four samples are one micro-batch; otherwise each sample is one, as in the serial loop.
         checkpointing: Activations are recomputed, in the serial loop too.
+        mps: NVIDIA's MPS runs, so that processes on one GPU share it instead of taking turns.
+        beside: The variant of the same call that its rate and its losses are compared with, if any.
+        gpus: How many it takes.
     """
 
     loss: str
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     wide: bool = False
     checkpointing: bool = False
+    mps: bool = False
+    beside: str = ""
+    gpus: int = 1
 
 
 COMPILED: dict[str, dict[str, Any]] = {"student": {"compile": True}, "teacher": {"compile": True}}
@@ -38,6 +44,15 @@ LEAN: dict[str, dict[str, Any]] = {
     "teacher": {"compile": True},
     "workers": {"signal": "cuda_ipc_hidden"},
 }
+APART: dict[str, dict[str, Any]] = {**LEAN, "teacher": {"compile": True, "gpu": 1}}
+SHARED: dict[str, dict[str, Any]] = {
+    **LEAN,
+    "workers": {"signal": "cuda_ipc_hidden", "ranks": 2},
+    "train": {"parallel": "fsdp"},
+}
+EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "fp8": True}}
+ROWS_TOGETHER = 4
+"""Samples of a micro-batch in a wide variant."""
 
 VARIANTS = {
     "p_kl_checkpointed": Variant("p_kl", COMPILED, checkpointing=True),
@@ -47,11 +62,22 @@ VARIANTS = {
     "p_kl_hidden": Variant("p_kl", LEAN),
     "p_kl_wide": Variant("p_kl", COMPILED, wide=True),
     "p_kl_hidden_wide": Variant("p_kl", LEAN, wide=True),
-    "p_kl_fp8": Variant("p_kl", {**COMPILED, "teacher": {"compile": True, "fp8": True}}),
+    "p_kl_hidden_checkpointed": Variant("p_kl", LEAN, checkpointing=True),
+    "p_kl_mps": Variant("p_kl", COMPILED, mps=True),
+    "p_kl_wide_mps": Variant("p_kl", COMPILED, wide=True, mps=True, beside="p_kl_wide"),
+    "p_kl_hidden_wide_mps": Variant("p_kl", LEAN, wide=True, mps=True, beside="p_kl_hidden_wide"),
+    "p_kl_fp8": Variant("p_kl", EIGHT_BITS, beside="p_kl"),
+    "p_kl_fp8_wide": Variant("p_kl", EIGHT_BITS, wide=True, beside="p_kl_wide"),
+    "p_kl_fp8_wide_mps": Variant("p_kl", EIGHT_BITS, wide=True, mps=True, beside="p_kl_wide"),
     "gold": Variant("gold", COMPILED),
     "gold_wide": Variant("gold", COMPILED, wide=True),
+    "gold_wide_mps": Variant("gold", COMPILED, wide=True, mps=True, beside="gold_wide"),
     "gold_hidden": Variant("gold", LEAN),
     "h_kl": Variant("h_kl", COMPILED),
+    "h_kl_wide": Variant("h_kl", COMPILED, wide=True),
+    "teacher_apart": Variant("p_kl", APART, wide=True, beside="p_kl_hidden_wide", gpus=2),
+    "two_ranks": Variant("p_kl", SHARED, wide=True, beside="p_kl_hidden_wide", gpus=2),
+    "two_ranks_mps": Variant("p_kl", SHARED, wide=True, mps=True, beside="p_kl_hidden_wide", gpus=2),
 }
 
 
@@ -71,7 +97,7 @@ def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
         "loss": loss,
         "train": {
             "samples_per_step": arguments.samples,
-            "micro_batch_tokens": arguments.context * (arguments.samples if variant.wide else 1),
+            "micro_batch_tokens": arguments.context * (min(arguments.samples, ROWS_TOGETHER) if variant.wide else 1),
             "max_steps": arguments.steps + arguments.warmup,
             "checkpoint_every": 1_000_000,
             "learning_rate": 1e-5,
@@ -81,4 +107,18 @@ def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
         "workers": {"collators": 2, "slots": 3},
     }
     merged = {name: {**table, **variant.changes.get(name, {})} for name, table in base.items()}
+    if arguments.small:
+        _for_a_cpu(merged)
     return {"name": "end-to-end", **merged}
+
+
+def _for_a_cpu(spec: dict[str, dict[str, Any]]) -> None:
+    """The same settings as far as a machine without a GPU has them: only the harness is tried."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for name in ("student", "teacher"):
+        spec[name].update(compile=False, dtype="float32")
+    spec["teacher"].pop("fp8", None)
+    spec["workers"]["signal"] = spec["workers"].get("signal", "auto").replace("cuda_ipc_hidden", "shared_memory_hidden")

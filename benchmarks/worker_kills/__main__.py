@@ -23,6 +23,7 @@ import torch
 from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import VICTIMS, Lane, trained_ids
 from services.common.worker import SILENCE_S, WAIT_S
+from services.control.launcher import LocalLauncher
 from services.control.record import RunState
 from tests.support.tiny_run import make_assets, tiny_spec
 from xtoken_core.config.spec import RunSpec
@@ -85,7 +86,9 @@ class Outcome:
         return told and freed and not self.errors
 
 
-def kill_repeatedly(directory: Path, *, runs: int, rounds: int, kills: int, device: str, seed: int = 11) -> Outcome:
+def kill_repeatedly(
+    directory: Path, *, runs: int, rounds: int, kills: int, device: str, fork: bool = True, seed: int = 11
+) -> Outcome:
     """Kill at least so many workers, as many rounds as that takes but no more than `rounds`.
 
     Args:
@@ -94,6 +97,7 @@ def kill_repeatedly(directory: Path, *, runs: int, rounds: int, kills: int, devi
         rounds: Rounds at most.
         kills: Enough.
         device: `cuda` or `cpu`; on a CPU the signal goes through shared memory and no memory is compared.
+        fork: Workers are forked, which makes them start in a second or two.
         seed: Of what is killed when.
     """
     on_gpu = device == "cuda"
@@ -101,7 +105,7 @@ def kill_repeatedly(directory: Path, *, runs: int, rounds: int, kills: int, devi
     began = time.monotonic()
     assets = make_assets(directory / "assets", layers=2, extra_rows=WIDE_HEAD if on_gpu else 16)
     outcome.used_at_start = used(on_gpu)
-    launcher = ForkLauncher()
+    launcher = ForkLauncher() if fork else LocalLauncher(tied=True)
     lanes: list[Lane] = []
     try:
         for index in range(runs):
@@ -120,7 +124,7 @@ def kill_repeatedly(directory: Path, *, runs: int, rounds: int, kills: int, devi
         for lane in lanes:
             lane.close()
         launcher.close()
-    outcome.used_at_end = _settled(outcome.used_at_start + LIMIT, on_gpu)
+    outcome.used_at_end = settled(outcome.used_at_start + LIMIT, on_gpu)
     outcome.kills = [asdict(kill) for lane in lanes for kill in lane.kills]
     for lane in lanes:
         ids = trained_ids(lane.spec.output)
@@ -162,7 +166,7 @@ def used(on_gpu: bool) -> int:
     return total - free
 
 
-def _settled(limit: int, on_gpu: bool, seconds: float = 20.0) -> int:
+def settled(limit: int, on_gpu: bool, seconds: float = 20.0) -> int:
     """The device's use once it has fallen to a limit, or what it is after that time."""
     deadline = time.monotonic() + seconds
     while used(on_gpu) > limit and time.monotonic() < deadline:
@@ -176,12 +180,18 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=100, help="at most")
+    parser.add_argument("--no-fork", action="store_true", help="start every worker as `xtoken run` does")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="worker-kills-") as place:
         outcome = kill_repeatedly(
-            Path(place), runs=arguments.runs, rounds=arguments.rounds, kills=arguments.kills, device=arguments.device
+            Path(place),
+            runs=arguments.runs,
+            rounds=arguments.rounds,
+            kills=arguments.kills,
+            device=arguments.device,
+            fork=not arguments.no_fork,
         )
     result = {"holds": outcome.holds(), "summary": outcome.summary(), **asdict(outcome)}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -24,7 +24,12 @@ from services.control.processes import MARK
 
 ROOT = Path(__file__).parents[2]
 FORKED = ("teacher", "trainer")
-PRELOADED = ("services.cli", "services.teacher.main", "services.trainer.main", "transformers.models.llama")
+PRELOADED = (
+    "services.cli",
+    "services.teacher.main",
+    "services.trainer.main",
+    "transformers.models.llama.modeling_llama",
+)
 PR_SET_PDEATHSIG = 1
 
 

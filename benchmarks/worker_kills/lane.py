@@ -116,9 +116,9 @@ class Lane:
         self.wait(lambda: self.last_line() != line and self.last_line().get("time", 0.0) > began)
         done.paired_s = time.monotonic() - self._killed_at
 
-    def paired(self) -> None:
+    def paired(self, seconds: float = 90.0) -> None:
         """Wait for the first step."""
-        self.wait(lambda: bool(self.last_line()))
+        self.wait(lambda: bool(self.last_line()), seconds)
 
     def wait(self, condition: Callable[[], Any], seconds: float = 90.0) -> Any:
         """What a condition gives once it gives anything.

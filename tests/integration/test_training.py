@@ -101,3 +101,29 @@ def test_adapters_are_trained_and_saved_alone(assets: TinyAssets, tmp_path: Path
     exported = {path.name for path in (spec.output / "model").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= exported
     assert "model.safetensors" not in exported
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+        ),
+    ],
+)
+def test_two_ranks_share_a_student_that_learns_from_hidden_states(
+    assets: TinyAssets, tmp_path: Path, start: Start, device: str
+) -> None:
+    signal = "shared_memory_hidden" if device == "cpu" else "cuda_ipc_hidden"
+    changes: dict[str, Any] = {"records": 96, "loss": {"vocab_topk": None}, "student": {"blockwise_head": True}}
+    losses = []
+    for ranks in (1, 2):
+        workers = {"ranks": ranks, "device": device, "signal": signal}
+        spec = tiny_spec(assets, tmp_path / str(ranks), **changes, train={"parallel": "fsdp"}, workers=workers)
+        ending = start(spec).join()
+        assert ending.state == RunState.COMPLETED, ending.error
+        assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(96))
+        losses.append(torch.tensor([line["loss"] for line in steps_of(spec.output)]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
