@@ -1,9 +1,9 @@
 """The journal: what must outlive the process is written to a file before it is answered.
 
 A directory holds one segment, `NNNNNNNN.journal`; a new one starts with everything that still counts and takes the old
-place, once that is mostly about samples that are done. A segment is a magic number, then records: CRC-32 and length
-of a body (`<IQ`), the CRC-32 of these two (`<I`), and the body: length of its head (`<I`), the head (msgpack), and
-the columns' buffers.
+place, once that is mostly about samples that are done. A segment is a magic number, then records: length of a body
+(`<Q`), the CRC-32 of that (`<I`), the body, and its CRC-32 (`<I`). In a body are the length of its head (`<I`), the head
+(msgpack), and the columns' buffers.
 
 Leases, sessions and volatile fields are never written.
 """
@@ -17,6 +17,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -29,9 +30,10 @@ from xtoken_core.wire.columns import Buffer
 
 log = logging.getLogger("xtoken.queue.journal")
 
-MAGIC = b"XTQJRNL1"
-PREFIX = struct.Struct("<IQ")
+MAGIC = b"XTQJRNL2"
+PREFIX = struct.Struct("<Q")
 HEAD = CHECK = struct.Struct("<I")
+LARGE_BYTES = 1 << 18
 SUFFIX = ".journal"
 SLACK_BYTES = 64 << 20
 FSYNC_S = 0.1
@@ -62,6 +64,7 @@ class Journal:
         self._lock_file = _lock(directory)
         self._dirty = False
         self._failed: XtokenError | None = None
+        self._summer = ThreadPoolExecutor(1, "checksum")
         self._stop = threading.Event()
         self._file_lock = threading.Lock()
         self._number = self._recover()
@@ -110,6 +113,7 @@ class Journal:
         self._stop.set()
         if self._flusher.is_alive():
             self._flusher.join()
+        self._summer.shutdown()
         self.sync()
         os.close(self._file)
         os.close(self._lock_file)
@@ -117,15 +121,19 @@ class Journal:
     def _append(self, file: int, head: r.Record, buffers: Sequence[Buffer]) -> None:
         header = msgspec.msgpack.encode(head)
         parts: list[Buffer] = [HEAD.pack(len(header)), header, *buffers]
-        crc, length = 0, 0
-        for part in parts:
-            crc, length = zlib.crc32(part, crc), length + memoryview(part).nbytes
+        length = sum(memoryview(part).nbytes for part in parts)
+        prefix = PREFIX.pack(length)
+        start: list[Buffer] = [prefix, CHECK.pack(zlib.crc32(prefix))]
         try:
-            prefix = PREFIX.pack(crc, length)
-            _write_all(file, [prefix, CHECK.pack(zlib.crc32(prefix)), *parts])
+            if length < LARGE_BYTES:
+                _write_all(file, [*start, *parts, CHECK.pack(_crc(parts))])
+            else:  # a second processor adds up what this one writes
+                crc = self._summer.submit(_crc, parts)
+                _write_all(file, [*start, *parts])
+                _write_all(file, [CHECK.pack(crc.result())])
         except OSError as error:
             raise XtokenError(f"cannot write the journal in {self._directory}: {error.strerror}") from error
-        self._size += PREFIX.size + CHECK.size + length
+        self._size += PREFIX.size + 2 * CHECK.size + length
 
     def _begin_segment(self) -> None:
         """A new segment that starts with all that still counts, in place of the last one."""
@@ -206,16 +214,25 @@ def _record(view: memoryview, at: int) -> tuple[r.Record | None, list[memoryview
     start = at + PREFIX.size + CHECK.size
     if start > len(view):
         return None, [], len(view)
-    crc, length = PREFIX.unpack_from(view, at)
+    (length,) = PREFIX.unpack_from(view, at)
     if zlib.crc32(view[at : at + PREFIX.size]) != CHECK.unpack_from(view, at + PREFIX.size)[0]:
         return None, [], start
-    end = start + length
-    if end > len(view) or zlib.crc32(view[start:end]) != crc:
+    stop = start + length
+    end = stop + CHECK.size
+    if end > len(view) or zlib.crc32(view[start:stop]) != CHECK.unpack_from(view, stop)[0]:
         return None, [], end
     size = HEAD.unpack_from(view, start)[0]
     first = start + HEAD.size + size
     head = r.decode(view[start + HEAD.size : first])
-    return head, r.split(head, memoryview(view[first:end].tobytes())), end
+    return head, r.split(head, memoryview(view[first:stop].tobytes())), end
+
+
+def _crc(parts: Iterable[Buffer]) -> int:
+    """The CRC-32 of parts that lie one after the other."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
 
 
 def _write_all(file: int, parts: Iterable[Buffer]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.queue.journal import Journal
+from services.queue.journal import LARGE_BYTES, Journal
 from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
 from xtoken_core.data_plane.memory_client import MemoryQueue
@@ -244,6 +244,24 @@ def test_a_torn_tail_is_left_out(tmp_path: Path) -> None:
         padded = samples_after(directory, body[:end] + bytes(40))
         assert padded == whole[: len(padded)]
         assert 0 <= len(padded) - len(found) <= 1
+
+
+def test_large_records_come_back_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
+    directory = tmp_path / "j"
+    kept = Kept(directory, slack=1 << 30)
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=TASKS)
+    rows = [[i] * (LARGE_BYTES // 8) for i in range(3)]
+    for i in range(3):
+        peer.call("put", partition="p", ids=[i], columns={"x": ints(rows[i])})
+    peer = kept.restart()
+    assert peer.call("get", partition="p", ids=[2, 0], fields=["x"])["columns"] == {"x": ints(rows[2], rows[0])}
+    peer.call("put", partition="p", ids=[3], columns={"x": ints(rows[0])})
+    body = journal_file(directory).read_bytes()
+    kept.journal.close()
+    assert samples_after(directory, body) == [0, 1, 2, 3]
+    for end in (len(body) - 1, len(body) - 4, len(body) - 5, len(body) - LARGE_BYTES):
+        assert samples_after(directory, body[:end]) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("where", ["start", "middle"])
