@@ -2,8 +2,8 @@
 
 A directory holds one segment, `NNNNNNNN.journal`; a new one starts with everything that still counts and takes the old
 place, once that is mostly about samples that are done. A segment is a magic number, then records: length of a body
-(`<Q`), the CRC-32 of that (`<I`), the body, and its CRC-32 (`<I`). In a body are the length of its head (`<I`), the head
-(msgpack), and the columns' buffers.
+(`<Q`), the CRC-32 of that (`<I`), the body, and its CRC-32 (`<I`). In a body are the length of its head (`<I`), the
+head (msgpack), and the columns' buffers.
 
 Leases, sessions and volatile fields are never written.
 """
