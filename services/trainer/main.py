@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from services.common.models import head_width, pick_device
+from services.common.roots import confined
 from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import QueueLink, Worker, worker_session
 from services.trainer.checkpoint import Cursor
@@ -111,10 +112,17 @@ def train(worker: Worker, group: Group, rank: int) -> None:
 
 
 def make_loss(run: ResolvedRun, device: torch.device) -> CrossTokenizerDistillationLoss:
-    """The run's loss with its projections."""
+    """The run's loss with its projections.
+
+    Raises:
+        InputError: A projection cannot be read, or lies outside the control plane's roots.
+    """
     teachers = []
-    for spec, resolved in zip(run.spec.teacher, run.teachers, strict=True):
-        indices, likelihoods = get_topk_projection(spec.projection, device) if spec.projection else (None, None)
+    for place, (spec, resolved) in enumerate(zip(run.spec.teacher, run.teachers, strict=True)):
+        indices, likelihoods = None, None
+        if spec.projection is not None:
+            file = confined(spec.projection, f"teacher.{place}.projection")
+            indices, likelihoods = get_topk_projection(file, device)
         teachers.append(LossTeacher(resolved.vocab_size, indices, likelihoods, spec.weight))
     return CrossTokenizerDistillationLoss(
         run.spec.loss, student_vocab_size=run.student.vocab_size, teachers=teachers, device=device

@@ -6,12 +6,14 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from services.common.resolve import open_index
 from services.common.roots import VARIABLE, OutsideError, Roots, confined
 from services.common.tokenizers import load_tokenizer
 from tests.unit.control.planes import spec
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 
@@ -52,6 +54,22 @@ def test_a_link_in_a_models_directory_is_followed(roots: Roots, tmp_path: Path) 
     (model / "config.json").symlink_to(tmp_path / "secret.txt")
     with pytest.raises(OutsideError, match="leads out of this control plane's roots"):
         load_tokenizer(model, "student")
+
+
+def test_a_trainer_opens_no_projection_outside(roots: Roots, tmp_path: Path) -> None:
+    from services.trainer.main import make_loss
+
+    file = tmp_path / "data" / "projection.safetensors"
+    file.symlink_to(tmp_path / "secret.txt")
+    teacher = {"model": tmp_path / "data", "context_length": 8, "projection": file}
+    run = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "runs" / "out"), teacher=[teacher]))
+    side = ResolvedModel(vocab_size=8, head_width=8, tokenizer_fingerprint="")
+    resolved = ResolvedRun(
+        spec=run, student=side, teachers=(side,), projection_fingerprints=("",), data_fingerprint="", records=1,
+        positions=1,
+    )  # fmt: skip
+    with pytest.raises(OutsideError, match=r"teacher\.0\.projection: .* lies under none of"):
+        make_loss(resolved, torch.device("cpu"))
 
 
 def test_what_is_read_may_lie_where_runs_write_but_not_the_other_way_round(roots: Roots, tmp_path: Path) -> None:
