@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xtoken_core.alignment import AlignmentBatch, TokenAligner, TokenTable
+from xtoken_core.alignment.tables import SPECIAL, TEXT
 
 
 def padded(rows: Sequence[Sequence[int]], *, pad: int = 0, left: bool = False) -> tuple[Tensor, Tensor]:
@@ -77,6 +78,9 @@ def aligner_of(student: Any, teacher: Any) -> TokenAligner:
     return TokenAligner(student, teacher)
 
 
-def table_of(pieces: Sequence[bytes]) -> TokenTable:
-    """A table whose token i spells `pieces[i]`."""
-    return TokenTable(tuple(pieces), np.zeros(len(pieces), dtype=np.uint8), {}, {})
+def table_of(pieces: Sequence[bytes], specials: Sequence[bytes] = ()) -> TokenTable:
+    """A table whose token i spells `pieces[i]`, or is the special that is written so."""
+    literals = {index: piece for index, piece in enumerate(pieces) if piece in specials}
+    kinds = np.array([SPECIAL if index in literals else TEXT for index in range(len(pieces))], dtype=np.uint8)
+    spelled = tuple(b"" if index in literals else piece for index, piece in enumerate(pieces))
+    return TokenTable(spelled, kinds, {index: piece.decode() for index, piece in literals.items()}, literals)

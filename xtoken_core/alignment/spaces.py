@@ -14,7 +14,8 @@ def own_spaces(sides: Sides, ids: np.ndarray, rows: Rows, silent: np.ndarray) ->
 
     Those are the first text token of a row and of every separately tokenized stretch (one after absent tokens)
     and, for some tokenizers, those after a special. A tokenizer that adds a space only where it is missing, or whose
-    row begins behind a gap, has added none to a row that begins with a space on the other side too.
+    row begins behind a gap, has added none to a row that begins with a space on the other side too; where both add one
+    only if it is missing, it counts as the text's, since both sides spell it.
 
     Args:
         sides: Both sides' arrays.
@@ -35,7 +36,7 @@ def own_spaces(sides: Sides, ids: np.ndarray, rows: Rows, silent: np.ndarray) ->
         mine, part = rows.of(side), slice(split) if side == 0 else slice(split, None)
         gaps = quiet[part] == absent[side]
         own, spaced = first[mine], spaces[mine] > 0
-        if prefix == "missing" and prefixes[1 - side] != "missing":
+        if prefix == "missing":
             spaced &= ~_begins_with_space(sides, ids, rows, first, spaces, 1 - side)
         elif np.count_nonzero(gaps):
             unsure = (own > rows.first[mine]) & (ids.take(own - 1, mode="wrap") == absent[side])
@@ -76,7 +77,7 @@ def _begins_with_space(
 ) -> np.ndarray:
     """`[B]` bool: the text itself begins with a space, the one that the tokenizer always adds not counted."""
     mine = rows.of(side)
-    if sides.prefixes[side] == "none":
+    if sides.prefixes[side] != "always":
         return spaces[mine] > 0
     after = ids.take(np.minimum(first[mine] + 1, rows.last[mine]))
     alone = sides.lengths.take(ids.take(first[mine])) == 1

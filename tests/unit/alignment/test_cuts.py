@@ -1,5 +1,6 @@
 """The core against brute force: every chunk equal, as many chunks as there can be."""
 
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -36,6 +37,16 @@ def run(rows: list[tuple[list[bytes], list[bytes]]], left: bool = False):
     return cut(sides, s, t), s_mask, t_mask
 
 
+def with_specials(pieces: list[bytes], specials: dict[bytes, list[int]]) -> list[tuple[int, bytes]]:
+    """The pieces with specials before some of them or at the end, each with the byte at which it begins."""
+    row = []
+    for n in range(len(pieces) + 1):
+        begin = len(b"".join(pieces[:n]))
+        row += [(begin, special) for special, places in specials.items() for p in places if p % (len(pieces) + 1) == n]
+        row += [(begin, piece) for piece in pieces[n : n + 1]]
+    return row
+
+
 texts = st.binary(min_size=0, max_size=12) | st.text(max_size=6).map(lambda s: s.encode("utf-8", "surrogatepass"))
 cuts = st.lists(st.integers(0, 40), max_size=8)
 rows = st.lists(st.tuples(texts, cuts, cuts, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4)
@@ -61,6 +72,26 @@ def test_as_many_equal_chunks_as_brute_force_finds(rows, left):
             assert found.student_exact[row][s_mask[row]][s_chunk == n].all() == exact
             assert found.teacher_exact[row][t_mask[row]][t_chunk == n].all() == exact
         assert (found.student_chunk[row][~s_mask[row]] == -1).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts, cuts, cuts, *[st.lists(st.integers(0, 12), max_size=4) for _ in range(3)])
+def test_specials_pair_at_their_byte_and_shift_nothing(text, a, b, ours, theirs, alone):
+    pieces = split(text, a), split(text, b)
+    shared, own = b"<|both|>", b"<|one|>"  # specials, in the tables below, of both sides and of the student only
+    rows = [with_specials(pieces[0], {shared: ours, own: alone}), with_specials(pieces[1], {shared: theirs})]
+    vocabularies = [sorted({*side, shared, own}) for side in pieces]
+    tables = [table_of(v, specials=(shared, own)[: 2 - side]) for side, v in enumerate(vocabularies)]
+    spellings = [[b"" if p in (shared, own)[: 2 - side] else p for p in v] for side, v in enumerate(vocabularies)]
+    ids = [np.array([[v.index(p) for _, p in row]]) for v, row in zip(vocabularies, rows, strict=True)]
+    found = cut(build_sides(*tables, *spellings), *ids)
+    places = [Counter(at for at, p in row if p == shared) for row in rows]
+    pairs = sum((places[0] & places[1]).values())
+    if ids[0].size and ids[1].size:
+        assert not found.doubtful.any()
+        assert found.counts[0] == most_chunks(*map(tuple, pieces)) + pairs
+        assert sum(c >= 0 for c, (_, p) in zip(found.student_chunk[0], rows[0], strict=True) if p == shared) == pairs
+    assert all(c < 0 for c, (_, p) in zip(found.student_chunk[0], rows[0], strict=True) if p == own)
 
 
 @settings(max_examples=100, deadline=None)

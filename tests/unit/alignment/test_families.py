@@ -127,6 +127,14 @@ def test_a_text_of_nothing_but_an_unknown_token_is_one_incorrect_chunk():
     assert not bool(batch.pair_is_correct.any())
 
 
+@pytest.mark.parametrize("text", ["world", " world", " "], ids=repr)
+def test_a_space_that_both_sides_spell_is_in_a_chunk(text):
+    student, teacher = v.unigram(), v.sentencepiece_bpe("first")  # both add a space only where it is missing
+    batch, mask = aligned(student, teacher, [text], with_texts=False)
+    assert torch.equal(batch.pair_is_correct, batch.pair_valid)
+    assert bool((batch.student_chunk_id[mask > 0] >= 0).all())
+
+
 @pytest.mark.parametrize("text", [" leading", "  two", "none", "\nline", " "], ids=repr)
 @pytest.mark.parametrize("prefix", ["first", "always", "legacy", "never"])
 def test_the_tokenizers_own_space_is_told_from_the_texts(prefix, text):

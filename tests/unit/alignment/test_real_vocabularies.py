@@ -31,8 +31,8 @@ def pair(request):
     return student, teacher, aligner_of(student, teacher)
 
 
-def encoded(tokenizer, texts, cap=None):
-    return padded([[int(i) for i in tokenizer.encode(text)][:cap] for text in texts])
+def encoded(tokenizer, texts, cap=None, left=False):
+    return padded([[int(i) for i in tokenizer.encode(text)][:cap] for text in texts], pad=9, left=left)
 
 
 def check_equal_bytes(aligner, batch, s, t):
@@ -81,13 +81,20 @@ def test_the_number_of_chunks_is_the_number_of_common_ends(pair):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.text(max_size=24), min_size=1, max_size=3), st.integers(3, 40))
-def test_random_unicode(texts, cap):
+@given(st.lists(st.text(max_size=24), min_size=1, max_size=3), st.integers(3, 40), st.booleans(), st.booleans())
+def test_random_unicode(texts, cap, left, ids_alone):
     student, teacher = v.tekken(), v.sentencepiece_bpe()
     aligner = aligner_of(student, teacher)
-    (s, s_mask), (t, t_mask) = encoded(student, texts, cap), encoded(teacher, texts, cap)
-    batch = aligner.align(s, t, student_attention_mask=s_mask, teacher_attention_mask=t_mask, texts=texts)
+    (s, s_mask), (t, t_mask) = (encoded(tokenizer, texts, cap, left) for tokenizer in (student, teacher))
+    batch = aligner.align(
+        s,
+        t,
+        student_attention_mask=s_mask,
+        teacher_attention_mask=t_mask,
+        texts=None if ids_alone else texts,
+    )
     check_batch(batch, s_mask, t_mask)
+    check_equal_bytes(aligner, batch, s, t)
     assert torch.equal(batch.pair_is_correct, batch.pair_valid)
 
 
