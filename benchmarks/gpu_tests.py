@@ -1,4 +1,4 @@
-"""Runs the `gpu` tests of ops, losses and the teacher's signal here and writes what came of them and a hash.
+"""Runs the `gpu` tests of ops, losses, signals and whole runs here and writes what came of them and a hash.
 
     python -m benchmarks.gpu_tests [--out benchmarks/results/gpu_tests.json]
 
@@ -11,23 +11,30 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
-TESTS = (
-    "tests/ops",
-    "tests/unit/losses",
+SIDE_BY_SIDE = ("tests/ops", "tests/unit/losses", "tests/unit/test_completions.py")
+"""Tests that share a GPU; where pytest-xdist is installed, several run at a time."""
+ALONE = (
     "tests/unit/teacher",
-    "tests/unit/test_completions.py",
+    "tests/unit/trainer",
     "tests/integration/test_signals.py",
+    "tests/integration/test_training.py",
+    "tests/integration/test_worker_kills.py",
 )
+"""Tests that compare the GPU's memory before and after, or start whole runs."""
+TESTS = (*SIDE_BY_SIDE, *ALONE)
+MOST_AT_A_TIME = 6
 LOSS_TESTS = "test_losses_on_backends::"
 KERNEL_FILES = ("kernels.py", "triton.py", "launch.py", "triton_support.py")
 """How the names of the files end that kernels and their launches are written in."""
@@ -94,6 +101,19 @@ def losses_pass(report: dict, backend: str) -> bool:
     return report["kernel_hash"] == kernel_hash() and "passed" in own and "failed" not in own
 
 
+def _at_a_time() -> int:
+    """How many tests may run at once: 1 without pytest-xdist."""
+    cores = len(os.sched_getaffinity(0))
+    return min(MOST_AT_A_TIME, cores // 2) if find_spec("xdist") else 1
+
+
+def _run(paths: tuple[str, ...], junit: Path, *, at_a_time: int = 1) -> dict[str, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={junit}", *paths]
+    workers = ["-n", str(at_a_time), "--dist", "worksteal"] if at_a_time > 1 else []
+    subprocess.run([*command, *workers], cwd=ROOT, check=False)
+    return outcomes(junit)
+
+
 def main() -> int:
     """Run, count, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,10 +125,8 @@ def main() -> int:
         print("benchmarks/gpu_tests.py needs a CUDA GPU: torch sees none", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        junit = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={junit}", *TESTS]
-        subprocess.run(command, cwd=ROOT, check=False)
-        tests = outcomes(junit)
+        tests = _run(SIDE_BY_SIDE, Path(folder) / "side.xml", at_a_time=_at_a_time())
+        tests |= _run(ALONE, Path(folder) / "alone.xml")
     counts = Counter(tests.values())
     report = {
         **{outcome: counts[outcome] for outcome in ("passed", "skipped", "failed")},

@@ -1,0 +1,121 @@
+"""What the whole run must show, and what it aims at, beside what its calls have found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Calls = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A figure and its limits.
+
+    Attributes:
+        what: In words.
+        found: None where no call has it.
+        must: None where it is only reported.
+        form: How a figure is written.
+        most: Whether less is better.
+    """
+
+    what: str
+    found: float | None
+    must: float | None
+    aim: float | None
+    form: str = "{:.2f}"
+    most: bool = False
+
+    @property
+    def told(self) -> str:
+        """What was found."""
+        return "not measured" if self.found is None else self.form.format(self.found)
+
+    @property
+    def must_told(self) -> str:
+        """The limit."""
+        return "reported" if self.must is None else self._limit(self.must)
+
+    @property
+    def aim_told(self) -> str:
+        """The aim."""
+        return "" if self.aim is None else self._limit(self.aim)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it holds, and whether the aim is reached as well."""
+        if self.found is None:
+            return ""
+        if self.must is not None and not self._within(self.must):
+            return "fails"
+        reached = self.aim is not None and self._within(self.aim)
+        if self.must is None:
+            return "" if self.aim is None else "aim reached" if reached else "below its aim"
+        return "holds, aim reached" if reached else "holds"
+
+    def _limit(self, limit: float) -> str:
+        return ("at most " if self.most else "at least ") + self.form.format(limit)
+
+    def _within(self, limit: float) -> bool:
+        assert self.found is not None
+        return self.found <= limit if self.most else self.found >= limit
+
+
+def bounds_of(calls: Calls) -> Iterator[Bound]:
+    """Every figure, from the calls that have it."""
+    one = "one GPU, "
+    yield Bound(one + "P-KL, tokens/s", _rate(calls, "p_kl_wide"), 25_000, 30_000, "{:,.0f}")
+    yield Bound(one + "P-KL, times the serial loop", _of(calls, "p_kl_wide", "times_serial"), 1.75, None)
+    for loss, name in (("gold", "gold"), ("h_kl", "H-KL")):
+        yield Bound(one + f"{name}, tokens/s", _rate(calls, f"{loss}_wide"), 22_000, 27_000, "{:,.0f}")
+        yield Bound(one + f"{name}, times the serial loop", _of(calls, f"{loss}_wide", "times_serial"), 2.5, None)
+    yield Bound(one + "P-KL, teacher in 8 bits, tokens/s", _rate(calls, "p_kl_fp8_wide"), None, 40_000, "{:,.0f}")
+    difference = _of(calls, "p_kl_fp8_wide", "loss_difference")
+    mean = difference["mean"] if difference else None
+    yield Bound("its loss differs from bfloat16's by, mean over steps", mean, None, None, "{:.4f}", most=True)
+    yield Bound("student waits for rows, share of a step", _wait(calls), 0.02, 0.005, "{:.2%}", most=True)
+    for name, words in (("p_kl_hidden", "kept"), ("p_kl_hidden_checkpointed", "recomputed")):
+        share = _memory_share(calls, name)
+        yield Bound(
+            f"P-KL from hidden states, activations {words}: peak memory above weights, gradients and moments, trainer, "
+            "teacher and ring together, of the serial loop's",
+            share, 0.5, 0.25, "{:.0%}", most=True,
+        )  # fmt: skip
+    yield Bound("two GPUs, teacher on its own, times one GPU", _of(calls, "teacher_apart", "times_beside"), 1.5, 1.8)
+    both = max((t for n in ("two_ranks", "two_ranks_mps") if (t := _of(calls, n, "times_beside"))), default=None)
+    yield Bound("two GPUs, student shared by FSDP2, a teacher each, times one GPU", both, 1.8, 1.95)
+    shared = _of(calls, "two_ranks", "loss_difference")
+    largest = shared["largest"] if shared else None
+    yield Bound("its loss differs from one GPU's by, largest of a step", largest, 1e-3, None, "{:.5f}", most=True)
+
+
+def _of(calls: Calls, variant: str, name: str) -> Any:
+    """A variant's figure, from the first call that has it."""
+    for call in calls.values():
+        found = call["variants"].get(variant, {}).get(name)
+        if found is not None:
+            return found
+    return None
+
+
+def _rate(calls: Calls, variant: str) -> float | None:
+    found: float | None = _of(calls, variant, "tokens_per_second")
+    return found
+
+
+def _wait(calls: Calls) -> float | None:
+    """The worst of the rows above: a variant that fails or is not there has none."""
+    medians = [_of(calls, name, "median") for name in ("p_kl_wide", "gold_wide", "h_kl_wide")]
+    return max((found["data_wait"] for found in medians if found), default=None)
+
+
+def _memory_share(calls: Calls, name: str) -> float | None:
+    parts = ("peak_bytes_above_state", "teacher_bytes_above_weights", "ring_bytes")
+    for call in calls.values():
+        variant = call["variants"].get(name, {})
+        serial = call["serial"].get(variant.get("serial", ""))
+        if serial and all(part in variant for part in parts):
+            return float(sum(variant[part] for part in parts) / serial["peak_bytes_above_state"])
+    return None
