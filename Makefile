@@ -102,5 +102,10 @@ evidence-reduced: $(STAMP)  ## the same, small, without a GPU
 	$(BIN)/python -m experiments.digits all --scale reduced --seconds 7200
 	$(BIN)/python -m experiments.digits.page
 
+bench-kills: $(STAMP)  ## kill teachers and trainers of real runs on a GPU at random moments, and resume
+	$(BIN)/python -m benchmarks.worker_kills
+	$(BIN)/python -m benchmarks.worker_kills.whole_run
+	$(BIN)/python -m benchmarks.worker_kills.page
+
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build runs demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
