@@ -39,6 +39,8 @@ def create_app(runs: Runs, access: Access | None = None) -> FastAPI:
         version=version("xtoken"),
         description=DESCRIPTION,
         responses=problems_of(401, 403),
+        docs_url=None,  # theirs is fetched from another host: ours is a page (`services.control.web.reference`)
+        redoc_url=None,
     )
     app.state.plane = plane
     problems.install(app)

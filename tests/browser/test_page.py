@@ -196,7 +196,7 @@ def test_every_page_fits_in_every_colour(open_page: Open, plane: Plane, width: i
     run = page.locator("a.through").first.get_attribute("href")
     for name, path in (
         ("runs", "/"), ("run", run), ("log", f"{run}/log"), ("configuration", f"{run}/configuration"),
-        ("files", f"{run}/files"), ("new", "/runs/new"), ("align", "/align"),
+        ("files", f"{run}/files"), ("new", "/runs/new"), ("align", "/align"), ("interface", "/docs"),
     ):  # fmt: skip
         page.goto(path)
         page.wait_for_load_state("networkidle")

@@ -16,7 +16,7 @@ from services.control.web.render import PageRoute, page
 
 LOGIN = "/login"
 KEPT_S = 30 * 24 * 3600
-OURS = ("/v1/", "/metrics", "/livez", "/readyz", "/static/", "/docs", "/redoc", "/openapi.json")
+OURS = ("/v1/", "/metrics", "/livez", "/readyz", "/static/", "/openapi.json")
 """What is no page, and is answered as it is."""
 
 router = APIRouter(route_class=PageRoute)

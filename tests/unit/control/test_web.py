@@ -105,7 +105,14 @@ def test_every_page_answers_and_lets_no_foreign_code_in(client: TestClient, runs
     put(runs, "old-1")
     put(runs, "odd-1", RunState.FAILED, error="<script>alert(1)</script>")
     places = ["", "/log", "/log?worker=trainer-0", "/configuration", "/files", "/live"]
-    for path in ["/", "/runs/new", "/runs/new?from=old-1", "/align", *(f"/runs/odd-1{place}" for place in places)]:
+    for path in [
+        "/",
+        "/runs/new",
+        "/runs/new?from=old-1",
+        "/align",
+        "/docs",
+        *(f"/runs/odd-1{place}" for place in places),
+    ]:
         answer = client.get(path)
         assert answer.status_code == 200, path
         assert "script-src 'self'" in answer.headers["content-security-policy"]
@@ -122,6 +129,18 @@ def test_all_that_a_page_names_is_served_from_here(client: TestClient) -> None:
     assert not [name for name in named if name.startswith(("http", "//"))]
     for name in named:
         assert client.get(name).status_code in (200, 303), name
+
+
+def test_the_interface_is_described_by_a_page_of_our_own(client: TestClient) -> None:
+    text = client.get("/docs").text
+    described = client.get("/openapi.json").json()
+    for path, ways in described["paths"].items():
+        assert all(f"<code>{method.upper()} {path}</code>" in text for method in ways), path
+    sections = set(re.findall(r'<section class="card flush" id="([^"]+)"', text))
+    assert set(described["components"]["schemas"]) <= sections
+    assert set(re.findall(r'href="#([^"]+)"', text)) - {"main"} <= sections, "no link leads nowhere"
+    assert not re.findall(r'(?:src|href)="(?:https?:)?//', text)
+    assert client.get("/redoc").status_code == 404
 
 
 def test_a_form_of_a_foreign_page_is_refused(client: TestClient, runs: Runs) -> None:
