@@ -3,6 +3,8 @@
 It reads `watch PID` and `forget PID` lines from standard input. The pipe's end means that the other side is gone,
 however it died: then the process groups still watched are killed, the directories named as arguments removed, and
 what the killed left in shared memory as well. While it waits only the standard library is loaded.
+
+With `--apart` as first argument it is nobody's child: some who end kill their children as they go.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from collections.abc import Iterable
 
 GONE_WITHIN_S = 2.0
+APART = "--apart"
 
 
 def still_watched(lines: Iterable[str]) -> set[int]:
@@ -34,8 +37,14 @@ def main() -> None:
     """Wait for the end of standard input, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    arguments = sys.argv[1:]
+    if arguments[:1] == [APART]:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        arguments.pop(0)
     orphaned = still_watched(sys.stdin)
-    for directory in sys.argv[1:]:
+    for directory in arguments:
         shutil.rmtree(directory, ignore_errors=True)
     deadline = time.monotonic() + GONE_WITHIN_S
     left = orphaned

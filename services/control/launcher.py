@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from services.control import processes
+from services.control.guard import APART
 from services.control.processes import Identity
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import XtokenError
@@ -243,10 +244,11 @@ class LocalLauncher:
         tied: Should the calling process die in any way, SIGKILL included, everything it started dies with it. Without
             it the processes live on.
         private: Directories to remove in that case.
+        apart: The calling process is one that kills its children as it ends: what sees to it is none of them.
     """
 
-    def __init__(self, *, tied: bool = False, private: Sequence[Path] = ()) -> None:
-        self._guard = Guard(private) if tied else None
+    def __init__(self, *, tied: bool = False, private: Sequence[Path] = (), apart: bool = False) -> None:
+        self._guard = Guard(private, apart=apart) if tied else None
 
     def ready(self, node: int) -> bool:
         """This machine is there."""
@@ -306,9 +308,9 @@ def free_port(host: str) -> int:
 class Guard:
     """This side of the process that outlives ours and then ends what we started (`services.control.guard`)."""
 
-    def __init__(self, private: Sequence[Path]) -> None:
+    def __init__(self, private: Sequence[Path], *, apart: bool = False) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "services.control.guard", *map(str, private)],
+            [sys.executable, "-m", "services.control.guard", *([APART] if apart else ()), *map(str, private)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True,
         )  # fmt: skip
         assert self._process.stdin is not None

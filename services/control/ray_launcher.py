@@ -6,6 +6,7 @@ ends every process that was connected to it, does not end the control plane; and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -28,9 +29,11 @@ from xtoken_core.errors import XtokenError
 log = logging.getLogger("xtoken.control")
 
 LOOK_EVERY_S = 0.3
-CLOSE_S = 60.0
+CLOSE_S = 30.0
 NOISE = "ray.log"
 FIRST_LOOK_S = 120.0
+ANSWER_S = 180.0
+"""Much longer than anything that is asked may take: Ray waits a minute for a cluster, then gives up."""
 
 
 @dataclass
@@ -171,8 +174,8 @@ class RayLauncher:
     def close(self) -> None:
         """Leave the cluster, and give its machines back if the run is over."""
         self._closing.set()
-        self._watcher.join()
         self._bridge.close(give_back=self._over)
+        self._watcher.join()
 
     # For its handles
 
@@ -267,6 +270,8 @@ class Bridge:
                 return {"error": self._gone}
             assert self._process.stdin is not None
             assert self._process.stdout is not None
+            patience = threading.Timer(ANSWER_S, self._process.kill)
+            patience.start()
             try:
                 self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.flush()
@@ -275,6 +280,8 @@ class Bridge:
                 answer: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
             except (OSError, ValueError):
                 answer = {}
+            finally:
+                patience.cancel()
             if not answer or answer.get("fatal"):
                 self._gone = answer.get(
                     "error", f"the process that talks to the Ray cluster has ended, see {self._noise}"
@@ -283,18 +290,18 @@ class Bridge:
             return answer
 
     def close(self, *, give_back: bool) -> None:
-        """Let it go; with `give_back` it removes from the cluster what it has put there."""
+        """Let it go; with `give_back` it removes from the cluster what it put there. One that is stuck is killed."""
+        patience = threading.Timer(CLOSE_S, self._process.kill)
+        patience.start()
         if give_back:
             self.ask({"call": "give_back"})
         with self._lock:
             self._gone = "it was left"
             assert self._process.stdin is not None
-            self._process.stdin.close()
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        self._process.wait()
+        patience.cancel()
 
 
 def cpus_of(spec: RunSpec) -> float:

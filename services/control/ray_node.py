@@ -36,7 +36,7 @@ class NodeAgent:
             file.parent.mkdir(mode=0o700, exist_ok=True)
             file.touch(mode=0o600)
             file.write_text(text)
-        self._launcher = LocalLauncher(tied=True, private=[self._private])
+        self._launcher = LocalLauncher(tied=True, private=[self._private], apart=True)
         self._handles: dict[str, LocalHandle] = {}
         self._facts: dict[str, Any] = {
             "address": address,

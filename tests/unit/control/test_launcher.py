@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.control.guard import still_watched
@@ -93,7 +94,7 @@ STARTER = """
 import sys, time
 from pathlib import Path
 from services.control.launcher import LocalLauncher
-launcher = LocalLauncher(tied={tied}, private=[Path({private!r})])
+launcher = LocalLauncher(tied={tied}, private=[Path({private!r})], apart={apart})
 program = {program!r}
 handle = launcher.start([sys.executable, "-c", program], {{}}, Path({log!r}))
 Path({file!r}).write_text(str(handle.pid))
@@ -101,17 +102,21 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "free"])
-def test_what_a_killed_starter_leaves(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("tied", "apart"), [(True, False), (True, True), (False, False)], ids=["tied", "its children killed first", "free"]
+)
+def test_what_a_killed_starter_leaves(tmp_path: Path, tied: bool, apart: bool) -> None:
     private, file, grandchild = tmp_path / "private", tmp_path / "pid", tmp_path / "grandchild"
     private.mkdir()
     (private / "socket").touch()
     program = PARENT.format(own=False, file=str(grandchild), then="time.sleep(600)")
     text = STARTER.format(
-        tied=tied, private=str(private), program=program, log=str(tmp_path / "log"), file=str(file)
+        tied=tied, apart=apart, private=str(private), program=program, log=str(tmp_path / "log"), file=str(file)
     )  # fmt: skip
     starter = subprocess.Popen([sys.executable, "-c", text])
     pids = [read_pid(file), read_pid(grandchild)]
+    for child in psutil.Process(starter.pid).children() if apart else ():
+        child.kill()
     starter.kill()
     starter.wait()
     try:
