@@ -238,8 +238,9 @@ class RayLauncher:
         if place.machine:
             what = f"{place.machine} was lost and nothing in the Ray cluster took its place within {wait}"
             return f"{what}; it takes {needs}: add a node and resume the run"
-        what = f"node group {node} got no machine of the Ray cluster within {wait}"
-        return f"{what}: it takes {needs}; {place.why or 'the cluster says nothing'}"
+        if not self._looked.is_set():
+            return f"the Ray cluster at {self._spec.ray.address} has not answered within {wait}"
+        return f"node group {node} got no machine of the Ray cluster within {wait}: it takes {needs}; {place.why}"
 
 
 class Bridge:
