@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets

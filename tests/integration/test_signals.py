@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -58,6 +59,19 @@ def test_a_killed_teacher_is_replaced_where_the_signal_goes_through_the_queue(
     ending = crew.join()
     assert ending.state == RunState.COMPLETED, ending.error
     assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(160))
+
+
+@pytest.mark.slow
+def test_a_teacher_that_hangs_is_told_of_and_replaced(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    spec = tiny_spec(assets, tmp_path, records=160, workers={"signal": "shared_memory"})
+    crew = start(spec)
+    crew.wait_for_steps(3)
+    psutil.Process(crew.pid("teacher-0-0")).suspend()
+    ending = crew.join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(160))
+    trainer_log = next((spec.output / "logs").glob("trainer-0.*.log")).read_text()
+    assert trainer_log.index("teacher 0 has gone: ring 1 is closed") < trainer_log.index("ring 2 of teacher 0 is open")
 
 
 def test_signals_that_the_queue_cannot_hold_are_refused_before_the_start(assets: TinyAssets, tmp_path: Path) -> None:
