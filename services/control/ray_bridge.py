@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ NAMESPACE = "xtoken"
 CALL_S = 30.0
 SILENCE_S = 60.0
 CLOSE_S = 5.0
+KNOCK_S = 10.0
 
 ray: Any = None
 
@@ -216,6 +218,9 @@ def connected(order: dict[str, Any]) -> Bridge:
         Exception: There is none; Ray has many ways to say so.
     """
     global ray
+    host, _, port = order["address"].rpartition(":")
+    if host:  # Ray itself tries for minutes
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
     ray = importlib.import_module("ray")
     importlib.import_module("ray.util.scheduling_strategies")
     ray.init(address=order["address"], namespace=NAMESPACE, log_to_driver=False, configure_logging=False)

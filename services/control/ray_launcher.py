@@ -285,7 +285,7 @@ class Bridge:
                 patience.cancel()
             if not answer or answer.get("fatal"):
                 self._gone = answer.get(
-                    "error", f"the process that talks to the Ray cluster has ended, see {self._noise}"
+                    "error", f"the process that talks to the Ray cluster has ended or was stuck, see {self._noise}"
                 )
                 return {"error": self._gone}
             return answer

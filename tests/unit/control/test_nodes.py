@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ import pytest
 from services.control.admission import Admission, RefusedError, check_launch
 from services.control.fleet import fleet_of, threads_of_model_workers
 from services.control.groups import describe_exit
-from services.control.launcher import LOST_EXIT
+from services.control.launcher import LOST_EXIT, free_port
 from services.control.place import KEYS, QueuePlace
-from services.control.ray_launcher import cpus_of, gpus_of
+from services.control.ray_launcher import RayLauncher, cpus_of, gpus_of
 from services.queue.main import of_group
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.keys import allowed_keys, client_keys, server_keys
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, XtokenError
 
 RAY = {"launcher": "ray", "device": "cpu"}
 
@@ -137,3 +138,18 @@ def test_a_queue_of_a_group_that_the_run_does_not_have_is_refused(tmp_path: Path
 
 def test_a_lost_machine_is_told_in_words() -> None:
     assert describe_exit(LOST_EXIT) == "was lost with its machine"
+
+
+def test_a_cluster_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+    spec = with_ray(tmp_path, address=f"127.0.0.1:{free_port('127.0.0.1')}")
+    place = QueuePlace.make(spec)
+    launcher = RayLauncher(spec, place.private, tied=True)
+    try:
+        with pytest.raises(XtokenError, match=r"^the Ray cluster at 127\.0\.0\.1:\d+ is not there: .*refused"):
+            while not launcher.ready(0):
+                time.sleep(0.05)
+        assert launcher.find(None, "mark", tmp_path / "status").poll() == LOST_EXIT
+    finally:
+        launcher.sweep("run/")
+        launcher.close()
+        place.remove()
