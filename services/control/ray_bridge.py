@@ -25,6 +25,7 @@ CALL_S = 30.0
 SILENCE_S = 60.0
 CLOSE_S = 5.0
 KNOCK_S = 10.0
+AGAIN_S = 1.0
 
 ray: Any = None
 
@@ -51,6 +52,7 @@ class NodeGroup:
         self._statuses: dict[str, int | None] = {}
         self._asked: Any = None
         self._answered_at = 0.0
+        self._not_before = 0.0
         self._search = not order["tied"]
 
     def look(self) -> dict[str, Any]:
@@ -58,7 +60,8 @@ class NodeGroup:
         if self._search:
             self._find()
         if self._agent is None:
-            self._place()
+            if time.monotonic() >= self._not_before:
+                self._place()
         elif self._facts is None:
             self._meet()
         else:
@@ -117,7 +120,11 @@ class NodeGroup:
         remote = ray.remote(NodeAgent).options(
             num_cpus=self._order["cpus"], num_gpus=self._order["gpus"], scheduling_strategy=strategy, **lasting
         )
-        self._agent = remote.remote(node["NodeManagerAddress"], node_id, self._order["keys"], self._order["sees"])
+        try:
+            self._agent = remote.remote(node["NodeManagerAddress"], node_id, self._order["keys"], self._order["sees"])
+        except ValueError as error:  # the name of one that was lost is not free yet
+            self._lose(_line(error))
+            return
         self._facts_asked = self._agent.describe.remote()
 
     def _meet(self) -> None:
@@ -157,6 +164,7 @@ class NodeGroup:
 
     def _lose(self, why: str) -> None:
         self._agent, self._facts, self._asked, self.why = None, None, None, why
+        self._not_before = time.monotonic() + AGAIN_S
 
 
 class Bridge:
