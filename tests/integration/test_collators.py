@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.support.collators import CollatorCrew
+from tests.support.collators import DEADLINE_S, CollatorCrew
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
 from xtoken_core.collate import CollatedRow, CrossTokenizerCollator
 from xtoken_core.config.spec import RunSpec
@@ -59,6 +59,7 @@ def check_rows(crew: CollatorCrew, spec: RunSpec, texts: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S)
 def test_killed_and_added_collators_leave_every_position_with_one_row(crew: tuple[CollatorCrew, RunSpec]) -> None:
     workers, spec = crew
     for name in ("collator-0", "collator-1"):
@@ -76,6 +77,7 @@ def test_killed_and_added_collators_leave_every_position_with_one_row(crew: tupl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S)
 def test_a_killed_collator_without_a_successor_is_given_up_by_its_silence(crew: tuple[CollatorCrew, RunSpec]) -> None:
     workers, spec = crew
     workers.start("collator-0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
 from xtoken_core.protocol.run import TRAINER
 
-DEADLINE_S = 240.0
+DEADLINE_S = 900.0
 
 
 class CollatorCrew:
@@ -74,7 +75,7 @@ class CollatorCrew:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, f"the condition never held: {self.log()[-2000:]}"
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def discard(self) -> None:
         """Drop every row and go on behind them, as a trainer does that starts from a later checkpoint."""
@@ -85,6 +86,12 @@ class CollatorCrew:
         step = int(self._client.stats()["partitions"][self._client.partition]["run"]["step"])
         held = int(self._client.stats()["partitions"][self._client.partition]["samples"])
         return step * self.samples_per_step + held
+
+    def cpu_s(self, name: str | None = None) -> float:
+        """CPU seconds that a collator, or else the queue, has taken so far."""
+        process = self._queue if name is None else self._collators[name]
+        after_name = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
     def log(self) -> str:
         """What the processes have said."""

@@ -103,7 +103,7 @@ class TokenAligner:
         split = len(student_ids)
         both = np.concatenate([student_ids, teacher_ids + self._sides.offset])
         quiet = (self._sides.lengths.take(both) == 0).nonzero()[0]
-        led = own_spaces(self._sides, both, rows_of(1, split, len(teacher_ids)), quiet)
+        led = own_spaces(self._sides, both, rows_of(1, split, len(teacher_ids)), quiet, suspected=True)
         places, sides = [], []
         tables = (self._sides.student, self._sides.teacher)
         for side, ids, begin in zip(tables, (student_ids, teacher_ids), (0, split), strict=True):

@@ -9,7 +9,7 @@ from xtoken_core.alignment.sides import Sides
 from xtoken_core.alignment.tables import TEXT
 
 
-def own_spaces(sides: Sides, ids: np.ndarray, rows: Rows, silent: np.ndarray) -> np.ndarray:
+def own_spaces(sides: Sides, ids: np.ndarray, rows: Rows, silent: np.ndarray, *, suspected: bool = False) -> np.ndarray:
     """Indices of tokens whose leading space is the tokenizer's own.
 
     Those are the first text token of a row and of every separately tokenized stretch (one after absent tokens)
@@ -22,6 +22,7 @@ def own_spaces(sides: Sides, ids: np.ndarray, rows: Rows, silent: np.ndarray) ->
         ids: `[n]` int64: all rows of the student, then all of the teacher with the sides' offset added.
         rows: Where the rows lie; none is empty.
         silent: Indices of the tokens that spell nothing, in order; absent tokens and specials are among them.
+        suspected: Also those that rather are the text's.
     """
     prefixes = sides.prefixes
     if prefixes == ("none", "none"):
@@ -36,7 +37,11 @@ def own_spaces(sides: Sides, ids: np.ndarray, rows: Rows, silent: np.ndarray) ->
         mine, part = rows.of(side), slice(split) if side == 0 else slice(split, None)
         gaps = quiet[part] == absent[side]
         own, spaced = first[mine], spaces[mine] > 0
-        if prefix == "missing":
+        if suspected:
+            pass
+        elif prefix == prefixes[1 - side] == "missing":
+            spaced &= spaces[rows.of(1 - side)] == 0
+        elif prefix == "missing":
             spaced &= ~_begins_with_space(sides, ids, rows, first, spaces, 1 - side)
         elif np.count_nonzero(gaps):
             unsure = (own > rows.first[mine]) & (ids.take(own - 1, mode="wrap") == absent[side])
@@ -77,7 +82,7 @@ def _begins_with_space(
 ) -> np.ndarray:
     """`[B]` bool: the text itself begins with a space, the one that the tokenizer always adds not counted."""
     mine = rows.of(side)
-    if sides.prefixes[side] != "always":
+    if sides.prefixes[side] == "none":
         return spaces[mine] > 0
     after = ids.take(np.minimum(first[mine] + 1, rows.last[mine]))
     alone = sides.lengths.take(ids.take(first[mine])) == 1

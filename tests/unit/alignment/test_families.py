@@ -34,10 +34,10 @@ def family(request):
     return request.param, FAMILIES[request.param]()
 
 
-def aligned(student, teacher, texts, *, with_texts):
+def aligned(student, teacher, texts, *, with_texts, left=False):
     aligner = aligner_of(student, teacher)
-    s, s_mask = padded([student.encode(text) for text in texts])
-    t, t_mask = padded([teacher.encode(text) for text in texts])
+    s, s_mask = padded([student.encode(text) for text in texts], pad=9, left=left)
+    t, t_mask = padded([teacher.encode(text) for text in texts], pad=9, left=left)
     batch = aligner.align(
         s, t, student_attention_mask=s_mask, teacher_attention_mask=t_mask, texts=texts if with_texts else None
     )
@@ -136,9 +136,14 @@ def test_a_space_that_both_sides_spell_is_in_a_chunk(text):
 
 
 @pytest.mark.parametrize("text", [" leading", "  two", "none", "\nline", " "], ids=repr)
+@pytest.mark.parametrize("other", [v.byte_level, v.unigram, v.slow_sentencepiece], ids=["none", "missing", "always"])
 @pytest.mark.parametrize("prefix", ["first", "always", "legacy", "never"])
-def test_the_tokenizers_own_space_is_told_from_the_texts(prefix, text):
-    for pair in ((v.sentencepiece_bpe(prefix), v.byte_level()), (v.byte_level(), v.sentencepiece_bpe(prefix))):
-        batch, _ = aligned(*pair, [text], with_texts=False)
-        assert torch.equal(batch.pair_is_correct, batch.pair_valid)
-        assert int(batch.num_chunks) >= 1
+def test_the_tokenizers_own_space_is_told_from_the_texts(prefix, other, text):
+    for pair in ((v.sentencepiece_bpe(prefix), other()), (other(), v.sentencepiece_bpe(prefix))):
+        chunks = set()
+        for left in (False, True):
+            batch, _ = aligned(*pair, [text, "a longer text than the others"], with_texts=False, left=left)
+            assert torch.equal(batch.pair_is_correct, batch.pair_valid)
+            chunks.add(tuple(batch.num_chunks.tolist()))
+        assert len(chunks) == 1 or not text.strip()  # a slow SentencePiece does not tell one space from its own
+        assert min(max(chunks)) >= 1
