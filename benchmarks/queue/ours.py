@@ -34,6 +34,7 @@ PARTITION, TASK = "bench", "read"
 MEMORY_LIMIT = 4 << 30
 IDLE_S = 10.0
 SETTLE_S = 5.0
+SILENCE_S = 600.0
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def connect(address: Address, name: str) -> ZmqDataPlaneClient:
     while address.token_file is not None and not address.token_file.exists() and time.monotonic() < deadline:
         time.sleep(0.005)
     client = ZmqDataPlaneClient(address)
-    client.hello(name, "bench", incarnation=time.time_ns())
+    client.hello(name, "bench", incarnation=time.time_ns(), silence_s=SILENCE_S)
     client.open(PARTITION, [m.TaskDef(name=TASK, requires=["input_ids"])])
     return client
 

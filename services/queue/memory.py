@@ -16,7 +16,7 @@ from xtoken_core.data_plane.allocator import set_allocator
 
 YOUNG, MIDDLE, OLD = 50_000, 20, 50
 KEEPS = (1 << 31) - 1
-WORTH_BYTES = 4 << 20
+WORTH_BYTES = 1 << 20
 SHARE = 1.25
 LOOKS, MANY_LOOKS = 10, 240
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -160,7 +160,8 @@ def record_of(engine: Engine, request: m.Request, buffers: Sequence[Buffer], tou
         case m.Complete() if part.run is None:
             return _complete(part, request, buffers, touched)
         case m.Ack():
-            return Done(partition=name, task=request.task, ids=request.ids, gone=_gone(part, request.ids)), ()
+            ids = list(touched.ids)
+            return (Done(partition=name, task=request.task, ids=ids, gone=_gone(part, ids)), ()) if ids else None
         case m.Nack():
             return _nack(part, request, touched)
         case m.AckWindow() if part.run is not None:

@@ -94,6 +94,16 @@ def test_a_result_that_only_a_session_vouched_for_is_to_be_made_again(kept: Kept
         assert peer.call("get", partition="p", ids=[1], fields=["z"])["columns"] == {"z": ints([5])}
 
 
+def test_an_ack_of_a_result_that_a_session_vouches_for_makes_it_no_firmer(kept: Kept) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=TASKS, volatile=["v"])
+    peer.call("put", partition="p", ids=[0], columns={"x": ints([0])})
+    lease = peer.call("claim", partition="p", task="a", ids=[0])["lease"]
+    peer.call("complete", partition="p", lease=lease, columns={"v": ints([5])})
+    peer.call("ack", partition="p", task="a", ids=[0])
+    assert states(kept.restart(), "p", "a") == {"ready": [0]}
+
+
 def test_what_every_task_has_done_stays_done(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=TASKS, volatile=["v"])

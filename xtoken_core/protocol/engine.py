@@ -26,7 +26,7 @@ MAX_SESSIONS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """The lease that a request named, as it was before: its samples and task, or its block."""
+    """The lease that a request named, as it was before: its samples and task, or its block; of an ack, what it ends."""
 
     ids: tuple[int, ...] = ()
     task: str = ""
@@ -113,8 +113,12 @@ class Engine:
 
     def _touched(self, request: m.AnyRequest) -> Touched:
         part = self.partitions.get(getattr(request, "partition", ""))
-        if part is None or not isinstance(request, (m.Complete, m.Nack)):
+        if part is None or not isinstance(request, (m.Ack, m.Complete, m.Nack)):
             return Touched()
+        if isinstance(request, m.Ack):
+            known = request.task in part.samples.tasks
+            mine = part.samples.held_by(request.session, request.task, request.ids) if known else ()
+            return Touched(tuple(mine), request.task)
         if part.run is not None and request.lease in part.run.source.leases:
             return Touched(block=part.run.source.leases[request.lease].block)
         lease = part.samples.leases.get(request.lease)

@@ -7,7 +7,7 @@ Pure bookkeeping: the columns themselves are kept by `xtoken_core.protocol.store
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count, repeat
+from itertools import repeat
 from operator import attrgetter
 
 from xtoken_core.protocol.intervals import IntervalSet
@@ -71,14 +71,15 @@ class Samples:
     def _admit(self, ids: Sequence[int], fields: frozenset[str]) -> None:
         """New samples, at the end of the order of puts."""
         status = {name: Status.READY if t.requires <= fields else Status.WAITING for name, t in self.tasks.items()}
-        first, self._puts = self._puts, self._puts + len(ids)
-        made = map(Sample, ids, count(first), repeat(fields), repeat(status))
+        places = list(range(self._puts, self._puts + len(ids)))
+        self._puts += len(ids)
+        made = map(Sample, ids, places, repeat(fields), repeat(status))
         self.samples.update(zip(ids, made, strict=True))
         for name, turns in self._turns.items():
             if self.tasks[name].order == "strict":
-                turns.extend(ids, first)
+                turns.extend(ids, places)
             elif status[name] == Status.READY:
-                turns.extend(ids, self._ready_count + 1)
+                turns.extend(ids, range(self._ready_count + 1, self._ready_count + 1 + len(ids)))
                 self._ready_count += len(ids)
             self._prune(turns)
 
