@@ -37,7 +37,10 @@ def show(request: Request) -> Response:
         {
             "method": method.upper(), "path": path, "said": operation.get("description") or operation["summary"],
             "rows": _parameters(operation),
-            "answers": [(code, a.get("description", ""), _carried(a)) for code, a in sorted(operation["responses"].items())],
+            "answers": [
+                (status, answer.get("description", ""), _carried(answer))
+                for status, answer in sorted(operation["responses"].items())
+            ],
         }
         for path, ways in described["paths"].items()
         for method, operation in ways.items()
