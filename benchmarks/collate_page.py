@@ -30,6 +30,7 @@ def figures(result: dict[str, Any], workers: dict[str, Any]) -> str:
 
 def _setting(result: dict[str, Any], workers: dict[str, Any]) -> str:
     machine, settings, two = result["machine"], result["settings"], workers["settings"]
+    own = workers["rows_per_cpu_s"]
     return (
         f"One run of {settings['seconds']:.0f} s on one of {machine['cores']} cores ({machine['processor']}, load "
         f"{machine['load']:.1f} at its end), medians of {settings['turns']} turns, alignment in "
@@ -37,8 +38,17 @@ def _setting(result: dict[str, Any], workers: dict[str, Any]) -> str:
         f"Python {machine['python']}, numpy {machine['numpy']}, torch {machine['torch']}, tokenizers "
         f"{machine['tokenizers']}, TRL {machine['trl']}. "
         f"The two collators: another run, {two['turns']} turns of {two['seconds']:g} s each, load "
-        f"{workers['machine']['load']:.1f} at its end."
+        f"{workers['machine']['load']:.1f} at its end; in a second of its CPU time a collator made "
+        f"{own['one']:.0f} rows alone and {own['two']:.0f} beside the other, and the queue took "
+        f"{workers['queue_cores']['two']:.0%} of a core.{_of_others(workers['machine'])}"
     )
+
+
+def _of_others(machine: dict[str, Any]) -> str:
+    """What must be known of a measurement on a busy machine."""
+    if machine["load"] <= machine["cores"] + 2:  # two collators and the queue
+        return ""
+    return " So many other processes ran that two collators also got two shares of the machine: that ratio says little."
 
 
 def _rows(result: dict[str, Any]) -> Iterator[str]:

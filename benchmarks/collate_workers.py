@@ -62,16 +62,30 @@ def run_spec(directory: Path) -> RunSpec:
     )
 
 
-def rate(crew: CollatorCrew, seconds: float) -> float:
-    """Rows a second that arrive while the collators go on as they are."""
+def rate(crew: CollatorCrew, seconds: float) -> dict[str, float]:
+    """What arrives while the collators go on as they are.
+
+    Returns:
+        `rows_per_s`: rows a second by the clock; `rows_per_cpu_s`: by the CPU time of the collators, which tells what
+        the two take from each other from what other processes take from both; `queue_cores`: cores that the queue took.
+    """
     crew.discard()
     time.sleep(0.5)
-    begun, rows = time.perf_counter(), crew.rows_put()
+    begun, rows, spent, queue = time.perf_counter(), crew.rows_put(), _collators_cpu_s(crew), crew.cpu_s()
     time.sleep(seconds)
-    return (crew.rows_put() - rows) / (time.perf_counter() - begun)
+    took, rows = time.perf_counter() - begun, crew.rows_put() - rows
+    return {
+        "rows_per_s": rows / took,
+        "rows_per_cpu_s": rows / (_collators_cpu_s(crew) - spent),
+        "queue_cores": (crew.cpu_s() - queue) / took,
+    }
 
 
-def turns(crew: CollatorCrew, count: int, seconds: float) -> list[dict[str, float]]:
+def _collators_cpu_s(crew: CollatorCrew) -> float:
+    return sum(crew.cpu_s(name) for name in NAMES)
+
+
+def turns(crew: CollatorCrew, count: int, seconds: float) -> list[dict[str, dict[str, float]]]:
     """Rates of one collator and of two, in turn; each of the two is paused as often as the other."""
     found = []
     for turn in range(count):
@@ -107,8 +121,11 @@ def main() -> None:
             "python": platform.python_version(),
         },
         "settings": {"context": CONTEXT, "block": 4, "turns": options.turns, "seconds": options.seconds},
-        "rows_per_s": {name: statistics.median(turn[name] for turn in found) for name in ("one", "two")},
-        "two_of_one": statistics.median(turn["two"] / turn["one"] for turn in found),
+        **{
+            figure: {name: statistics.median(turn[name][figure] for turn in found) for name in ("one", "two")}
+            for figure in ("rows_per_s", "rows_per_cpu_s", "queue_cores")
+        },
+        "two_of_one": statistics.median(turn["two"]["rows_per_s"] / turn["one"]["rows_per_s"] for turn in found),
         "turns": found,
     }
     print(f"{result['rows_per_s']} rows/s of {CONTEXT} tokens, two are {result['two_of_one']:.2f} times one")
