@@ -42,6 +42,9 @@ def main() -> int:
         characters=6 * arguments.context,
     )
     report: dict[str, Any] = {"settings": _plain(arguments), "machine": _machine(), "serial": {}, "variants": {}}
+    if arguments.go_on and arguments.out.exists():
+        before = json.loads(arguments.out.read_text(encoding="utf-8"))
+        report |= {name: before[name] for name in ("serial", "variants")}
     for name in arguments.variants:
         variant = VARIANTS[name]
         loop = variant.loss + (" checkpointed" if variant.checkpointing else "")
@@ -109,6 +112,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="thin models: to try the harness on a CPU")
     parser.add_argument("--no-serial", action="store_true", help="leave the plain loop out")
+    parser.add_argument("--go-on", action="store_true", help="add to what the output file holds of the same call")
+    parser.add_argument("--also", default="", help="what else the machine does meanwhile, for the page")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one variant")
     parser.add_argument("--serial", choices=LOSSES, help=argparse.SUPPRESS)
     return parser.parse_args()

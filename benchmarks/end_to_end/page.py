@@ -63,10 +63,11 @@ def _bounds(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def _setting(about: str, result: dict[str, Any]) -> Iterator[str]:
     settings, machine = result["settings"], result["machine"]
+    also = f" Meanwhile {settings['also']}." if settings.get("also") else ""
     yield (
         f"One call about {about}, on {' and '.join(machine['gpus'])}, Python {machine['python']}, torch "
         f"{machine['torch']}, transformers {machine['transformers']}: {settings['samples']} documents of "
-        f"{settings['context']:,} tokens a step, {settings['steps']} steps after {settings['warmup']}."
+        f"{settings['context']:,} tokens a step, {settings['steps']} steps after {settings['warmup']}.{also}"
     )
 
 

@@ -80,10 +80,11 @@ def _resume(result: dict[str, Any]) -> Iterator[str]:
     noise, difference, times = result["noise"], result["difference"], result["times_noise_allowed"]
     victims = [sum(kill["victim"] == name for kill in kills) for name in ("teacher-0-0", "trainer-0")]
     steps = len(result["losses"][RUNS[0]])
+    layers = f", the models cut to {result['layers']} layers" if result.get("layers") else ""
     yield (
-        f"A whole run of {steps} steps on {result['machine']}, eager, its teacher killed {victims[0]} times and its "
-        f"trainer {victims[1]} times, a checkpoint every {result['checkpoint_every']} steps; beside it, at the same "
-        "time and with the same seed, two that were left alone."
+        f"A whole run of {steps} steps on {result['machine']}, eager{layers}, its teacher killed {victims[0]} times, "
+        f"its trainer {victims[1]} times, with a checkpoint every {result['checkpoint_every']} steps; beside it, at "
+        "the same time and with the same seed, two that were left alone."
     )
     yield ""
     yield from _table(
@@ -147,11 +148,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for name in RUNS[1:]:
             apart = [abs(a - b) for a, b in zip(losses[name], losses[RUNS[0]], strict=True)]
             below.plot(apart, looks[name][1], color=looks[name][0], label=f"{name}, from {RUNS[0]}")
-        for kill in result["kills"]:
-            above.axvline(kill["step"] + 0.5, color=ink, linewidth=0.5)
+        for number, kill in enumerate(result["kills"]):
+            above.axvline(kill["step"] + 0.5, color=ink, linewidth=0.5, label="" if number else "a kill")
         above.set_ylabel("loss")
-        below.set(xlabel="step", ylabel="difference", yscale="symlog")
+        below.set(xlabel="step", ylabel="difference")
         below.set_yscale("symlog", linthresh=1e-6)
+        below.set_ylim(bottom=0.0)
         for axes in (above, below):
             axes.legend(frameon=False, fontsize=8)
         figure.tight_layout()

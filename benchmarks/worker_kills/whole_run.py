@@ -1,8 +1,9 @@
 """A whole run whose workers are killed, beside two that are left alone: `python -m benchmarks.worker_kills.whole_run`.
 
-The models of `benchmarks.end_to_end`, eager; all three runs have the same settings and seed and share the machine. The
-killed one loses its teacher or its trainer at random moments and goes on from its checkpoints. Compared are the ids of
-every step, in their order, and the losses; how far the two undisturbed runs differ is the noise of a run. Writes JSON.
+The models of `benchmarks.end_to_end`, eager, with fewer layers if wanted; all three runs have the same settings and
+seed and share the machine. The killed one loses its teacher or its trainer at random moments and goes on from its
+checkpoints. Compared are the ids of every step, in their order, and the losses; how far the two undisturbed runs differ
+is the noise of a run. Writes JSON.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ def _real_shapes(work: Path, arguments: argparse.Namespace) -> SpecOf:
     from benchmarks.end_to_end.variants import VARIANTS, run_spec
 
     documents = arguments.samples * arguments.steps
-    assets = make_assets(work, small=arguments.small, documents=documents, characters=6 * arguments.context)
+    assets = make_assets(
+        work, small=arguments.small, documents=documents, characters=6 * arguments.context, layers=arguments.layers
+    )
 
     def spec_of(directory: Path, checkpoint_every: int) -> RunSpec:
         raw = run_spec(VARIANTS["p_kl_eager"], arguments)
@@ -147,6 +150,7 @@ def main() -> int:
     parser.add_argument("--checkpoint-every", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--layers", type=int, help="of both models, if not all")
     parser.add_argument("--small", action="store_true", help="thin models: to try the script on a CPU")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -154,6 +158,7 @@ def main() -> int:
     spec_of = _real_shapes(arguments.work, arguments)
     result = compare(spec_of, arguments.work, kills=arguments.kills, checkpoint_every=arguments.checkpoint_every)
     result["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    result["layers"] = arguments.layers
     result["holds"] = holds(result)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: value for name, value in result.items() if name not in ("losses", "kills")}, indent=1))

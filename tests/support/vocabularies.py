@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -67,15 +68,20 @@ def _merge(piece: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, ...
 
 
 @cache
-def tekken(size: int = 130072, pattern: str | None = None) -> PreTrainedTokenizerFast:
+def tekken(size: int = 130072, pattern: str | None = None, joined: int = 0) -> PreTrainedTokenizerFast:
     """The carried byte-level BPE as a fast tokenizer: `<unk>`, `<s>`, `</s>`, `<pad>`, then `size` tokens.
 
     Args:
-        size: How many of the carried tokens it has.
+        size: How many tokens it has.
         pattern: How text is split into words before merging; None: as the carried one does.
+        joined: How many of them, the last ones, are not carried but join two neighbours that are: nobody else has them.
     """
     carried = json.loads(TEKKEN.read_bytes())
-    pieces = [base64.b64decode(entry["token_bytes"]) for entry in carried["vocab"][:size]]
+    every = [base64.b64decode(entry["token_bytes"]) for entry in carried["vocab"]]
+    known, pieces = set(every), every[: size - joined]
+    neighbours = {a + b: (a, b) for a, b in itertools.pairwise(pieces[256:]) if a + b not in known}
+    pairs = dict(itertools.islice(neighbours.items(), joined))
+    carried_pieces, pieces = pieces, [*pieces, *pairs]
     ranks = {piece: rank for rank, piece in enumerate(pieces)}
     printable = {byte: char for char, byte in byte_alphabet().items()}
 
@@ -85,7 +91,8 @@ def tekken(size: int = 130072, pattern: str | None = None) -> PreTrainedTokenize
     specials = ["<unk>", "<s>", "</s>", "<pad>"]
     vocab = {token: i for i, token in enumerate(specials)}
     vocab |= {name(piece): rank + len(specials) for piece, rank in ranks.items()}
-    merges = [_merge(piece, rank, ranks) for piece, rank in ranks.items() if len(piece) > 1]
+    merges = [_merge(piece, rank, ranks) for rank, piece in enumerate(carried_pieces) if len(piece) > 1]
+    merges += pairs.values()
     merged = [(name(parts[0]), name(parts[1])) for parts in merges if len(parts) == 2]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merged, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
