@@ -147,7 +147,7 @@ SCENARIOS = {scenario.__name__: scenario for scenario in (completes, replaced, r
 def main() -> None:
     """Run the scenario that the command names, in a directory of its own."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     place = Path(tempfile.gettempdir())
     result = SCENARIOS[sys.argv[1]](place)
     result["private"] = [path.name for path in place.glob("xtoken-*")]
