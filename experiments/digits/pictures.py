@@ -40,7 +40,7 @@ def pictures(summary: Summary) -> dict[str, str]:
         "evidence-gains.svg": _gains(summary),
         "evidence-numerals.svg": _bars(
             "Probability where an answer of several digits is due",
-            "On the right answer's first token, and on numerals that begin with another digit of it.",
+            "Means over seeds: on the right answer's first token, and on numerals that begin with another digit of it.",
             rows,
             (("numerals.right", "a", "right numeral"), ("numerals.misled", "b", "misled")),
         ),
@@ -48,13 +48,18 @@ def pictures(summary: Summary) -> dict[str, str]:
 
 
 def _gains(summary: Summary) -> str:
-    """How many more answers are right than with cross-entropy only, from the same first student; a dot per seed."""
+    """How many more answers are right than with cross-entropy only, from the same first student."""
     path, least, most = "exact_match.all", -0.8, 0.2
     rows = [(m.title.replace("`", ""), summary.difference(name, "ce", path)) for name, m in METHODS.items()]
     rows = [(title, values) for title, values in rows[1:] if values]
     title = "Right answers, less those of cross-entropy only from the same first student"
     told = "; ".join(f"{name}: {100 * statistics.fmean(values):+.0f} points" for name, values in rows)
-    lines = _head(title, f"Bars are means over seeds, dots single seeds. {told}.", len(rows), "percentage points")
+    lines = _head(
+        title,
+        f"Bars are means over seeds, dots single seeds, lines the standard deviation. {told}.",
+        len(rows),
+        "percentage points",
+    )
 
     def at(value: float) -> float:
         return _LEFT + _WIDE * (min(max(value, least), most) - least) / (most - least)
@@ -67,7 +72,7 @@ def _gains(summary: Summary) -> str:
         lines.append(f'  <text class="text" x="{_LEFT - 10}" y="{y + 18}" text-anchor="end">{name}</text>')
         left, right = sorted((at(0), at(mean)))
         lines.append(f'  <rect class="a" x="{left:.1f}" y="{y + 5}" width="{right - left:.1f}" height="16"/>')
-        lines += [f'  <circle class="dot" cx="{at(value):.1f}" cy="{y + 13}" r="2.5"/>' for value in values]
+        lines += _error(y + 13, [at(value) for value in values], _LEFT, _LEFT + _WIDE)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -109,23 +114,27 @@ def _bars(
 
 
 def _row(y: int, name: str, found: list[Measured], parts: Sequence[tuple[str, str, str]]) -> list[str]:
-    lines = [f'  <text class="text" x="{_LEFT - 10}" y="{y + 18}" text-anchor="end">{name}</text>']
-    start = 0.0
+    bars = [f'  <text class="text" x="{_LEFT - 10}" y="{y + 18}" text-anchor="end">{name}</text>']
+    errors: list[str] = []
+    start = float(_LEFT)
     for path, kind, _ in parts:
-        values = [value for value in (number(one, path) for one in found) if value is not None]
-        if not values:
-            continue
-        mean = statistics.fmean(values)
-        x, width = _LEFT + _WIDE * start, _WIDE * mean
-        lines.append(f'  <rect class="{kind}" x="{x:.1f}" y="{y + 5}" width="{width:.1f}" height="16"/>')
-        if len(values) > 1:
-            half = _WIDE * statistics.stdev(values)
-            low, high = max(_LEFT, x + width - half), min(_LEFT + _WIDE, x + width + half)
-            lines.append(f'  <path class="error" d="M{low:.1f} {y + 13}H{high:.1f}"/>')
-            for value in values:
-                lines.append(f'  <circle class="dot" cx="{x + _WIDE * value:.1f}" cy="{y + 13}" r="2"/>')
-        start += mean
-    return lines
+        values = [_WIDE * value for value in (number(one, path) for one in found) if value is not None]
+        if values:
+            mean = statistics.fmean(values)
+            bars.append(f'  <rect class="{kind}" x="{start:.1f}" y="{y + 5}" width="{mean:.1f}" height="16"/>')
+            errors += _error(y + 13, [start + value for value in values], _LEFT, _LEFT + _WIDE)
+            start += mean
+    return bars + errors
+
+
+def _error(y: int, places: Sequence[float], least: float, most: float) -> list[str]:
+    """A dot per seed and the standard deviation around their mean, if there are several."""
+    if len(places) < 2:
+        return []
+    mean, half = statistics.fmean(places), statistics.stdev(places)
+    low, high = max(least, mean - half), min(most, mean + half)
+    dots = [f'  <circle class="dot" cx="{place:.1f}" cy="{y}" r="2"/>' for place in places]
+    return [f'  <path class="error" d="M{low:.1f} {y}H{high:.1f}"/>', *dots]
 
 
 def _in_words(rows: Sequence[tuple[str, list[Measured]]], parts: Sequence[tuple[str, str, str]]) -> str:
