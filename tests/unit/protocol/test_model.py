@@ -33,7 +33,7 @@ RUNS = {
     "step-of-tombstones": replace(SMALL, tombstones=frozenset({0, 1})),
     "span-ends": replace(ONE_TEACHER, positions=4, samples_per_step=1, block_size=1, span=3, collators=2),
     "two-ranks": replace(ONE_TEACHER, ranks=2),
-    "first-of-two-groups": replace(ONE_TEACHER, **GROUPS, group=0, collators=2, crashes=1, crashing=TEACHER),
+    "first-of-two-groups": replace(ONE_TEACHER, **GROUPS, group=0, micro_batch=2, crashes=1, crashing=TEACHER),
     "second-of-two-groups": replace(ONE_TEACHER, **GROUPS, group=1, tombstones=frozenset({2}), queue_losses=1),
     "second-of-two-groups-without-a-share-of-the-last-step": replace(
         ONE_TEACHER, **{**GROUPS, "positions": 6}, group=1, crashes=1, crashing=TRAINER, checkpoints=FIRST_STEP
