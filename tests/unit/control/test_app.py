@@ -65,6 +65,7 @@ def broken() -> dict[str, int]:
         ({"workers": {"collators": 10**6}}, "workers.collators", "1000000 is more than 256"),
         ({"train": {"max_steps": 10**30}}, "train.max_steps", "is more than"),
         ({"queue": {"address": "ipc:///etc/x"}}, "queue.address", "an address of its own"),
+        ({"ray": {"address": "elsewhere:6379"}}, "ray.address", "the cluster that its own machine is in"),
         ({"output": "../out"}, "output", "climbs up"),
         ({"output": ".hidden"}, "output", "hidden"),
         ({"output": "a\0b"}, "output", "control characters"),

@@ -116,4 +116,5 @@ def test_no_field_of_a_run_names_a_command_or_an_environment_or_a_path_unseen() 
     """A new field that takes text must be looked at here: a path is a `Path`, which the roots hold."""
     assert texts_of(RunSpec) == {
         "name", "data.field", "eval.field", "queue.address", "report.wandb_project", "train.lora.targets",
+        "ray.address",
     }  # fmt: skip
