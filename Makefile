@@ -62,7 +62,7 @@ docs: $(STAMP)  ## write the reference pages and the README's figures anew, and 
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench-queue: $(STAMP)  ## the queue beside plain pyzmq and TransferQueue, five minutes, and its page's figures
+bench-queue: $(STAMP)  ## the queue beside plain pyzmq and TransferQueue, eight minutes, and its page's figures
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.readme
 
