@@ -1,6 +1,8 @@
 """Runs the `gpu` tests of ops, losses, signals and whole runs here and writes what came of them and a hash.
 
-    python -m benchmarks.gpu_tests [--out benchmarks/results/gpu_tests.json]
+    python -m benchmarks.gpu_tests [--without-runs] [--out benchmarks/results/gpu_tests.json]
+
+`--without-runs` leaves out the tests that start whole runs and take as long as all others; the result names what ran.
 
 The hash is of the kernels' sources: a result is only worth something for the sources it was seen with, and a test on
 the CPU fails once they differ.
@@ -25,15 +27,14 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 SIDE_BY_SIDE = ("tests/ops", "tests/unit/losses", "tests/unit/test_completions.py")
 """Tests that share a GPU; where pytest-xdist is installed, several run at a time."""
-ALONE = (
-    "tests/unit/teacher",
-    "tests/unit/trainer",
+ALONE = ("tests/unit/teacher", "tests/unit/trainer")
+"""Tests that compare the GPU's memory before and after."""
+WHOLE_RUNS = (
     "tests/integration/test_signals.py",
     "tests/integration/test_training.py",
     "tests/integration/test_worker_kills.py",
 )
-"""Tests that compare the GPU's memory before and after, or start whole runs."""
-TESTS = (*SIDE_BY_SIDE, *ALONE)
+"""Tests that start whole runs, each alone on its GPU too."""
 MOST_AT_A_TIME = 6
 LOSS_TESTS = "test_losses_on_backends::"
 KERNEL_FILES = ("kernels.py", "triton.py", "launch.py", "triton_support.py")
@@ -118,20 +119,22 @@ def main() -> int:
     """Run, count, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--without-runs", action="store_true", help="leave out the tests that start whole runs")
     arguments = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available():
         print("benchmarks/gpu_tests.py needs a CUDA GPU: torch sees none", file=sys.stderr)
         return 2
+    alone = ALONE if arguments.without_runs else (*ALONE, *WHOLE_RUNS)
     with tempfile.TemporaryDirectory() as folder:
         tests = _run(SIDE_BY_SIDE, Path(folder) / "side.xml", at_a_time=_at_a_time())
-        tests |= _run(ALONE, Path(folder) / "alone.xml")
+        tests |= _run(alone, Path(folder) / "alone.xml")
     counts = Counter(tests.values())
     report = {
         **{outcome: counts[outcome] for outcome in ("passed", "skipped", "failed")},
         **machine(),
-        "paths": TESTS,
+        "paths": (*SIDE_BY_SIDE, *alone),
         "kernel_hash": kernel_hash(),
         "tests": dict(sorted(tests.items())),
     }
