@@ -53,9 +53,9 @@ def by_length(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], lis
     return list(groups.values())
 
 
-def exact_match(model: nn.Module, tokenizer: Any, problems: Sequence[Problem]) -> float:
-    """The share of problems whose answer the model writes."""
-    said = continuations(model, tokenizer, [problem.question for problem in problems])
+def exact_match(model: nn.Module, tokenizer: Any, problems: Sequence[Problem], questions: Sequence[str]) -> float:
+    """The share of problems whose answer the model writes after its question."""
+    said = continuations(model, tokenizer, questions)
     return sum(text == str(p.answer) for text, p in zip(said, problems, strict=True)) / len(problems)
 
 

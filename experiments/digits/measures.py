@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.digits.answers import by_length, continuations, exact_match, log_likelihoods
 from experiments.digits.settings import Scale
-from experiments.digits.text import Problem, Texts, held_out_problems, read_texts
+from experiments.digits.text import SHOWN, Problem, Texts, asked, held_out_problems, read_texts
 from xtoken_core import schema
 from xtoken_core.alignment import TokenAligner
 from xtoken_core.collate import CrossTokenizerCollator
@@ -39,7 +39,11 @@ def load(directory: Path) -> tuple[Any, Any]:
 
 
 def of_any_model(model: Any, tokenizer: Any, scale: Scale, texts: Texts) -> dict[str, Any]:
-    """Right answers by number of digits, and bits per byte of both kinds of held-out text."""
+    """Right answers by number of digits, and bits per byte of both kinds of held-out text.
+
+    Returns:
+        `exact_match`, asked after three solved problems; `exact_match_first`, as a document's first; `bits_per_byte`.
+    """
     bits = {
         name: evaluate(
             model,
@@ -52,11 +56,17 @@ def of_any_model(model: Any, tokenizer: Any, scale: Scale, texts: Texts) -> dict
         ).bits_per_byte
         for name, path in (("code", texts.code), ("arithmetic", texts.arithmetic))
     }
-    problems = held_out_problems(scale)
-    right = {str(digits): exact_match(model, tokenizer, some) for digits, some in problems.items()}
-    total = sum(len(some) for some in problems.values())
-    overall = sum(right[str(digits)] * len(some) for digits, some in problems.items()) / total
-    return {"exact_match": {**right, "all": overall}, "bits_per_byte": bits}
+    found: dict[str, Any] = {"bits_per_byte": bits}
+    for name, shown in (("exact_match", SHOWN), ("exact_match_first", 0)):
+        problems = held_out_problems(scale)
+        right = {
+            str(digits): exact_match(model, tokenizer, some, [asked(scale, problem, shown) for problem in some])
+            for digits, some in problems.items()
+        }
+        total = sum(len(some) for some in problems.values())
+        overall = sum(right[str(digits)] * len(some) for digits, some in problems.items()) / total
+        found[name] = {**right, "all": overall}
+    return found
 
 
 def of_student(student: tuple[Any, Any], teacher: tuple[Any, Any], scale: Scale, state: Path) -> dict[str, Any]:
@@ -69,7 +79,7 @@ def of_student(student: tuple[Any, Any], teacher: tuple[Any, Any], scale: Scale,
     """
     texts = Texts(state / "text")
     problems = [problem for some in held_out_problems(scale).values() for problem in some]
-    questions = [problem.question for problem in problems]
+    questions = [asked(scale, problem, SHOWN) for problem in problems]
     drawn = continuations(*teacher, questions, sample=5)
     theirs, ours = (log_likelihoods(*model, questions, drawn) for model in (teacher, student))
     batches = collated(student[1], teacher[1], read_texts(texts.arithmetic)[:_DOCUMENTS])
@@ -77,33 +87,33 @@ def of_student(student: tuple[Any, Any], teacher: tuple[Any, Any], scale: Scale,
     return {
         "kl_answers": float((theirs - ours).mean()),
         "kl_chunks": chunk_divergence(student, teacher, batches, state / "projection.safetensors"),
-        "numerals": on_numerals(*student, problems),
+        "numerals": on_numerals(*student, problems, questions),
     }
 
 
 @torch.inference_mode()
-def on_numerals(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> dict[str, float]:
+def on_numerals(model: Any, tokenizer: Any, problems: Sequence[Problem], questions: Sequence[str]) -> dict[str, float]:
     """Where the student's probability is when an answer of two digits or more is due.
 
     Returns:
         Means over the held-out problems: `all`, on all numerals of several digits; `right`, on the first token of the
         right answer; `misled`, on numerals that begin with another digit of that token.
     """
-    asked = [problem for problem in problems if problem.answer > 9]
+    due = [(problem, question) for problem, question in zip(problems, questions, strict=True) if problem.answer > 9]
     ids = numeral_ids(tokenizer)
     spelt = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     leads = torch.tensor([int(spelt[i][0]) for i in ids.tolist()])
     sums = dict.fromkeys(("all", "right", "misled"), 0.0)
-    for places, rows in by_length(tokenizer, [problem.question for problem in asked]):
+    for places, rows in by_length(tokenizer, [question for _, question in due]):
         logits = model(input_ids=torch.tensor(rows, device=device()), use_cache=False).logits[:, -1, : len(tokenizer)]
         for place, probability in zip(places, logits.float().softmax(-1).cpu(), strict=True):
-            token = tokenizer(str(asked[place].answer), add_special_tokens=False)["input_ids"][0]
+            token = tokenizer(str(due[place][0].answer), add_special_tokens=False)["input_ids"][0]
             digits = {int(digit) for digit in spelt[token]}
             others = torch.tensor(sorted(digits - {int(spelt[token][0])}))
             sums["all"] += float(probability[ids].sum())
             sums["right"] += float(probability[token])
             sums["misled"] += float(probability[ids][torch.isin(leads, others)].sum())
-    return {name: value / len(asked) for name, value in sums.items()}
+    return {name: value / len(due) for name, value in sums.items()}
 
 
 def collated(student_tokenizer: Any, teacher_tokenizer: Any, documents: Sequence[str]) -> list[dict[str, Any]]:
@@ -170,11 +180,11 @@ def _kinds(batch: dict[str, Any], tokenizer: Any) -> list[dict[int, str]]:
     """For each document the chunks that are numerals of several digits: `answer` right after `=`, else `operand`."""
     ids = batch[schema.INPUT_IDS.name]
     numeral = torch.isin(ids.roll(-1, 1), numeral_ids(tokenizer))
-    asked = ids == tokenizer.convert_tokens_to_ids("=")
+    after = ids == tokenizer.convert_tokens_to_ids("=")
     chunks = shifted_chunk_ids(batch["alignment_student_chunk_id"])
     found: list[dict[int, str]] = [{} for _ in ids]
     for row, place in (numeral & (chunks >= 0)).nonzero().tolist():
-        found[row][int(chunks[row, place])] = "answer" if bool(asked[row, place]) else "operand"
+        found[row][int(chunks[row, place])] = "answer" if bool(after[row, place]) else "operand"
     return found
 
 

@@ -93,20 +93,25 @@ def new_model(tokenizer: Any, family: str, shape: Shape) -> PreTrainedModel:
 def packed(
     tokenizer: Any, documents: list[str], settings: Scratch, seed: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Documents one after the other, each between BOS and EOS, shuffled anew when all are used.
+    """Rows that begin with a document and go on with others, each between BOS and EOS; shuffled anew when all are used.
 
     Yields:
         `[rows, context]` int64.
     """
     encoded = [e.ids for e in tokenizer.backend_tokenizer.encode_batch_fast(documents, add_special_tokens=False)]
-    closed = [torch.tensor([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]) for ids in encoded]
+    closed = [[tokenizer.bos_token_id, *ids, tokenizer.eos_token_id] for ids in encoded]
     generator = torch.Generator().manual_seed(seed)
-    width = settings.rows * settings.context
     while True:
-        order = torch.randperm(len(closed), generator=generator).tolist()
-        stream = torch.cat([closed[i] for i in order]).to(device)
-        for start in range(0, len(stream) - width + 1, width):
-            yield stream[start : start + width].view(settings.rows, settings.context)
+        rows: list[list[int]] = []
+        row: list[int] = []
+        for place in torch.randperm(len(closed), generator=generator).tolist():
+            row += closed[place]
+            if len(row) >= settings.context:
+                rows.append(row[: settings.context])
+                row = []
+        stacked = torch.tensor(rows).to(device)
+        for start in range(0, len(rows) - settings.rows + 1, settings.rows):
+            yield stacked[start : start + settings.rows]
 
 
 def _optimise(

@@ -74,9 +74,10 @@ class Scale:
         wrong: Share of wrong answers in the student's text.
         teacher_vocabulary: Tokens.
         student_words: Tokens that are no numbers of several digits.
-        teacher: Shape of both teachers.
+        teacher: Shape of the teacher that splits numbers.
         student: Shape.
-        teach: How teachers are made.
+        teach: How the teacher that splits numbers is made.
+        teach_same: How the one with the student's tokenizer is made, of the student's shape.
         begin: How the students that every method starts from are made.
         go_on: The compared training.
         seeds: How many first students there are.
@@ -98,6 +99,7 @@ class Scale:
     teacher: Shape
     student: Shape
     teach: Scratch
+    teach_same: Scratch
     begin: Scratch
     go_on: Continued
     seeds: int
@@ -129,11 +131,12 @@ FULL = Scale(
     teacher=Shape(256, 4),
     student=Shape(256, 4),
     teach=Scratch(steps=2600, rows=40, context=224, learning_rate=2e-3, warmup=100),
+    teach_same=Scratch(steps=3200, rows=56, context=192, learning_rate=2e-3, warmup=100),
     begin=Scratch(steps=3000, rows=56, context=192, learning_rate=2e-3, warmup=100),
     go_on=Continued(steps=1000, samples=64, learning_rate=5e-4, warmup=50, vocab_topk=256, evaluate_every=250),
     seeds=3,
     problems=500,
-    side_by_side=5,
+    side_by_side=8,
     device="auto",
 )
 
@@ -151,11 +154,12 @@ REDUCED = Scale(
     teacher=Shape(64, 2),
     student=Shape(64, 2),
     teach=Scratch(steps=2500, rows=16, context=96, learning_rate=4e-3, warmup=100),
+    teach_same=Scratch(steps=2500, rows=16, context=96, learning_rate=4e-3, warmup=100),
     begin=Scratch(steps=2000, rows=16, context=96, learning_rate=4e-3, warmup=100),
     go_on=Continued(steps=400, samples=24, learning_rate=1e-3, warmup=20, vocab_topk=128, evaluate_every=400),
     seeds=3,
     problems=300,
-    side_by_side=2,
+    side_by_side=4,
     device="cpu",
 )
 

@@ -37,13 +37,13 @@ def scratch(state: Path, scale: Scale, *, side_by_side: int, only: tuple[str, ..
     prepare(state, scale)
     texts = Texts(state / "text")
     teacher = {"family": "qwen3", "shape": scale.teacher, "settings": scale.teach}
-    student = {"family": "llama", "shape": scale.student, "settings": scale.begin}
+    student = {"family": "llama", "shape": scale.student, "settings": scale.begin, "tokenizer": "student"}
     wanted: dict[str, dict[str, Any]] = {
         CROSS: {**teacher, "tokenizer": "teacher", "texts": texts.clean, "seed": _TEACHER_SEED},
-        SAME: {**teacher, "tokenizer": "student", "texts": texts.clean, "seed": _TEACHER_SEED},
+        SAME: {**student, "settings": scale.teach_same, "texts": texts.clean, "seed": _TEACHER_SEED},
     }
     for seed in range(scale.seeds):
-        wanted[f"student-{seed}"] = {**student, "tokenizer": "student", "texts": texts.wrong, "seed": seed}
+        wanted[f"student-{seed}"] = {**student, "texts": texts.wrong, "seed": seed}
     missing = [n for n in wanted if not (state / n).is_dir() and (not only or n in only)]
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(side_by_side, max(1, len(missing))), _few_threads, (side_by_side,)) as pool:
@@ -191,7 +191,7 @@ def _run_told(directory: Path) -> dict[str, Any]:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    partial = file.with_suffix(".part")
+    partial = file.with_suffix(f".{os.getpid()}.part")
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     partial.replace(file)
 

@@ -15,6 +15,8 @@ from experiments.digits.settings import Scale
 from services.demo.corpus import is_held_out, library_files
 
 HELD_OUT_ONE_IN = 16
+SHOWN = 3
+"""Solved problems before a question."""
 _CODE_BYTES = 240
 
 
@@ -155,6 +157,13 @@ def held_out_problems(scale: Scale) -> dict[int, list[Problem]]:
         if problem.held_out and len(found[problem.digits]) < scale.problems:
             found[problem.digits][problem] = None
     return {digits: list(problems) for digits, problems in found.items()}
+
+
+def asked(scale: Scale, problem: Problem, shown: int) -> str:
+    """A document up to a problem's equals sign, so many solved problems of the training text's kind before it."""
+    rng = random.Random(problem.question)
+    others = [training_problem(scale, rng) for _ in range(shown)]
+    return "".join(f"{p.question}{p.answer}\n" for p in others) + problem.question
 
 
 def held_out_documents(scale: Scale) -> list[str]:
