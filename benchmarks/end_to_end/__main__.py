@@ -33,7 +33,7 @@ def main() -> int:
     if arguments.serial:
         print(json.dumps(_serial(arguments)))
         return 0
-    from benchmarks.end_to_end.assets import make_assets
+    from benchmarks.end_to_end.assets import VOCABULARIES, make_assets
 
     assets = make_assets(
         arguments.work,
@@ -41,7 +41,13 @@ def main() -> int:
         documents=arguments.samples * (arguments.steps + arguments.warmup),
         characters=6 * arguments.context,
     )
-    report: dict[str, Any] = {"settings": _plain(arguments), "machine": _machine(), "serial": {}, "variants": {}}
+    report: dict[str, Any] = {
+        "settings": _plain(arguments),
+        "machine": _machine(),
+        "vocabularies": VOCABULARIES,
+        "serial": {},
+        "variants": {},
+    }
     if arguments.go_on and arguments.out.exists():
         before = json.loads(arguments.out.read_text(encoding="utf-8"))
         report |= {name: before[name] for name in ("serial", "variants")}

@@ -49,6 +49,7 @@ SMALL: dict[str, Any] = {
 STUDENT_MERGES, TEACHER_MERGES = 128_000, 150_000
 STUDENT_ALONE = 20_000
 """Of the student's tokens, those that the teacher has not; the teacher has 42,000 that the student has not."""
+VOCABULARIES = {"student": STUDENT_MERGES, "teacher": TEACHER_MERGES, "shared": STUDENT_MERGES - STUDENT_ALONE}
 TEACHER_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+"
 """Words in one piece whatever their case, digits one by one: not how the student's vocabulary was cut."""
 

@@ -63,11 +63,17 @@ def _bounds(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def _setting(about: str, result: dict[str, Any]) -> Iterator[str]:
     settings, machine = result["settings"], result["machine"]
+    sizes = result.get("vocabularies")
+    shared = (
+        f"vocabularies of {sizes['student']:,} and {sizes['teacher']:,} tokens share {sizes['shared']:,}"
+        if sizes
+        else "every token of the student's is one of the teacher's, so gold and H-KL find none uncommon on one side"
+    )
     also = f" Meanwhile {settings['also']}." if settings.get("also") else ""
     yield (
         f"One call about {about}, on {' and '.join(machine['gpus'])}, Python {machine['python']}, torch "
         f"{machine['torch']}, transformers {machine['transformers']}: {settings['samples']} documents of "
-        f"{settings['context']:,} tokens a step, {settings['steps']} steps after {settings['warmup']}.{also}"
+        f"{settings['context']:,} tokens a step, {settings['steps']} steps after {settings['warmup']}; {shared}.{also}"
     )
 
 

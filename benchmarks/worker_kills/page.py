@@ -26,10 +26,10 @@ MIB = 1 << 20
 def figures() -> str:
     """The generated part of the page."""
     lines = [START]
-    for name, tell in (("worker_kills", _kills), ("resume", _resume)):
+    for name, (tell, what) in PARTS.items():
         file = RESULTS / f"{name}.json"
-        if file.exists():
-            lines += [*tell(json.loads(file.read_text(encoding="utf-8"))), ""]
+        found = [*tell(json.loads(file.read_text(encoding="utf-8")))] if file.exists() else [f"Not measured: {what}."]
+        lines += [*found, ""]
     return "\n".join([*lines, END])
 
 
@@ -108,6 +108,13 @@ def _resume(result: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield f"![Loss of three runs by step, and how far two of them are from the first](img/{PICTURE.name})"
+
+
+PARTS = {
+    "worker_kills": (_kills, "kills of small runs"),
+    "resume": (_resume, "the whole run that is killed beside two that are not (`benchmarks.worker_kills.whole_run`)"),
+}
+"""What is told of a result file, and what is missing without it."""
 
 
 def _memory(what: str, found: int, limit: int) -> tuple[str, str, str, bool]:

@@ -39,7 +39,7 @@ def test_a_ratio_is_taken_within_its_own_call() -> None:
         (2.0, None, 1.8, False, "aim reached"),
         (1.0, None, 1.8, False, "below its aim"),
         (1.0, None, None, True, ""),
-        (None, 1.5, 1.8, False, ""),
+        (None, 1.5, 1.8, False, "not run"),
     ],
 )
 def test_a_figure_is_held_to_its_limits(
