@@ -49,8 +49,8 @@ shows its traceback, and workers log more.
 With `--json` every command that answers something prints it as JSON: one document, or an object a line where it goes on
 (`--watch`, `--follow`, `xtoken run`). Bars and signs of life go to standard error, and only on a terminal.
 
-`xtoken --install-completion` teaches your shell (bash, zsh, fish, PowerShell) the commands and their options; where a run
-is asked for it then offers the ids of the control plane's.
+`xtoken --install-completion` teaches your shell (bash, zsh, fish, PowerShell) the commands and their options; where a
+run is asked for it then offers the ids of the control plane's.
 
 <!-- Written by `{make}` from services/cli.py: change that, not this. -->
 
