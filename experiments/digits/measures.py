@@ -34,7 +34,8 @@ def device() -> torch.device:
 
 def load(directory: Path) -> tuple[Any, Any]:
     """A model, in float32, and its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device()).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.to(device()).eval()
     return model, AutoTokenizer.from_pretrained(directory)
 
 

@@ -50,7 +50,8 @@ def train_from_scratch(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     torch.manual_seed(seed)
-    model = new_model(tokenizer, family, shape).to(device)
+    model = new_model(tokenizer, family, shape)
+    model.to(device)  # type: ignore[arg-type]  # the stub's decorator loses `self`
     model.train()
     began = time.monotonic()
     losses = []
@@ -60,7 +61,7 @@ def train_from_scratch(
             losses.append({"step": step + 1, "loss": loss.item(), "seconds": time.monotonic() - began})
             print(f"{directory.name}: {json.dumps(losses[-1])}", flush=True)
     partial = directory.with_name(directory.name + ".part")
-    model.float().save_pretrained(partial)
+    model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     told = {"parameters": sum(p.numel() for p in model.parameters()), "losses": losses}
     (partial / "scratch.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
@@ -84,8 +85,11 @@ def new_model(tokenizer: Any, family: str, shape: Shape) -> PreTrainedModel:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = Qwen3Config(**common) if family == "qwen3" else LlamaConfig(**common)
-    model = (Qwen3ForCausalLM if family == "qwen3" else LlamaForCausalLM)(config)
+    families: dict[str, Callable[[], PreTrainedModel]] = {
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**common)),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**common)),
+    }
+    model = families[family]()
     model.set_attn_implementation(_ATTENTION)
     return model
 
@@ -126,7 +130,7 @@ def _optimise(
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=False):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return loss.detach()
@@ -149,7 +153,7 @@ def _optimizer(
     model: PreTrainedModel, on_gpu: bool
 ) -> tuple[torch.optim.Optimizer, list[tuple[dict[str, Any], float]]]:
     """AdamW whose learning rates are tensors, and its groups with what their rates are multiplied by."""
-    embedding = model.get_input_embeddings().weight
+    embedding: Any = model.get_input_embeddings().weight
     parts = (
         ([embedding], 0.0, _EMBEDDING_RATE),
         ([p for p in model.parameters() if p.dim() > 1 and p is not embedding], 0.1, 1.0),
@@ -165,7 +169,7 @@ def _optimizer(
 
 def _captured(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
     """The step as a CUDA graph: so small a model waits for nothing but the launch of its kernels."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.digits.methods import CROSS, METHODS, SAME, planned, run_name
+from experiments.digits.methods import CROSS, SAME, planned, run_name
 from experiments.digits.runs import finished, run_all
 from experiments.digits.settings import Scale
 from experiments.digits.text import Texts, read_texts, write_texts
@@ -48,6 +48,8 @@ def scratch(state: Path, scale: Scale, *, side_by_side: int, only: tuple[str, ..
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(side_by_side, max(1, len(missing))), _few_threads, (side_by_side,)) as pool:
         pool.starmap(_train, [(state, name, wanted[name]) for name in missing], chunksize=1)
+        pool.close()
+        pool.join()
     project(state)
 
 
@@ -194,8 +196,3 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     partial = file.with_suffix(f".{os.getpid()}.part")
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     partial.replace(file)
-
-
-def titles() -> dict[str, str]:
-    """What each method is called."""
-    return {name: method.title for name, method in METHODS.items()}

@@ -74,7 +74,7 @@ def _save(tokenizer: Tokenizer, specials: dict[str, str], directory: Path) -> No
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
     )
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, padding_side="right", **specials
     )
     wrapped.save_pretrained(directory)
