@@ -80,4 +80,4 @@ def spread(values: Sequence[float | None], form: str) -> str:
     if len(known) == 1:
         return told
     deviation = statistics.stdev(known)
-    return f"{told} ± {100 * deviation:.1f}" if form == "%" else f"{told} ± {format(deviation, form)}"
+    return f"{told} ± {100 * deviation:.1f}" if form == "%" else f"{told} ± {format(deviation, form.lstrip('+'))}"
