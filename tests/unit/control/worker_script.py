@@ -46,7 +46,7 @@ class Script:
         )
         self.deed("start")
         self.client.hello(
-            options.name, options.kind, incarnation=options.incarnation, rank=options.rank, silence_s=1.5,
+            options.name, options.kind, incarnation=options.incarnation, rank=options.rank, silence_s=3,
             needs_run=True, wait_s=20,
         )  # fmt: skip
         self.run = RunClient(self.client)
