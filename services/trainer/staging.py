@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.tensor import DTensor
 
 
 class Stage:
@@ -39,7 +40,7 @@ class Stage:
         with torch.cuda.stream(self._stream):
             _copy_state_dict(dict(state), self._host, non_blocking=True)
             for value in state.values():
-                value.record_stream(self._stream)
+                held_here(value).record_stream(self._stream)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
 
@@ -54,3 +55,8 @@ class Stage:
             self._copied.synchronize()
         assert self._host is not None
         return self._host
+
+
+def held_here(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its own part of one that is shared among ranks."""
+    return value.to_local() if isinstance(value, DTensor) else value
