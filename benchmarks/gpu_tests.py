@@ -1,8 +1,9 @@
 """Runs the `gpu` tests of ops, losses, signals and whole runs here and writes what came of them and a hash.
 
-    python -m benchmarks.gpu_tests [--without-runs] [--out benchmarks/results/gpu_tests.json]
+    python -m benchmarks.gpu_tests [--parts ops memory runs two_gpus] [--out benchmarks/results/gpu_tests.json]
 
-`--without-runs` leaves out the tests that start whole runs and take as long as all others; the result names what ran.
+Without `--parts` everything runs that the machine has GPUs for. A part of its own is added to what the result file
+holds of the same sources, GPU and versions; of other ones nothing is kept.
 
 The hash is of the kernels' sources: a result is only worth something for the sources it was seen with, and a test on
 the CPU fails once they differ.
@@ -21,6 +22,7 @@ import tempfile
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,9 @@ WHOLE_RUNS = (
     "tests/integration/test_worker_kills.py",
 )
 """Tests that start whole runs, each alone on its GPU too."""
+TWO_GPUS = "another_gpu or share_a_student"
+"""Of those, the ones that need two, as pytest's `-k` has it."""
+PARTS = ("ops", "memory", "runs", "two_gpus")
 MOST_AT_A_TIME = 6
 LOSS_TESTS = "test_losses_on_backends::"
 KERNEL_FILES = ("kernels.py", "triton.py", "launch.py", "triton_support.py")
@@ -108,39 +113,56 @@ def _at_a_time() -> int:
     return min(MOST_AT_A_TIME, cores // 2) if find_spec("xdist") else 1
 
 
-def _run(paths: tuple[str, ...], junit: Path, *, at_a_time: int = 1) -> dict[str, str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={junit}", *paths]
+def run_part(part: str, folder: Path) -> dict[str, str]:
+    """The outcomes of one of `PARTS`; `folder` takes pytest's report."""
+    paths = {"ops": SIDE_BY_SIDE, "memory": ALONE}.get(part, WHOLE_RUNS)
+    chosen = {"runs": ["-k", f"not ({TWO_GPUS})"], "two_gpus": ["-k", TWO_GPUS]}.get(part, [])
+    at_a_time = _at_a_time() if part == "ops" else 1
     workers = ["-n", str(at_a_time), "--dist", "worksteal"] if at_a_time > 1 else []
-    subprocess.run([*command, *workers], cwd=ROOT, check=False)
+    junit = folder / f"{part}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={junit}", *chosen, *workers, *paths]
+    subprocess.run(command, cwd=ROOT, check=False)
     return outcomes(junit)
+
+
+def joined(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """A report with the tests that an earlier one has besides, if sources, GPU and versions are the same."""
+    told = ("parts", "tests", "passed", "skipped", "failed")
+    alike = {name: value for name, value in before.items() if name not in told}
+    if alike != {name: value for name, value in report.items() if name not in told}:
+        before = {}
+    tests = {**before.get("tests", {}), **report["tests"]}
+    counts = Counter(tests.values())
+    return {
+        **{outcome: counts[outcome] for outcome in ("passed", "skipped", "failed")},
+        **{name: value for name, value in report.items() if name != "tests"},
+        "parts": [part for part in PARTS if part in (*before.get("parts", ()), *report["parts"])],
+        "tests": dict(sorted(tests.items())),
+    }
 
 
 def main() -> int:
     """Run, count, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--without-runs", action="store_true", help="leave out the tests that start whole runs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS)
     arguments = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available():
         print("benchmarks/gpu_tests.py needs a CUDA GPU: torch sees none", file=sys.stderr)
         return 2
-    alone = ALONE if arguments.without_runs else (*ALONE, *WHOLE_RUNS)
+    parts = arguments.parts or [part for part in PARTS if part != "two_gpus" or torch.cuda.device_count() > 1]
+    before = json.loads(arguments.out.read_text()) if arguments.parts and arguments.out.exists() else {}
+    tests: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        tests = _run(SIDE_BY_SIDE, Path(folder) / "side.xml", at_a_time=_at_a_time())
-        tests |= _run(alone, Path(folder) / "alone.xml")
-    counts = Counter(tests.values())
-    report = {
-        **{outcome: counts[outcome] for outcome in ("passed", "skipped", "failed")},
-        **machine(),
-        "paths": (*SIDE_BY_SIDE, *alone),
-        "kernel_hash": kernel_hash(),
-        "tests": dict(sorted(tests.items())),
-    }
+        for part in parts:
+            tests |= run_part(part, Path(folder))
+    report = joined(before, {**machine(), "parts": parts, "kernel_hash": kernel_hash(), "tests": tests})
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    return 1 if counts["failed"] or not counts["passed"] else 0
+    outcome = Counter(tests.values())
+    return 1 if outcome["failed"] or not outcome["passed"] else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,29 @@
+"""Parts of the GPU's tests that ran in calls of their own make one report only if they are of the same thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu_tests import joined
+
+
+def report(part: str, **changes: Any) -> dict[str, Any]:
+    tests = {f"test_{part}::test_it": "passed", f"test_{part}::test_other": "skipped"}
+    return {"gpu": "one", "torch": "2", "kernel_hash": "abc", "parts": [part], "tests": tests, **changes}
+
+
+def test_a_part_is_added_to_what_the_same_sources_have_shown() -> None:
+    first = joined({}, report("ops"))
+    both = joined(first, report("runs"))
+    assert both["parts"] == ["ops", "runs"]
+    assert (both["passed"], both["skipped"], both["failed"]) == (2, 2, 0)
+    again = joined(both, report("ops", tests={"test_ops::test_it": "failed"}))
+    assert (again["passed"], again["skipped"], again["failed"]) == (1, 2, 1)
+
+
+def test_of_other_sources_or_another_machine_nothing_is_kept() -> None:
+    first = joined({}, report("ops"))
+    for change in ({"kernel_hash": "def"}, {"gpu": "two"}, {"torch": "3"}):
+        found = joined(first, report("runs", **change))
+        assert found["parts"] == ["runs"]
+        assert set(found["tests"]) == {"test_runs::test_it", "test_runs::test_other"}
