@@ -128,14 +128,14 @@ def run_part(part: str, folder: Path) -> dict[str, str]:
 def joined(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     """A report with the tests that an earlier one has besides, if sources, GPU and versions are the same."""
     told = ("parts", "tests", "passed", "skipped", "failed")
-    alike = {name: value for name, value in before.items() if name not in told}
-    if alike != {name: value for name, value in report.items() if name not in told}:
+    of_what = {name: value for name, value in report.items() if name not in told}
+    if of_what != {name: value for name, value in before.items() if name not in told}:
         before = {}
     tests = {**before.get("tests", {}), **report["tests"]}
     counts = Counter(tests.values())
     return {
         **{outcome: counts[outcome] for outcome in ("passed", "skipped", "failed")},
-        **{name: value for name, value in report.items() if name != "tests"},
+        **of_what,
         "parts": [part for part in PARTS if part in (*before.get("parts", ()), *report["parts"])],
         "tests": dict(sorted(tests.items())),
     }
@@ -153,16 +153,16 @@ def main() -> int:
         print("benchmarks/gpu_tests.py needs a CUDA GPU: torch sees none", file=sys.stderr)
         return 2
     parts = arguments.parts or [part for part in PARTS if part != "two_gpus" or torch.cuda.device_count() > 1]
-    before = json.loads(arguments.out.read_text()) if arguments.parts and arguments.out.exists() else {}
-    tests: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for part in parts:
-            tests |= run_part(part, Path(folder))
-    report = joined(before, {**machine(), "parts": parts, "kernel_hash": kernel_hash(), "tests": tests})
+    report = json.loads(arguments.out.read_text()) if arguments.parts and arguments.out.exists() else {}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    outcome = Counter(tests.values())
-    return 1 if outcome["failed"] or not outcome["passed"] else 0
+    seen: Counter[str] = Counter()
+    for part in parts:  # each is kept as soon as it is done
+        with tempfile.TemporaryDirectory() as folder:
+            tests = run_part(part, Path(folder))
+        seen.update(tests.values())
+        report = joined(report, {**machine(), "kernel_hash": kernel_hash(), "parts": [part], "tests": tests})
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if seen["failed"] or not seen["passed"] else 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ def test_a_part_is_added_to_what_the_same_sources_have_shown() -> None:
     assert (both["passed"], both["skipped"], both["failed"]) == (2, 2, 0)
     again = joined(both, report("ops", tests={"test_ops::test_it": "failed"}))
     assert (again["passed"], again["skipped"], again["failed"]) == (1, 2, 1)
+    assert joined(first, joined({}, report("runs"))) == both
 
 
 def test_of_other_sources_or_another_machine_nothing_is_kept() -> None:
