@@ -87,7 +87,7 @@ bench-ops: $(STAMP)  ## test and time the ops on a GPU, the references beside th
 
 bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twelve minutes
 	$(BIN)/python -m benchmarks.control
-	$(BIN)/python -m benchmarks.control_page
+	$(BIN)/python -m benchmarks.control.page
 
 bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop
 	$(BIN)/python -m benchmarks.end_to_end

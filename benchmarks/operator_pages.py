@@ -7,10 +7,10 @@ With `--check` nothing is written: the exit status says whether the pages are up
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
+from benchmarks import pages
 from benchmarks.gpu_tests import RESULTS, ROOT, belongs_to
 from benchmarks.whole_losses import OPS_OF
 from xtoken_core.ops.registry import BACKENDS
@@ -110,23 +110,14 @@ def rendered(path: Path, tests: dict, bench: dict) -> str:
     return text.rstrip() + "\n\n" + measured
 
 
-def main() -> int:
-    """Write the pages, or compare them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, say whether the pages are up to date")
-    check = parser.parse_args().check
+def _all() -> dict[Path, str]:
     tests, bench = json.loads(RESULTS.read_text()), json.loads(OPS_JSON.read_text())
-    stale = []
-    for path in sorted(PAGES.glob("*.md")):
-        if path.stem == "README":
-            continue
-        text = rendered(path, tests, bench)
-        if text != path.read_text(encoding="utf-8"):
-            stale.append(path.name)
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    print(f"{'stale' if check else 'written'}: {', '.join(stale) or 'none'}")
-    return 1 if check and stale else 0
+    return {path: rendered(path, tests, bench) for path in sorted(PAGES.glob("*.md")) if path.stem != "README"}
+
+
+def main() -> int:
+    """Write the pages, or say whether they are up to date."""
+    return pages.command(__doc__, _all)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ With `--check` nothing is written: the exit status says whether the README is up
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks import pages
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -21,10 +22,8 @@ START, END = "<!-- figures: written by benchmarks/readme.py -->", "<!-- end of f
 
 def rendered() -> str:
     """The README as the result files want it."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    _, _, after = rest.partition(END)
     table = ["| what | xtoken | beside it | ours over theirs | command |", "|---|---|---|---|---|", *_rows()]
-    return before + "\n".join([START, *table, END]) + after
+    return pages.with_part(PAGE, START, END, "\n".join([START, *table, END]))
 
 
 def _rows() -> Iterator[str]:
@@ -40,8 +39,12 @@ def _result(name: str) -> dict[str, Any]:
 
 
 def _whole_run(result: dict[str, Any]) -> str:
-    """The fastest run that has a serial loop beside it."""
-    compared = [variant for variant in result["variants"].values() if "times_serial" in variant]
+    """The fastest run that has a serial loop beside it whose teacher computes in the same precision."""
+    compared = [
+        variant
+        for variant in result["variants"].values()
+        if "times_serial" in variant and not variant["changes"].get("teacher", {}).get("fp8")
+    ]
     best = max(compared, key=lambda variant: variant["tokens_per_second"])
     serial = result["serial"][best["serial"]]
     return (
@@ -88,14 +91,8 @@ def _alignment(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the README, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    text = rendered()
-    if parser.parse_args().check:
-        return int(text != PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    """Write the page, or say whether it is up to date."""
+    return pages.command(__doc__, lambda: {PAGE: rendered()})
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ With `--check` nothing is written: the exit status says whether the page is up t
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
 from benchmarks.end_to_end.bounds import bounds_of
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +24,7 @@ CALLS = {
     "end_to_end_recomputed": "activations recomputed",
     "end_to_end_mps": "NVIDIA's MPS",
     "end_to_end_two_gpus": "two GPUs",
+    "end_to_end_teacher_apart": "two GPUs, before the copy of a sharded student's state for its checkpoint was mended",
 }
 """The result files, each of one call, and what it is about."""
 PAGE = ROOT / "docs" / "performance.md"
@@ -48,10 +49,7 @@ def figures(found: dict[str, dict[str, Any]]) -> str:
 
 def rendered() -> str:
     """The page as the result files want it."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return before + figures(calls()) + after
+    return pages.with_part(PAGE, START, END, figures(calls()))
 
 
 def _bounds(found: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -126,7 +124,7 @@ def _activations(serial: str) -> str:
 
 def _settings(variant: dict[str, Any]) -> str:
     changes = variant["changes"]
-    student, teacher, workers = (changes.get(part, {}) for part in ("student", "teacher", "workers"))
+    student, teacher, workers, train = (changes.get(part, {}) for part in ("student", "teacher", "workers", "train"))
     parts = {
         ", not compiled": not student.get("compile"),
         ", hidden states": "hidden" in workers.get("signal", ""),
@@ -134,6 +132,7 @@ def _settings(variant: dict[str, Any]) -> str:
         ", four samples together": variant["wide"],
         ", teacher on the other GPU": teacher.get("gpu") is not None,
         ", student shared by two GPUs": workers.get("ranks", 1) > 1,
+        ", its gathered weights kept, gradients added up in bfloat16": not train.get("reshard_after_forward", True),
         ", MPS": variant.get("mps"),
     }
     return "".join(words for words, there in parts.items() if there)
@@ -153,13 +152,7 @@ def _split(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def main() -> int:
     """Write the page, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    text = rendered()
-    if parser.parse_args().check:
-        return int(text != PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return pages.command(__doc__, lambda: {PAGE: rendered()})
 
 
 if __name__ == "__main__":

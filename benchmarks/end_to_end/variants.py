@@ -50,6 +50,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "workers": {"signal": "cuda_ipc_hidden", "ranks": 2},
     "train": {"parallel": "fsdp"},
 }
+KEPT: dict[str, dict[str, Any]] = {
+    **SHARED,
+    "train": {"parallel": "fsdp", "reshard_after_forward": False, "reduce_dtype": "bfloat16"},
+}
 EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "fp8": True}}
 ROWS_TOGETHER = 4
 """Samples of a micro-batch in a wide variant."""
@@ -77,7 +81,8 @@ VARIANTS = {
     "h_kl_wide": Variant("h_kl", COMPILED, wide=True),
     "teacher_apart": Variant("p_kl", APART, wide=True, beside="p_kl_hidden_wide", gpus=2),
     "two_ranks": Variant("p_kl", SHARED, wide=True, beside="p_kl_hidden_wide", gpus=2),
-    "two_ranks_mps": Variant("p_kl", SHARED, wide=True, mps=True, beside="p_kl_hidden_wide", gpus=2),
+    "two_ranks_kept": Variant("p_kl", KEPT, wide=True, beside="p_kl_hidden_wide", gpus=2),
+    "two_ranks_mps": Variant("p_kl", KEPT, wide=True, mps=True, beside="p_kl_hidden_wide_mps", gpus=2),
 }
 
 

@@ -7,11 +7,12 @@ With `--check` nothing is written: the exit status says whether the page is up t
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks import pages
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "queue.json"
@@ -124,10 +125,7 @@ def _bounds(result: dict[str, Any]) -> Iterator[str]:
 
 def rendered() -> str:
     """The page with its figures renewed."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(START)
-    after = rest.partition(END)[2]
-    return before + figures(json.loads(RESULT.read_text(encoding="utf-8"))) + after
+    return pages.with_part(PAGE, START, END, figures(json.loads(RESULT.read_text(encoding="utf-8"))))
 
 
 def write() -> None:
@@ -136,13 +134,8 @@ def write() -> None:
 
 
 def main() -> int:
-    """Write the page, or compare it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, say whether the page is up to date")
-    if parser.parse_args().check:
-        return int(rendered() != PAGE.read_text(encoding="utf-8"))
-    write()
-    return 0
+    """Write the page, or say whether it is up to date."""
+    return pages.command(__doc__, lambda: {PAGE: rendered()})
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ With `--check` nothing is written: the exit status says whether the page is up t
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
 from benchmarks.worker_kills.whole_run import RUNS
 
 ROOT = Path(__file__).parents[2]
@@ -35,10 +36,7 @@ def figures() -> str:
 
 def rendered() -> str:
     """The page as the result files want it."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return before + figures() + after
+    return pages.with_part(PAGE, START, END, figures())
 
 
 def _kills(result: dict[str, Any]) -> Iterator[str]:
@@ -170,16 +168,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     """Write the page and the picture, or say whether the page is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    text = rendered()
-    if parser.parse_args().check:
-        return int(text != PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(text, encoding="utf-8")
+    status = pages.command(__doc__, lambda: {PAGE: rendered()})
     file = RESULTS / "resume.json"
-    if file.exists():
+    if "--check" not in sys.argv and file.exists():
         draw(json.loads(file.read_text(encoding="utf-8")), PICTURE)
-    return 0
+    return status
 
 
 if __name__ == "__main__":

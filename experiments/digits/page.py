@@ -7,13 +7,13 @@ With `--check` nothing is written: the exit status says whether the page is up t
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
 from experiments.digits.compare import RESOLUTIONS, has_sign
 from experiments.digits.methods import CROSS, METHODS, SAME
 from experiments.digits.pictures import pictures
@@ -130,7 +130,7 @@ tokens that stand there."""
 _PREDICTED = """Written down and committed before the first full run, in `experiments/digits/predictions.toml`, and
 not changed since."""
 
-_EARLIER = """This page's results are those of the second full run. The first one, made after the same predictions,
+_EARLIER = """This page's results are those of the third full run. The first one, made after the same predictions,
 was trained from scratch on packed rows that seldom began where a document does, and asked every question as a
 document's first line: there the digit-splitting teacher was right in {then:.0%} of the cases, so the methods were
 measured where it teaches wrong answers. Now rows begin with a document, questions come after solved problems, and
@@ -230,11 +230,11 @@ def _mass(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _earlier(first: Summary, full: Summary) -> Iterator[str]:
-    """The full run before this one, if its results are there."""
+    """The first full run, if its results are there."""
     if not first or not full:
         return
     then = number(first.result["teachers"][CROSS], "exact_match.all") or 0.0
-    yield from ("## The full run before", "", _EARLIER.format(then=then), "")
+    yield from ("## The first full run", "", _EARLIER.format(then=then), "")
     yield "| | less CE only, then | now | numerals, then | now |"
     yield "|---|---|---|---|---|"
     for name, method in METHODS.items():
@@ -272,14 +272,7 @@ def _reduced(summary: Summary) -> Iterator[str]:
 
 def main() -> int:
     """Write the page, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    files = rendered()
-    if parser.parse_args().check:
-        return int(any(not f.is_file() or f.read_text(encoding="utf-8") != text for f, text in files.items()))
-    for file, text in files.items():
-        file.write_text(text, encoding="utf-8")
-    return 0
+    return pages.command(__doc__, rendered)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -104,18 +105,22 @@ class TeacherLoop:
         limit = spec.workers.step_timeout_s
         published = Completions(self.model.device, f"publisher of teacher {self.teacher}", limit_s=limit)
         try:
-            if self.shape.hidden and self.transport != QUEUE:
-                ring.head_view().copy_(self.model.head)
-            number = self.queue.announce_ring(self.teacher, self.rank, trainer.trainer, ring.handle.to_bytes())
-            while not self.queue.await_opened(number, wait_s=WAIT_S):
-                self.worker.alive()
-            ring.unlink()
-            log.info("ring %d is open, %d slots in %s", number, self.shape.slots, self.transport)
-            self._fill(Pair(ring, number, published), trainer.step, trainer.rewinds)
+            with self._head_in(ring):
+                number = self.queue.announce_ring(self.teacher, self.rank, trainer.trainer, ring.handle.to_bytes())
+                while not self.queue.await_opened(number, wait_s=WAIT_S):
+                    self.worker.alive()
+                ring.unlink()
+                log.info("ring %d is open, %d slots in %s", number, self.shape.slots, self.transport)
+                self._fill(Pair(ring, number, published), trainer.step, trainer.rewinds)
         finally:
             published.close()
             ring.close()
             self._tell_memory()
+
+    def _head_in(self, ring: SignalRing) -> AbstractContextManager[None]:
+        """The head lies in a ring of hidden states that the student maps; through the queue it loads its own."""
+        mapped = self.shape.hidden and self.transport != QUEUE
+        return self.model.head_in(ring.head_view()) if mapped else nullcontext()
 
     def _tell_memory(self) -> None:
         """What it has cost the GPU so far: tensors, the weights among them, and the ring, which is not torch's."""

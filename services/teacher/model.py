@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +55,29 @@ class TeacherModel:
         """The head's weight."""
         weight: Tensor = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return weight.detach()
+
+    @contextmanager
+    def head_in(self, memory: Float[Tensor, "V_m H"]) -> Iterator[None]:
+        """Put the head where others read it. On the model's own device the model computes with it there.
+
+        The head is then in memory once, not twice; an embedding that is tied to it moves with it. Before the context
+        ends it moves back: the memory may be given up then.
+
+        Args:
+            memory: Written first. On another device, or in another dtype, it is a copy and the model keeps its own.
+        """
+        weight = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+        memory.copy_(weight.detach())
+        if memory.device != weight.device or memory.dtype != weight.dtype:
+            yield
+            return
+        weight.data = memory
+        if memory.is_cuda:
+            torch.cuda.empty_cache()  # the ring is not torch's: what the head leaves is for everybody on the GPU
+        try:
+            yield
+        finally:
+            weight.data = memory.clone()
 
     @torch.inference_mode()
     def write_logits(self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T V_m"]) -> None:

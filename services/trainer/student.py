@@ -17,6 +17,7 @@ from services.common.models import load_model
 from services.trainer.adapters import add_adapters
 from services.trainer.precision import MasterWeights
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.heads import HeadProjection, Logits
 
@@ -58,7 +59,7 @@ class Student(nn.Module):
             for layer in decoder_layers(model):
                 layer.compile()
         if self.sharded:
-            self._shard(ranks)
+            self._shard(ranks, spec.train)
         elif model.dtype != self._dtype:
             self.masters = MasterWeights(model, self._dtype)
 
@@ -110,12 +111,14 @@ class Student(nn.Module):
         model.load_state_dict(state)
         return model, adapted
 
-    def _shard(self, ranks: int) -> None:
+    def _shard(self, ranks: int, spec: TrainSpec) -> None:
         """Share weights, gradients and moments among the ranks; gradients are added up, never averaged."""
         mesh = init_device_mesh(self.device.type, (ranks,))
-        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        summed: torch.dtype = getattr(torch, spec.reduce_dtype)
+        kept = None if spec.reshard_after_forward else False  # None: all but the root, whose head is read after forward
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=summed, cast_forward_inputs=False)
         for module in (*decoder_layers(self.model), self):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -46,6 +46,31 @@ def logits_of(model, ids):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_the_head_is_in_memory_once_while_it_is_lent(device, tied):
+    model, ids = llama(device, tied=tied), tokens(3, 17)
+    teacher = TeacherModel(model)
+    expected, kept = logits_of(model, ids), teacher.head.clone()
+    memory = torch.zeros_like(kept)
+    with teacher.head_in(memory):
+        assert teacher.head.data_ptr() == memory.data_ptr()
+        assert (model.get_input_embeddings().weight.data_ptr() == memory.data_ptr()) is tied
+        assert torch.equal(logits_of(model, ids), expected)
+    memory.zero_()
+    assert torch.equal(teacher.head, kept)
+    assert torch.equal(logits_of(model, ids), expected)
+
+
+def test_a_head_that_must_be_another_is_copied():
+    teacher = TeacherModel(llama())
+    kept = teacher.head
+    memory = torch.zeros_like(kept, dtype=torch.float64)
+    with teacher.head_in(memory):
+        assert teacher.head.data_ptr() == kept.data_ptr() != memory.data_ptr()
+        assert torch.equal(memory.float(), kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
 def test_logits_are_written_into_the_slot(device, dtype, tied):

@@ -16,6 +16,7 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 FSDP = {"train": {"parallel": "fsdp"}}
+KEPT = {"train": {"parallel": "fsdp", "reshard_after_forward": False}}
 REPLICATE = {"train": {"parallel": "replicate"}}
 BF16 = {"student": {"dtype": "bfloat16"}}
 
@@ -62,7 +63,11 @@ def same(found: dict[str, Any], expected: dict[str, Any], **tolerance: float) ->
         )
 
 
-@pytest.mark.parametrize("case", [FSDP, pytest.param(REPLICATE, marks=pytest.mark.slow)], ids=["fsdp", "replicate"])
+@pytest.mark.parametrize(
+    "case",
+    [FSDP, pytest.param(KEPT, marks=pytest.mark.slow), pytest.param(REPLICATE, marks=pytest.mark.slow)],
+    ids=["fsdp", "fsdp, weights kept", "replicate"],
+)
 def test_two_ranks_sum_their_gradients_and_one_goes_on_from_their_checkpoint(
     tmp_path: Path, alone: dict[str, Any], case: dict[str, Any]
 ) -> None:
@@ -85,3 +90,14 @@ def test_shares_of_two_ranks_come_from_one_rank_and_compute_in_bfloat16(tmp_path
     assert {value.dtype for value in found["state"].values()} == {torch.float32}
     torch.testing.assert_close(found["norms"], expected["norms"][2:], rtol=0.02, atol=0)
     same(found, expected, rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_two_ranks_in_bfloat16_add_up_alike_in_bfloat16_and_float32(tmp_path: Path) -> None:
+    """A sum of two that is rounded once is the same sum, whichever dtype it travels in."""
+    pure = {"parallel": "fsdp", "master_weights": False}
+    found = [
+        run(tmp_path / dtype, 2, {**BF16, "train": {**pure, "reduce_dtype": dtype}, "until": 4})
+        for dtype in ("float32", "bfloat16")
+    ]
+    same(found[1], found[0], rtol=0, atol=0)

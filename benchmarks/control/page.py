@@ -1,23 +1,24 @@
 """Write the control plane's figures into `docs/performance.md`, from the JSON of the benchmark.
 
-    python -m benchmarks.control_page [--check]
+    python -m benchmarks.control.page [--check]
 
 With `--check` nothing is written: the exit status says whether the page is up to date.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks import pages
+
+ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "control.json"
 PAGE = ROOT / "docs" / "performance.md"
-START, END = "<!-- control: written by benchmarks/control_page.py -->", "<!-- end of control -->"
+START, END = "<!-- control: written by benchmarks/control/page.py -->", "<!-- end of control -->"
 LIST_MS, FIRST_STEP_S, SLOWER = 20.0, 20.0, 0.03
 
 
@@ -28,9 +29,7 @@ def figures(result: dict[str, Any]) -> str:
 
 def rendered() -> str:
     """The page as the result file wants it."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    _, _, after = rest.partition(END)
-    return before + figures(json.loads(RESULT.read_text(encoding="utf-8"))) + after
+    return pages.with_part(PAGE, START, END, figures(json.loads(RESULT.read_text(encoding="utf-8"))))
 
 
 def _told(result: dict[str, Any]) -> Iterator[str]:
@@ -53,12 +52,15 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
     if "readers" in result:
         yield ""
         yield from _readers(result["readers"])
+    if "windows" in result:
+        yield ""
+        yield from _windows(result["windows"])
 
 
 def _readers(found: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{found['readers']} readers, each asking every {found['every_s']:g} s, and {found['streams']} streams of "
-        f"events, beside {found['steps']:,} steps of training:"
+        f"events, beside {found['steps']:,} steps of training on one core of {found['machine']}:"
     )
     yield ""
     yield "| | median | each run |"
@@ -77,6 +79,16 @@ def _readers(found: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def _windows(found: dict[str, Any]) -> Iterator[str]:
+    low, high = found["interval"]
+    yield (
+        f"One run whose readers came and went every {found['window_s']:g} s, {len(found['read_s'])} times, on "
+        f"{found['machine']}: beside its neighbours without readers, a window with them had steps that took "
+        f"{found['slower']:+.1%} (median over windows; 95% interval {low:+.1%} to {high:+.1%}). Windows without "
+        f"readers had steps of {min(found['alone_s']) * 1e3:.1f} to {max(found['alone_s']) * 1e3:.1f} ms on average."
+    )
+
+
 def _range(loads: list[dict[str, Any]], key: str, times: float = 1.0) -> str:
     values = [load[key] * times for load in loads]
     return f"{min(values):.1f} to {max(values):.1f}"
@@ -89,24 +101,21 @@ def _bounds(result: dict[str, Any]) -> Iterator[str]:
         ("`POST` to the first step, the slowest, s", max(result["first-step"]["seconds"]), FIRST_STEP_S),
     ]
     if "readers" in result:
-        rows.append(("training slowed by readers, share", result["readers"]["slower"], SLOWER))
+        rows.append(("training slowed by readers, share, by runs", result["readers"]["slower"], SLOWER))
+    if "windows" in result:
+        rows.append(("training slowed by readers, share, by windows", result["windows"]["slower"], SLOWER))
     yield "| it must show | this run | limit | |"
     yield "|---|---|---|---|"
     for name, value, limit in rows:
         yield f"| {name} | {value:.4g} | at most {limit:g} | {'holds' if value <= limit else 'fails'} |"
-    if "readers" not in result:
-        yield "| training slowed by readers, share | not measured | at most 0.03 | |"
+    for name, part in (("runs", "readers"), ("windows", "windows")):
+        if part not in result:
+            yield f"| training slowed by readers, share, by {name} | not measured | at most {SLOWER:g} | |"
 
 
 def main() -> int:
     """Write the page, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    text = rendered()
-    if parser.parse_args().check:
-        return int(text != PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return pages.command(__doc__, lambda: {PAGE: rendered()})
 
 
 if __name__ == "__main__":

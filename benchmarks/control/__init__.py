@@ -1,0 +1,1 @@
+"""The control plane's speed, and what its readers cost a run."""

@@ -1,0 +1,84 @@
+"""The control plane: `python -m benchmarks.control list first-step readers windows` (all four if none is named).
+
+They take half a minute, a minute, ten minutes, seven minutes; `python -m benchmarks.control.page` then writes them into
+the page.
+
+`list`: `GET /v1/runs` with 10,000 stored runs. `first-step`: from `POST /v1/runs` to the first optimiser step of a
+tiny run of two tokenizers. `readers` and `windows`: how much 200 readers, each asking every 2 s, and 50 streams of
+events slow that run's training, every worker of the run on one core, control plane, readers and this process on
+another; by alternating runs without and with them, and by one run whose readers come and go. Results go to
+`benchmarks/results/control.json`, each part replacing its last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from typing import Any
+
+from benchmarks.control.plane import ROOT, plane, quantile, start_tiny, wait
+from benchmarks.control.readers import bench_readers, bench_windows
+
+RESULTS = ROOT / "benchmarks" / "results" / "control.json"
+STORED = 10_000
+ASKED = 2_000
+
+
+def bench_list() -> dict[str, Any]:
+    """Times of `GET /v1/runs` in milliseconds, one request after the other over one connection."""
+    found: dict[str, Any] = {"stored_runs": STORED, "requests_of_each": ASKED}
+    asked = {"first page": {}, "page in the middle": {"cursor": STORED // 2}, "failed ones": {"state": "failed"}}
+    with plane(fill=STORED) as there:
+        for name, params in asked.items():
+            times = []
+            for number in range(ASKED + 50):
+                began = time.perf_counter()
+                answer = there.http.get("/v1/runs", params=params)
+                assert answer.status_code == 200 and len(answer.json()["runs"]) == 50
+                if number >= 50:
+                    times.append((time.perf_counter() - began) * 1000)
+            found[name] = {"p50_ms": quantile(times, 0.5), "p99_ms": quantile(times, 0.99), "max_ms": max(times)}
+        found["rss_mib"] = round(there.rss_mib, 1)
+    return found
+
+
+def bench_first_step() -> dict[str, Any]:
+    """Seconds from the POST until the first optimiser step is written down; models and tokenizers are there."""
+    from tests.support.tiny_run import make_assets
+
+    seconds = []
+    with plane() as there:
+        (there.directory / "assets").mkdir()
+        assets = make_assets(there.directory / "assets")
+        for number in range(3):
+            run_id, output, began = start_tiny(there, assets, f"first-{number}", 10)
+            wait(lambda output=output: (output / "steps.jsonl").exists() and (output / "steps.jsonl").stat().st_size)
+            seconds.append(time.perf_counter() - began)
+            wait(lambda run_id=run_id: there.http.get(f"/v1/runs/{run_id}").json()["state"] == "completed")
+    return {"seconds": [round(value, 2) for value in seconds], "median_s": round(statistics.median(seconds), 2)}
+
+
+def main() -> None:
+    """Run the parts that are named and keep their results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"list": bench_list, "first-step": bench_first_step, "readers": bench_readers, "windows": bench_windows}
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}")
+    options = parser.parse_args()
+    if set(options.parts) - set(parts):
+        parser.error(f"the parts are {', '.join(parts)}")
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in options.parts or parts:
+        known[name] = parts[name]() | {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "at": time.strftime("%F"),
+        }
+        print(json.dumps({name: known[name]}, indent=2), flush=True)
+        RESULTS.write_text(json.dumps(known, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""A control plane for a benchmark: started, asked, given runs, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 600.0
+
+
+class Plane:
+    """A control plane over a directory of its own.
+
+    Args:
+        directory: Where it works.
+        core: The core it keeps to; None leaves that to the system.
+    """
+
+    def __init__(self, directory: Path, core: int | None = None) -> None:
+        self.directory, self.runs = directory, directory / "runs"
+        self.log = directory / "control.log"
+        pinned = ["taskset", "-c", str(core)] if core is not None else []
+        command = [
+            *pinned, sys.executable, "-m", "services.cli", "control", "--port", "0", "--runs-dir", str(self.runs),
+            "--root", str(directory), "--on-exit", "stop",
+        ]  # fmt: skip
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        wait(lambda: "serving at" in self.log.read_text())
+        self.url = re.findall(r"http://\S+:\d+", self.log.read_text())[0]
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def rss_mib(self) -> float:
+        """Memory of its process."""
+        return psutil.Process(self.process.pid).memory_info().rss / 2**20
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of a core that its process has taken."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def close(self) -> None:
+        """End it and its runs."""
+        self.http.close()
+        self.process.terminate()
+        self.process.wait(120)
+
+
+@contextmanager
+def plane(core: int | None = None, fill: int = 0) -> Iterator[Plane]:
+    """A control plane in a temporary directory, with so many stored runs."""
+    with tempfile.TemporaryDirectory(prefix="xtoken-bench-") as place:
+        directory = Path(place)
+        if fill:
+            store_runs(directory / "runs", fill)
+        found = Plane(directory, core)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def wait(condition: Any, within_s: float = PATIENCE_S, every_s: float = 0.01) -> None:
+    """Until it holds."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it never came")
+        time.sleep(every_s)
+
+
+def store_runs(directory: Path, count: int) -> None:
+    """Runs that are over, in a control plane's database."""
+    from sqlalchemy.orm import Session
+
+    from services.control.record import RunState
+    from services.control.store import RunRow, Store, now
+
+    directory.mkdir(parents=True)
+    store = Store(directory)
+    states = [RunState.COMPLETED, RunState.FAILED, RunState.STOPPED]
+    spec = {"name": "run", "student": {"model": "/data/model"}, "note": "x" * 2000}
+    with Session(store._engine) as session, session.begin():
+        session.add_all(
+            RunRow(
+                id=f"run-{n:05d}", name="run", output=f"/runs/{n}", created=now(), began=now(), ended=now(), spec=spec,
+                state=states[n % 3], step=n, steps=n,
+            )
+            for n in range(count)
+        )  # fmt: skip
+    store.close()
+
+
+def quantile(values: list[float], share: float) -> float:
+    """By rank."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def start_tiny(there: Plane, assets: Any, name: str, steps: int) -> tuple[str, Path, float]:
+    """POST a tiny run of so many steps; returns its id, its output and when it was sent."""
+    from tests.support.tiny_run import tiny_spec
+
+    spec = tiny_spec(
+        assets, there.directory / name, records=8 * steps, output=there.runs / name,
+        workers={"collators": 1, "device": "cpu"}, train={"checkpoint_every": 10_000},
+    )  # fmt: skip
+    began = time.perf_counter()
+    answer = there.http.post("/v1/runs", json=spec.model_dump(mode="json"))
+    assert answer.status_code == 201, answer.text
+    return answer.json()["id"], spec.output, began
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    """The run's steps."""
+    file = output / "steps.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -1,0 +1,259 @@
+"""How much readers of the control plane slow a run's training: by alternating runs, and by windows of one run.
+
+Every worker of the run keeps to one core; control plane, readers and the measuring process to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+
+from benchmarks.control.plane import ROOT, Plane, lines, plane, quantile, start_tiny, wait
+
+READERS, EVERY_S, STREAMS = 200, 2.0, 50
+PAIRS = 5
+WARM_STEPS = 150
+STEPS = 1000
+WINDOWS, WINDOW_S, SETTLE_S = 30, 6.0, 1.0
+WINDOW_STEPS = 60_000
+"""More than any machine takes in the windows' time: the run is stopped when they are over."""
+RESAMPLES = 2_000
+
+
+def bench_readers() -> dict[str, Any]:
+    """Seconds of training for the same steps, alternately without and with readers."""
+    alone: list[float] = []
+    read: list[float] = []
+    loads: list[dict[str, Any]] = []
+    cores = two_cores()
+    with plane(core=cores[1]) as there:
+        assets = _assets(there)
+        one_run(there, assets, "to-warm-up", cores, readers=False)
+        for number in range(2 * PAIRS):
+            readers = number % 4 in (1, 2)  # each pair the other way round: what drifts is in both
+            seconds, load = one_run(there, assets, f"run-{number}", cores, readers=readers)
+            (read if readers else alone).append(seconds)
+            if load:
+                loads.append(load)
+            print(f"{'with' if readers else 'without'} readers: {seconds:.2f} s", flush=True)
+        rss = there.rss_mib
+    slower = statistics.median(read) / statistics.median(alone) - 1
+    noise = (max(alone) - min(alone)) / statistics.median(alone)
+    return {
+        "readers": READERS, "every_s": EVERY_S, "streams": STREAMS, "steps": STEPS - WARM_STEPS,
+        "alone_s": alone, "read_s": read, "slower": round(slower, 4), "spread_alone": round(noise, 4), "load": loads,
+        "rss_mib": round(rss, 1),
+    }  # fmt: skip
+
+
+def bench_windows() -> dict[str, Any]:
+    """Seconds of a step of one long run in windows without and with readers, each beside its neighbours.
+
+    What else the machine does changes more slowly than the windows do, so it is in both sides of every comparison.
+    """
+    cores = two_cores()
+    with plane(core=cores[1]) as there:
+        run_id, output = _pinned(there, _assets(there), "windows", cores, WINDOW_STEPS)
+        wait(lambda: len(lines(output)) > WARM_STEPS, every_s=0.5)
+        told = subprocess.run(
+            [*_load_command(there, run_id, cores), "--windows", str(WINDOWS)],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+        ).stdout  # fmt: skip
+        rows = lines(output)
+        there.http.post(f"/v1/runs/{run_id}/stop").raise_for_status()
+        wait(lambda: there.http.get(f"/v1/runs/{run_id}").json()["state"] == "stopped", every_s=0.2)
+    load = json.loads(told)
+    found = windows(rows, [tuple(span) for span in load.pop("spans")])
+    return {"readers": READERS, "every_s": EVERY_S, "streams": STREAMS, "window_s": WINDOW_S, **found, "load": load}
+
+
+def windows(rows: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Every window with readers beside the mean of its two neighbours without.
+
+    Args:
+        rows: The run's steps: `time` when one ended, `seconds` that it took.
+        spans: When readers were there, in the clock of `time`; before each, between two and after the last as long
+            without them.
+
+    Returns:
+        `slower`, the median over windows of how much longer a step took; `interval`, its 95% interval by resampling
+        windows; and each window's mean seconds of a step.
+    """
+    edges = [spans[0][0] - WINDOW_S, *(edge for span in spans for edge in span), spans[-1][1] + WINDOW_S]
+    means = [_mean_step(rows, began + SETTLE_S, ended) for began, ended in pairwise(edges)]
+    alone, read = means[0::2], means[1::2]
+    shares = [
+        mine / statistics.fmean(around) - 1 for mine, around in zip(read, pairwise(alone), strict=True)
+    ]  # fmt: skip
+    draw = Random(0)
+    medians = sorted(statistics.median(draw.choices(shares, k=len(shares))) for _ in range(RESAMPLES))
+    return {
+        "slower": round(statistics.median(shares), 4),
+        "interval": [round(medians[int(RESAMPLES * share)], 4) for share in (0.025, 0.975)],
+        "alone_s": [round(value, 6) for value in alone],
+        "read_s": [round(value, 6) for value in read],
+    }
+
+
+def _mean_step(rows: Sequence[dict[str, Any]], began: float, ended: float) -> float:
+    inside = [row["seconds"] for row in rows if began <= row["time"] - row["seconds"] and row["time"] <= ended]
+    return statistics.fmean(inside)
+
+
+def one_run(
+    there: Plane, assets: Any, name: str, cores: list[int], *, readers: bool
+) -> tuple[float, dict[str, Any]]:  # fmt: skip
+    """A run's seconds from its `WARM_STEPS`th step to its last, and what its readers saw."""
+    run_id, output = _pinned(there, assets, name, cores, STEPS)
+    load, began, taken = None, time.monotonic(), there.cpu_s
+    if readers:
+        load = subprocess.Popen(_load_command(there, run_id, cores), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait((output / "summary.json").exists, every_s=0.2)
+    told = load.communicate(timeout=60)[0] if load else ""
+    if load and load.returncode != 0:
+        raise SystemExit("the readers have failed")
+    share = (there.cpu_s - taken) / (time.monotonic() - began)
+    wait(lambda: there.http.get(f"/v1/runs/{run_id}").json()["state"] == "completed")
+    seconds = sum(line["seconds"] for line in lines(output)[WARM_STEPS:])
+    return seconds, json.loads(told) | {"control_core_share": round(share, 4)} if told else {}
+
+
+def two_cores() -> list[int]:
+    """The run's core and the other one, which this process keeps to from now on."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("the readers' benchmark needs two cores")
+    os.sched_setaffinity(0, {cores[1]})
+    return cores
+
+
+def _assets(there: Plane) -> Any:
+    from tests.support.tiny_run import make_assets
+
+    (there.directory / "assets").mkdir()
+    return make_assets(there.directory / "assets")
+
+
+def _pinned(there: Plane, assets: Any, name: str, cores: list[int], steps: int) -> tuple[str, Path]:
+    """A tiny run whose workers all keep to the first core; returns its id and its output."""
+    run_id, output, _ = start_tiny(there, assets, name, steps)
+    wait(lambda: len(lines(output)) >= 1)
+    record = json.loads((output / "run.json").read_text())
+    for worker in record["workers"].values():
+        pin(worker["pid"], cores[0])
+    return run_id, output
+
+
+def _load_command(there: Plane, run_id: str, cores: list[int]) -> list[str]:
+    python = [sys.executable, "-m", "benchmarks.control.readers"]
+    return ["taskset", "-c", str(cores[1]), *python, there.url, run_id]
+
+
+def pin(pid: int, core: int) -> None:
+    """Keep a process, all its threads and its children to a core."""
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
+
+
+class Load:
+    """Readers and streams of one run, over plain sockets: they shall not be what is measured."""
+
+    def __init__(self, url: str, run_id: str) -> None:
+        self.host, _, port = url.removeprefix("http://").partition(":")
+        self.port, self.run_id = int(port), run_id
+        self.times: list[float] = []
+        self.failed = self.events = 0
+        self.over = asyncio.Event()
+
+    async def run(self) -> dict[str, Any]:
+        """Until the run is over."""
+        await asyncio.gather(*self._everybody())
+        return self.seen()
+
+    async def run_windows(self, count: int) -> dict[str, Any]:
+        """So many windows with everybody, as long without them before each and after the last."""
+        spans = []
+        for _ in range(count):
+            await asyncio.sleep(WINDOW_S)
+            began = time.time()
+            tasks = [asyncio.create_task(one) for one in self._everybody()]
+            await asyncio.sleep(WINDOW_S)
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            spans.append((began, time.time()))
+            wrong = [error for error in ended if not isinstance(error, asyncio.CancelledError)]
+            if wrong:
+                raise SystemExit(f"a reader has ended early: {wrong[0]!r}")
+        await asyncio.sleep(WINDOW_S)
+        return {**self.seen(), "spans": spans}
+
+    def seen(self) -> dict[str, Any]:
+        """What the readers have seen so far."""
+        return {
+            "requests": len(self.times), "failed": self.failed, "events": self.events,
+            "p50_ms": quantile(self.times, 0.5) * 1000, "p99_ms": quantile(self.times, 0.99) * 1000,
+        }  # fmt: skip
+
+    def _everybody(self) -> list[Any]:
+        return [*(self.read(number) for number in range(READERS)), *(self.listen() for _ in range(STREAMS))]
+
+    async def read(self, number: int) -> None:
+        """One reader: the list, the run, its curves, in turn."""
+        paths = ["/v1/runs", f"/v1/runs/{self.run_id}", f"/v1/runs/{self.run_id}/metrics"]
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        try:
+            await asyncio.sleep(EVERY_S * (number % READERS) / READERS)
+            while not self.over.is_set():
+                began = time.perf_counter()
+                path = paths[number % len(paths)]
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n\r\n".encode())
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+                length = re.search(r"content-length: (\d+)", head)
+                assert length is not None, head
+                await reader.readexactly(int(length[1]))
+                self.times.append(time.perf_counter() - began)
+                self.failed += " 200 " not in head.split("\r\n")[0]
+                number += 1
+                await asyncio.sleep(max(0.0, EVERY_S - (time.perf_counter() - began)))
+        finally:
+            writer.close()
+
+    async def listen(self) -> None:
+        """One stream of events."""
+        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
+        try:
+            path = f"/v1/runs/{self.run_id}/events"
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n\r\n".encode())
+            async for line in reader:
+                self.events += line.startswith(b"event:")
+                if line.startswith(b"event: end"):
+                    break
+            self.over.set()
+        finally:
+            writer.close()
+
+
+def main() -> None:
+    """The load itself, in a process of its own: `URL RUN [--windows COUNT]`."""
+    url, run_id, *rest = sys.argv[1:]
+    load = Load(url, run_id)
+    print(json.dumps(asyncio.run(load.run_windows(int(rest[1])) if rest else load.run())))
+
+
+if __name__ == "__main__":
+    main()
