@@ -60,14 +60,21 @@ class Script:
     def collate(self) -> None:
         while True:
             block = self.run.lease_block(wait_s=0.5)
-            if block is not None:
-                self.deed("work")
-                if self.options.rows:
-                    self.put_rows(block)
-                    continue
-                self.run.put_block(
-                    block.lease, [], {}, dict.fromkeys(range(block.first, block.first + block.count), "empty")
-                )
+            if block is None:
+                continue
+            self.deed("work")
+            try:
+                self.put(block)
+            except QueueError as error:
+                if error.code != "lease_revoked":  # the trainer has rewound the run meanwhile
+                    raise
+
+    def put(self, block: Block) -> None:
+        if self.options.rows:
+            self.put_rows(block)
+            return
+        reasons = dict.fromkeys(range(block.first, block.first + block.count), "empty")
+        self.run.put_block(block.lease, [], {}, reasons)
 
     def wait_for_end(self) -> None:
         if self.options.rows:
