@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from benchmarks.end_to_end.assets import Assets
 
 ROOT = Path(__file__).parents[2]
+PUBLIC_STEPS = {"steps": 5, "warmup": 1}
+"""TRL's loss takes seconds for what the others do in milliseconds."""
 
 
 def main() -> int:
@@ -59,9 +61,17 @@ def main() -> int:
             report["serial"][loop] = _serial_process(arguments, variant)
             _say(f"serial loop, {loop}", report["serial"][loop], began)
             _write(report, arguments.out)
+        public = f"{variant.loss} public"
+        if arguments.public_loss and variant.loss == "gold" and public not in report["serial"]:
+            began = time.monotonic()
+            report["serial"][public] = _serial_process(arguments, variant, public=True)
+            _say("serial loop, TRL's GOLD", report["serial"][public], began)
+            _write(report, arguments.out)
         began = time.monotonic()
         found = _measure(variant, name, assets, arguments)
         _compare(found, report["serial"].get(loop, {}), report["variants"].get(variant.beside, {}))
+        if public in report["serial"] and "failed" not in found:
+            found["times_public"] = found["tokens_per_second"] / report["serial"][public]["tokens_per_second"]
         report["variants"][name] = {**asdict(variant), "serial": loop, **found}
         _say(name, found, began)
         _write(report, arguments.out)
@@ -118,6 +128,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="thin models: to try the harness on a CPU")
     parser.add_argument("--no-serial", action="store_true", help="leave the plain loop out")
+    parser.add_argument("--public-loss", action="store_true", help="beside gold, a serial loop with TRL's loss too")
+    parser.add_argument("--public", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--go-on", action="store_true", help="add to what the output file holds of the same call")
     parser.add_argument("--also", default="", help="what else the machine does meanwhile, for the page")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one variant")
@@ -125,10 +137,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _serial_process(arguments: argparse.Namespace, variant: Variant) -> dict[str, Any]:
+def _serial_process(arguments: argparse.Namespace, variant: Variant, *, public: bool = False) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.end_to_end", "--serial", variant.loss, "--work", str(arguments.work)]
-    for name in ("steps", "warmup", "samples", "context"):
-        command += [f"--{name}", str(getattr(arguments, name))]
+    counts = PUBLIC_STEPS if public else {name: getattr(arguments, name) for name in ("steps", "warmup")}
+    for name, value in {**counts, "samples": arguments.samples, "context": arguments.context}.items():
+        command += [f"--{name}", str(value)]
+    command += ["--public"] if public else []
     command += ["--checkpointing"] if variant.checkpointing else []
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -150,6 +164,7 @@ def _serial(arguments: argparse.Namespace) -> dict[str, Any]:
         steps=arguments.steps,
         warmup=arguments.warmup,
         checkpointing=arguments.checkpointing,
+        public=arguments.public,
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
     )
 
@@ -172,7 +187,7 @@ def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(arguments).items()
-        if name not in ("serial", "out", "work")
+        if name not in ("serial", "public", "out", "work")
     }
 
 

@@ -72,6 +72,8 @@ def bounds_of(calls: Calls) -> Iterator[Bound]:
         name += _nested(calls, f"{loss}_wide")
         yield Bound(one + f"{name}, tokens/s", _rate(calls, f"{loss}_wide"), 22_000, 27_000, "{:,.0f}")
         yield Bound(one + f"{name}, times the serial loop", _of(calls, f"{loss}_wide", "times_serial"), 2.5, None)
+    public = _of(calls, "gold_wide", "times_public")
+    yield Bound(one + "gold, times a serial loop with a public loss, TRL's GOLD", public, 2.5, None)
     eight = next((name for name in ("p_kl_fp8_wide", "p_kl_fp8") if _rate(calls, name)), "")
     yield Bound(one + "P-KL, teacher in 8 bits, tokens/s", _rate(calls, eight), None, 40_000, "{:,.0f}")
     difference = _of(calls, eight, "loss_difference")

@@ -115,7 +115,8 @@ def above_state(variant: dict[str, Any]) -> int | None:
 
 
 def _words(serial: str) -> str:
-    return LOSSES[serial.partition(" ")[0]]
+    loss, _, kind = serial.partition(" ")
+    return LOSSES[loss] + (" by TRL's GOLD loss" if kind == "public" else "")
 
 
 def _activations(serial: str) -> str:

@@ -1,7 +1,8 @@
 """The plain serial loop: teacher, student, loss, backward, one sample after the other, in one process.
 
 It is what one writes first: eager Hugging Face models, whole logits, the loss in plain PyTorch operations (the
-package's reference backends), AdamW's fused step. Its batches are collated before the clock starts.
+package's reference backends, or for gold a public one), AdamW's fused step. Its batches are collated before the clock
+starts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.end_to_end.assets import Assets
+from benchmarks.end_to_end.public import PublicGold
 from xtoken_core import schema
 from xtoken_core.alignment import TokenAligner
 from xtoken_core.collate import CrossTokenizerCollator
@@ -35,9 +37,10 @@ def serial_loop(
     steps: int,
     warmup: int,
     checkpointing: bool,
+    public: bool,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Train `steps` steps of `samples` samples.
+    """Train `steps` steps of `samples` samples, with the package's own loss or (`public`) TRL's.
 
     Returns:
         Medians after the warm-up: seconds of a step and of its parts, unpadded student tokens per second, and the
@@ -54,7 +57,7 @@ def serial_loop(
     teacher.eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=device.type == "cuda")
     batches = _batches(assets, context, samples * (steps + warmup))
-    objective = _objective(assets, loss, device)
+    objective = PublicGold(assets, device) if public else _objective(assets, loss, device)
     clock = _Clock(device)
     standing, rows = 0, []
     for step in range(steps + warmup):
