@@ -83,13 +83,16 @@ def serial_loop(
         optimizer.zero_grad(set_to_none=True)
         clock.lap("optimiser")
         rows.append({"tokens": tokens, **clock.parts, "seconds": sum(clock.parts.values())})
-    kept = rows[warmup:]
     peak = torch.cuda.max_memory_allocated() - standing if device.type == "cuda" else 0
-    names = [name for name in kept[0] if name != "tokens"]
+    return {**_figures(rows[warmup:]), "peak_bytes_above_state": peak}
+
+
+def _figures(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Of the steps that count."""
+    names = [name for name in rows[0] if name != "tokens"]
     return {
-        "tokens_per_second": sum(row["tokens"] for row in kept) / sum(row["seconds"] for row in kept),
-        "peak_bytes_above_state": peak,
-        "median": {name: statistics.median(row[name] for row in kept) for name in names},
+        "tokens_per_second": sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows),
+        "median": {name: statistics.median(row[name] for row in rows) for name in names},
     }
 
 
