@@ -77,10 +77,19 @@ class OnExit(StrEnum):
     STOP = "stop"
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[
         bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show tracebacks, and log more.")
+    ] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Read the options that all commands share."""

@@ -48,7 +48,7 @@ class ForkLauncher(LocalLauncher):
 
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, **place: Any) -> Handle:
         """As `LocalLauncher.start`."""
-        arguments = list(command[3:])  # python -m services.cli ...
+        arguments = list(command[4:])  # python -P -m services.cli ...
         if arguments[0] not in FORKED:
             return super().start(command, env, log, **place)
         order = {"arguments": arguments, "env": dict(env), "log": str(log)}

@@ -79,14 +79,19 @@ def check(
     """Align every text of some files and count chunks; fails if a chunk does not spell the same on both sides."""
     from services.common.busy import counted
     from xtoken_core.alignment.report import AlignmentReport
+    from xtoken_core.errors import XtokenError
 
     aligner, ours, theirs = _sides(student, teacher)
     reports: dict[str, AlignmentReport] = {}
+    first_bad = ""
     for path in files:
         report, done = AlignmentReport(), 0
         with counted(f"aligning {path.name}", quiet=as_json) as tell, _texts(path, field) as (texts, records):
             for batch in _batches(texts):
-                report += _align_batch(aligner, ours, theirs, batch, context)
+                counts, bad = _align_batch(aligner, ours, theirs, batch, context)
+                if bad is not None and not first_bad:
+                    first_bad = f"record {done + bad} of {path}"
+                report += counts
                 done += len(batch)
                 tell(done, records)
         reports[str(path)] = report
@@ -102,12 +107,17 @@ def check(
         for note in aligner.notes:
             typer.echo(f"note: {note}", err=True)
     if total.equal_chunks != total.chunks:
-        raise typer.Exit(1)
+        raise XtokenError(
+            f"{total.chunks - total.equal_chunks} of {total.chunks} chunks do not spell the same on both sides, the "
+            f"first in {first_bad}: a special token's name inside the text does that, and such chunks teach nothing; "
+            "look at one with xtoken align show"
+        )
 
 
 def _align_batch(
     aligner: TokenAligner, ours: TextTokenizer, theirs: TextTokenizer, texts: list[str], context: int | None
-) -> AlignmentReport:
+) -> tuple[AlignmentReport, int | None]:
+    """Counts, and the first text with a chunk that does not spell the same on both sides."""
     from dataclasses import replace
     from time import perf_counter
 
@@ -127,7 +137,9 @@ def _align_batch(
     began = perf_counter()
     batch = aligner.align(s, t, student_attention_mask=s_mask, teacher_attention_mask=t_mask, texts=texts)
     seconds = perf_counter() - began
-    return replace(summarize(aligner, batch, s, s_mask, t_mask), seconds=seconds)
+    unequal = (batch.pair_valid & ~batch.pair_is_correct).any(dim=1).nonzero()
+    bad = int(unequal[0]) if len(unequal) else None
+    return replace(summarize(aligner, batch, s, s_mask, t_mask), seconds=seconds), bad
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

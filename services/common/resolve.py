@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,18 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     _check_signal(resolved)
     _check_memory(resolved)
     return resolved
+
+
+def remarks(run: ResolvedRun) -> Iterator[str]:
+    """What the files make of a run that its settings do not show."""
+    train, data = run.spec.train, run.spec.data
+    if train.max_steps is not None and run.steps < train.max_steps:
+        yield (
+            f"the run has {run.steps} steps, not train.max_steps = {train.max_steps}: its text has {run.records} "
+            f"records (data.epochs = {data.epochs})"
+        )
+    if train.warmup_steps > run.steps:
+        yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
 
 
 def open_index(

@@ -114,6 +114,9 @@ def ls(
     if as_json:
         typer.echo(json.dumps(runs, indent=2))
         return
+    if not runs:
+        typer.echo("no runs", err=True)
+        return
     from rich.console import Console
     from rich.table import Table
 

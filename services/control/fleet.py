@@ -100,7 +100,7 @@ class _NodeGroup:
         self, kind: Kind, name: str, arguments: tuple[str, ...], env: Mapping[str, str], *, group: str = "",
         task: str = "",
     ) -> Member:  # fmt: skip
-        command = (sys.executable, "-m", "services.cli", kind, *arguments)
+        command = (sys.executable, "-P", "-m", "services.cli", kind, *arguments)  # -P: ours, whatever lies around
         return Member(kind, self.prefix + name, group or self.prefix + name, command, env, task, self.node)
 
 

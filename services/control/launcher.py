@@ -310,7 +310,7 @@ class Guard:
 
     def __init__(self, private: Sequence[Path], *, apart: bool = False) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "services.control.guard", *([APART] if apart else ()), *map(str, private)],
+            [sys.executable, "-P", "-m", "services.control.guard", *([APART] if apart else ()), *map(str, private)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True,
         )  # fmt: skip
         assert self._process.stdin is not None

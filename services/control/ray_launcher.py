@@ -256,7 +256,7 @@ class Bridge:
         inherited = {name: value for name, value in os.environ.items() if name != MARK}
         with noise.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.control.ray_bridge"], env=inherited, stdin=subprocess.PIPE,
+                [sys.executable, "-P", "-m", "services.control.ray_bridge"], env=inherited, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=file, start_new_session=True, text=True,
             )  # fmt: skip
         self._noise = noise

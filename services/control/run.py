@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.common.resolve import resolve_run
+from services.common.resolve import remarks, resolve_run
+from services.common.resume import check_output
 from services.common.roots import Roots
 from services.control.adoption import ending_of, remains_of
 from services.control.fleet import Member, fleet_of
@@ -164,11 +165,15 @@ class Run:
         output = self.spec.output
         try:
             resolved = resolve_run(self.spec, self._note_read)
+            check_output(resolved)
         except XtokenError as error:
             write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
             raise
         replace_json(output / "spec.json", self.spec.model_dump(mode="json"))
         replace_json(output / "resolved.json", resolved.model_dump(mode="json"))
+        for remark in remarks(resolved):
+            self._journal.note(remark)
+            log.warning("%s", remark)
         place = QueuePlace.make(self.spec)
         self._journal.run(queue=place.document(), steps=resolved.steps)
         return self._supervise(resolved, place, self._launchers(self.spec, place.private), {})

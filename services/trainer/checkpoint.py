@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
+from services.common.resume import RUN, check_identity, newest_checkpoint, run_document, unreadable
 from services.trainer.group import Group
 from services.trainer.staging import Stage
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.errors import ConfigError, InputError, OutputError
+from xtoken_core.errors import InputError, OutputError
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -34,7 +35,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", modul
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)  # it prints what is raised as well
 
 FORMAT = 2
-RUN = "run.json"
 PRIVATE = 0o700
 
 
@@ -100,7 +100,7 @@ class Checkpoints:
         """
         self.settle()
         target = self.directory / f"step-{cursor.step:08d}"
-        document = {"format": FORMAT, "identity": self._identity(), "cursor": asdict(cursor)}
+        document = {"format": FORMAT, "identity": self.run.identity(), "cursor": asdict(cursor)}
         self.stage.copy(state)
         self._writer = threading.Thread(target=self._write, args=(target, document), name="checkpoint")
         self._writer.start()
@@ -129,8 +129,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest checkpoint."""
-        found = sorted(self.directory.glob("step-????????")) if self.directory.is_dir() else []
-        return found[-1] if found else None
+        return newest_checkpoint(self.directory)
 
     def load(self, path: Path, state: Mapping[str, Tensor]) -> Cursor:
         """Read a checkpoint of this very run, into tensors that may be shared among ranks otherwise than when saved.
@@ -144,18 +143,12 @@ class Checkpoints:
             ConfigError: It belongs to a run with other data, tokenizers or settings; the text names what differs.
         """
         check_private(self.directory)
+        document = run_document(path)
         try:
-            document = json.loads((path / RUN).read_text(encoding="utf-8"))
-            identity, cursor = document["identity"], cursor_from(document["cursor"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            cursor = cursor_from(document["cursor"])
+        except (ValueError, KeyError, TypeError) as error:
             raise unreadable(path, error) from error
-        mine = self._identity()
-        differ = [name for name in mine if identity.get(name) != mine[name]]
-        if differ:
-            raise ConfigError(
-                f"the checkpoint {path} belongs to another run: {', '.join(differ)} differ; "
-                "choose another output directory, or restore the settings"
-            )
+        check_identity(path, document["identity"], self.run)
         try:
             load_state(dict(state), storage_reader=FileSystemReader(path), no_dist=self.group.size == 1)
         except (Exception, CheckpointException) as error:  # the second is no Exception
@@ -205,20 +198,6 @@ class Checkpoints:
         self._prune()
         log.info("checkpoint %s", target)
 
-    def _identity(self) -> dict[str, Any]:
-        spec, run = self.run.spec, self.run
-        return {
-            "samples_per_step": spec.train.samples_per_step,
-            "records": run.records,
-            "positions": run.positions,
-            "seed": spec.seed,
-            "shuffle": spec.data.shuffle,
-            "micro_batch_tokens": spec.train.micro_batch_tokens,
-            "loss": spec.loss.model_dump_json(),
-            "lora": spec.train.lora.model_dump_json(exclude={"export"}) if spec.train.lora else "",
-            **run.fingerprints(),
-        }
-
     def _prune(self) -> None:
         found = sorted(self.directory.glob("step-????????"))
         for old in found[: -self.run.spec.train.keep_checkpoints]:
@@ -254,12 +233,6 @@ def first_failure(error: BaseException) -> BaseException:
         found = next(iter(failures.values()))[0]
         return found if isinstance(found, BaseException) else error
     return error
-
-
-def unreadable(path: Path, error: BaseException) -> InputError:
-    """The one line for a damaged checkpoint."""
-    first = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
-    return InputError(f"cannot read the checkpoint {path}: {first}: remove it to go on from an older one")
 
 
 def _reason(error: BaseException) -> str:

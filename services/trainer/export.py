@@ -94,7 +94,8 @@ tags: [distillation, xtoken]
 
 - student: `{spec.student.model}`, {spec.student.dtype}{adapters}
 {_teachers(run)}
-- data: {", ".join(f"`{path}`" for path in spec.data.paths)}: {run.records} records, {spec.data.epochs} epochs, \
+- data: {", ".join(f"`{path}`" for path in spec.data.paths)}: {run.records} records, of which the run \
+goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
 fingerprint `{run.data_fingerprint[:16]}`
 - loss: {_loss_in_words(spec.loss, [spec.loss.mode_of(i) for i in range(len(spec.teacher))])}
 

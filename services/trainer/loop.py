@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from services.common.resume import CHECKPOINTS
 from services.common.steps import StepPlan, plan_fields, plan_step
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.checkpoint import Checkpoints, Cursor
@@ -48,7 +49,7 @@ class TrainerLoop:
         self.student, self.runner, self.group, self.evaluator = student, runner, group, evaluator
         spec = self.run.spec
         self.optimizer = StudentOptimizer(student, spec.train, self.run.steps)
-        self.checkpoints = Checkpoints(spec.output / "checkpoints", self.run, group)
+        self.checkpoints = Checkpoints(spec.output / CHECKPOINTS, self.run, group)
         self.lines = JsonLines(spec.output / "steps.jsonl")
         self.reports: list[Report] = []
         self.cursor = Cursor()

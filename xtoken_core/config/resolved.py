@@ -63,8 +63,24 @@ class ResolvedRun(Part):
         per_step = self.spec.train.samples_per_step
         return position % per_step * self.spec.workers.nodes // per_step == self.group
 
+    def identity(self) -> dict[str, str | int | bool]:
+        """What makes it this run and no other: a checkpoint is resumed by a run that has all of it."""
+        spec = self.spec
+        return {
+            "name": spec.name,
+            "samples_per_step": spec.train.samples_per_step,
+            "records": self.records,
+            "positions": self.positions,
+            "seed": spec.seed,
+            "shuffle": spec.data.shuffle,
+            "micro_batch_tokens": spec.train.micro_batch_tokens,
+            "loss": spec.loss.model_dump_json(),
+            "lora": spec.train.lora.model_dump_json(exclude={"export"}) if spec.train.lora else "",
+            **self.fingerprints(),
+        }
+
     def fingerprints(self) -> dict[str, str]:
-        """What must be the same for a checkpoint to be resumed."""
+        """Of the text, the tokenizers and the projections."""
         found = {"data": self.data_fingerprint, "student tokenizer": self.student.tokenizer_fingerprint}
         for index, (teacher, projection) in enumerate(zip(self.teachers, self.projection_fingerprints, strict=True)):
             found[f"tokenizer of teacher {index}"] = teacher.tokenizer_fingerprint

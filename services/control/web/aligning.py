@@ -87,7 +87,7 @@ def _wrong_place(given: str, name: str, roots: Roots | None) -> dict[str, str]:
 
 def _run(student: Path, teacher: Path, text: str, roots: Roots | None) -> dict[str, Any]:
     """`xtoken align show` on the text, which checks again what it opens."""
-    command = [sys.executable, "-m", "services.cli", "align", "show", "--json"]
+    command = [sys.executable, "-P", "-m", "services.cli", "align", "show", "--json"]
     command += ["--student", str(student), "--teacher", str(teacher), "--file", "/dev/stdin"]
     environment = {**os.environ, **(roots.environment if roots is not None else {}), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

@@ -37,9 +37,9 @@ def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path) -> Non
     address = Address.parse("tcp://127.0.0.1:5000", tmp_path / "token")
     for member in fleet_of(resolved_run(tmp_path, steps=2, ranks=2), tmp_path / "r.json", [address]):
         arguments = member.command_of(3)
-        assert arguments[1:3] == ["-m", "services.cli"]
+        assert arguments[1:4] == ["-P", "-m", "services.cli"], "a folder `services` where it is started is not ours"
         assert str(tmp_path / "token") in arguments
-        shown = CliRunner().invoke(app, [*arguments[3:], "--help"])
+        shown = CliRunner().invoke(app, [*arguments[4:], "--help"])
         assert shown.exit_code == 0, shown.output
 
 
