@@ -109,8 +109,7 @@ def check(
     if total.equal_chunks != total.chunks:
         raise XtokenError(
             f"{total.chunks - total.equal_chunks} of {total.chunks} chunks do not spell the same on both sides, the "
-            f"first in {first_bad}: a special token's name inside the text does that, and such chunks teach nothing; "
-            "look at one with xtoken align show"
+            f"first in {first_bad}: a special token's name inside the text does that; look at it with xtoken align show"
         )
 
 
