@@ -106,6 +106,18 @@ def test_align_check_counts_files_and_total(directories, tmp_path):
     assert total["chunks"] == sum(counts["chunks"] for counts in found["files"].values())
 
 
+def test_align_check_says_where_the_first_chunk_is_that_does_not_fit(directories, tmp_path):
+    name = v.byte_level(bos=True).bos_token
+    lines = tmp_path / "texts.jsonl"
+    texts = [*v.TEXTS.values()][:2]
+    lines.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, f"{name}x"]), encoding="utf-8")
+    pair = ["--student", str(directories / "teacher"), "--teacher", str(directories / "student")]
+    done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
+    assert done.exit_code == 1
+    assert f"the first in record 2 of {lines}" in str(done.exception)
+    assert "unequal_chunks" in done.output
+
+
 def test_align_show_prints_both_sides_and_writes_a_page(directories, tmp_path):
     pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
     page = tmp_path / "page.html"

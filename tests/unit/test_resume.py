@@ -1,0 +1,60 @@
+"""What is found out about a run before anything is started: whose checkpoint lies there, and how long it really is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.resolve import remarks
+from services.common.resume import CHECKPOINTS, check_output
+from services.trainer.checkpoint import Checkpoints, Cursor
+from tests.support.runs import resolved_run
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import ConfigError, InputError
+
+
+def with_train(run: ResolvedRun, **changes: object) -> ResolvedRun:
+    train = run.spec.train.model_copy(update=changes)
+    return run.model_copy(update={"spec": run.spec.model_copy(update={"train": train})})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> ResolvedRun:
+    run = resolved_run(tmp_path)
+    checkpoints = Checkpoints(run.spec.output / CHECKPOINTS, run)
+    checkpoints.save(Cursor(step=1), {"w": torch.ones(1)})
+    checkpoints.settle()
+    return run
+
+
+def test_an_empty_output_and_its_own_checkpoint_are_accepted(tmp_path: Path, saved: ResolvedRun) -> None:
+    check_output(resolved_run(tmp_path / "elsewhere"))
+    check_output(saved)
+
+
+def test_the_setting_that_differs_is_named(saved: ResolvedRun) -> None:
+    with pytest.raises(ConfigError, match=r"another run: what differs is the run's length \(train.max_steps"):
+        check_output(saved.model_copy(update={"positions": 24}))
+    renamed = saved.model_copy(update={"spec": saved.spec.model_copy(update={"name": "other"})})
+    with pytest.raises(ConfigError, match="another run: what differs is name; choose another output directory"):
+        check_output(renamed)
+    with pytest.raises(ConfigError, match="samples_per_step"):
+        check_output(with_train(saved, samples_per_step=4))
+
+
+def test_a_checkpoint_that_says_nothing_is_named(saved: ResolvedRun) -> None:
+    file = saved.spec.output / CHECKPOINTS / "step-00000001" / "run.json"
+    file.write_text("{}")
+    with pytest.raises(InputError, match=r"step-00000001.*remove it"):
+        check_output(saved)
+
+
+def test_what_the_files_make_of_a_run_is_said(tmp_path: Path) -> None:
+    run = resolved_run(tmp_path)
+    assert run.steps == 4
+    assert list(remarks(with_train(run, max_steps=4, warmup_steps=4))) == []
+    shorter, early = remarks(with_train(run, max_steps=5, warmup_steps=6))
+    assert shorter == "the run has 4 steps, not train.max_steps = 5: its text has 32 records (data.epochs = 1)"
+    assert early == "the run ends after 4 steps, its warm-up would after train.warmup_steps = 6"
