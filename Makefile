@@ -85,7 +85,7 @@ bench-ops: $(STAMP)  ## test and time the ops on a GPU, the references beside th
 	$(BIN)/python -m benchmarks.operator_pages
 	$(BIN)/python -m benchmarks.readme
 
-bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twelve minutes
+bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twenty minutes
 	$(BIN)/python -m benchmarks.control
 	$(BIN)/python -m benchmarks.control.page
 

@@ -36,16 +36,23 @@ def _columns() -> dict[str, Column]:
     }
 
 
-def _examples() -> list[tuple[str, m.Request | m.Reply, list[memoryview]]]:
+Plain = list[tuple[str, m.Request | m.Reply]]
+WithBuffers = list[tuple[str, m.Request | m.Reply, list[memoryview]]]
+
+
+def _examples() -> WithBuffers:
     """Name, message and buffers of every golden frame list; every message type is there at least once."""
-    heads, buffers = pack_columns(_columns())
-    place = object_column([{"ring": 1, "slot": 0, "row": row, "generation": 3} for row in range(2)])
-    place_heads, place_buffers = pack_columns({"teacher_full_logits_ipc": place})
+    plain = [*_sessions_and_samples(), *_runs_and_rings()]
+    return [(name, message, []) for name, message in plain] + _with_columns()
+
+
+def _sessions_and_samples() -> Plain:
+    """Sessions, partitions, samples: what a run is not needed for."""
     task = m.TaskDef(name="train", requires=["input_ids"])
     run = m.RunDef(
         positions=1000, samples_per_step=8, block_size=4, span=24, teachers=1, ranks=1, slots=2, document=b"{}"
     )
-    plain: list[tuple[str, m.Request | m.Reply]] = [
+    return [
         ("hello", m.Hello(id="a.1", versions=[1], name="trainer-0", role="trainer", incarnation=1)),
         ("hello_waiting", m.Hello(id="a.1", versions=[1], name="c-0", role="collator", incarnation=2, rank=1,
                                   silence_s=15.0, needs_run=True, wait_s=5.0)),
@@ -79,6 +86,12 @@ def _examples() -> list[tuple[str, m.Request | m.Reply, list[memoryview]]]:
         ("peeked", m.Peeked(id="a.13", fields={"input_ids": 24}, status={"train": "leased"}, attempts=0)),
         ("stats", m.Stats(id="a.14", session=SESSION)),
         ("stats_reply", m.StatsReply(id="a.14", document=b"{}")),
+    ]  # fmt: skip
+
+
+def _runs_and_rings() -> Plain:
+    """A run's positions and steps, and its teachers' rings."""
+    return [
         ("lease_block", m.LeaseBlock(id="a.15", **IN, wait_s=5.0)),
         ("block", m.Block(id="a.15", lease=1, first=8, count=4)),
         ("window", m.Window(id="a.16", **IN, step=1, rewinds=1, fields=["input_ids"], wait_s=5.0)),
@@ -100,7 +113,14 @@ def _examples() -> list[tuple[str, m.Request | m.Reply, list[memoryview]]]:
         ("rewound", m.Rewound(id="a.28", rewinds=2)),
         ("give_up", m.Giveup(id="a.29", **IN, reason="record 17 is not valid UTF-8")),
     ]  # fmt: skip
-    full: list[tuple[str, m.Request | m.Reply, list[memoryview]]] = [
+
+
+def _with_columns() -> WithBuffers:
+    """Messages that columns travel with."""
+    heads, buffers = pack_columns(_columns())
+    place = object_column([{"ring": 1, "slot": 0, "row": row, "generation": 3} for row in range(2)])
+    place_heads, place_buffers = pack_columns({"teacher_full_logits_ipc": place})
+    return [
         ("put", m.Put(id="a.5", **IN, ids=[8, 9], columns=heads), buffers),
         ("put_block", m.Put(id="a.5", **IN, ids=[8, 9], columns=heads, lease=1,
                             tombstones={10: "empty document", 11: "not valid UTF-8"}), buffers),
@@ -110,7 +130,6 @@ def _examples() -> list[tuple[str, m.Request | m.Reply, list[memoryview]]]:
         ("window_rows", m.WindowRows(id="a.16", ids=[8, 9], skipped=[10, 11], columns=heads), buffers),
         ("claimed_batch", m.Claimed(id="a.24", lease=5, ids=[8, 9], columns=place_heads), place_buffers),
     ]  # fmt: skip
-    return [(name, message, []) for name, message in plain] + full
 
 
 def golden() -> dict[str, str]:

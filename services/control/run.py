@@ -165,10 +165,10 @@ class Run:
         output = self.spec.output
         try:
             resolved = resolve_run(self.spec, self._note_read)
-            check_output(resolved)
         except XtokenError as error:
             write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
             raise
+        check_output(resolved)  # what another run has left there stays as it is
         replace_json(output / "spec.json", self.spec.model_dump(mode="json"))
         replace_json(output / "resolved.json", resolved.model_dump(mode="json"))
         for remark in remarks(resolved):

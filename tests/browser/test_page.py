@@ -64,8 +64,8 @@ def ink(page: Any) -> str:
     return drawn
 
 
-def test_a_run_from_the_form_to_its_files(open_page: Open, plane: Plane, tmp_path: Path) -> None:
-    page = open_page("/")
+def start_by_the_form(page: Any, plane: Plane) -> None:
+    """From the empty list through the form, checked only and then started."""
     expect(page.get_by_role("heading", name="No runs yet")).to_be_visible()
     picture(page, "01-no-runs")
     page.get_by_role("link", name="Start the first run").click()
@@ -79,6 +79,10 @@ def test_a_run_from_the_form_to_its_files(open_page: Open, plane: Plane, tmp_pat
     picture(page, "03-checked")
     page.get_by_role("button", name="Start", exact=True).last.click()
 
+
+def test_a_run_from_the_form_to_its_files(open_page: Open, plane: Plane, tmp_path: Path) -> None:
+    page = open_page("/")
+    start_by_the_form(page, plane)
     expect(page).to_have_url(re.compile(r"/runs/first-[0-9a-f]{8}$"))
     for worker in ("queue", "collator-0", "teacher-0-0", "trainer-0"):
         expect(page.locator(f"#worker-{worker}")).to_contain_text("running")

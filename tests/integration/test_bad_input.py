@@ -220,9 +220,12 @@ def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Pa
     checkpoints.settle()
     raw = json.loads(spec.model_dump_json())
     raw["seed"] = 8
+    record = spec.output / "run.json"
+    record.write_text('{"state": "completed"}')
     line = only_line(xtoken("run", str(run_file(tmp_path, raw))))
     assert "belongs to another run" in line
     assert "seed" in line
+    assert record.read_text() == '{"state": "completed"}', "what the other run has left stays as it is"
 
 
 def test_a_torn_checkpoint_is_refused(assets: TinyAssets, tmp_path: Path) -> None:
