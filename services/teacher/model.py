@@ -33,6 +33,7 @@ class TeacherModel:
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False) -> None:
         self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.compiled = compiled
+        self._device: torch.device = model.device
         self.plain_head = head_is_plain(model)
         self._body: Any = model.base_model
         if compiled:
@@ -42,8 +43,7 @@ class TeacherModel:
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        device: torch.device = self.model.device
-        return device
+        return self._device
 
     @property
     def nbytes(self) -> int:
@@ -60,15 +60,15 @@ class TeacherModel:
     def head_in(self, memory: Float[Tensor, "V_m H"]) -> Iterator[None]:
         """Put the head where others read it. On the model's own device the model computes with it there.
 
-        The head is then in memory once, not twice; an embedding that is tied to it moves with it. Before the context
-        ends it moves back: the memory may be given up then.
+        The head is then in memory once, not twice; an embedding that is tied to it moves with it. As the context ends
+        it moves to the host, from where the next one takes it: the memory may be given up, and the device may be full.
 
         Args:
             memory: Written first. On another device, or in another dtype, it is a copy and the model keeps its own.
         """
         weight = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         memory.copy_(weight.detach())
-        if memory.device != weight.device or memory.dtype != weight.dtype:
+        if memory.device != self.device or memory.dtype != weight.dtype:
             yield
             return
         weight.data = memory
@@ -77,7 +77,7 @@ class TeacherModel:
         try:
             yield
         finally:
-            weight.data = memory.clone()
+            weight.data = memory.to("cpu", copy=True)
 
     @torch.inference_mode()
     def write_logits(self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T V_m"]) -> None:
