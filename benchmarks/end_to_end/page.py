@@ -20,11 +20,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "end_to_end.json"
 CALLS = {
     "end_to_end": "one GPU",
-    "end_to_end_h_kl": "H-KL",
-    "end_to_end_recomputed": "activations recomputed",
     "end_to_end_mps": "NVIDIA's MPS",
     "end_to_end_two_gpus": "two GPUs",
-    "end_to_end_teacher_apart": "two GPUs, before the copy of a sharded student's state for its checkpoint was mended",
 }
 """The result files, each of one call, and what it is about."""
 PAGE = ROOT / "docs" / "performance.md"
