@@ -69,15 +69,15 @@ def bounds_of(calls: Calls) -> Iterator[Bound]:
     yield Bound(one + "P-KL, tokens/s", _rate(calls, "p_kl_wide"), 25_000, 30_000, "{:,.0f}")
     yield Bound(one + "P-KL, times the serial loop", _of(calls, "p_kl_wide", "times_serial"), 1.75, None)
     for loss, name in (("gold", "gold"), ("h_kl", "H-KL")):
-        name += _nested(calls, f"{loss}_wide")
         yield Bound(one + f"{name}, tokens/s", _rate(calls, f"{loss}_wide"), 22_000, 27_000, "{:,.0f}")
         yield Bound(one + f"{name}, times the serial loop", _of(calls, f"{loss}_wide", "times_serial"), 2.5, None)
     public = _of(calls, "gold_wide", "times_public")
     yield Bound(one + "gold, times a serial loop with a public loss, TRL's GOLD", public, 2.5, None)
-    eight = next((name for name in ("p_kl_fp8_wide", "p_kl_fp8") if _rate(calls, name)), "")
-    yield Bound(one + "P-KL, teacher in 8 bits, tokens/s", _rate(calls, eight), None, 40_000, "{:,.0f}")
-    difference = _of(calls, eight, "loss_difference")
-    mean = difference["mean"] if difference else _beside_mps(calls)
+    for eight, words in (("p_kl_fp8_wide", ""), ("p_kl_fp8_wide_mps", ", with MPS")):
+        what = f"P-KL, teacher in 8 bits{words}, tokens/s"
+        yield Bound(one + what, _rate(calls, eight), None, 40_000, "{:,.0f}")
+    difference = _of(calls, "p_kl_fp8_wide", "loss_difference")
+    mean = difference["mean"] if difference else None
     yield Bound("its loss differs from bfloat16's by, mean over steps", mean, None, None, "{:.4f}", most=True)
     yield Bound("student waits for rows, share of a step", _wait(calls), 0.02, 0.005, "{:.2%}", most=True)
     for name, words in (("p_kl_hidden", "kept"), ("p_kl_hidden_checkpointed", "recomputed")):
@@ -103,22 +103,6 @@ def _of(calls: Calls, variant: str, name: str) -> Any:
         found = call["variants"].get(variant, {}).get(name)
         if found is not None:
             return found
-    return None
-
-
-def _nested(calls: Calls, variant: str) -> str:
-    """A remark where the student's vocabulary was a part of the teacher's."""
-    told = [call.get("vocabularies") for call in calls.values() if variant in call["variants"]]
-    return " (nothing uncommon: vocabularies nested)" if told and not told[0] else ""
-
-
-def _beside_mps(calls: Calls) -> float | None:
-    """Mean difference of the 8-bit run's losses from those of the same run in bfloat16 under MPS, in one call."""
-    for call in calls.values():
-        pair = call["variants"].get("p_kl_fp8", {}), call.get("with_mps", {}).get("p_kl", {})
-        if all("losses" in found for found in pair):
-            ours, theirs = (found["losses"] for found in pair)
-            return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
     return None
 
 

@@ -58,12 +58,8 @@ def _bounds(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def _setting(about: str, result: dict[str, Any]) -> Iterator[str]:
     settings, machine = result["settings"], result["machine"]
-    sizes = result.get("vocabularies")
-    shared = (
-        f"vocabularies of {sizes['student']:,} and {sizes['teacher']:,} tokens share {sizes['shared']:,}"
-        if sizes
-        else "every token of the student's is one of the teacher's, so gold and H-KL find none uncommon on one side"
-    )
+    sizes = result["vocabularies"]
+    shared = f"vocabularies of {sizes['student']:,} and {sizes['teacher']:,} tokens share {sizes['shared']:,}"
     also = f" Meanwhile {settings['also']}." if settings.get("also") else ""
     yield (
         f"One call about {about}, on {' and '.join(machine['gpus'])}, Python {machine['python']}, torch "
@@ -81,13 +77,12 @@ def _rates(result: dict[str, Any]) -> Iterator[str]:
     for name, serial in result["serial"].items():
         kept, rate, peak = _activations(name), serial["tokens_per_second"], serial["peak_bytes_above_state"] / GB
         yield f"| serial loop, {_words(name)} | bfloat16 | {kept} | {rate:,.0f} | | | | | {peak:.1f} | |"
-    for suffix, variants in (("", result["variants"]), (", with MPS", result.get("with_mps", {}))):
-        for variant in variants.values():
-            yield _row(variant, suffix, result)
+    for variant in result["variants"].values():
+        yield _row(variant, result)
 
 
-def _row(variant: dict[str, Any], suffix: str, result: dict[str, Any]) -> str:
-    label = f"{_words(variant['serial'])}{_settings(variant)}{suffix}"
+def _row(variant: dict[str, Any], result: dict[str, Any]) -> str:
+    label = f"{_words(variant['serial'])}{_settings(variant)}"
     kept = _activations(variant["serial"])
     if "failed" in variant:
         return f"| {label} | bfloat16 | {kept} | failed | | | | | | |"
