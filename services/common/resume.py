@@ -57,16 +57,22 @@ def check_identity(path: Path, identity: Mapping[str, Any], run: ResolvedRun) ->
         )
 
 
-def check_output(run: ResolvedRun) -> None:
+def check_output(run: ResolvedRun) -> int:
     """Refuse an output whose newest checkpoint is another run's.
+
+    Returns:
+        The step at which the run goes on: the newest checkpoint's, 0 without one.
 
     Raises:
         ConfigError: It is.
         InputError: The checkpoint cannot be read.
     """
     path = newest_checkpoint(run.spec.output / CHECKPOINTS)
-    if path is not None:
-        check_identity(path, run_document(path)["identity"], run)
+    if path is None:
+        return 0
+    document = run_document(path)
+    check_identity(path, document["identity"], run)
+    return int(document["cursor"].get("step", 0))
 
 
 def unreadable(path: Path, error: BaseException) -> InputError:

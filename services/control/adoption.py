@@ -10,7 +10,7 @@ from services.control.fleet import Member
 from services.control.groups import describe_exit, last_line, status_of_log
 from services.control.journal import Journal
 from services.control.launcher import Handle, Launcher, read_status
-from services.control.record import RunState
+from services.control.record import SUMMARY, RunState
 from services.control.store import AttemptRow, GroupRow
 from services.control.supervisor import Ending, TakenGroup
 from xtoken_core.errors import ConfigError
@@ -108,7 +108,7 @@ def ending_of(output: Path, attempts: Sequence[AttemptRow], gone: dict[str, str]
         for worker, start in last.items()
     }
     trainers = [statuses[worker] for worker, start in last.items() if start.kind == "trainer"]
-    if trainers and not any(trainers) and (output / "summary.json").exists():
+    if trainers and not any(trainers) and (output / SUMMARY).exists():
         return Ending(RunState.COMPLETED)
     for worker, status in statuses.items():
         if status == ConfigError.exit_code:

@@ -8,7 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-FILE = "run.json"
+from xtoken_core.config.spec import RunSpec
+
+FILE, SPEC, SUMMARY, MODEL = "run.json", "spec.json", "summary.json", "model"
 
 
 class RunState(StrEnum):
@@ -58,8 +60,19 @@ def replace_json(path: Path, document: dict[str, Any]) -> None:
 
 def read_record(output: Path) -> dict[str, Any]:
     """A run's `run.json`; empty if there is none that can be read."""
+    return _read(output / FILE)
+
+
+def is_finished(spec: RunSpec) -> bool:
+    """Whether a run of exactly these settings has written its model and its summary, which comes last."""
+    output = spec.output
+    there = (output / SUMMARY).is_file() and (output / MODEL).is_dir()
+    return there and _read(output / SPEC) == spec.model_dump(mode="json")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads((output / FILE).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

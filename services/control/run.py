@@ -20,7 +20,7 @@ from services.control.journal import StoreJournal, over_columns
 from services.control.launcher import Launcher, LocalLauncher, read_status
 from services.control.place import QueuePlace, sole_writer
 from services.control.ray_launcher import RayLauncher
-from services.control.record import RunState, replace_json, write_record
+from services.control.record import SPEC, RunState, is_finished, read_record, replace_json, write_record
 from services.control.store import RunRow, Store
 from services.control.supervisor import Ending, Limits, Supervisor, TakenGroup
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
@@ -32,6 +32,7 @@ log = logging.getLogger("xtoken.control")
 
 JOIN_POLL_S = 0.1
 FAILED_ITSELF = "its supervisor has failed: this is an error in xtoken, see the log"
+NOTHING_LEFT = "every step is trained and the model is written: nothing is left to do"
 
 LauncherFactory = Callable[[RunSpec, Path], Launcher]
 """Makes what starts a run's processes, given the run and its private directory."""
@@ -168,15 +169,28 @@ class Run:
         except XtokenError as error:
             write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
             raise
-        check_output(resolved)  # what another run has left there stays as it is
-        replace_json(output / "spec.json", self.spec.model_dump(mode="json"))
+        step = check_output(resolved)  # what another run has left there stays as it is
+        if step >= resolved.steps and is_finished(self.spec):
+            return self._nothing_left(resolved)
+        replace_json(output / SPEC, self.spec.model_dump(mode="json"))
         replace_json(output / "resolved.json", resolved.model_dump(mode="json"))
         for remark in remarks(resolved):
             self._journal.note(remark)
             log.warning("%s", remark)
         place = QueuePlace.make(self.spec)
-        self._journal.run(queue=place.document(), steps=resolved.steps)
-        return self._supervise(resolved, place, self._launchers(self.spec, place.private), {})
+        self._journal.run(queue=place.document(), step=step, steps=resolved.steps)
+        return self._supervise(resolved, place, self._launchers(self.spec, place.private), {}, step)
+
+    def _nothing_left(self, resolved: ResolvedRun) -> Ending:
+        """Complete without any process: an earlier life has trained every step and written the model."""
+        output = self.spec.output
+        self._journal.run(step=resolved.steps, steps=resolved.steps)
+        self._journal.note(NOTHING_LEFT)
+        log.warning("%s: %s", output, NOTHING_LEFT)
+        ending = Ending(RunState.COMPLETED)
+        told = {"state": ending.state, "error": ending.error, "exit_code": ending.exit_code}
+        write_record(output, read_record(output) | told)
+        return ending
 
     def _note_read(self, done: int, total: int) -> None:
         self._read = done / total if total else None
@@ -195,7 +209,7 @@ class Run:
         self._journal.note(found.told())
         log.info("run %s: %s", self.id, found.told())
         if found.living:
-            return self._supervise(resolved, place, launcher, found.groups)
+            return self._supervise(resolved, place, launcher, found.groups, row.step or 0)
         ending = ending_of(output, attempts, found.gone)
         for attempt in attempts:
             if attempt.ended is None:
@@ -206,7 +220,7 @@ class Run:
         return ending
 
     def _supervise(
-        self, resolved: ResolvedRun, place: QueuePlace, launcher: Launcher, taken: dict[str, TakenGroup]
+        self, resolved: ResolvedRun, place: QueuePlace, launcher: Launcher, taken: dict[str, TakenGroup], step: int
     ) -> Ending | None:  # fmt: skip
         workers = self.spec.workers
         limits = Limits(max_restarts=workers.max_restarts, load_timeout_s=workers.load_timeout_s)
@@ -214,7 +228,7 @@ class Run:
         try:
             supervisor = Supervisor(
                 self._members(resolved, place), place.addresses, self.spec.output, launcher, limits,
-                steps=resolved.steps, journal=self._journal, taken=taken,
+                step=step, steps=resolved.steps, journal=self._journal, taken=taken,
             )  # fmt: skip
             with self._lock:
                 self._supervisor = supervisor

@@ -35,10 +35,15 @@ class Sites:
         queues: The groups that serve the queues, in the order of their nodes.
         planned: The queues' addresses, likewise.
         launcher: Knows what of an address only a machine decides.
+        step: Where the run goes on.
+
+    Attributes:
+        step: The first step that is not done everywhere, as far as anybody knows.
     """
 
-    def __init__(self, queues: Sequence[Group], planned: Sequence[Address], launcher: Launcher) -> None:
+    def __init__(self, queues: Sequence[Group], planned: Sequence[Address], launcher: Launcher, step: int = 0) -> None:
         self._launcher = launcher
+        self.step = step
         self._sites = [
             Site(node, queue, Observer(partial(launcher.queue, node, address)))
             for node, (queue, address) in enumerate(zip(queues, planned, strict=True))
@@ -60,13 +65,11 @@ class Sites:
 
     def look(self) -> set[int]:
         """Read every queue's counts; the nodes of those that answered."""
-        return {site.node for site in self if site.observer.look()}
-
-    @property
-    def step(self) -> int:
-        """The first step that is not done everywhere, as far as anybody knows."""
-        known = [site.observer.run.get("step", 0) for site in self if site.observer.run]
-        return int(min(known, default=0))
+        answered = {site.node for site in self if site.observer.look()}
+        # A queue knows no step before a trainer has told it where the run goes on.
+        known = [site.observer.run["step"] for site in self if site.observer.run.get("rewinds")]
+        self.step = min(known, default=self.step)
+        return answered
 
     @property
     def failed(self) -> str:

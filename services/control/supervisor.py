@@ -101,14 +101,15 @@ class Supervisor:
         members: The processes, a queue per node group among them.
         queues: Their addresses, as planned.
         output: The run's directory; logs and `run.json` are written there.
-        steps: Optimiser steps of the whole run, for `status`.
+        step: Where the run goes on, for `status` until a queue knows.
+        steps: Optimiser steps of the whole run, likewise.
         journal: Where it writes down what another supervisor would need to take its place.
         taken: Where an earlier supervisor has left each group, by the group's name; a group it lacks starts anew.
     """
 
     def __init__(
         self, members: Sequence[Member], queues: Sequence[Address], output: Path, launcher: Launcher, limits: Limits, *,
-        steps: int = 0, journal: Journal | None = None, taken: Mapping[str, TakenGroup] | None = None,
+        step: int = 0, steps: int = 0, journal: Journal | None = None, taken: Mapping[str, TakenGroup] | None = None,
     ) -> None:  # fmt: skip
         self._logs = output / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,7 @@ class Supervisor:
         self._groups = [self._group([m for m in members if m.group == name], first, taken or {}) for name in names]
         self._queues = [group for group in self._groups if group.kind == "queue"]
         self._workers = [group for group in self._groups if group.kind != "queue"]
-        self._sites = Sites(self._queues, queues, launcher)
+        self._sites = Sites(self._queues, queues, launcher, step)
         self._output = output
         self._launcher = launcher
         self._steps = steps

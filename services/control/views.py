@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from services.control.curves import Curve
 from services.control.lines import read_json
-from services.control.record import RunState
+from services.control.record import SUMMARY, RunState
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow
 
@@ -120,7 +120,7 @@ class View:
             "spec": row.spec,
             "last": self.steps.last,
             "evaluation": self.eval.last,
-            "summary": read_json(self.output / "summary.json") if state == RunState.COMPLETED else None,
+            "summary": read_json(self.output / SUMMARY) if state == RunState.COMPLETED else None,
         }  # fmt: skip
 
 

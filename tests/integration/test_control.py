@@ -16,7 +16,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 
+from services.common.resolve import resolve_run
+from services.control.record import is_finished
+from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 
@@ -170,6 +174,40 @@ def test_interrupting_a_run_in_place_stops_it_in_order(tmp_path: Path, assets: T
     assert "stopping in order" in command.said() and "Traceback" not in command.said()
     assert json.loads((spec.output / "run.json").read_text())["state"] == "stopped"
     assert len(list((spec.output / "checkpoints").iterdir())) == 1, "the trainer has saved where it was"
+
+
+def finished_output(spec: RunSpec) -> None:
+    """What a run leaves that has come to its end: a checkpoint behind its last step, its model, its summary."""
+    run = resolve_run(spec)
+    checkpoints = Checkpoints(spec.output / "checkpoints", run)
+    checkpoints.save(Cursor(step=run.steps, trained=run.positions), {"w": torch.ones(1)})
+    checkpoints.settle()
+    (spec.output / "model").mkdir()
+    (spec.output / "summary.json").write_text(json.dumps({"trained": run.positions, "positions": run.positions}))
+    (spec.output / "spec.json").write_text(spec.model_dump_json())
+
+
+def test_a_run_that_is_finished_says_so_and_starts_nothing(tmp_path: Path, assets: TinyAssets) -> None:
+    spec = tiny_spec(assets, tmp_path, records=16)
+    finished_output(spec)
+    command = Command(tmp_path, "run", str(run_file(spec, tmp_path)))
+    assert command.ended() == 0, command.said()
+    assert "nothing is left to do" in command.said()
+    assert f"{RUN_NAME}: completed after step 2 of 2: 16 trained of 16 samples" in command.said()
+    assert not (spec.output / "logs").exists()
+    assert json.loads((spec.output / "run.json").read_text())["state"] == "completed"
+
+
+@pytest.mark.parametrize("what", ["model", "spec.json"])
+def test_only_the_very_same_run_is_finished(tmp_path: Path, assets: TinyAssets, what: str) -> None:
+    spec = tiny_spec(assets, tmp_path, records=16)
+    finished_output(spec)
+    assert is_finished(spec)
+    (spec.output / what).rename(spec.output / "elsewhere")
+    assert not is_finished(spec)
+    (spec.output / "elsewhere").rename(spec.output / what)
+    other = spec.train.model_copy(update={"learning_rate": 2 * spec.train.learning_rate})
+    assert not is_finished(spec.model_copy(update={"train": other}))
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def saved(tmp_path: Path) -> ResolvedRun:
 
 
 def test_an_empty_output_and_its_own_checkpoint_are_accepted(tmp_path: Path, saved: ResolvedRun) -> None:
-    check_output(resolved_run(tmp_path / "elsewhere"))
-    check_output(saved)
+    assert check_output(resolved_run(tmp_path / "elsewhere")) == 0
+    assert check_output(saved) == 1, "the step it goes on from"
 
 
 def test_the_setting_that_differs_is_named(saved: ResolvedRun) -> None:

@@ -79,8 +79,9 @@ class ScriptedRun:
         return scripted_members(self.output, self.state, self.address, steps, ranks, rows=rows, **deeds)
 
     def start(
-        self, steps: int, ranks: int = 1, *, limits: Limits | None = None, rows: bool = False, **deeds: list[str]
-    ) -> Supervisor:
+        self, steps: int, ranks: int = 1, *, step: int = 0, limits: Limits | None = None, rows: bool = False,
+        **deeds: list[str],
+    ) -> Supervisor:  # fmt: skip
         limits = limits or Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=0.05)
         self.supervisor = Supervisor(
             self.members(steps, ranks, rows=rows, **deeds),
@@ -88,6 +89,7 @@ class ScriptedRun:
             self.output,
             LocalLauncher(),
             limits,
+            step=step,
             steps=steps,
         )
         self._thread = threading.Thread(target=self._run)

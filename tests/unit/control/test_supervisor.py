@@ -37,6 +37,15 @@ def test_a_run_completes(scripted: ScriptedRun) -> None:
     assert (status["step"], status["steps"], status["skipped"]) == (6, 6, 24)
 
 
+def test_a_resumed_run_is_where_its_checkpoint_is_until_its_queue_knows(scripted: ScriptedRun) -> None:
+    supervisor = scripted.start(steps=6, step=3, trainer_0=["start:kill"])
+    steps = [supervisor.status()["step"]]
+    scripted.until(lambda status: steps.append(status["step"]) or status["workers"][-1]["restarts"] == 1)
+    assert set(steps) == {3}, "its trainer has said nothing yet"
+    assert scripted.wait().state == RunState.COMPLETED
+    assert scripted.steps_done() == list(range(6)), "the trainer has gone back to the beginning"
+
+
 def test_every_kind_of_worker_may_be_killed(scripted: ScriptedRun) -> None:
     scripted.start(
         steps=8, collator_0=["work:kill"], teacher_0_0=["work:kill"], trainer_0=["work:kill"],
