@@ -150,7 +150,7 @@ def _score(
     nll = torch.zeros((), dtype=torch.float64, device=device)
     hits = torch.zeros((), dtype=torch.int64, device=device)
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # a sharded model keeps what it gathers for training, so no inference tensors
             for batch in _batches(windows, batch_tokens):
                 inputs, mask = _pad([window.inputs for window in batch], device)
                 targets, _ = _pad([window.targets for window in batch], device)

@@ -61,21 +61,29 @@ class Worker:
         """Enter a phase: `load`, then `run`; each has its own limit for going without progress."""
         workers = self.run.spec.workers
         self._phase, self._limit = name, workers.load_timeout_s if name == "load" else workers.step_timeout_s
-        self.alive()
+        self.beat()
 
     def alive(self, units: int = 0) -> None:
-        """The main loop lives, and has finished `units` of work.
+        """The main loop lives, has finished `units` of work, and could leave now.
 
         Raises:
             StopRequested: The process was asked to leave.
+            StaleSessionError: The queue has ended the session.
+        """
+        self.beat(units)
+        if self.stopping.is_set():
+            raise StopRequested
+
+    def beat(self, units: int = 0) -> None:
+        """The main loop lives and has finished `units` of work, in the middle of something that it must not leave.
+
+        Raises:
             StaleSessionError: The queue has ended the session.
         """
         self._units += units
         self._alive_at = time.monotonic()
         if self._stale is not None:
             raise self._stale
-        if self.stopping.is_set():
-            raise StopRequested
 
     def beat_until_done(self) -> None:
         """Heartbeats, as long as the main loop lives: the body of the background thread."""

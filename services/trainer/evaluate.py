@@ -12,6 +12,7 @@ from services.common.resolve import open_index
 from services.common.worker import Worker
 from services.trainer.held_out import HeldOutLoss
 from services.trainer.records import JsonLines
+from services.trainer.reports import held_out_line
 from services.trainer.student import Student
 from xtoken_core.evaluation import evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -33,6 +34,8 @@ class Evaluator:
         self.spec = worker.run.spec
         self.lines = JsonLines(self.spec.output / "eval.jsonl")
         self._held_out: HeldOutLoss | None = None
+        # Several ranks wait for each other behind it: none leaves from within.
+        self._goes_on = worker.alive if worker.run.world == 1 else worker.beat
 
     def evaluate(self, student: Student, step: int, *, leads: bool = True) -> dict[str, Any] | None:
         """Append one line, after `step` optimiser steps; all ranks of a sharded student call.
@@ -61,15 +64,15 @@ class Evaluator:
                 )
                 row = {"step": step, **asdict(result), "loss": result.nll_nats / max(result.tokens, 1)}
                 if self.spec.eval.teacher_kl:
-                    self.worker.alive()
+                    self._goes_on()
                     if self._held_out is None:
                         self._held_out = HeldOutLoss(self.spec, self.loss, self.tokenizer, index.documents())
                     row |= self._held_out.measure(student)
         finally:
             student.train()
-        self.worker.alive()
+        self._goes_on()
         if not leads:
             return None
         self.lines.append(row)
-        log.info("after %d steps: %.4f bits per byte on held-out text", step, result.bits_per_byte)
+        log.info("after %d steps: %s", step, held_out_line(row))
         return row

@@ -28,7 +28,7 @@ from xtoken_core.errors import ConfigError
 log = logging.getLogger("xtoken.trainer")
 
 TOGETHER_S = 10.0
-"""How long several ranks that were asked to leave look for a step's boundary."""
+"""How long several ranks that were asked to leave go on with the step that they are at."""
 
 
 class TrainerLoop:
@@ -89,7 +89,7 @@ class TrainerLoop:
         return self.cursor
 
     def _leave_alone(self, leave: threading.Event) -> None:
-        """Without the other ranks, if no boundary comes because the teachers have left first."""
+        """Wait for nothing any more, if no boundary comes because the teachers have left first."""
         self._asked.wait()
         time.sleep(TOGETHER_S)
         leave.set()
@@ -128,24 +128,32 @@ class TrainerLoop:
         self.worker.phase("run")
         metrics = self.runner.run_step(step, self.rewinds)
         waits["teacher_wait"] += self.runner.waited_s
-        redo = self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
-        redo, stops = self.group.any_of(redo, self._asked.is_set())
+        left = self.runner.left
+        redo = left or self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
+        redo, stops = self.group.any_of(redo, left or self._asked.is_set())
         if redo:
-            log.warning("step %d is done again: a teacher or a sample was lost under it", step.step)
             self.optimizer.drop_gradients()
             if stops:
                 raise StopRequested
+            log.warning("step %d is done again: a teacher or a sample was lost under it", step.step)
             self._rewind()
             return
         row = self._take(step, metrics)
         self._advance(step, row, waits, time.monotonic() - began)
 
     def _window(self) -> StepPlan:
-        while True:
-            self.worker.alive()
-            rows = self.queue.window(self.cursor.step, plan_fields(self.run), rewinds=self.rewinds, wait_s=WAIT_S)
-            if rows is not None:
-                return plan_step(self.run, self.cursor.step, rows)
+        """This node group's share of the next step; all ranks get one, or all leave."""
+        found: StepPlan | None = None
+        try:
+            while found is None:
+                self.worker.alive()
+                rows = self.queue.window(self.cursor.step, plan_fields(self.run), rewinds=self.rewinds, wait_s=WAIT_S)
+                found = plan_step(self.run, self.cursor.step, rows) if rows is not None else None
+        except StopRequested:
+            found = None
+        if self.group.any(found is None) or found is None:
+            raise StopRequested
+        return found
 
     def _take(self, step: StepPlan, metrics: list[dict[str, Tensor]]) -> dict[str, Any]:
         """The optimiser's step, if there was anything finite to learn; returns what to report of it."""

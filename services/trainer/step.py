@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.common.batches import padded_batch
 from services.common.steps import StepPlan
-from services.common.worker import WAIT_S, Worker
+from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.rings import OpenRings
 from services.trainer.signals import teacher_logits
 from services.trainer.student import Student
@@ -37,6 +37,7 @@ class StepRunner:
 
     Attributes:
         waited_s: Seconds that it has waited for the teachers' signals, in all steps.
+        left: Whether this rank was asked to leave while it waited, in the last step.
     """
 
     def __init__(
@@ -56,16 +57,23 @@ class StepRunner:
         self.fields = list(schema.run_fields(self.run.spec.same_tokenizer))
         self.signals = signal_fields(len(self.run.spec.teacher))
         self.waited_s = 0.0
+        self.left = False
 
     def run_step(self, step: StepPlan, rewinds: int) -> list[dict[str, Tensor]]:
         """Add the gradients of this rank's micro-batches; returns their metrics, on the device.
 
         The host only queues work for a GPU: it claims and copies a micro-batch while the one before is computed.
+        Of several ranks none leaves by itself: one that was asked to claims nothing any more, but goes on to where they
+        decide together.
+
+        Raises:
+            StopRequested: The only rank was asked to leave.
         """
         metrics = []
+        self.left = False
         for index, batch in enumerate(step.plan.ranks[self.rank]):
             torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.place, index))
-            found = self._micro_batch(step, batch, rewinds) if batch.ids else None
+            found = self._micro_batch(step, batch, rewinds) if batch.ids and not self.left else None
             if found is not None:
                 metrics.append(found)
             elif self.student.sharded:
@@ -75,8 +83,15 @@ class StepRunner:
 
     def _micro_batch(self, step: StepPlan, batch: MicroBatch, rewinds: int) -> dict[str, Tensor] | None:
         began = time.monotonic()
-        claimed, columns = self._claim(batch, rewinds)
-        self.waited_s += time.monotonic() - began
+        try:
+            claimed, columns = self._claim(batch, rewinds)
+        except StopRequested:
+            if self.run.world == 1:
+                raise
+            self.left = True
+            return None
+        finally:
+            self.waited_s += time.monotonic() - began
         if any(name not in columns for name in self.signals):
             return None  # every sample has died
         self.rings.receive(columns)
@@ -84,7 +99,7 @@ class StepRunner:
         slots = {(ref["ring"], ref["slot"], ref["generation"]) for name in self.signals for ref in data[name]}
         metrics = self._backward(step, batch, data)
         self.rings.release(slots)
-        self.worker.alive(1)
+        self.worker.beat(1)
         return metrics
 
     def _backward(self, step: StepPlan, batch: MicroBatch, data: dict[str, Any]) -> dict[str, Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -87,6 +89,30 @@ def test_shares_of_two_ranks_stop_and_one_rank_goes_on(assets: TinyAssets, tmp_p
     assert [i for line in lines for i in line["ids"]] == list(range(160))
     losses = [[line["loss"] for line in steps_of(spec.output)] for spec in (whole, one)]
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
+def test_ranks_that_wait_for_each_other_leave_together_and_save(
+    assets: TinyAssets, tmp_path: Path, start: Start, parallel: str
+) -> None:
+    """One rank's teacher hangs, the other rank has done its part of the step: both are asked to leave."""
+    held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(4, seed=5))
+    train = {"parallel": parallel, "checkpoint_every": 100_000}
+    changes: dict[str, Any] = {"workers": {"ranks": 2, "collators": 1}, "eval": {"path": held_out, "every": 2}}
+    spec = tiny_spec(assets, tmp_path, records=80_000, train=train, **changes)
+    crew = start(spec)
+    crew.wait_for_steps(4)
+    hung = psutil.Process(crew.pid("teacher-0-1"))
+    hung.suspend()
+    time.sleep(1)
+    crew.supervisor.stop()
+    checkpoints, deadline = spec.output / "checkpoints", time.monotonic() + 25
+    while not list(checkpoints.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hung.resume()
+    assert crew.join().state == RunState.STOPPED
+    steps = len(steps_of(spec.output))
+    assert [path.name for path in checkpoints.iterdir()] == [f"step-{steps:08d}"]
 
 
 @pytest.mark.slow
