@@ -10,18 +10,18 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 install: $(STAMP)  ## create .venv and install xtoken with its development tools
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[dev,triton]'
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[dev,triton,lora,tensorboard]'
 	@touch $@
 
 demo: $(STAMP)  ## distil a small teacher into a smaller student, all processes real, on this machine
@@ -89,10 +89,22 @@ bench-control: $(STAMP)  ## the control plane: its list, a run's first step, tra
 	$(BIN)/python -m benchmarks.control
 	$(BIN)/python -m benchmarks.control.page
 
-bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop
-	$(BIN)/python -m benchmarks.end_to_end
+bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop and one with TRL's loss
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end.json --public-loss
 	$(BIN)/python -m benchmarks.end_to_end.page
 	$(BIN)/python -m benchmarks.readme
+
+bench-e2e-mps: $(STAMP)  ## the same on one GPU, without and with NVIDIA's MPS
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_mps.json \
+		--variants p_kl_wide p_kl_wide_mps p_kl_fp8_wide p_kl_fp8_wide_mps gold_wide gold_wide_mps
+	$(BIN)/python -m benchmarks.end_to_end.page
+
+bench-e2e-two-gpus: $(STAMP)  ## a teacher on its own, a shared student, beside one GPU
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_two_gpus.json \
+		--samples 8 --steps 20 --no-serial \
+		--variants p_kl_hidden_wide two_ranks_kept two_ranks teacher_apart p_kl_hidden_wide_mps two_ranks_mps
+	$(BIN)/python -m benchmarks.end_to_end.page
 
 evidence: $(STAMP)  ## what distillation across tokenizers gives: every method, on a GPU, and its page; goes on where it was
 	$(BIN)/python -m experiments.digits all

@@ -17,6 +17,7 @@ from services.common.align_cli import align_app
 from services.common.projection_cli import projection_app
 from services.control.cli import ControlTokenOption, JsonOption, runs_app, token_in
 from services.queue.cli import queue_app
+from services.trainer.export_cli import export
 from xtoken_core.errors import XtokenError
 
 if TYPE_CHECKING:
@@ -196,6 +197,9 @@ def trainer(
     work(link, rank=rank, name=name)
 
 
+app.command()(export)
+
+
 @app.command()
 def control(
     host: Annotated[
@@ -297,6 +301,9 @@ def _expected(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         place = f" while writing {error.filename}" if error.filename else ""
         return f"no space is left on the device{place}: free some and start again"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which not every command has
+        said = str(error).partition(" Including")[0].partition("\n")[0]
+        return f"{said} Lower train.micro_batch_tokens or workers.slots, or give teachers a GPU of their own"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return None

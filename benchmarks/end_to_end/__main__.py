@@ -1,25 +1,30 @@
 """A whole run at real model sizes, beside the plain serial loop: `python -m benchmarks.end_to_end` (`make bench-e2e`).
 
-Random weights of Llama-3.2-1B's and Qwen3-4B's shapes, real vocabularies, 4 documents of 2,048 tokens a step. Every
-variant runs in processes of its own, one after the other, the plain loop first and last; ratios are of one call.
+Random weights of Llama-3.2-1B's and Qwen3-4B's shapes, real vocabularies, documents of 2,048 tokens. Every variant runs
+in processes of its own, one after the other; the plain loop runs once per loss, before the first variant that is
+compared with it. With `--go-on` several calls on one machine make one result file, which keeps the settings of each.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.end_to_end.mps import mps_daemon
-from benchmarks.end_to_end.variants import LOSSES, VARIANTS, Variant, run_spec
+from benchmarks.end_to_end.report import measured, opened, write
+from benchmarks.end_to_end.variants import DEFAULT, LOSSES, VARIANTS, Variant, run_spec
 
 if TYPE_CHECKING:
     from benchmarks.end_to_end.assets import Assets
@@ -27,60 +32,54 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 PUBLIC_STEPS = {"steps": 5, "warmup": 1}
 """TRL's loss takes seconds for what the others do in milliseconds."""
+HIDDEN = ("serial", "public", "checkpointing", "out", "work")
+"""Arguments that are no settings of a call."""
 
 
 def main() -> int:
-    """Measure what is asked for, write JSON after every variant."""
-    arguments = _arguments()
+    """Measure what is asked for, write JSON after every part."""
+    arguments = parsed()
     if arguments.serial:
         print(json.dumps(_serial(arguments)))
         return 0
+    if arguments.public_loss and importlib.util.find_spec("trl") is None:
+        raise SystemExit("--public-loss needs TRL: pip install -e '.[bench]', or leave it out")
     from benchmarks.end_to_end.assets import VOCABULARIES, make_assets
 
+    call = _call(arguments)
+    report = opened(arguments.out, call, _machine(), VOCABULARIES, go_on=arguments.go_on)
     assets = make_assets(
         arguments.work,
         small=arguments.small,
-        documents=arguments.samples * (arguments.steps + arguments.warmup),
+        documents=arguments.samples * max(arguments.steps + arguments.warmup, sum(PUBLIC_STEPS.values())),
         characters=6 * arguments.context,
     )
-    report: dict[str, Any] = {
-        "settings": _plain(arguments),
-        "machine": _machine(),
-        "vocabularies": VOCABULARIES,
-        "serial": {},
-        "variants": {},
-    }
-    if arguments.go_on and arguments.out.exists():
-        before = json.loads(arguments.out.read_text(encoding="utf-8"))
-        report |= {name: before[name] for name in ("serial", "variants")}
     for name in arguments.variants:
         variant = VARIANTS[name]
-        loop = variant.loss + (" checkpointed" if variant.checkpointing else "")
-        began = time.monotonic()
-        if loop not in report["serial"] and not arguments.no_serial:
-            report["serial"][loop] = _serial_process(arguments, variant)
-            _say(f"serial loop, {loop}", report["serial"][loop], began)
-            _write(report, arguments.out)
-        public = f"{variant.loss} public"
-        if arguments.public_loss and variant.loss == "gold" and public not in report["serial"]:
-            began = time.monotonic()
-            report["serial"][public] = _serial_process(arguments, variant, public=True)
-            _say("serial loop, TRL's GOLD", report["serial"][public], began)
-            _write(report, arguments.out)
+        for loop, public in _loops(variant, arguments):
+            if loop not in report["serial"]:
+                began = time.monotonic()
+                report["serial"][loop] = _serial_process(arguments, variant, public=public)
+                write(report, arguments.out)
+                _say(f"serial loop, {loop}", report["serial"][loop], began)
+        if measured(report["variants"].get(name, {})):
+            continue
         began = time.monotonic()
         found = _measure(variant, name, assets, arguments)
-        _compare(found, report["serial"].get(loop, {}), report["variants"].get(variant.beside, {}))
-        if public in report["serial"] and "failed" not in found:
-            found["times_public"] = found["tokens_per_second"] / report["serial"][public]["tokens_per_second"]
-        report["variants"][name] = {**asdict(variant), "serial": loop, **found}
-        _say(name, found, began)
-        _write(report, arguments.out)
+        report["variants"][name] = {**asdict(variant), "serial": variant.loop, **found}
+        call["variants"].append(name)
+        write(report, arguments.out)
+        _say(name, report["variants"][name], began)
+    print(f"written: {arguments.out}", flush=True)
     return 0
 
 
-def _write(report: dict[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+def _loops(variant: Variant, arguments: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """The serial loops that a variant is compared with, and whether their loss is a public one."""
+    if not arguments.no_serial:
+        yield variant.loop, False
+    if arguments.public_loss and variant.loss == "gold":
+        yield f"{variant.loss} public", True
 
 
 def _measure(variant: Variant, name: str, assets: Assets, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -100,28 +99,13 @@ def _measure(variant: Variant, name: str, assets: Assets, arguments: argparse.Na
         return {"failed": str(error)}
 
 
-def _compare(found: dict[str, Any], serial: dict[str, Any], other: dict[str, Any]) -> None:
-    """Beside the plain loop and another variant of the same call: rates as ratios, losses as differences by step."""
-    if "failed" in found:
-        return
-    if serial:
-        found["times_serial"] = found["tokens_per_second"] / serial["tokens_per_second"]
-    if "losses" in other:
-        found["times_beside"] = found["tokens_per_second"] / other["tokens_per_second"]
-        differences = [abs(a - b) for a, b in zip(found["losses"], other["losses"], strict=True)]
-        found["loss_difference"] = {
-            "first": differences[0],
-            "mean": statistics.fmean(differences),
-            "largest": max(differences),
-        }
-
-
-def _arguments() -> argparse.Namespace:
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, or the words given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="models, text and runs")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "end_to_end.json")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["p_kl_wide", "p_kl_hidden", "gold_wide"])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--work", type=Path, help="models, text and runs (runs/end-to-end, small ones beside it)")
+    parser.add_argument("--out", type=Path, help="the result file (end_to_end.json among them)")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(DEFAULT))
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--context", type=int, default=2048)
@@ -130,11 +114,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-serial", action="store_true", help="leave the plain loop out")
     parser.add_argument("--public-loss", action="store_true", help="beside gold, a serial loop with TRL's loss too")
     parser.add_argument("--public", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--go-on", action="store_true", help="add to what the output file holds of the same call")
+    parser.add_argument(
+        "--go-on", action="store_true", help="add what the result file lacks; same machine, versions and settings"
+    )
     parser.add_argument("--also", default="", help="what else the machine does meanwhile, for the page")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one variant")
     parser.add_argument("--serial", choices=LOSSES, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args(words)
+    arguments.work = arguments.work or Path("runs", "end-to-end-small" if arguments.small else "end-to-end")
+    arguments.out = arguments.out or arguments.work / "end_to_end.json"
+    return arguments
 
 
 def _serial_process(arguments: argparse.Namespace, variant: Variant, *, public: bool = False) -> dict[str, Any]:
@@ -173,9 +162,11 @@ def _machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    own = sorted(str(getattr(gpu, "uuid", platform.node())) for gpu in gpus) or [platform.node()]
     return {
-        "gpus": gpus,
+        "gpus": [gpu.name for gpu in gpus],
+        "digest": hashlib.sha256(" ".join(own).encode()).hexdigest()[:12],  # tells two machines of a kind apart
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -183,12 +174,11 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(arguments).items()
-        if name not in ("serial", "public", "out", "work")
-    }
+def _call(arguments: argparse.Namespace) -> dict[str, Any]:
+    """This call's settings; its variants are entered as they are measured."""
+    settings = {name: value for name, value in vars(arguments).items() if name not in HIDDEN}
+    trl = {"trl": importlib.metadata.version("trl")} if arguments.public_loss else {}
+    return {**settings, **trl, "variants": []}
 
 
 def _say(name: str, found: dict[str, Any], began: float) -> None:

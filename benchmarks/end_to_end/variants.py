@@ -25,7 +25,7 @@ class Variant:
         wide: Four samples are one micro-batch; otherwise each sample is one, as in the serial loop.
         checkpointing: Activations are recomputed, in the serial loop too.
         mps: NVIDIA's MPS runs, so that processes on one GPU share it instead of taking turns.
-        beside: The variant of the same call that its rate and its losses are compared with, if any.
+        beside: The variant of the same result file that its rate and its losses are compared with, if any.
         gpus: How many it takes.
     """
 
@@ -36,6 +36,11 @@ class Variant:
     mps: bool = False
     beside: str = ""
     gpus: int = 1
+
+    @property
+    def loop(self) -> str:
+        """The serial loop that it is compared with."""
+        return self.loss + (" checkpointed" if self.checkpointing else "")
 
 
 COMPILED: dict[str, dict[str, Any]] = {"student": {"compile": True}, "teacher": {"compile": True}}
@@ -84,6 +89,9 @@ VARIANTS = {
     "two_ranks_kept": Variant("p_kl", KEPT, wide=True, beside="p_kl_hidden_wide", gpus=2),
     "two_ranks_mps": Variant("p_kl", KEPT, wide=True, mps=True, beside="p_kl_hidden_wide_mps", gpus=2),
 }
+
+DEFAULT = ("p_kl_hidden", "p_kl_wide", "h_kl_wide", "p_kl_fp8_wide", "p_kl_hidden_checkpointed", "gold_wide")
+"""What the page holds to a limit on one GPU."""
 
 
 def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:

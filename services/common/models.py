@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -15,8 +16,21 @@ from services.common.vocabulary import first_line
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import ConfigError, InputError
 
+log = logging.getLogger("xtoken.models")
+
 transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def takes_gpu(wanted: str) -> bool:
+    """Whether a process is on a GPU: where it is asked for one, or where `auto` finds one.
+
+    Raises:
+        ConfigError: A GPU is asked for and there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('workers.device = "cuda": torch sees no GPU here: use "cpu" or "auto"')
+    return wanted != "cpu" and torch.cuda.is_available()
 
 
 def pick_device(wanted: str, rank: int) -> torch.device:
@@ -25,12 +39,24 @@ def pick_device(wanted: str, rank: int) -> torch.device:
     Raises:
         ConfigError: A GPU is asked for and there is none.
     """
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('workers.device = "cuda": torch sees no GPU here: use "cpu" or "auto"')
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if not takes_gpu(wanted):
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    return torch.device("cuda", local % torch.cuda.device_count())
+    rank = int(os.environ.get("LOCAL_RANK", rank))
+    return nth_gpu(rank, f"rank {rank}")
+
+
+def nth_gpu(number: int, what: str) -> torch.device:
+    """The GPU of a number, modulo how many there are; one that is thereby shared is told of.
+
+    Args:
+        number: From 0.
+        what: Who takes it, for the log.
+    """
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", number % count)
+    if number >= count:
+        log.warning("%s would be on GPU %d, torch sees %d here: it shares %s", what, number, count, device)
+    return device
 
 
 def load_model(

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from services.common.supervised import MARK
 from services.control.fleet import Kind, Member
 from services.control.journal import Attempt, Journal
 from services.control.launcher import LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
 from services.control.policy import RestartPolicy
-from services.control.processes import MARK
 
 JOIN_POLL_S = 0.02
 LAST_LINE_BYTES = 8192

@@ -86,7 +86,7 @@ class Launcher(Protocol):
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, *, node: int = 0) -> Handle:
         """Start a command with exactly this environment, its output going to a file.
 
-        `env` has the attempt's mark (`processes.MARK`), unique among all, and the file for its status (`STATUS_FILE`).
+        `env` has the attempt's mark (`supervised.MARK`), unique among all, and the file for its status (`STATUS_FILE`).
 
         Raises:
             OSError: It cannot be started.

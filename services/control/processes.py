@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped] # its types are a package of their own, which is not installed
 
+from services.common.supervised import MARK
+
 PROC = Path("/proc")
 START_FIELD = 19
 """Where `/proc/PID/stat` has the time of start, counted after the command's closing parenthesis."""
 DEAD_STATES = "ZXx"
-MARK = "XTOKEN_ATTEMPT"
-"""The variable that names, in a worker's environment and in its children's, which start of which run's worker it is."""
 
 
 @dataclass(frozen=True)

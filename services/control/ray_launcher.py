@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.common.supervised import MARK
 from services.control.launcher import LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, LostPlaceError, read_status
 from services.control.place import KEYS, KEYS_PLACE, QUEUE_PLACE
-from services.control.processes import MARK
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import XtokenError

@@ -223,7 +223,9 @@ class Run:
         self, resolved: ResolvedRun, place: QueuePlace, launcher: Launcher, taken: dict[str, TakenGroup], step: int
     ) -> Ending | None:  # fmt: skip
         workers = self.spec.workers
-        limits = Limits(max_restarts=workers.max_restarts, load_timeout_s=workers.load_timeout_s)
+        limits = Limits(
+            max_restarts=workers.max_restarts, load_timeout_s=workers.load_timeout_s, grace_s=workers.stop_timeout_s
+        )  # fmt: skip
         ending: Ending | None = Ending(RunState.FAILED, FAILED_ITSELF, 1)
         try:
             supervisor = Supervisor(

@@ -6,11 +6,11 @@ import logging
 
 import torch
 
-from services.common.models import load_model, pick_device
+from services.common.budget import check_room, check_teacher, weight_bytes
+from services.common.models import load_model, nth_gpu, pick_device, takes_gpu
 from services.common.steps import ring_shape
 from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import QueueLink, worker_session
-from services.teacher.budget import check_budget, weight_bytes
 from services.teacher.fp8 import check_fp8, swap_linears
 from services.teacher.loop import TeacherLoop
 from services.teacher.model import TeacherModel
@@ -59,10 +59,10 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
 
 def place_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:
     """Where a rank's teacher runs: beside its student, or on the GPU that its settings name."""
-    device, gpu = pick_device(spec.workers.device, rank), spec.teacher[teacher].gpu
-    if gpu is None or device.type != "cuda":
-        return device
-    return torch.device("cuda", (gpu + rank) % torch.cuda.device_count())
+    device, gpu = spec.workers.device, spec.teacher[teacher].gpu
+    if gpu is None or not takes_gpu(device):
+        return pick_device(device, rank)
+    return nth_gpu(gpu + rank, f"teacher {teacher} of rank {rank} (teacher.gpu = {gpu})")
 
 
 def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transport: str) -> TeacherModel:
@@ -78,7 +78,8 @@ def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transpo
     if spec.fp8:
         check_fp8(device, spec.dtype, what)
     weights = weight_bytes(spec.model, spec.dtype)
-    check_budget(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
+    check_room(run, device)
+    check_teacher(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
     model = load_model(spec, what, device)
     if spec.fp8:
         count = swap_linears(model.base_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+log = logging.getLogger("xtoken.teacher")
 
 WIDTH_BUCKET = 128
 """A compiled model's widths are rounded up to a multiple of this, so that few shapes are ever seen."""
@@ -39,6 +42,7 @@ class TeacherModel:
         if compiled:
             compile_layers(self._body)
         self._chunk: Tensor | None = None
+        self._told = False
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +97,18 @@ class TeacherModel:
         elif self.plain_head:
             out.copy_(self.hidden(tokens) @ self.head.t(), non_blocking=True)
         else:
+            self._tell_copies()
             out.copy_(self.model(input_ids=self._on_device(tokens), use_cache=False).logits, non_blocking=True)
+
+    def _tell_copies(self) -> None:
+        """Say once, in the teacher's log, that its head is not multiplied out into the slot itself."""
+        if not self._told:
+            self._told = True
+            log.warning(
+                "this teacher's logits are not just hidden states times head (a bias, a cap or a scale comes on top): "
+                "its own forward makes each micro-batch's whole, and they are copied into the slot%s",
+                "; their widths are not rounded up for teacher.compile" if self.compiled else "",
+            )
 
     @torch.inference_mode()
     def write_hidden(

@@ -29,7 +29,7 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Any:
         raise ConfigError("train.lora needs peft: install it by pip install 'xtoken[lora]'") from error
     config = LoraConfig(
         r=spec.rank,
-        lora_alpha=spec.alpha,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type,unused-ignore]  # it only divides it
         lora_dropout=spec.dropout,
         target_modules=list(spec.targets) or "all-linear",
         task_type="CAUSAL_LM",

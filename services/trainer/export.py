@@ -1,22 +1,30 @@
-"""The finished student as a Hugging Face directory: safetensors, tokenizer, and a card that tells its origin."""
+"""A student as a Hugging Face directory: safetensors, tokenizer, and a card that tells its origin."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from services.trainer.checkpoint import sync_directory
-from xtoken_core.config.loss import LossConfig
+from services.trainer.checkpoint import Cursor, sync_directory
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import OutputError
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+SAME_TOKENIZER = "KL token by token"
+"""How a teacher with the student's tokenizer is compared, whatever the run's mode."""
 
 FIGURES = (
     ("bits_per_byte", "bits per byte"),
@@ -27,35 +35,121 @@ FIGURES = (
 )
 
 
-def export_model(directory: Path, model: PreTrainedModel, adapted: Any, tokenizer: Any, card: str) -> None:
-    """Write the model whole or not at all.
+def export_student(
+    directory: Path,
+    run: ResolvedRun,
+    cursor: Cursor,
+    student: tuple[PreTrainedModel, Any],
+    tokenizer: Any,
+    *,
+    output: Path,
+    replaces: bool = True,
+) -> None:
+    """Write a student as its settings want it, with a card of the figures up to where it stands.
 
     Args:
-        directory: Where to; what is there is replaced.
-        model: The student.
-        adapted: peft's view of it, if only its adapters are wanted.
+        directory: Where to.
+        run: The run.
+        cursor: Where the student stands.
+        student: The model and peft's view of it, as `Student.whole` gives them.
         tokenizer: The student's.
-        card: The text of its `README.md`.
+        output: The run's directory, where its figures are.
+        replaces: As for `export_model`.
 
     Raises:
         OutputError: It cannot be written; what was there stays.
     """
-    scratch = directory.with_name(f".{directory.name}.tmp")
+    (model, adapted), lora = student, run.spec.train.lora
+    if adapted is not None and lora is not None and lora.export == "merged":
+        model, adapted = adapted.merge_and_unload(), None
+    steps = deque(lines_below(output / "steps.jsonl", cursor.step), maxlen=1)
+    evaluations = list(lines_below(output / "eval.jsonl", cursor.step + 1)) if run.spec.eval is not None else []
+    card = model_card(run, account_of_positions(run, cursor), evaluations, steps[-1] if steps else None)
+    export_model(directory, model, adapted, tokenizer, card, replaces=replaces)
+
+
+def account_of_positions(run: ResolvedRun, cursor: Cursor) -> dict[str, Any]:
+    """What became of every position up to where a run stands: its `summary.json`, at its end."""
+    return {
+        "positions": run.positions,
+        "trained": cursor.trained,
+        "skipped": len(cursor.skipped),
+        "dead": len(cursor.dead),
+        "truncated": cursor.truncated,
+        "steps": cursor.step,
+        "updates": cursor.updates,
+        "nonfinite_steps": cursor.nonfinite,
+        "tokens": cursor.tokens,
+        "skipped_reasons": cursor.skipped,
+        "dead_reasons": cursor.dead,
+    }
+
+
+def lines_below(path: Path, step: int) -> Iterator[dict[str, Any]]:
+    """The JSON lines of earlier steps, in order; a file that is still written may end in a torn one."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                if row["step"] >= step:
+                    return
+            except (ValueError, KeyError, TypeError):
+                return
+            yield row
+
+
+def export_model(
+    directory: Path, model: PreTrainedModel, adapted: Any, tokenizer: Any, card: str, *, replaces: bool = True
+) -> None:
+    """Write the model whole or not at all: beside, every file fsynced, renamed.
+
+    Args:
+        directory: Where to.
+        model: The student.
+        adapted: peft's view of it, if only its adapters are wanted.
+        tokenizer: The student's.
+        card: The text of its `README.md`.
+        replaces: Whether what is there is replaced; otherwise it is an error.
+
+    Raises:
+        OutputError: It cannot be written; what was there stays.
+    """
+    # Only a run's own trainer replaces, and what it has left when it was killed goes; others may export at once.
+    scratch = directory.with_name(f".{directory.name}.{'' if replaces else f'{os.getpid()}.'}tmp")
     old = directory.with_name(f".{directory.name}.old")
     try:
         shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
         (adapted or model).save_pretrained(scratch, safe_serialization=True)
         tokenizer.save_pretrained(scratch)
         (scratch / "README.md").write_text(card, encoding="utf-8")
-        sync_directory(scratch)
-        shutil.rmtree(old, ignore_errors=True)
-        if directory.exists():
-            directory.rename(old)
+        sync_tree(scratch)
+        if replaces:
+            shutil.rmtree(old, ignore_errors=True)
+            if directory.exists():
+                directory.rename(old)
         scratch.rename(directory)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+        sync_directory(directory.parent)
+        if replaces:
+            shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot write the model {directory}: {reason}") from error
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise OutputError(f"cannot write the model {directory}: {error.strerror or error}") from error
+
+
+def sync_tree(directory: Path) -> None:
+    """Make everything below a directory durable, and then its entries."""
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(directory)
 
 
 def model_card(
@@ -68,9 +162,9 @@ def model_card(
 
     Args:
         run: The run.
-        summary: The run's `summary.json`.
-        evaluations: The lines of its `eval.jsonl`.
-        last_step: The last line of its `steps.jsonl`.
+        summary: Its account up to there, as in `summary.json`.
+        evaluations: The lines of its `eval.jsonl` up to there.
+        last_step: The last line of its `steps.jsonl` before.
     """
     spec = run.spec
     settings = {
@@ -79,16 +173,17 @@ def model_card(
         "train": spec.train.model_dump(mode="json"),
     }
     adapters = f", adapters of rank {spec.train.lora.rank} ({spec.train.lora.export})" if spec.train.lora else ""
+    partly = f" Taken after {summary['steps']} of the run's {run.steps} steps." if summary["steps"] < run.steps else ""
     return f"""---
 library_name: {"peft" if spec.train.lora and spec.train.lora.export == "adapter" else "transformers"}
-base_model: {spec.student.model}
+base_model: {json.dumps(base_model(spec.student.model), ensure_ascii=False)}
 pipeline_tag: text-generation
 tags: [distillation, xtoken]
 ---
 
 # {spec.name}
 
-`{spec.student.model.name}`, distilled by xtoken from {_teachers_in_words(run)}.
+`{spec.student.model.name}`, distilled by xtoken from {_teachers_in_words(spec)}.{partly}
 
 ## Origin
 
@@ -97,7 +192,7 @@ tags: [distillation, xtoken]
 - data: {", ".join(f"`{path}`" for path in spec.data.paths)}: {run.records} records, of which the run \
 goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
 fingerprint `{run.data_fingerprint[:16]}`
-- loss: {_loss_in_words(spec.loss, [spec.loss.mode_of(i) for i in range(len(spec.teacher))])}
+- loss: {_loss_in_words(spec)}
 
 ## Training
 
@@ -136,24 +231,37 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _teachers_in_words(run: ResolvedRun) -> str:
-    names = " and ".join(f"`{teacher.model.name}`" for teacher in run.spec.teacher)
-    foreign = sum(not same for same in run.spec.same_tokenizer)
-    return f"{names}, with a tokenizer of {'its' if len(run.spec.teacher) == 1 else 'their'} own" if foreign else names
+def base_model(model: Path) -> str:
+    """What the card's header calls the student's origin: an id of the hub as given, a local directory by its name."""
+    told = str(model)
+    return told if HUB_ID.fullmatch(told) and not model.exists() else model.absolute().name
+
+
+def _teachers_in_words(spec: RunSpec) -> str:
+    names = " and ".join(f"`{teacher.model.name}`" for teacher in spec.teacher)
+    foreign = sum(not same for same in spec.same_tokenizer)
+    if not foreign:
+        return names
+    how_many = "" if foreign == len(spec.teacher) else "one of them " if foreign == 1 else f"{foreign} of them "
+    return f"{names}, {how_many}with {'a tokenizer of its' if foreign == 1 else 'tokenizers of their'} own"
 
 
 def _teachers(run: ResolvedRun) -> str:
     lines = []
     for teacher, fingerprint in zip(run.spec.teacher, run.projection_fingerprints, strict=True):
         how = f"projection `{teacher.projection}` (`{fingerprint[:16]}`)" if teacher.projection else "same tokenizer"
-        lines.append(f"- teacher: `{teacher.model}`, {teacher.dtype}, weight {teacher.weight:g}, {how}")
+        weights = f"{teacher.dtype}, 8-bit weights" if teacher.fp8 else teacher.dtype
+        lines.append(f"- teacher: `{teacher.model}`, {weights}, weight {teacher.weight:g}, {how}")
     return "\n".join(lines)
 
 
-def _loss_in_words(loss: LossConfig, modes: Sequence[str]) -> str:
+def _loss_in_words(spec: RunSpec) -> str:
+    loss = spec.loss
+    ways = [SAME_TOKENIZER if same else loss.mode_of(place) for place, same in enumerate(spec.same_tokenizer)]
+    compared = ways[0] if len(set(ways)) == 1 else ", ".join(ways)
     scaled = "scaled to the cross-entropy" if loss.dynamic_loss_scaling else f"times {loss.kl_loss_weight:g}"
     ce = "" if loss.dynamic_loss_scaling else f" times {loss.ce_loss_scale:g}"
-    return f"{', '.join(modes)} at temperature {loss.temperature:g} {scaled}, and cross-entropy{ce}"
+    return f"{compared} at temperature {loss.temperature:g} {scaled}, and cross-entropy{ce}"
 
 
 def _last_step(line: Mapping[str, Any] | None) -> str:
@@ -167,13 +275,13 @@ def _held_out(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str
     if run.spec.eval is None or not evaluations:
         return "Not evaluated."
     first, last = evaluations[0], evaluations[-1]
+    shown = (first, last) if first["step"] < last["step"] else (last,)
     rows = [
-        f"| {words} | {first[name]:.4f} | {last[name]:.4f} |"
+        f"| {words} | {' | '.join(f'{row[name]:.4f}' for row in shown)} |"
         for name, words in FIGURES
-        if first.get(name) is not None and last.get(name) is not None
+        if all(row.get(name) is not None for row in shown)
     ]
     told = ", ".join(f"`{path}`" for path in run.spec.eval.paths)
-    table = "\n".join(
-        [f"| figure | after {first['step']} steps | after {last['step']} steps |", "|---|---|---|", *rows]
-    )
+    heads = ["figure", *(f"after {row['step']} steps" for row in shown)]
+    table = "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
     return f"{told}: {last['documents']} documents, {last['bytes']} bytes.\n\n{table}"

@@ -22,6 +22,7 @@ from services.trainer.records import JsonLines
 from services.trainer.reports import Report, make_reports
 from services.trainer.shares import Account, account_of, joined, owned
 from services.trainer.step import StepRunner
+from services.trainer.stopwatch import Stopwatch
 from services.trainer.student import Student
 from xtoken_core.errors import ConfigError
 
@@ -57,6 +58,7 @@ class TrainerLoop:
         self._saved = -1
         self._flops_per_token = flops_per_token(student)
         self._peak_flops = peak_flops(student.device, spec.report.peak_tflops)
+        self._optimizing = Stopwatch(student.device)
         self._asked = worker.stopping
         if group.size > 1:  # several ranks leave together, at a step's boundary
             worker.stopping = threading.Event()
@@ -167,11 +169,14 @@ class TrainerLoop:
         if not (math.isfinite(row.get("loss", 0.0)) and math.isfinite(row["grad_norm"])):
             self._leave_out(step, row)
             return {**row, "nonfinite": True}
+        split = self.runner.watch.take() | self._optimizing.take()  # the optimiser's of the step before: this one runs
         self.checkpoints.stage.wait()
+        self._optimizing.start()
         rate = self.optimizer.step(self.cursor.updates)
+        self._optimizing.lap("optimizer")
         self.cursor.updates += 1
         self.cursor.nonfinite_in_a_row = 0
-        return {**row, "learning_rate": rate}
+        return {**row, "learning_rate": rate, **{f"{part}_seconds": round(s, 6) for part, s in split.items()}}
 
     def _leave_out(self, step: StepPlan, row: dict[str, Any]) -> None:
         """Count a step whose loss or gradient is no finite number, and forget it."""

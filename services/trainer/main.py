@@ -6,18 +6,18 @@ import json
 import logging
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from services.common.budget import check_room
 from services.common.models import head_width, pick_device
 from services.common.roots import confined
 from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import QueueLink, Worker, worker_session
 from services.trainer.checkpoint import Cursor
 from services.trainer.evaluate import Evaluator
-from services.trainer.export import export_model, model_card
+from services.trainer.export import account_of_positions, export_student
 from services.trainer.group import Group
 from services.trainer.loop import TrainerLoop
 from services.trainer.records import replace_file
@@ -93,6 +93,7 @@ def train(worker: Worker, group: Group, rank: int) -> None:
         torch.use_deterministic_algorithms(True)
     else:
         torch.cuda.set_device(device)
+    check_room(run, device)
     student = load_student(run.spec, device, ranks=group.size)
     tokenizer = load_tokenizer(run.spec.student.tokenizer_dir, "student")
     if head_width(student.model) < run.student.vocab_size:
@@ -138,39 +139,15 @@ def finish(worker: Worker, cursor: Cursor, student: Student, tokenizer: Any, *, 
     whole = student.whole(worker.run.spec)
     if not leads or whole is None:
         return
-    model, adapted = whole
-    run, spec = worker.run, worker.run.spec
-    skipped, dead = len(cursor.skipped), len(cursor.dead)
-    summary: dict[str, Any] = {
-        "positions": run.positions,
-        "trained": cursor.trained,
-        "skipped": skipped,
-        "dead": dead,
-        "truncated": cursor.truncated,
-        "steps": run.steps,
-        "updates": cursor.updates,
-        "nonfinite_steps": cursor.nonfinite,
-        "tokens": cursor.tokens,
-        "skipped_reasons": cursor.skipped,
-        "dead_reasons": cursor.dead,
-    }
+    run, output = worker.run, worker.run.spec.output
+    summary = account_of_positions(run, cursor)
+    skipped, dead = summary["skipped"], summary["dead"]
     overlap = set(cursor.skipped) & set(cursor.dead)
     if cursor.trained + skipped + dead != run.positions or overlap:
         raise XtokenError(
             f"the run's account does not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead positions "
             f"are not {run.positions}"
         )
-    evaluations = read_lines(spec.output / "eval.jsonl") if spec.eval is not None else []
-    steps = read_lines(spec.output / "steps.jsonl", last=True)
-    if adapted is not None and spec.train.lora is not None and spec.train.lora.export == "merged":
-        model, adapted = adapted.merge_and_unload(), None
-    card = model_card(run, summary, evaluations, steps[-1] if steps else None)
-    export_model(spec.output / "model", model, adapted, tokenizer, card)
-    replace_file(spec.output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
+    export_student(output / "model", run, cursor, whole, tokenizer, output=output)
+    replace_file(output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
     log.info("done: %d trained, %d skipped, %d dead of %d", cursor.trained, skipped, dead, run.positions)
-
-
-def read_lines(path: Path, *, last: bool = False) -> list[dict[str, Any]]:
-    """The JSON lines of a file, or only its last one."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in (lines[-1:] if last else lines)]

@@ -15,6 +15,7 @@ from services.common.steps import StepPlan
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.rings import OpenRings
 from services.trainer.signals import teacher_logits
+from services.trainer.stopwatch import Stopwatch
 from services.trainer.student import Student
 from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -38,6 +39,7 @@ class StepRunner:
     Attributes:
         waited_s: Seconds that it has waited for the teachers' signals, in all steps.
         left: Whether this rank was asked to leave while it waited, in the last step.
+        watch: How long the device takes for forward, loss and backward.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StepRunner:
         self.signals = signal_fields(len(self.run.spec.teacher))
         self.waited_s = 0.0
         self.left = False
+        self.watch = Stopwatch(student.device)
 
     def run_step(self, step: StepPlan, rewinds: int) -> list[dict[str, Tensor]]:
         """Add the gradients of this rank's micro-batches; returns their metrics, on the device.
@@ -71,6 +74,7 @@ class StepRunner:
         """
         metrics = []
         self.left = False
+        self.watch.forget()
         for index, batch in enumerate(step.plan.ranks[self.rank]):
             torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.place, index))
             found = self._micro_batch(step, batch, rewinds) if batch.ids and not self.left else None
@@ -109,15 +113,21 @@ class StepRunner:
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
         on_device = to_device(tensors, device)
         blockwise = self.student.blockwise
+        self.watch.start()
+        outputs = self.student.outputs(on_device[schema.INPUT_IDS.name])
+        self.watch.lap("forward")
         loss, metrics = self.loss(
             on_device,
-            self.student.outputs(on_device[schema.INPUT_IDS.name]),
+            outputs,
             signals,
             global_valid_toks=step.ce_tokens,
             global_valid_chunks=list(step.kd_chunks),
             blocks=self.loss.token_blocks(tensors, batch.widths[1:]) if blockwise else None,
         )
+        self.watch.lap("loss")
+        del outputs  # the graph alone keeps it: a large part of it goes while backward runs
         loss.backward()  # type: ignore[no-untyped-call]
+        self.watch.lap("backward")
         return metrics
 
     def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_run import TinyAssets, documents, make_assets, write_jsonl
+from tests.unit.control.planes import make_runs, put
 
 PICTURES = Path(__file__).parents[2] / "build" / "browser"
 CHROMIUM = os.environ.get("CHROMIUM", "") or shutil.which("chromium") or shutil.which("google-chrome") or ""
@@ -66,6 +69,39 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, assets: TinyAssets) -> Ite
     token.touch(mode=0o600)
     token.write_text(TOKEN)
     yield from serve(place, assets, "--token-file", str(token))
+
+
+@pytest.fixture(scope="session")
+def remembered(tmp_path_factory: pytest.TempPathFactory, assets: TinyAssets) -> Iterator[Plane]:
+    """A control plane that knows runs of one teacher and of two, which are over."""
+    place = tmp_path_factory.mktemp("remembered")
+    runs = make_runs(place)
+    for teachers in (1, 2):
+        output = put(runs, f"of-{teachers}")
+        for file, line, steps in (("steps", step_line, range(200)), ("eval", read_line, range(0, 201, 20))):
+            lines = [json.dumps(line(step, teachers)) + "\n" for step in steps]
+            (output / f"{file}.jsonl").write_text("".join(lines))
+    runs.close()
+    yield from serve(place, assets)
+
+
+def step_line(step: int, teachers: int) -> dict[str, float]:
+    """A line of `steps.jsonl`, made up."""
+    falls = math.exp(-step / 80) + 0.05 * math.sin(step)
+    each = {f"kl_loss_t{i}": 1.0 + (1 + 0.4 * i) * falls for i in range(teachers)}
+    mass = {f"chunk_mass_t{i}": 0.97 - 0.1 * i + 0.01 * math.sin(step / 7) for i in range(teachers)}
+    agree = {f"proj_accuracy_t{i}": 0.6 - 0.15 * i - 0.3 * falls for i in range(teachers)}
+    kl, ce = sum(each.values()), 2.0 + 2 * falls
+    loss = {"loss": kl + ce, "kl_loss": kl, "ce_loss": ce, "accuracy": 0.5 - 0.3 * falls, "kl_loss_scale": 1.0}
+    return {"step": step, **loss, **each, **mass, **agree, "grad_norm": 1.0 + falls, "tokens_per_second": 30_000.0}
+
+
+def read_line(step: int, teachers: int) -> dict[str, float]:
+    """A line of `eval.jsonl`, made up."""
+    parts = ("loss", "kl_loss", "ce_loss", "accuracy", "proj_accuracy", "chunk_mass")
+    measured = {f"held_out_{k}": v for k, v in step_line(step, teachers).items() if k.startswith(parts)}
+    line = {"step": step, "bits_per_byte": 1 + math.exp(-step / 80), "next_token_accuracy": 0.4, "loss": 2.0}
+    return {**line, **measured}
 
 
 def serve(place: Path, assets: TinyAssets, *arguments: str) -> Iterator[Plane]:

@@ -73,6 +73,7 @@ def start_by_the_form(page: Any, plane: Plane) -> None:
     page.locator("#part-eval > summary").click()
     page.locator("[name='eval']").check()
     fill(page, {"eval.path": str(plane.held_out), "eval.every": "20"})
+    page.locator("[name='eval.teacher_kl']").check()
     picture(page, "02-form")
     page.get_by_role("button", name="Check only").click()
     expect(page.get_by_role("status").filter(has_text="This run can be started.")).to_contain_text("500")
@@ -92,7 +93,7 @@ def test_a_run_from_the_form_to_its_files(open_page: Open, plane: Plane, tmp_pat
     seen = ink(page)
     wait_for_step(page, step_of(page) + 5)
     page.wait_for_function("before => document.querySelector('#curve-loss canvas').toDataURL() !== before", arg=seen)
-    for name in ("held-out", "throughput", "waiting", "queue", "memory"):
+    for name in ("held-out", "held-out-loss", "chunk-mass", "throughput", "waiting", "queue", "memory"):
         expect(page.locator(f"#curve-{name}")).to_be_visible()
     expect(page.locator("#curve-gpu-use")).to_be_hidden()
     wait_for_step(page, 45)
@@ -168,6 +169,29 @@ def test_what_is_wrong_is_said_at_its_field(open_page: Open, plane: Plane) -> No
     expect(page.locator("[name='teacher.1.model']")).to_be_visible()
     page.get_by_role("button", name="Remove").last.click()
     expect(page.locator("[name='teacher.1.model']")).to_have_count(0)
+
+
+def test_every_teacher_has_its_curve(open_page: Open, remembered: Plane) -> None:
+    page = open_page("/runs/of-2", at=remembered)
+    for name, labels in (
+        ("teachers", ["teacher 0", "teacher 1"]),
+        ("chunk-mass", ["teacher 0", "teacher 1"]),
+        ("held-out-loss", ["total", "KL", "CE"]),
+        ("held-out-teachers", ["teacher 0", "teacher 1"]),
+        ("held-out-agreement", ["next token", "with the teacher 0", "with the teacher 1"]),
+    ):
+        curve = page.locator(f"#curve-{name}")
+        expect(curve.locator("canvas")).to_be_visible()
+        legend = curve.locator(".legend li")
+        expect(legend).to_have_text([re.compile(rf"^{label} [\d.]+$") for label in labels])
+    expect(page.locator("#tiles")).to_contain_text("per chunk, of teacher 1")
+    picture(page, "14-two-teachers")
+
+    page.goto("/runs/of-1")
+    expect(page.locator("#curve-chunk-mass .legend li")).to_have_text([re.compile(r"^mass 0\.\d+$")])
+    expect(page.locator("#curve-teachers")).to_be_hidden()
+    expect(page.locator("#curve-held-out-teachers")).to_be_hidden()
+    picture(page, "15-one-teacher")
 
 
 def test_two_tokenizers_are_aligned(open_page: Open, plane: Plane) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from services.control.record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from tests.unit.trainer.students import make_model as make_student
 from xtoken_core.config.spec import RunSpec
 
 Start = Callable[[RunSpec], Crew]
@@ -62,6 +64,8 @@ def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teac
     assert 0 < step["mfu"] < 1
     assert step["memory_peak_bytes"] > 0
     assert 0 <= step["data_wait"] + step["teacher_wait"] <= 1
+    parts = [step[f"{name}_seconds"] for name in ("forward", "loss", "backward", "optimizer")]
+    assert min(parts) > 0 and sum(parts[:3]) <= step["seconds"]
     card = (spec.output / "model" / "README.md").read_text()
     assert "divergence from the teachers" in card
     assert f"{last['bits_per_byte']:.4f}" in card
@@ -113,6 +117,24 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(
     assert crew.join().state == RunState.STOPPED
     steps = len(steps_of(spec.output))
     assert [path.name for path in checkpoints.iterdir()] == [f"step-{steps:08d}"]
+
+
+def test_a_student_with_experts_learns_with_its_router(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    place = shutil.copytree(assets.student, tmp_path / "experts")
+    width = AutoModelForCausalLM.from_pretrained(place).config.vocab_size
+    before = make_student("qwen3-moe", vocab_size=width, max_position_embeddings=256)
+    before.save_pretrained(place)
+    spec = tiny_spec(assets, tmp_path, student={"model": place}, train={"parallel": "replicate"})
+    ending = start(spec).join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    lines = steps_of(spec.output)
+    assert lines[-1]["kl_loss"] < lines[0]["kl_loss"]
+    after = AutoModelForCausalLM.from_pretrained(spec.output / "model").state_dict()
+    moved = {name for name, value in before.state_dict().items() if not torch.equal(value, after[name])}
+    assert {"router" if "mlp.gate.weight" in name else "experts" for name in moved if ".mlp." in name} == {
+        "router",
+        "experts",
+    }
 
 
 @pytest.mark.slow

@@ -1,24 +1,37 @@
-"""The whole run's figures: the page says what the result files say, ratios are of one call, limits hold or fail."""
+"""The whole run's figures: the page says what the result files say, ratios are of one file, limits hold or fail."""
 
 from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.end_to_end import page
+from benchmarks.end_to_end.__main__ import parsed
 from benchmarks.end_to_end.bounds import Bound, bounds_of
+from benchmarks.end_to_end.report import SAME, compare, opened, write
+
+MACHINE = {"gpus": ["a GPU"], "digest": "0123", "torch": "2.11.0"}
+TOKENS = {"student": 10, "teacher": 12, "shared": 8}
+CALL = {"samples": 4, "context": 2048, "steps": 2, "warmup": 1, "small": False, "variants": [], "also": ""}
 
 
 def test_the_page_is_in_step_with_the_results() -> None:
     assert page.rendered() == page.PAGE.read_text(encoding="utf-8"), "run: python -m benchmarks.end_to_end.page"
 
 
-def test_a_ratio_is_taken_within_its_own_call() -> None:
+def test_a_ratio_is_taken_within_its_own_file() -> None:
     compared = 0
-    for call in page.calls().values():
-        for variant in call["variants"].values():
-            others = {"times_serial": call["serial"].get(variant["serial"]), "times_beside": None}
+    for result in page.results().values():
+        for variant in result["variants"].values():
+            others = {"times_serial": result["serial"].get(variant["serial"]), "times_beside": None}
             if variant.get("beside"):
-                others["times_beside"] = call["variants"].get(variant["beside"])
+                others["times_beside"] = result["variants"].get(variant["beside"])
             for name, other in others.items():
                 if name in variant:
                     assert other is not None
@@ -26,6 +39,137 @@ def test_a_ratio_is_taken_within_its_own_call() -> None:
                     assert variant[name] == pytest.approx(expected)
                     compared += 1
     assert compared
+
+
+def test_what_the_files_compare_is_what_would_be_compared_now() -> None:
+    for result in page.results().values():
+        again = copy.deepcopy(result)
+        compare(again)
+        assert again == result
+
+
+@pytest.mark.parametrize("name", page.FILES)
+def test_a_target_measures_what_its_file_has(name: str) -> None:
+    """Whoever runs it gets the page's rows again, and no fewer."""
+    text = (page.ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"-m benchmarks\.end_to_end (.*)", text)
+    (asked,) = (found for found in map(parsed, map(shlex.split, commands)) if found.out.stem == name)
+    assert page.ROOT / asked.out == page.RESULTS / f"{name}.json"
+    result = page.results()[name]
+    calls = result["calls"]
+    assert set(asked.variants) == {variant for call in calls for variant in call["variants"]} == set(result["variants"])
+    assert all(getattr(asked, setting) == call[setting] for setting in SAME for call in calls)
+    assert asked.public_loss == any(call["public_loss"] for call in calls)
+    assert asked.no_serial == all(call["no_serial"] for call in calls)
+
+
+@pytest.mark.parametrize("words", [[], ["--small"], ["--variants", "p_kl"]])
+def test_a_call_by_hand_leaves_the_page_s_files_alone(words: list[str]) -> None:
+    assert parsed(words).out.parent == parsed(words).work
+    assert (parsed(words).work == parsed([]).work) == ("--small" not in words), (
+        "thin models are not taken for real ones"
+    )
+
+
+def rate(tokens_per_second: float, losses: list[float], **more: Any) -> dict[str, Any]:
+    """A variant's figures, as far as they are compared."""
+    base = {"loss": "gold", "serial": "gold", "beside": ""}
+    return {**base, "tokens_per_second": tokens_per_second, "losses": losses, **more}
+
+
+def test_every_call_that_makes_a_file_keeps_its_settings(tmp_path: Path) -> None:
+    out = tmp_path / "end_to_end.json"
+    first = {**CALL, "variants": ["gold_wide"], "also": "another run"}
+    report = opened(out, first, MACHINE, TOKENS, go_on=True)
+    report["variants"]["gold_wide"] = rate(20.0, [1.0, 2.0])
+    report["variants"]["gold"] = {"loss": "gold", "serial": "gold", "beside": "", "failed": "no memory"}
+    write(report, out)
+    report = opened(out, {**CALL, "variants": ["gold_wide_mps"]}, MACHINE, TOKENS, go_on=True)
+    report["serial"] |= {"gold": {"tokens_per_second": 10.0}, "gold public": {"tokens_per_second": 2.0}}
+    report["variants"]["gold_wide_mps"] = rate(30.0, [1.0, 2.5], beside="gold_wide")
+    write(report, out)
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert [(call["variants"], call["also"]) for call in found["calls"]] == [
+        (["gold_wide"], "another run"),
+        (["gold_wide_mps"], ""),
+    ]
+    first_one, second = found["variants"]["gold_wide"], found["variants"]["gold_wide_mps"]
+    assert (first_one["times_serial"], first_one["times_public"]) == (2.0, 10.0), "a loop of a later call counts too"
+    assert (second["times_serial"], second["times_beside"]) == (3.0, 1.5)
+    assert second["loss_difference"] == {"first": 0.0, "mean": 0.25, "largest": 0.5}
+    assert "times_serial" not in found["variants"]["gold"]
+    assert opened(out, CALL, MACHINE, TOKENS, go_on=False)["variants"] == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "machine", "told"),
+    [
+        ({"steps": 3}, {}, "steps 2, not 3"),
+        ({"samples": 8}, {}, "samples 4, not 8"),
+        ({"context": 1024}, {}, "context 2048, not 1024"),
+        ({"warmup": 0}, {}, "warmup 1, not 0"),
+        ({"small": True}, {}, "small False, not True"),
+        ({}, {"digest": "4567"}, "machine digest 0123, not 4567"),
+        ({}, {"torch": "2.12.0"}, "machine torch 2.11.0, not 2.12.0"),
+        ({}, {"gpus": ["another"]}, r"machine gpus \['a GPU'\], not \['another'\]"),
+    ],
+)
+def test_nothing_is_added_to_a_file_of_something_else(
+    call: dict[str, Any], machine: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "end_to_end.json"
+    write(opened(out, CALL, MACHINE, TOKENS, go_on=False), out)
+    before = out.read_bytes()
+    with pytest.raises(SystemExit, match=told) as refused:
+        opened(out, {**CALL, **call}, {**MACHINE, **machine}, TOKENS, go_on=True)
+    assert "\n" not in str(refused.value)
+    assert out.read_bytes() == before
+
+
+def test_nothing_is_added_to_a_file_that_does_not_say_its_calls(tmp_path: Path) -> None:
+    out = tmp_path / "end_to_end.json"
+    out.write_text(json.dumps({"machine": MACHINE, "vocabularies": TOKENS, "settings": CALL}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="no list of its calls"):
+        opened(out, CALL, MACHINE, TOKENS, go_on=True)
+
+
+def test_the_page_says_what_each_call_was_and_what_ran_meanwhile() -> None:
+    result = page.results()["end_to_end"]
+    first, *others = result["calls"]
+    result["calls"] = [{**first, "also": "a browser ran"}, {**others[0], "also": "", "trl": "1.2.3"}]
+    text = page.figures({"end_to_end": result})
+    assert f"1. `--variants {' '.join(first['variants'])}`; meanwhile a browser ran.\n" in text
+    assert "2. `--variants gold_wide --public-loss` (TRL 1.2.3).\n" in text
+    assert "one after the other, in 2 calls:" in text
+
+
+def test_the_parts_of_a_trainer_s_step_are_told_where_it_has_told_them() -> None:
+    result = page.results()["end_to_end"]
+    title = "A step of xtoken's trainer, ms:"
+    for variant in result["variants"].values():
+        variant["median"] = {name: value for name, value in variant["median"].items() if name not in page.PARTS}
+    assert title not in page.figures({"end_to_end": result})
+    parts = {"forward_seconds": 0.05, "loss_seconds": 0.02, "backward_seconds": 0.11, "optimizer_seconds": 0.004}
+    result["variants"]["p_kl_wide"]["median"] |= {"seconds": 0.2, **parts}
+    result["variants"]["p_kl_hidden_checkpointed"]["median"] |= {"seconds": 0.3, "loss_seconds": 0.02}
+    assert page.figures({"end_to_end": result}).partition(title)[2].split("\n<!--")[0].strip().splitlines() == [
+        "- P-KL, four samples together, activations kept: 200 (forward 50, loss 20, backward 110, optimiser 4)",
+        "- P-KL, hidden states, activations recomputed: 300 (loss 20)",
+    ]
+
+
+def test_the_student_s_waiting_is_the_worst_sum_of_both_waits() -> None:
+    def waits(wide: bool, rows: float, teacher: float) -> dict[str, Any]:
+        return {"wide": wide, "median": {"data_wait": rows, "teacher_wait": teacher}}
+
+    one = {"p_kl_wide": waits(True, 0.004, 0.001), "gold_wide": {"wide": True, "failed": "no memory"}}
+    two = {"teacher_apart": waits(True, 0.002, 0.009), "p_kl_hidden": waits(False, 0.5, 0.5)}
+    results = {name: {"serial": {}, "variants": variants} for name, variants in {"one": one, "two": two}.items()}
+    (bound,) = (
+        found for found in bounds_of(results) if found.what.startswith("student waits for rows or for its teacher")
+    )
+    assert bound.found == pytest.approx(0.011)
+    assert (bound.must, bound.aim, bound.verdict) == (0.02, 0.005, "holds")
 
 
 @pytest.mark.parametrize(
@@ -50,11 +194,11 @@ def test_a_figure_is_held_to_its_limits(
 
 def test_memory_counts_the_teacher_and_its_ring_and_needs_the_serial_loop_beside() -> None:
     parts = {"peak_bytes_above_state": 2, "teacher_bytes_above_weights": 1, "ring_bytes": 1}
-    call = {
+    result = {
         "serial": {"p_kl": {"peak_bytes_above_state": 10}},
-        "variants": {"p_kl_hidden": {"serial": "p_kl", **parts}},
+        "variants": {"p_kl_hidden": {"serial": "p_kl", "wide": False, **parts}},
     }
-    (share,) = (b.found for b in bounds_of({"one": call}) if "hidden states, activations kept" in b.what)
+    (share,) = (b.found for b in bounds_of({"one": result}) if "hidden states, activations kept" in b.what)
     assert share == pytest.approx(0.4)
-    call["serial"] = {}
-    assert all(b.found is None for b in bounds_of({"one": call}) if "hidden states" in b.what)
+    result["serial"] = {}
+    assert all(b.found is None for b in bounds_of({"one": result}) if "hidden states" in b.what)

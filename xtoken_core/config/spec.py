@@ -160,7 +160,9 @@ class WorkersSpec(Part):
     load_timeout_s: Positive = 600.0
     """How long a worker may go without progress while it loads."""
     step_timeout_s: Positive = 600.0
-    """How long a worker may go without progress while loading, and while running."""
+    """How long a worker may go without progress while it runs."""
+    stop_timeout_s: Positive = 120.0
+    """How long workers may take to leave when the run is stopped: the trainer writes a checkpoint meanwhile."""
 
 
 class RaySpec(Part):

@@ -27,6 +27,30 @@ from xtoken_core.wire.columns import offsets_from_lengths
 TRANSPORT = "queue"
 
 
+class SlotMemory(RingMemory):
+    """The slots of a ring alone, without the header and the head before them: a student reads neither from here.
+
+    Args:
+        shape: From the run's specification.
+        pinned: Whether a GPU copies into the slots.
+    """
+
+    def __init__(self, shape: RingShape, *, pinned: bool) -> None:
+        self._first = shape.slot_offset(0)
+        super().__init__(torch.empty(shape.memory_bytes - self._first, dtype=torch.uint8, pin_memory=pinned), shape)
+
+    def head(self) -> Float[Tensor, "V_m H"]:
+        """Refused: the student reads the head from the teacher's weights.
+
+        Raises:
+            SignalError: Always.
+        """
+        raise SignalError("a ring whose signal goes through the queue holds no head")
+
+    def _part(self, offset: int, count: int) -> Tensor:
+        return super()._part(offset - self._first, count)
+
+
 class QueueRing(SignalRing):
     """The teacher's side: slots in its own host memory, pinned where a GPU writes into them.
 
@@ -39,8 +63,7 @@ class QueueRing(SignalRing):
         self.shape = shape
         name = f"queue-{secrets.token_hex(8)}"
         self.handle = RingHandle.of(TRANSPORT, name, shape, secrets.token_bytes(CANARY_BYTES))
-        empty = torch.empty(shape.memory_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._slots: RingMemory | None = RingMemory(empty, shape)
+        self._slots: SlotMemory | None = SlotMemory(shape, pinned=pinned)
 
     def publish(self, slot: int, generation: int) -> None:
         """See `SignalRing.publish`: the queue alone says which filling a slot holds."""
@@ -74,7 +97,7 @@ class QueueRing(SignalRing):
             )
         return columns
 
-    def _memory(self) -> RingMemory:
+    def _memory(self) -> SlotMemory:
         if self._slots is None:
             raise SignalError(f"ring {self.handle.name} is closed")
         return self._slots

@@ -9,10 +9,11 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: the figure's name and what the reader calls it."""
+    """One curve: the figure's name, what the reader calls it, and what if it is the only one of a key with `*`."""
 
     key: str
     label: str
+    alone: str = ""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Graph:
         unit: Of its values, once divided by `divisor`.
         lines: Its curves; a key that ends in `*` takes all figures that begin so.
         floor: Where its axis begins at the least; None leaves that to its values.
+        least: With fewer curves than this it is not drawn.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Graph:
     lines: tuple[Line, ...]
     divisor: float = 1.0
     floor: float | None = None
+    least: int = 1
 
 
 GRAPHS = (
@@ -40,6 +43,15 @@ GRAPHS = (
     Graph(
         "held-out", "Held-out text", "eval", "bits per byte",
         (Line("bits_per_byte", "bits per byte"),),
+    ),
+    Graph(
+        "held-out-loss", "Loss on held-out text", "eval", "nats",
+        (Line("held_out_loss", "total"), Line("held_out_kl_loss", "KL"), Line("held_out_ce_loss", "CE")),
+    ),
+    Graph("teachers", "KL by teacher", "steps", "nats", (Line("kl_loss_t*", "teacher"),), least=2),
+    Graph(
+        "held-out-teachers", "KL by teacher on held-out text", "eval", "nats",
+        (Line("held_out_kl_loss_t*", "teacher"),), least=2,
     ),
     Graph("throughput", "Throughput", "steps", "tokens/s", (Line("tokens_per_second", "tokens/s"),), floor=0.0),
     Graph(
@@ -49,6 +61,15 @@ GRAPHS = (
     Graph(
         "agreement", "Agreement", "steps", "%",
         (Line("accuracy", "next token"), Line("proj_accuracy*", "with the teacher")), divisor=0.01, floor=0.0,
+    ),
+    Graph(
+        "held-out-agreement", "Agreement on held-out text", "eval", "%",
+        (Line("next_token_accuracy", "next token"), Line("held_out_proj_accuracy*", "with the teacher")),
+        divisor=0.01, floor=0.0,
+    ),
+    Graph(
+        "chunk-mass", "Chunk mass", "steps", "mean per chunk",
+        (Line("chunk_mass*", "teacher", alone="mass"),), floor=0.0,
     ),
     Graph("gradient", "Gradient", "steps", "norm", (Line("grad_norm", "norm before clipping"),), floor=0.0),
     Graph("queue", "Queue", "gauges", "samples", (Line("queue_samples", "held"),), floor=0.0),

@@ -69,13 +69,17 @@ class Shown:
         """Its last figures: what, how much, and of what."""
         last, read = self._status.get("last") or {}, self._status.get("evaluation") or {}
         queue = (self._status.get("queue") or {}) if self.going else {}
+        masses = _masses(last)
         waits = {name: last[key] for name, key in (("teacher", "teacher_wait"), ("data", "data_wait")) if key in last}
         found = [
             ("Loss", figure(last.get("loss")), _parts(last)),
             ("Held-out text", figure(read.get("bits_per_byte")), f"bits per byte after {read['step']:,} steps"
              if "bits_per_byte" in read else ""),
+            ("Held-out KL", figure(read.get("held_out_kl_loss")), "nats"),
+            ("Held-out accuracy", percent(read.get("next_token_accuracy")), "of the next tokens"),
             ("Throughput", figure(last.get("tokens_per_second")), "tokens/s"),
             ("Waiting", percent(max(waits.values(), default=None)), _waiting(waits)),
+            ("Chunk mass", figure(min(masses.values(), default=None)), _lowest(masses)),
             ("Queue", figure(queue.get("samples")), f"samples, {size(queue['bytes'])}" if queue else "samples"),
             ("Memory", size(last.get("memory_peak_bytes")), "highest of a step, trainer"),
         ]  # fmt: skip
@@ -91,3 +95,15 @@ def _waiting(waits: Mapping[str, float]) -> str:
     if not waits:
         return ""
     return f"of a step, for its {max(waits, key=lambda name: waits[name])}"
+
+
+def _masses(last: Mapping[str, Any]) -> dict[str, float]:
+    """By teacher; averaged logits have one in common."""
+    masses = {name: value for name, value in last.items() if name.startswith("chunk_mass") and value is not None}
+    return {name.removeprefix("chunk_mass_t"): value for name, value in masses.items()}
+
+
+def _lowest(masses: Mapping[str, float]) -> str:
+    if len(masses) < 2:
+        return "mean per chunk"
+    return f"per chunk, of teacher {min(masses, key=lambda name: masses[name])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from services.control.app import create_app
 from services.control.record import RunState
 from services.control.runs import Runs
 from services.control.web import form
+from services.control.web.curves import GRAPHS
 from services.control.web.fields import NOT_ASKED, field_names, sections
 from services.control.web.toml import to_toml
 from tests.unit.control.planes import HERE, make_runs, put, spec
@@ -211,3 +213,81 @@ def test_aligning_stays_below_the_roots_and_within_bounds(client: TestClient, tm
         ({"text": ""}, "Write something"),
     ):
         assert said in client.post("/align", data=fields | change).text
+
+
+ONE_TEACHER = {
+    "step": 3, "loss": 2.5, "kl_loss": 2.25, "ce_loss": 1.5, "kl_loss_scale": 1.0, "accuracy": 0.25,
+    "num_valid_samples": 8.0, "weight_t0": 1.0, "kl_loss_t0": 2.25, "chunk_mass_t0": 0.98, "proj_accuracy_t0": 0.5,
+    "grad_norm": 1.0, "nonfinite": True,
+}  # fmt: skip
+TWO_TEACHERS = ONE_TEACHER | {"kl_loss_t1": 3.0, "chunk_mass_t1": 0.875, "proj_accuracy_t1": 0.5, "weight_t1": 1.0}
+BITS = {"step": 4, "bits_per_byte": 1.5, "loss": 3.0, "nll_nats": 90.0, "tokens": 30, "next_token_accuracy": 0.3125}
+MEASURED = BITS | {f"held_out_{name}": value for name, value in ONE_TEACHER.items() if name.startswith("kl_loss")}
+
+
+def page_of(client: TestClient, runs: Runs, name: str, step: dict[str, float], read: dict[str, float]) -> str:
+    """The page of a run whose curves end so."""
+    output = put(runs, name)
+    (output / "steps.jsonl").write_text(json.dumps(step) + "\n")
+    (output / "eval.jsonl").write_text(json.dumps(read) + "\n")
+    return client.get(f"/runs/{name}").text
+
+
+def tiles(page: str) -> dict[str, tuple[str, str]]:
+    """The figures at the top of a run's page."""
+    found = re.findall(r"<dt>(.*?)</dt><dd><b>(.*?)</b><span>(.*?)</span>", page)
+    return {what: (figure, of) for what, figure, of in found}
+
+
+def test_the_last_figures_are_those_that_there_are(client: TestClient, runs: Runs) -> None:
+    bare = tiles(page_of(client, runs, "bare-1", {"step": 3, "loss": 2.5}, {"step": 4, "bits_per_byte": 1.5}))
+    assert {"Held-out KL", "Held-out accuracy", "Chunk mass"} & set(bare) == set()
+    assert bare["Held-out text"] == ("1.5", "bits per byte after 4 steps")
+    one = tiles(page_of(client, runs, "one-1", ONE_TEACHER, BITS))
+    assert one["Chunk mass"] == ("0.98", "mean per chunk")
+    assert one["Held-out accuracy"] == ("31.2 %", "of the next tokens")
+    assert "Held-out KL" not in one, "it was not measured"
+    two = tiles(page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED))
+    assert two["Chunk mass"] == ("0.875", "per chunk, of teacher 1"), "the lowest"
+    assert two["Held-out KL"] == ("2.25", "nats")
+    mean = tiles(page_of(client, runs, "mean-1", {"step": 3, "chunk_mass": 0.5}, BITS | {"next_token_accuracy": None}))
+    assert mean["Chunk mass"] == ("0.5", "mean per chunk")
+    assert "Held-out accuracy" not in mean
+
+
+def test_every_curve_is_on_the_page_with_what_it_draws(client: TestClient, runs: Runs) -> None:
+    page = page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED)
+    figures = dict(re.findall(r'<figure [^>]*id="curve-([^"]+)"(.*?)</figure>', page, re.DOTALL))
+    assert list(figures) == [graph.name for graph in GRAPHS]
+    for graph in GRAPHS:
+        keys = re.findall(r'data-key="([^"]+)"', figures[graph.name])
+        assert keys == [line.key for line in graph.lines]
+        assert f'data-least="{graph.least}"' in figures[graph.name]
+
+
+def drawn(source: str, row: dict[str, float]) -> dict[str, list[str]]:
+    """The figures of a line by the graph that draws them, as the page's script chooses them."""
+    found: dict[str, list[str]] = {}
+    for graph in GRAPHS:
+        if graph.source == source:
+            names = [
+                name
+                for line in graph.lines
+                for name in sorted(row)
+                if name == line.key or (line.key.endswith("*") and name.startswith(line.key[:-1]))
+            ]
+            found |= {graph.name: names} if len(names) >= graph.least else {}
+    return found
+
+
+def test_teachers_and_held_out_figures_are_drawn_where_there_are_any() -> None:
+    one, two = drawn("steps", ONE_TEACHER), drawn("steps", TWO_TEACHERS)
+    assert one["chunk-mass"] == ["chunk_mass_t0"] and "teachers" not in one, "a single one's KL is the loss's"
+    assert two["chunk-mass"] == ["chunk_mass_t0", "chunk_mass_t1"]
+    assert two["teachers"] == ["kl_loss_t0", "kl_loss_t1"]
+    assert one["loss"] == two["loss"] == ["loss", "kl_loss", "ce_loss"]
+    assert drawn("eval", BITS) == {"held-out": ["bits_per_byte"], "held-out-agreement": ["next_token_accuracy"]}
+    measured = drawn("eval", {f"held_out_{name}": value for name, value in TWO_TEACHERS.items()} | BITS)
+    assert measured["held-out-loss"] == ["held_out_loss", "held_out_kl_loss", "held_out_ce_loss"]
+    assert measured["held-out-teachers"] == ["held_out_kl_loss_t0", "held_out_kl_loss_t1"]
+    assert measured["held-out-agreement"][1:] == ["held_out_proj_accuracy_t0", "held_out_proj_accuracy_t1"]

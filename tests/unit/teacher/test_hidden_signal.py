@@ -123,6 +123,29 @@ def test_columns_carry_a_slot(through_queue):
         rebuild_teacher_hidden_from_ipc(data(slot_refs(6, 1, 4, 3), width=5))
 
 
+@pytest.mark.parametrize("max_rows", [0, 4])
+def test_a_ring_through_the_queue_holds_slots_and_no_head(max_rows):
+    shape = dataclasses.replace(SHAPE, head_width=1 << 16, hidden=1 << 10, max_rows=max_rows)
+    assert shape.head_bytes == 1 << 28
+    ring = create_ring("queue", shape, run="test", session="s")
+    held = ring._memory()._memory
+    assert held.untyped_storage().nbytes() == shape.slots * shape.slot_stride < 1 << 20
+    assert ring.handle.size == shape.nbytes
+    with pytest.raises(SignalError, match="holds no head"):
+        ring.head_view()
+    for slot in range(shape.slots):
+        ring.slot_view(slot, 3, 4).fill_(1.0 + slot)
+        if max_rows:
+            ring.maxima_view(slot, 4).fill_(8.0 + slot)
+    for slot in range(shape.slots):
+        columns = ring.columns(slot, 3, 4, None)
+        values = [torch.frombuffer(column.values, dtype=torch.float32).unique().tolist() for column in columns.values()]
+        assert values == [[1.0 + slot], *([[8.0 + slot]] if max_rows else [])]
+    with pytest.raises(SignalError, match="no slot 2"):
+        ring.slot_view(2, 1, 1)
+    ring.close()
+
+
 def jagged(lengths, item=3, dtype="float32"):
     size = sum(lengths) * item * 4
     return Column("jagged", dtype, len(lengths), (item,), memoryview(bytes(size)), offsets_from_lengths(lengths))

@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+import logging
 
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from services.common.budget import check_teacher, weight_bytes
 from services.teacher import model as teacher_model
-from services.teacher.budget import check_budget, weight_bytes
 from services.teacher.fp8 import Fp8Linear, check_fp8, swap_linears
 from services.teacher.model import TeacherModel, head_is_plain
 from xtoken_core.errors import ConfigError
@@ -102,6 +103,21 @@ def test_what_happens_to_logits_after_the_head_is_noticed():
     torch.testing.assert_close(out, logits_of(capped, ids), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_logits_that_must_be_copied_are_told_of_once(caplog, monkeypatch, compiled):
+    monkeypatch.setattr(teacher_model, "compile_layers", lambda body: None)
+    monkeypatch.setattr(logging.getLogger("xtoken"), "propagate", True)
+    out = torch.empty(2, 9, WIDTH)
+    teacher = TeacherModel(gemma(), compiled=compiled)
+    for _ in range(3):
+        teacher.write_logits(tokens(2, 9), out)
+    (told,) = caplog.messages
+    assert told.startswith("this teacher's logits are not just hidden states times head")
+    assert ("widths are not rounded up" in told) == compiled
+    TeacherModel(llama()).write_logits(tokens(2, 9), out)
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 7), (2, 40), (3, 64)])
@@ -147,7 +163,7 @@ def test_weights_are_counted_from_their_headers(tmp_path):
 
 def test_a_cpu_has_no_budget():
     shape = RingShape(slots=2, slot_tokens=1 << 30, head_width=1 << 18, vocab=1 << 18, dtype="float32")
-    check_budget(torch.device("cpu"), 1 << 60, shape, "teacher 0", ring_on_device=False)
+    check_teacher(torch.device("cpu"), 1 << 60, shape, "teacher 0", ring_on_device=False)
 
 
 # On a GPU
@@ -156,14 +172,14 @@ def test_a_cpu_has_no_budget():
 @pytest.mark.gpu
 def test_a_teacher_that_cannot_fit_is_refused_in_one_line():
     shape = RingShape(slots=2, slot_tokens=8192, head_width=151936, vocab=151936, dtype="bfloat16")
-    check_budget(torch.device("cuda", 0), 1 << 30, shape, "teacher 0", ring_on_device=True)
+    check_teacher(torch.device("cuda", 0), 1 << 30, shape, "teacher 0", ring_on_device=True)
     huge = dataclasses.replace(shape, slots=64)
     with pytest.raises(
         ConfigError, match=r"teacher 0 needs \d+\.\d\d GiB on cuda:0 \(weights 1\.00, 64 slots"
     ) as found:
-        check_budget(torch.device("cuda", 0), 1 << 30, huge, "teacher 0", ring_on_device=True)
+        check_teacher(torch.device("cuda", 0), 1 << 30, huge, "teacher 0", ring_on_device=True)
     assert "\n" not in str(found.value)
-    check_budget(torch.device("cuda", 0), 1 << 30, huge, "teacher 0", ring_on_device=False)
+    check_teacher(torch.device("cuda", 0), 1 << 30, huge, "teacher 0", ring_on_device=False)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
+from services.trainer.from_checkpoint import export_checkpoint
+from tests.support.checkpointed import run_directory
+from tests.unit.trainer.students import make_model
 
 ROOT = Path(__file__).parents[3]
 FSDP = {"train": {"parallel": "fsdp"}}
@@ -63,6 +68,16 @@ def same(found: dict[str, Any], expected: dict[str, Any], **tolerance: float) ->
         )
 
 
+def exported_whole(directory: Path, case: dict[str, Any], found: dict[str, Any]) -> None:
+    """The checkpoint of several ranks makes one model, without them."""
+    run_directory(directory, make_model(), positions=32, **case)
+    model = AutoModelForCausalLM.from_pretrained(export_checkpoint(directory).target)
+    weights = {f"model.{name}": weight for name, weight in model.named_parameters()}
+    assert weights.keys() == {name for name in found["state"] if name.startswith("model.")}
+    for name, weight in weights.items():
+        assert torch.equal(weight, found["state"][name]), name
+
+
 @pytest.mark.parametrize(
     "case",
     [FSDP, pytest.param(KEPT, marks=pytest.mark.slow), pytest.param(REPLICATE, marks=pytest.mark.slow)],
@@ -73,6 +88,7 @@ def test_two_ranks_sum_their_gradients_and_one_goes_on_from_their_checkpoint(
 ) -> None:
     two = run(tmp_path, 2, {**case, "until": 2})
     torch.testing.assert_close(two["norms"], alone["norms"][:2], rtol=1e-4, atol=0)
+    exported_whole(tmp_path, case, two)
     one = run(tmp_path, 1, {**case, "until": 4})
     torch.testing.assert_close(one["norms"], alone["norms"][2:], rtol=1e-4, atol=0)
     same(one, alone, rtol=1e-3, atol=1e-5)

@@ -60,25 +60,26 @@
       this.source = figure.dataset.source;
       this.divisor = Number(figure.dataset.divisor);
       this.floor = figure.dataset.floor === undefined ? null : Number(figure.dataset.floor);
+      this.least = Number(figure.dataset.least);
       this.asked = [...figure.querySelectorAll(".legend li")].map((item) => ({ ...item.dataset }));
       this.shown = "";
     }
 
     /** The lines that there are figures of. */
     lines() {
-      const names = [...sources[this.source].names].sort();
-      return this.asked.flatMap(({ key, label }) => {
+      const names = [...sources[this.source].names].sort((one, other) => one.localeCompare(other, "en", { numeric: true }));
+      return this.asked.flatMap(({ key, label, alone }) => {
         if (!key.endsWith("*")) return names.includes(key) ? [{ key, label }] : [];
         const found = names.filter((name) => name.startsWith(key.slice(0, -1)));
         const which = (name) => name.slice(key.length - 1).replace(/^_t/, "");
-        return found.map((name) => ({ key: name, label: found.length > 1 || key.startsWith("gpu") ? `${label} ${which(name)}` : label }));
+        return found.map((name) => ({ key: name, label: found.length > 1 || key.startsWith("gpu") ? `${label} ${which(name)}` : alone }));
       });
     }
 
     draw() {
       const lines = this.lines();
-      this.figure.hidden = lines.length === 0;
-      if (!lines.length) return;
+      this.figure.hidden = lines.length < this.least;
+      if (this.figure.hidden) return;
       const columns = sources[this.source];
       const figures = lines.map((line) => columns.column(line.key, this.divisor));
       const smooth = this.source === "steps" && columns.x.length >= SMOOTHED_FROM;

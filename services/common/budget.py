@@ -1,0 +1,144 @@
+"""Whether a GPU has room for what a run keeps on it, looked at before anything is loaded; activations come on top."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from services.common.steps import ring_shape
+from services.common.supervised import supervised
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
+from xtoken_core.teacher.cuda_ipc import TRANSPORT as CUDA_IPC
+from xtoken_core.teacher.ring import RingShape
+from xtoken_core.teacher.transports import pick_transport
+from xtoken_core.wire.columns import ITEM_SIZES
+
+log = logging.getLogger("xtoken.budget")
+
+GIB = 1 << 30
+FLOAT32 = ITEM_SIZES["float32"]
+KINDS = 4
+"""Of what a student keeps per weight: itself, its gradient, AdamW's two moments."""
+WAYS_OUT = (
+    "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
+    'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
+)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A part of a GPU's memory that a run takes for as long as it trains."""
+
+    what: str
+    nbytes: int
+
+
+def weight_bytes(directory: Path, dtype: str) -> int:
+    """Bytes of a model's weights once they are loaded in a dtype."""
+    values = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            values += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
+    return values * ITEM_SIZES[dtype]
+
+
+def student_bytes(spec: RunSpec) -> int:
+    """Bytes of a rank's weights, gradients and moments; of adapters and their state nothing is counted."""
+    weights = weight_bytes(spec.student.model, spec.student.dtype)
+    if spec.train.lora is not None:
+        return weights
+    in_float32 = weights // ITEM_SIZES[spec.student.dtype] * FLOAT32 * KINDS
+    ranks = spec.workers.nodes * spec.workers.ranks
+    sharded = spec.train.parallel == "fsdp" and ranks > 1
+    masters = spec.train.master_weights and spec.student.dtype != "float32"
+    if masters and not sharded:
+        return in_float32 + weights
+    return (in_float32 if masters else KINDS * weights) // (ranks if sharded else 1)
+
+
+def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool) -> Iterator[Need]:
+    """What a node group's processes keep on one of its GPUs.
+
+    Args:
+        run: The run.
+        gpu: Which, from 0.
+        gpus: How many there are; ranks beyond them begin at the first one again.
+        rings: Whether the teachers' rings are on their GPUs.
+    """
+    spec = run.spec
+    for rank in range(spec.workers.ranks):
+        of_rank = f" of rank {rank}" if spec.workers.ranks > 1 else ""
+        if rank % gpus == gpu:
+            yield Need(f"the student's state{of_rank}", student_bytes(spec))
+        for number, teacher in enumerate(spec.teacher):
+            if (rank if teacher.gpu is None else teacher.gpu + rank) % gpus != gpu:
+                continue
+            weights = weight_bytes(teacher.model, teacher.dtype)
+            yield Need(f"teacher {number}'s weights{of_rank}", weights // 2 if teacher.fp8 else weights)
+            if rings:
+                yield Need(f"its signal's {spec.workers.slots} slots", ring_shape(run, number).memory_bytes)
+
+
+def check_room(run: ResolvedRun, device: torch.device) -> None:
+    """Refuse a run that keeps more on a GPU than the GPU has.
+
+    Workers that somebody has started by hand may each see other GPUs under the same number: they are only warned.
+
+    Raises:
+        ConfigError: With what is kept there.
+    """
+    if device.type != "cuda":
+        return
+    rings = pick_transport(run.spec.workers.signal, device) == CUDA_IPC
+    needs = list(needs_of(run, device.index, torch.cuda.device_count(), rings=rings))
+    why = too_much(needs, torch.cuda.mem_get_info(device)[1], str(device))
+    if why and supervised():
+        raise ConfigError(why)
+    if why:
+        log.warning("%s", why)
+
+
+def too_much(needs: list[Need], total: int, where: str) -> str:
+    """Why these needs cannot be met by so many bytes; empty if they can."""
+    asked = sum(need.nbytes for need in needs)
+    if asked <= total:
+        return ""
+    parts = ", ".join(f"{need.what} {need.nbytes / GIB:.2f}" for need in needs)
+    return (
+        f"{where} has {total / GIB:.2f} GiB, the run keeps {asked / GIB:.2f} there before any activation ({parts}): "
+        f"{WAYS_OUT}"
+    )
+
+
+def check_teacher(device: torch.device, weights: int, shape: RingShape, what: str, *, ring_on_device: bool) -> None:
+    """Refuse a teacher that cannot fit its GPU beside what is there already.
+
+    Args:
+        device: Where it will be; nothing is looked at on a CPU.
+        weights: Bytes of its weights.
+        shape: Of its ring.
+        what: The teacher, for the error.
+        ring_on_device: Whether the ring is on the GPU too.
+
+    Raises:
+        ConfigError: With what is needed and what is free.
+    """
+    if device.type != "cuda":
+        return
+    ring = shape.memory_bytes if ring_on_device else 0
+    free, total = torch.cuda.mem_get_info(device)
+    if weights + ring > free:
+        raise ConfigError(
+            f"{what} needs {(weights + ring) / GIB:.2f} GiB on {device} (weights {weights / GIB:.2f}, {shape.slots} "
+            f"slots of its signal {ring / GIB:.2f}), {free / GIB:.2f} of {total / GIB:.2f} GiB are free: lower "
+            'workers.slots or train.micro_batch_tokens, send hidden states (workers.signal = "cuda_ipc_hidden"), or '
+            "give it another GPU"
+        )

@@ -1,0 +1,84 @@
+"""What a model's card says of its origin, for each kind of teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.trainer.checkpoint import Cursor
+from services.trainer.export import account_of_positions, base_model, model_card
+from tests.support.runs import resolved_run
+from xtoken_core.config.spec import RunSpec
+
+
+def card(directory: Path, teachers: list[dict[str, Any]], **changes: Any) -> str:
+    """Of a run that is over; a teacher has a projection unless it is set to None."""
+    run = resolved_run(directory, teachers=len(teachers))
+    raw = run.spec.model_dump()
+    raw["teacher"] = [{**mine, **change} for mine, change in zip(raw["teacher"], teachers, strict=True)]
+    run = run.model_copy(update={"spec": RunSpec.model_validate({**raw, **changes})})
+    return model_card(run, account_of_positions(run, Cursor(step=run.steps, trained=32)), [], None)
+
+
+OWN: dict[str, Any] = {}
+SAME: dict[str, Any] = {"projection": None}
+
+
+@pytest.mark.parametrize(
+    ("teachers", "names", "loss"),
+    [
+        ([OWN], "`teacher-0`, with a tokenizer of its own.", "p_kl at"),
+        ([SAME], "`teacher-0`.", "KL token by token at"),
+        ([OWN, OWN], "`teacher-0` and `teacher-1`, with tokenizers of their own.", "p_kl at"),
+        ([SAME, SAME], "`teacher-0` and `teacher-1`.", "KL token by token at"),
+        (
+            [SAME, OWN],
+            "`teacher-0` and `teacher-1`, one of them with a tokenizer of its own.",
+            "KL token by token, p_kl at",
+        ),
+        ([OWN, SAME, OWN], "`teacher-2`, 2 of them with tokenizers of their own.", "p_kl, KL token by token, p_kl at"),
+    ],
+    ids=["own", "same", "both own", "both same", "mixed", "three"],
+)
+def test_teachers_and_loss_are_told_as_they_are(
+    tmp_path: Path, teachers: list[dict[str, Any]], names: str, loss: str
+) -> None:
+    text = card(tmp_path, teachers)
+    (told,) = [line for line in text.splitlines() if "distilled by xtoken" in line]
+    assert told.endswith(names)
+    assert f"- loss: {loss} temperature 1 times 1, and cross-entropy times 0.1" in text
+    assert text.count("same tokenizer") == teachers.count(SAME)
+    assert text.count("own") == (1 if OWN in teachers else 0)
+
+
+def test_a_mode_of_ones_own_is_told(tmp_path: Path) -> None:
+    text = card(tmp_path, [OWN, SAME], loss={"gold_loss": True})
+    assert "- loss: gold, KL token by token at temperature 1" in text
+
+
+def test_eight_bit_weights_are_told(tmp_path: Path) -> None:
+    teacher = {"dtype": "bfloat16"}
+    text = card(tmp_path, [{**teacher, "fp8": True}, teacher])
+    assert f"- teacher: `{tmp_path}/teacher-0`, bfloat16, 8-bit weights, weight 1, projection" in text
+    assert f"- teacher: `{tmp_path}/teacher-1`, bfloat16, weight 1, projection" in text
+
+
+@pytest.mark.parametrize("name", ["student", "no", "a: b", "1.5", "größer"])
+def test_the_header_names_a_local_student_without_its_path(tmp_path: Path, name: str) -> None:
+    text = card(tmp_path, [OWN], student={"model": tmp_path / name, "context_length": 64})
+    header = yaml.safe_load(text.split("---\n")[1])
+    assert header["base_model"] == name
+    assert header["tags"] == ["distillation", "xtoken"]
+
+
+def test_an_id_of_the_hub_stays_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert base_model(Path("Qwen/Qwen3-0.6B")) == "Qwen/Qwen3-0.6B"
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    assert base_model(Path("Qwen/Qwen3-0.6B")) == "Qwen3-0.6B"
+    assert base_model(Path("models/org/student")) == "student"
+    assert base_model(Path("../student")) == "student"
+    assert base_model(Path("/models/student")) == "student"
