@@ -141,7 +141,8 @@ def type_in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         if arguments[-1] is Ellipsis:
             item = type_in_words(arguments[0]).replace(" or ", "/")
             return f"list of {item}" if item.endswith("`") else f"list of {item}s"
-        return f"list of {len(arguments)} {type_in_words(arguments[0])}s"
+        word, _, bounds = type_in_words(arguments[0]).partition(" ")
+        return f"list of {len(arguments)} {word}s {bounds}".rstrip()
     words = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path"}[annotation]
     return f"{words} {', '.join(filter(None, map(_bound, metadata)))}".rstrip()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from xtoken_core.errors import InputError
+from xtoken_core.losses.heads import HeadProjection, Logits, row_logits
 
 _ROWS_IN_FLOAT32 = 1024
 
@@ -54,6 +55,8 @@ def evaluate(
     batch_tokens: int,
     device: torch.device | str,
     max_bytes: int,
+    progress: Callable[[], None] = lambda: None,
+    outputs: Callable[[Tensor], Logits] | None = None,
 ) -> EvalResult:
     """Measure a causal language model on text, every document in full.
 
@@ -71,6 +74,9 @@ def evaluate(
         batch_tokens: Padded tokens of one forward pass, unless a single window is longer.
         device: Where the forward pass runs.
         max_bytes: How much text is read, in UTF-8 bytes.
+        progress: Called after every batch; what it raises ends the evaluation.
+        outputs: What gives the logits of `input_ids` `[B, T]` instead of the model's call, as a tensor or as a head
+            that is then multiplied out for 1024 positions at a time. It sees rows padded on the right without a mask.
 
     Raises:
         InputError: There is no text, the tokenizer has neither BOS nor EOS, or the head is narrower than it.
@@ -85,7 +91,8 @@ def evaluate(
     if not sizes:
         raise InputError("there is no held-out text to evaluate on")
 
-    nll, hits = _score(model, windows, len(tokenizer), batch_tokens=batch_tokens, device=torch.device(device))
+    batches = _batches(windows, batch_tokens)
+    nll, hits = _score(model, batches, len(tokenizer), torch.device(device), progress, outputs)
     tokens = sum(len(window.targets) for window in windows)
     return EvalResult(
         bits_per_byte=nll / math.log(2) / sum(sizes),
@@ -142,7 +149,12 @@ def _batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]
 
 
 def _score(
-    model: nn.Module, windows: list[Window], vocabulary: int, *, batch_tokens: int, device: torch.device
+    model: nn.Module,
+    batches: Iterable[list[Window]],
+    vocabulary: int,
+    device: torch.device,
+    progress: Callable[[], None],
+    outputs: Callable[[Tensor], Logits] | None,
 ) -> tuple[float, int]:
     """The summed negative log-likelihood in nats, and how many targets had the highest logit."""
     was_training = model.training
@@ -151,18 +163,23 @@ def _score(
     hits = torch.zeros((), dtype=torch.int64, device=device)
     try:
         with torch.no_grad():  # a sharded model keeps what it gathers for training, so no inference tensors
-            for batch in _batches(windows, batch_tokens):
+            for batch in batches:
                 inputs, mask = _pad([window.inputs for window in batch], device)
                 targets, _ = _pad([window.targets for window in batch], device)
-                logits = model(input_ids=inputs, attention_mask=mask.long(), use_cache=False).logits
+                logits: Logits
+                if outputs is None:
+                    logits = model(input_ids=inputs, attention_mask=mask.long(), use_cache=False).logits
+                else:
+                    logits = outputs(inputs)
                 if logits.shape[-1] < vocabulary:
                     raise InputError(
                         f"the model's head has {logits.shape[-1]} rows, its tokenizer {vocabulary} tokens: "
                         "they do not belong together"
                     )
-                batch_nll, batch_hits = sum_nll_and_hits(logits[..., :vocabulary], targets, mask)
+                batch_nll, batch_hits = sum_nll_and_hits(logits, targets, mask, width=vocabulary)
                 nll += batch_nll
                 hits += batch_hits
+                progress()
     finally:
         model.train(was_training)
     return float(nll), int(hits)
@@ -179,24 +196,29 @@ def _pad(rows: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "B T"
 
 
 def sum_nll_and_hits(
-    logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    logits: Float[Tensor, "B T V"] | HeadProjection,
+    targets: Int[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    width: int | None = None,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """The cross-entropy of the targets, in float32 and summed in float64, and the hits, where the mask is set.
 
     Args:
-        logits: `[B, T, V]`, any floating dtype; only 1024 rows at a time are held in float32.
+        logits: `[B, T, V]`, any floating dtype, or the head that gives them; 1024 rows at a time are held in float32.
         targets: `[B, T]` int64; ids under an unset mask only need to be valid.
         mask: `[B, T]` bool.
+        width: How many of the head's columns count; None: all.
 
     Returns:
         Nats, a float64 scalar; number of targets with the largest logit, an int64 scalar.
     """
     nll = torch.zeros((), dtype=torch.float64, device=logits.device)
     hits = torch.zeros((), dtype=torch.int64, device=logits.device)
-    flat_logits, flat_targets, flat_mask = logits.flatten(0, 1), targets.flatten(), mask.flatten()
-    for i in range(0, len(flat_targets), _ROWS_IN_FLOAT32):
-        rows = slice(i, i + _ROWS_IN_FLOAT32)
-        some = flat_logits[rows].float()  # [R, V]
+    flat_targets, flat_mask, logits_of = targets.flatten(), mask.flatten(), row_logits(logits, width)
+    places = torch.arange(len(flat_targets), device=targets.device)
+    for rows in torch.split(places, _ROWS_IN_FLOAT32):
+        some = logits_of(rows).squeeze(0).float()  # [R, V]
         chosen = some.gather(1, flat_targets[rows, None]).squeeze(1)
         losses = torch.where(flat_mask[rows], some.logsumexp(dim=-1) - chosen, 0.0)
         nll += losses.double().sum()

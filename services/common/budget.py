@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from services.common.steps import ring_shape
 from services.common.supervised import supervised
+from services.common.weights import weight_count
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
@@ -43,11 +42,7 @@ class Need:
 
 def weight_bytes(directory: Path, dtype: str) -> int:
     """Bytes of a model's weights once they are loaded in a dtype."""
-    values = 0
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            values += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
-    return values * ITEM_SIZES[dtype]
+    return weight_count(directory) * ITEM_SIZES[dtype]
 
 
 def student_bytes(spec: RunSpec) -> int:

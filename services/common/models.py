@@ -87,7 +87,7 @@ def load_model(
             use_safetensors=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise InputError(f"cannot load the {what}'s model from {place}: {first_line(error)}") from error
     model.to(device)  # type: ignore[arg-type]  # the stub's decorator loses `self`
     return model

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from services.common.roots import confined
 from services.common.steps import ring_shape
 from services.common.vocabulary import vocabulary_size
+from services.common.weights import weight_files, weights_fingerprint
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
-from xtoken_core.config.spec import ModelSpec, RunSpec
+from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, padded_length
 from xtoken_core.data import DataIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import check_projection_pair, file_fingerprint, tokenizer_fingerprint
@@ -23,6 +24,8 @@ STUDENT_TOKEN_BYTES = 25  # id and mask int64, exact bool, chunk id int64
 TEACHER_TOKEN_BYTES = 25
 PAIR_BYTES = 2
 ROW_BYTES = 128  # scalars and offsets
+LEARNED_POSITIONS = ("opt", "gpt_neo", "xglm", "biogpt", "ctrl", "openai-gpt")
+"""Model types whose `max_position_embeddings` are rows of a table: beyond them there is nothing to look up."""
 
 
 def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> ResolvedRun:
@@ -79,8 +82,25 @@ def remarks(run: ResolvedRun) -> Iterator[str]:
             f"the run has {run.steps} steps, not train.max_steps = {train.max_steps}: its text has {run.records} "
             f"records (data.epochs = {data.epochs})"
         )
+    places = ["student", *(f"teacher.{place}" for place in range(len(run.teachers)))]
+    asked = (run.spec.student.context_length, *(teacher.context_length for teacher in run.spec.teacher))
+    for place, length, model in zip(places, asked, (run.student, *run.teachers), strict=True):
+        if 0 < model.max_length < length:
+            yield f"{place}.context_length = {length}: the model was made for {model.max_length} tokens"
+    yield from _without_effect(run)
     if train.warmup_steps > run.steps:
         yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
+
+
+def _without_effect(run: ResolvedRun) -> Iterator[str]:
+    """Settings that do nothing beside others."""
+    train = run.spec.train
+    if train.parallel == "fsdp" and run.world == 1:
+        yield 'train.parallel = "fsdp" does nothing for a single rank (workers.ranks, workers.nodes)'
+    if train.parallel != "fsdp" and (not train.reshard_after_forward or train.reduce_dtype != "float32"):
+        yield 'train.reshard_after_forward and train.reduce_dtype do nothing without train.parallel = "fsdp"'
+    if train.min_learning_rate > train.learning_rate:
+        yield f"train.min_learning_rate = {train.min_learning_rate:g} is above train.learning_rate: it stays there"
 
 
 def open_index(
@@ -144,12 +164,34 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
         head_width=width,
         tokenizer_fingerprint=fingerprint,
         hidden_size=hidden if isinstance(hidden, int) else 0,
+        max_length=_max_length(what, spec, text),
+        weights_fingerprint=weights_fingerprint(spec.model),
     )
+
+
+def _max_length(what: str, spec: ModelSpec, config: dict[str, Any]) -> int:
+    """The longest text that a model is made for; 0 if its configuration does not say.
+
+    Raises:
+        ConfigError: It has no positions for what it would be given, padding included.
+    """
+    learned = config.get("n_positions")
+    longest = learned if learned is not None else config.get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return 0
+    has_no_more = learned is not None or config.get("model_type") in LEARNED_POSITIONS
+    if has_no_more and padded_length(spec.context_length) > longest:
+        most = longest // PAD_MULTIPLE * PAD_MULTIPLE
+        raise ConfigError(
+            f"the {what}'s context_length = {spec.context_length}: {spec.model} has {longest} positions, and rows are "
+            f"padded to a multiple of {PAD_MULTIPLE}: lower it to {most}"
+        )
+    return longest
 
 
 def _check_weights(what: str, directory: Path) -> None:
     """Weights are there, and their files are what their name says."""
-    files = sorted(directory.glob("*.safetensors"))
+    files = weight_files(directory)
     if not files:
         raise InputError(f"the {what}'s directory {directory} holds no .safetensors weights")
     for path in files:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.control.fleet import Member
-from services.control.groups import describe_exit, last_line, status_of_log
+from services.control.groups import TakenGroup, describe_exit, last_line, status_of_log
 from services.control.journal import Journal
 from services.control.launcher import Handle, Launcher, read_status
 from services.control.record import SUMMARY, RunState
 from services.control.store import AttemptRow, GroupRow
-from services.control.supervisor import Ending, TakenGroup
+from services.control.supervisor import Ending
 from xtoken_core.errors import ConfigError
 
 GO_ON = "resume it to go on from its last checkpoint"

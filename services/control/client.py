@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import httpx
 
-from services.control.interrupts import Interrupts
+from services.control.interrupts import POLL_S, Interrupts
 from services.control.record import RunState
-from services.control.watch import Watch, watch_for
+from services.control.watch import STOPPING, STOPPING_NOW, SteadyWatch, Watch, watch_for
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
+
+if TYPE_CHECKING:
+    from services.control.runs import Runs
+
+log = logging.getLogger("xtoken.control")
 
 ANSWER_S = 30.0
 CHECK_S = 600.0
@@ -206,10 +213,23 @@ def run_in_place(spec: RunSpec, *, show: bool = True, as_json: bool = False) -> 
         try:
             return _run(ControlClient(server.url, token), spec, watch_for(show, as_json=as_json), interrupts)
         finally:
-            runs.stop_all(now=True)
-            runs.join()
+            _end_in_order(runs, interrupts)
             server.close()
             runs.close()
+
+
+def _end_in_order(runs: Runs, interrupts: Interrupts) -> None:
+    """Wait until every run is over; what still goes on, because following it has failed, is stopped as a user would."""
+    heard = interrupts.count
+    if runs.busy():
+        log.warning("the run cannot be followed any more: %s", STOPPING_NOW if heard > 1 else STOPPING)
+    runs.stop_all(now=heard > 1)
+    waiting = threading.Thread(target=runs.join, daemon=True)
+    waiting.start()
+    while waiting.is_alive():
+        waiting.join(POLL_S)
+        if interrupts.count > heard:
+            runs.stop_all(now=True)
 
 
 def run_at(
@@ -255,14 +275,16 @@ def _run(
 ) -> RunOutcome:
     try:
         first = start_or_resume(client, spec)
-        with watch as view:
+        with watch as shown:
+            view = SteadyWatch(shown)
             last = follow(client, first, view, interrupts)
             view.end(last)
     finally:
         client.close()
     state = RunState(last["state"])
     exit_code = {RunState.COMPLETED: 0, RunState.STOPPED: interrupts.status or 130}.get(state, last["exit_code"] or 1)
-    return RunOutcome(state, last["error"], exit_code, Path(last["output"]), last["summary"] or {})
+    error = "" if state == RunState.STOPPED else last["error"]  # what a stop has lost is in its last line
+    return RunOutcome(state, error, exit_code, Path(last["output"]), last["summary"] or {})
 
 
 def follow(client: ControlClient, status: dict[str, Any], view: Watch, interrupts: Interrupts) -> dict[str, Any]:

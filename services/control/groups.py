@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from services.common.supervised import MARK
-from services.control.fleet import Kind, Member
+from services.control.fleet import STOP_ORDER, Kind, Member
 from services.control.journal import Attempt, Journal
 from services.control.launcher import LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
 from services.control.policy import RestartPolicy
@@ -68,6 +68,25 @@ class Worker:
     def last_line(self) -> str:
         """The last line of its last log, without the log's own `error:`."""
         return last_line(self.log).removeprefix("error: ") if self.log else ""
+
+
+@dataclass(frozen=True)
+class TakenGroup:
+    """Where an earlier supervisor has left a group.
+
+    Attributes:
+        incarnation: The number of its last start.
+        handles: The processes of that start that had not ended when it was last heard of, by the worker's name.
+        waiting: Whether it had failed and was to be started again.
+        failures: Those in a row, up to `highest_step`.
+    """
+
+    incarnation: int
+    handles: Mapping[str, Handle]
+    waiting: bool = False
+    restarts: int = 0
+    failures: int = 0
+    highest_step: int = 0
 
 
 class Group:
@@ -164,25 +183,57 @@ class Group:
         return Attempt(worker.member.name, worker.member.kind, self.incarnation, worker.log)
 
 
-def end_all(groups: Iterable[Group], grace_s: Callable[[], float]) -> None:
+def end_in_order(groups: Sequence[Group], grace_s: Callable[[], float]) -> list[str]:
+    """Let the trainers leave while the others still serve them, then end the others; see `end_all`.
+
+    Args:
+        groups: The groups to end.
+        grace_s: How long to wait for all of them together.
+
+    Returns:
+        The trainers that had to be killed.
+    """
+    began = time.monotonic()
+    trainers = [group for group in groups if group.kind == "trainer"]
+    others = sorted((g for g in groups if g.kind != "trainer"), key=lambda group: STOP_ORDER.index(group.kind))
+    late = end_all(trainers, grace_s, since=began)
+    end_all(others, grace_s, since=began)
+    return [worker.member.name for worker in late]
+
+
+def lost_with(trainers: Sequence[str], grace_s: float) -> str:
+    """What it means that these had to be killed when a run was stopped, in one line."""
+    return (
+        f"{', '.join(trainers)} did not leave within {grace_s:g} s (workers.stop_timeout_s): "
+        "what was trained since the last checkpoint is lost"
+    )
+
+
+def end_all(groups: Iterable[Group], grace_s: Callable[[], float], *, since: float | None = None) -> list[Worker]:
     """Ask all members of the groups to leave, in the groups' order, then wait for them, then kill what is left.
 
     Args:
         groups: The groups to end.
         grace_s: How long to wait for them; asked again and again, so that it may become less while waiting.
+        since: When the waiting began, by `time.monotonic`; now, if left out.
+
+    Returns:
+        Those that were killed.
     """
     workers = [worker for group in groups for worker in group.workers]
     for worker in workers:
         if worker.alive and worker.handle is not None:
             worker.handle.terminate()
-    began = time.monotonic()
+    began = time.monotonic() if since is None else since
     while any(worker.alive for worker in workers) and time.monotonic() - began < grace_s():
         time.sleep(JOIN_POLL_S)
-    for worker in workers:
-        if worker.alive and worker.handle is not None:
+    late = [worker for worker in workers if worker.alive]
+    for worker in late:
+        if worker.handle is not None:
             worker.handle.kill()
     for worker in workers:
         worker.kill()
+    return late
 
 
 def log_of(logs: Path, worker: str, incarnation: int) -> Path:

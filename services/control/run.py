@@ -15,14 +15,14 @@ from services.common.resume import check_output
 from services.common.roots import Roots
 from services.control.adoption import ending_of, remains_of
 from services.control.fleet import Member, fleet_of
-from services.control.groups import status_of_log
+from services.control.groups import TakenGroup, status_of_log
 from services.control.journal import StoreJournal, over_columns
 from services.control.launcher import Launcher, LocalLauncher, read_status
 from services.control.place import QueuePlace, sole_writer
 from services.control.ray_launcher import RayLauncher
-from services.control.record import SPEC, RunState, is_finished, read_record, replace_json, write_record
+from services.control.record import FILE, SPEC, RunState, is_finished, read_record, replace_json, write_record
 from services.control.store import RunRow, Store
-from services.control.supervisor import Ending, Limits, Supervisor, TakenGroup
+from services.control.supervisor import Ending, Limits, Supervisor
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
@@ -167,7 +167,8 @@ class Run:
         try:
             resolved = resolve_run(self.spec, self._note_read)
         except XtokenError as error:
-            write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
+            if not (output / FILE).exists():  # an earlier life's says more than that this one came to nothing
+                write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
             raise
         step = check_output(resolved)  # what another run has left there stays as it is
         if step >= resolved.steps and is_finished(self.spec):

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,19 @@ from typing import Any
 from services.control import processes
 from services.control.account import attempts_of, status_of
 from services.control.fleet import STOP_ORDER, Member
-from services.control.groups import Group, GroupState, Worker, describe_exit, end_all, next_incarnation
+from services.control.groups import (
+    Group,
+    GroupState,
+    TakenGroup,
+    Worker,
+    describe_exit,
+    end_all,
+    end_in_order,
+    lost_with,
+    next_incarnation,
+)
 from services.control.journal import Journal
-from services.control.launcher import Handle, Launcher, LostPlaceError
+from services.control.launcher import Launcher, LostPlaceError
 from services.control.observer import why_gone
 from services.control.policy import FIRST_DELAY_S, RestartPolicy
 from services.control.record import RunState, write_record
@@ -52,7 +62,7 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        error: Why, in one line, if it failed.
+        error: Why, in one line, if it failed; what is lost, if a stop has lost anything.
         exit_code: 0 if it completed, the fatal worker's status or 1 if it failed, 130 if it was stopped.
     """
 
@@ -69,25 +79,6 @@ class Limits:
     load_timeout_s: float = 600.0
     grace_s: float = GRACE_S
     first_delay_s: float = FIRST_DELAY_S
-
-
-@dataclass(frozen=True)
-class TakenGroup:
-    """Where an earlier supervisor has left a group.
-
-    Attributes:
-        incarnation: The number of its last start.
-        handles: The processes of that start that had not ended when it was last heard of, by the worker's name.
-        waiting: Whether it had failed and was to be started again.
-        failures: Those in a row, up to `highest_step`.
-    """
-
-    incarnation: int
-    handles: Mapping[str, Handle]
-    waiting: bool = False
-    restarts: int = 0
-    failures: int = 0
-    highest_step: int = 0
 
 
 class Supervisor:
@@ -185,8 +176,7 @@ class Supervisor:
             ending = Ending(RunState.FAILED, f"cannot keep the run going: {error}", 1)
         except Exception:
             log.exception("the run's supervisor has failed")
-        self._end(ending)
-        return ending
+        return self._end(ending)
 
     def _tick(self) -> None:
         for site in self._sites:
@@ -345,14 +335,20 @@ class Supervisor:
             log.info("%s started as process %d, log %s", worker.member.name, worker.handle.pid, worker.log)
 
     def _grace(self) -> float:
+        self.ticked_at = time.monotonic()  # it is asked again and again while workers leave
         return 0.0 if self._hurry else self._limits.grace_s
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: Ending) -> Ending:
         """End every process: workers first, in order, then the queue, then whatever still carries the run's mark."""
         if ending.state == RunState.FAILED:
             self._sites.give_up(ending.error)
-        ordered = sorted(self._workers, key=lambda group: STOP_ORDER.index(group.kind))
-        end_all(ordered, self._grace)
+        if ending.state == RunState.STOPPED:
+            late = end_in_order(self._workers, self._grace)
+            if late and not self._hurry:
+                ending = replace(ending, error=lost_with(late, self._limits.grace_s))
+                log.warning("%s", ending.error)
+        else:
+            end_all(sorted(self._workers, key=lambda group: STOP_ORDER.index(group.kind)), self._grace)
         self._sites.look()
         self._sites.close()
         end_all(self._queues, lambda: QUEUE_GRACE_S)
@@ -364,6 +360,7 @@ class Supervisor:
             self._tell()
         except OSError as error:
             log.error("the run's record cannot be written: %s", error)
+        return ending
 
     # Telling
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,6 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.control.record import RunState
+
+log = logging.getLogger("xtoken.control")
 
 LINE_EVERY_S = 5.0
 STOPPING = "stopping in order; once more to stop at once"
@@ -52,6 +56,34 @@ def watch_for(show: bool, console: Console | None = None, *, as_json: bool = Fal
             yield LiveWatch(live)
     else:
         yield LineWatch(console)
+
+
+class SteadyWatch:
+    """Another watch, whose failures end nothing: training goes on where it cannot be shown."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._failed = False
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Show it if that can be done."""
+        self._try(lambda: self._watch.show(status))
+
+    def stopping(self, *, now: bool) -> None:
+        """Say so if that can be done."""
+        self._try(lambda: self._watch.stopping(now=now))
+
+    def end(self, status: dict[str, Any]) -> None:
+        """Show the end if that can be done."""
+        self._try(lambda: self._watch.end(status))
+
+    def _try(self, show: Callable[[], None]) -> None:
+        try:
+            show()
+        except (Exception, SystemExit) as error:  # rich leaves by SystemExit where nobody reads the pipe any more
+            if not self._failed:
+                self._failed = True
+                log.warning("the run goes on, but cannot be shown: %s: %s", type(error).__name__, error)
 
 
 class LiveWatch:
@@ -160,7 +192,8 @@ def ending_line(status: dict[str, Any]) -> str:
         return f"{status['name']} goes on: xtoken runs show {status['id']}"
     where = f"{status['name']}: {status['state']} after step {status['step'] or 0} of {status['steps'] or '?'}"
     if status["state"] == "stopped":
-        return f"{where}; start it again to go on from its last checkpoint in {status['output']}"
+        lost = f": {status['error']}" if status["error"] else ""
+        return f"{where}{lost}; start it again to go on from its last checkpoint in {status['output']}"
     summary = status["summary"]
     if status["state"] != "completed" or summary is None:
         return f"{where}; logs are in {status['output']}/logs"
@@ -168,18 +201,23 @@ def ending_line(status: dict[str, Any]) -> str:
         f"{summary[name]} {name}" for name in ("trained", "skipped", "dead", "truncated") if name in summary
     )
     bits = (status["evaluation"] or {}).get("bits_per_byte")
-    held_out = f"; {bits:.4f} bits per byte on held-out text" if bits is not None else ""
+    held_out = f"; {bits:.4f} bits per byte on held-out text" if _is_number(bits) else ""
     return f"{where}: {counts} of {summary.get('positions')} samples{held_out}; model in {status['output']}/model"
 
 
 def metrics_of(status: dict[str, Any]) -> list[tuple[str, str]]:
     """The last step's losses and speed, and the last reading of the held-out text, as names and figures."""
     last = status["last"] or {}
-    found = [(name, f"{last[name]:.4f}") for name in LOSSES if name in last]
-    if "tokens_per_second" in last:
-        found.append(("tokens/s", f"{last['tokens_per_second']:,.0f}"))
+    found = [(name, f"{value:.4f}") for name in LOSSES if _is_number(value := last.get(name))]
+    if _is_number(speed := last.get("tokens_per_second")):
+        found.append(("tokens/s", f"{speed:,.0f}"))
     bits = (status["evaluation"] or {}).get("bits_per_byte")
-    return [*found, ("bits per byte", f"{bits:.4f}")] if bits is not None else found
+    return [*found, ("bits per byte", f"{bits:.4f}")] if _is_number(bits) else found
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Whether it can be shown: what was not finite is null in a run's curves."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def picture(status: dict[str, Any], note: str) -> RenderableType:
@@ -197,7 +235,7 @@ def _figures(status: dict[str, Any]) -> Table:
     last = status["last"] or {}
     table = Table.grid(padding=(0, 2))
     table.add_row(*(Text.assemble((name, "dim"), f" {value}") for name, value in metrics_of(status)))
-    others = {k: v for k, v in last.items() if k not in UNSHOWN and isinstance(v, (int, float))}
+    others = {k: v for k, v in last.items() if k not in UNSHOWN and _is_number(v)}
     for start in range(0, len(others), 4):
         row = list(others.items())[start : start + 4]
         table.add_row(*(Text.assemble((name, "dim"), f" {value:.4g}") for name, value in row))

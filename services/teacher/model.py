@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from services.common.heads import logits_are_heads
+
 log = logging.getLogger("xtoken.teacher")
 
 WIDTH_BUCKET = 128
 """A compiled model's widths are rounded up to a multiple of this, so that few shapes are ever seen."""
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at a time where only their maxima are wanted."""
-PROBE_TOKENS = 8
 
 
 class TeacherModel:
@@ -179,29 +180,7 @@ def compile_layers(body: nn.Module) -> None:
         part.compile()
 
 
-@torch.inference_mode()
 def head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether a model's logits are what its head makes of its last hidden states, and nothing is done to them after.
-
-    It is tried: the head is watched, and answers something of its own that must come out unchanged.
-    """
+    """Whether a model's logits are the bare product of its last hidden states and its head's weight."""
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if getattr(head, "bias", None) is not None:
-        return False
-    tokens = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0) % head.weight.shape[0]
-    seen: list[Tensor] = []
-    answer = torch.linspace(-100.0, 100.0, PROBE_TOKENS * head.weight.shape[0], device=model.device)
-    answer = answer.to(head.weight.dtype).view(1, PROBE_TOKENS, -1)
-
-    def watch(_head: Any, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
-        seen.append(inputs[0].clone())
-        return answer
-
-    hook = head.register_forward_hook(watch)
-    try:
-        logits = model(input_ids=tokens, use_cache=False).logits
-    finally:
-        hook.remove()
-    states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    untouched = torch.equal(logits.to(answer.dtype), answer)
-    return untouched and len(seen) == 1 and torch.allclose(seen[0], states, rtol=1e-2, atol=1e-3)
+    return getattr(head, "bias", None) is None and logits_are_heads(model)

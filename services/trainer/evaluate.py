@@ -61,13 +61,16 @@ class Evaluator:
                     batch_tokens=self.spec.train.micro_batch_tokens,
                     device=student.device,
                     max_bytes=self.spec.eval.max_bytes,
+                    progress=self._goes_on,
+                    outputs=student.outputs if student.blockwise else None,
                 )
                 row = {"step": step, **asdict(result), "loss": result.nll_nats / max(result.tokens, 1)}
                 if self.spec.eval.teacher_kl:
                     self._goes_on()
                     if self._held_out is None:
                         self._held_out = HeldOutLoss(self.spec, self.loss, self.tokenizer, index.documents())
-                    row |= self._held_out.measure(student)
+                    self._goes_on()
+                    row |= self._held_out.measure(student, progress=self._goes_on)
         finally:
             student.train()
         self._goes_on()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -13,10 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, StaleSessionError
 
-TIMEOUT = timedelta(minutes=10)
+MEETING = timedelta(minutes=10)
+"""How long ranks wait until all have started."""
+TIMEOUT = timedelta(days=1)
+"""How long they wait for each other later: a rank that hangs stops beating, and is ended by the run's own limits."""
+BEAT = timedelta(seconds=2)
 BUCKET_BYTES = 256 << 20
 T = TypeVar("T")
 
@@ -30,6 +36,7 @@ class Group:
         nodes: Number of node groups among whom they are shared out, equally and in order.
 
     Attributes:
+        beat: Called every few seconds while the others are waited for.
         background: For one thread beside the training, a process group of its own; None for a single rank.
 
     Raises:
@@ -38,6 +45,7 @@ class Group:
 
     def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
         self.rank, self.size, self.nodes = rank, size, nodes
+        self.beat: Callable[[], None] = _nothing
         self.background: dist.ProcessGroup | None = None
         if size == 1:
             return
@@ -45,8 +53,10 @@ class Group:
         if missing:
             raise ConfigError(f"a trainer of {size} ranks needs {' and '.join(missing)} in the environment")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=TIMEOUT)
-        self.background = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=MEETING)
+        self.background = dist.new_group(backend="gloo", timeout=MEETING)
+        for group in (None, self.background):
+            _set_pg_timeout(TIMEOUT, group)
 
     @classmethod
     def of_environment(cls) -> Group | None:
@@ -84,7 +94,7 @@ class Group:
         if self.size == 1:
             return list(flags)
         shared = torch.tensor([int(flag) for flag in flags])
-        dist.all_reduce(shared)
+        self._finish(dist.all_reduce(shared, async_op=True))
         return [bool(count) for count in shared.tolist()]
 
     def from_leader(self, value: int) -> int:
@@ -92,7 +102,7 @@ class Group:
         if self.size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.int64)
-        dist.broadcast(shared, src=0)
+        self._finish(dist.broadcast(shared, src=0, async_op=True))
         return int(shared.item())
 
     def from_node_leader(self, value: int) -> int:
@@ -122,8 +132,18 @@ class Group:
 
     def _all(self, mine: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine)
+        self._finish(dist.all_gather(gathered, mine, async_op=True))
         return gathered
+
+    def _finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective on the host; the others may come to it late."""
+        assert work is not None
+        while not work.is_completed():
+            with suppress(StaleSessionError):  # said again at the next step: a collective is not left in the middle
+                self.beat()
+            with suppress(RuntimeError):  # not yet
+                work.wait(BEAT)
+        work.wait()
 
     def sum_gradients(self, weights: Iterable[torch.nn.Parameter]) -> None:
         """Add up gradients over ranks: their denominators are the step's own, so there is nothing to average."""
@@ -148,6 +168,10 @@ class Group:
         """Leave the group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _nothing() -> None:
+    """Nobody listens."""
 
 
 def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -60,32 +60,39 @@ class HeldOutLoss:
         ]
 
     @torch.no_grad()
-    def measure(self, student: Student) -> dict[str, float]:
+    def measure(self, student: Student, *, progress: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The loss and its parts, means over all documents, by the names of `steps.jsonl` with `held_out_` before.
+
+        Args:
+            student: What is measured.
+            progress: Called after every teacher that was loaded, and after every batch; what it raises ends this.
 
         Raises:
             InputError: A teacher cannot be loaded.
         """
-        teachers = [
-            load_model(spec, f"teacher {place}", student.device).eval()  # type: ignore[no-untyped-call]
-            for place, spec in enumerate(self.spec.teacher)
-        ]
+        teachers = []
+        for place, spec in enumerate(self.spec.teacher):
+            teachers.append(load_model(spec, f"teacher {place}", student.device).eval())  # type: ignore[no-untyped-call]
+            progress()
         parts = []
         for batch in self.batches:
             tensors = {name: v.to(student.device) for name, v in batch.items() if isinstance(v, Tensor)}
-            signals = []
+            signals, widths = [], []
             for index, same, teacher in zip(
                 schema.teacher_indices(len(teachers)), self.spec.same_tokenizer, teachers, strict=True
             ):
                 ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)
+                widths.append(tensors[ids].shape[1])
                 signals.append(teacher(input_ids=tensors[ids], use_cache=False).logits)
             _, metrics = self.loss(
                 tensors,
-                student(tensors[schema.INPUT_IDS.name]).logits,
+                student.outputs(tensors[schema.INPUT_IDS.name]),
                 signals,
                 global_valid_toks=self.tokens,
                 global_valid_chunks=self.chunks,
+                blocks=self.loss.token_blocks(batch, widths) if student.blockwise else None,
             )
             parts.append(metrics)
+            progress()
         found = combined(floats(parts))
         return {f"held_out_{name}": value for name, value in found.items() if name.startswith(REPORTED)}

@@ -54,7 +54,7 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
             if run.world > 1 and link.incarnation is None:
                 raise ConfigError("--incarnation: all ranks of a trainer are started with the same number; give one")
             group = group or Group(place, run.world)
-            group.nodes = workers.nodes
+            group.nodes, group.beat = workers.nodes, worker.beat
             train(worker, group, rank)
     finally:
         if group is not None:

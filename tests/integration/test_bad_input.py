@@ -122,6 +122,12 @@ def unknown_field(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
     return {"train.learning_rat": 0.1}
 
 
+def too_few_positions(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    config = copied(assets.teacher, tmp / "short") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "n_positions": 36}))
+    return {"teacher.model": str(tmp / "short")}
+
+
 def impossible_loss(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
     return {"loss.xtoken_loss": True}
 
@@ -139,6 +145,7 @@ CASES: list[tuple[Change, list[str]]] = [
     (narrow_head, ["head", "100"]),
     (unknown_field, ["train.learning_rat"]),
     (impossible_loss, ["xtoken_loss", "gold_loss"]),
+    (too_few_positions, ["teacher 0", "context_length = 96", "36 positions", "lower it to 32"]),
 ]
 
 

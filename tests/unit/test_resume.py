@@ -42,6 +42,13 @@ def test_the_setting_that_differs_is_named(saved: ResolvedRun) -> None:
         check_output(renamed)
     with pytest.raises(ConfigError, match="samples_per_step"):
         check_output(with_train(saved, samples_per_step=4))
+    other = saved.student.model_copy(update={"weights_fingerprint": "of another model"})
+    with pytest.raises(ConfigError, match=r"what differs is student\.model; choose another"):
+        check_output(saved.model_copy(update={"student": other}))
+    heavier = saved.spec.teacher[0].model_copy(update={"weight": 9.0, "context_length": 48})
+    spec = saved.spec.model_copy(update={"teacher": (heavier,)})
+    with pytest.raises(ConfigError, match="what differs is length of teacher 0, weight of teacher 0; choose"):
+        check_output(saved.model_copy(update={"spec": spec}))
 
 
 def test_a_checkpoint_that_says_nothing_is_named(saved: ResolvedRun) -> None:
@@ -58,3 +65,22 @@ def test_what_the_files_make_of_a_run_is_said(tmp_path: Path) -> None:
     shorter, early = remarks(with_train(run, max_steps=5, warmup_steps=6))
     assert shorter == "the run has 4 steps, not train.max_steps = 5: its text has 32 records (data.epochs = 1)"
     assert early == "the run ends after 4 steps, its warm-up would after train.warmup_steps = 6"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel": "fsdp"}, "does nothing for a single rank"),
+        ({"reduce_dtype": "bfloat16"}, 'do nothing without train.parallel = "fsdp"'),
+        ({"min_learning_rate": 1.0}, "min_learning_rate = 1 is above train.learning_rate"),
+    ],
+)
+def test_settings_without_effect_are_told(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    (remark,) = remarks(with_train(resolved_run(tmp_path), **changes))
+    assert said in remark
+
+
+def test_a_context_beyond_what_a_model_was_made_for_is_told(tmp_path: Path) -> None:
+    run = resolved_run(tmp_path)
+    found = run.model_copy(update={"teachers": (run.teachers[0].model_copy(update={"max_length": 80}),)})
+    assert list(remarks(found)) == ["teacher.0.context_length = 96: the model was made for 80 tokens"]

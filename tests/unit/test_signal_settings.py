@@ -1,15 +1,17 @@
-"""What a run's settings make of its rings."""
+"""What a run's settings make of its rings, and which settings cannot be."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.common.steps import ring_shape, selects_columns
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.spec import RunSpec, describe
 
 HIDDEN = ["cuda_ipc_hidden", "shared_memory_hidden", "queue"]
 
@@ -52,3 +54,25 @@ def test_maxima_come_only_where_columns_are_selected(tmp_path: Path, loss: dict[
     run = run_with(tmp_path, "queue", **loss)
     assert selects_columns(run, 0) == needed
     assert (ring_shape(run, 0).max_rows > 0) == needed
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("student.dtype", "float16", "student is not trained in float16"),
+        ("train.betas", [0.9, 1.5], "train.betas"),
+        ("workers.signal", "cuda_ipc_hidden", 'workers.signal = "cuda_ipc_hidden" needs GPUs'),
+        ("teacher.0.fp8", True, "teacher.0.fp8 needs a GPU"),
+        ("workers", {"ranks": 2, "stop_timeout_s": 5}, "workers.stop_timeout_s = 5: several ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_file_is_read(tmp_path: Path, place: str, value: object, said: str) -> None:
+    raw: Any = resolved_run(tmp_path, device="cpu").spec.model_dump(mode="json")
+    part: Any = raw
+    *parents, name = place.split(".")
+    for key in parents:
+        part = part[int(key)] if key.isdigit() else part[key]
+    part[name] = value
+    with pytest.raises(ValidationError) as found:
+        RunSpec.model_validate(raw)
+    assert said in describe(found.value)

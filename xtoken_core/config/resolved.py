@@ -17,12 +17,16 @@ class ResolvedModel(Part):
         head_width: Rows of its head, at least `vocab_size`.
         tokenizer_fingerprint: Hash of the tokenizer's files.
         hidden_size: Columns of its head; 0 if its configuration does not say.
+        max_length: Tokens that it was made for; 0 likewise.
+        weights_fingerprint: Of its configuration and weights.
     """
 
     vocab_size: int
     head_width: int
     tokenizer_fingerprint: str
     hidden_size: int = 0
+    max_length: int = 0
+    weights_fingerprint: str = ""
 
 
 class ResolvedRun(Part):
@@ -63,7 +67,7 @@ class ResolvedRun(Part):
         per_step = self.spec.train.samples_per_step
         return position % per_step * self.spec.workers.nodes // per_step == self.group
 
-    def identity(self) -> dict[str, str | int | bool]:
+    def identity(self) -> dict[str, str | int | float | bool]:
         """What makes it this run and no other: a checkpoint is resumed by a run that has all of it."""
         spec = self.spec
         return {
@@ -73,6 +77,10 @@ class ResolvedRun(Part):
             "positions": self.positions,
             "seed": spec.seed,
             "shuffle": spec.data.shuffle,
+            "append_eos": spec.data.append_eos,
+            "student length": spec.student.context_length,
+            **{f"length of teacher {i}": teacher.context_length for i, teacher in enumerate(spec.teacher)},
+            **{f"weight of teacher {i}": teacher.weight for i, teacher in enumerate(spec.teacher)},
             "micro_batch_tokens": spec.train.micro_batch_tokens,
             "loss": spec.loss.model_dump_json(),
             "lora": spec.train.lora.model_dump_json(exclude={"export"}) if spec.train.lora else "",
@@ -80,9 +88,14 @@ class ResolvedRun(Part):
         }
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the text, the tokenizers and the projections."""
-        found = {"data": self.data_fingerprint, "student tokenizer": self.student.tokenizer_fingerprint}
+        """Of the text, the models, the tokenizers and the projections."""
+        found = {
+            "data": self.data_fingerprint,
+            "student model": self.student.weights_fingerprint,
+            "student tokenizer": self.student.tokenizer_fingerprint,
+        }
         for index, (teacher, projection) in enumerate(zip(self.teachers, self.projection_fingerprints, strict=True)):
+            found[f"model of teacher {index}"] = teacher.weights_fingerprint
             found[f"tokenizer of teacher {index}"] = teacher.tokenizer_fingerprint
             found[f"projection of teacher {index}"] = projection
         return found

@@ -17,6 +17,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 SignalName = Literal["auto", "cuda_ipc", "cuda_ipc_hidden", "shared_memory", "shared_memory_hidden", "queue"]
 
 
+TOGETHER_S = 20.0
+"""Seconds that several ranks are given at least to leave a run together."""
 PAD_MULTIPLE = 8
 """Padded lengths are rounded up to a multiple of this."""
 
@@ -222,6 +224,13 @@ class RunSpec(Part):
             share = f" / workers.nodes = {nodes}" if nodes > 1 else ""
             raise ValueError(f"queue.block_size = {block} must divide train.samples_per_step = {step}{share}")
         check_places(self.workers, self.queue)
+        if self.student.dtype == "float16":
+            raise ValueError(
+                "student.dtype: a student is not trained in float16, where gradients this small vanish: use bfloat16"
+            )
+        for place, teacher in enumerate(self.teacher):
+            if teacher.fp8 and self.workers.device == "cpu":
+                raise ValueError(f'teacher.{place}.fp8 needs a GPU, and workers.device is "cpu": set it to false')
         if self.loss.teacher_aggregation == "select_teacher":
             raise ValueError("loss.teacher_aggregation: a run takes sum or averaged_logits, not yet select_teacher")
         self.loss.check_teachers([t.weight for t in self.teacher], [t.projection is None for t in self.teacher])
@@ -258,6 +267,13 @@ def check_places(workers: WorkersSpec, queue: QueueSpec) -> None:
     if queue.address is not None and (many or workers.launcher == "ray"):
         raise ValueError(
             "queue.address: with several nodes, or on Ray, every queue gets an address of its own: unset it"
+        )
+    if workers.device == "cpu" and workers.signal.startswith("cuda_ipc"):
+        raise ValueError(f'workers.signal = "{workers.signal}" needs GPUs, and workers.device is "cpu": use "auto"')
+    if workers.nodes * workers.ranks > 1 and workers.stop_timeout_s < TOGETHER_S:
+        raise ValueError(
+            f"workers.stop_timeout_s = {workers.stop_timeout_s:g}: several ranks may need seconds to leave together "
+            f"before they save: at least {TOGETHER_S:g}"
         )
     if workers.launcher == "ray" and workers.device == "auto":
         raise ValueError('workers.launcher = "ray" must know what a node needs: set workers.device to "cuda" or "cpu"')

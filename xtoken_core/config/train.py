@@ -9,6 +9,8 @@ from pydantic import Field
 from xtoken_core.config.base import Count, NoneWord, Part
 from xtoken_core.config.loss import NonNegative, Positive
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
 
 class LoraSpec(Part):
     """Train low-rank adapters instead of the student's own weights; needs the extra `lora` (peft)."""
@@ -17,7 +19,7 @@ class LoraSpec(Part):
     """Of every adapter."""
     alpha: Positive = 32.0
     """What an adapter adds is scaled by `alpha / rank`."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Share = 0.0
     """Before an adapter's first matrix."""
     targets: tuple[str, ...] = ()
     """Names of the linear layers that get one, such as `["q_proj", "v_proj"]`; left out, all but the head."""
@@ -42,12 +44,12 @@ class TrainSpec(Part):
     """Steps of the linear warm-up."""
     weight_decay: NonNegative = 0.0
     """AdamW's; vectors (biases, norms) are left out."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's."""
     grad_clip: Annotated[Positive | None, NoneWord] = 1.0
     """The gradient's norm at most; "none" leaves it as it is."""
     master_weights: bool = True
-    """For a student in bfloat16 or float16: keep its weights, their gradients and AdamW's moments in float32, and
+    """For a student in bfloat16: keep its weights, their gradients and AdamW's moments in float32, and
     compute with a copy. Off, all of them are in the student's dtype: half the memory or less, and a change smaller than
     a weight's last bit is lost."""
     parallel: Literal["replicate", "fsdp"] = "replicate"

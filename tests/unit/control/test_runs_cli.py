@@ -68,6 +68,14 @@ def test_a_run_by_the_beginning_of_its_id(command: Command, runs: Runs) -> None:
     assert isinstance(command("show", "none").exception, RefusedError)
 
 
+def test_a_run_whose_last_step_has_no_finite_loss(command: Command, runs: Runs) -> None:
+    with (put(runs, "first-1") / "steps.jsonl").open("a") as file:
+        file.write('{"step":2,"loss":null,"ce_loss":1.5,"grad_norm":null,"nonfinite":true,"tokens_per_second":null}\n')
+    assert "ce_loss 1.5000" in command("show", "first-1").stdout
+    assert command("show", "first-1", "--watch").exit_code == 0
+    assert json.loads(command("show", "first-1", "--json").stdout)["last"]["loss"] is None
+
+
 def test_logs_and_files(command: Command, runs: Runs, tmp_path: Path) -> None:
     put(runs, "first-1")
     assert command("logs", "first-1", "--worker", "trainer-0", "--tail", "1").stdout.endswith("INFO three\n")

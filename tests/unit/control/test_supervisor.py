@@ -170,7 +170,45 @@ def test_stop_now_waits_for_nobody(scripted: ScriptedRun) -> None:
     scripted.until(lambda s: s["step"] >= 1)
     supervisor.stop()
     supervisor.stop(now=True)
-    assert scripted.wait().state == RunState.STOPPED
+    ending = scripted.wait()
+    assert (ending.state, ending.error) == (RunState.STOPPED, ""), "nobody wanted it to wait"
+
+
+def moment(run: ScriptedRun, name: str) -> float:
+    return float((run.state / name).read_text())
+
+
+def test_trainers_leave_before_the_others_are_asked_to(scripted: ScriptedRun) -> None:
+    others = {"teacher_0_0": ["start:linger 0"], "collator_0": ["start:linger 0"]}
+    limits = Limits(grace_s=60)
+    supervisor = scripted.start(steps=1000, ranks=2, trainer_1=["start:linger 0.5"], limits=limits, **others)
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    ending = scripted.wait()
+    assert (ending.state, ending.error) == (RunState.STOPPED, "")
+    left = moment(scripted, "trainer-1.left")
+    assert all(moment(scripted, f"{name}.asked") >= left for name in ("teacher-0-0", "collator-0"))
+
+
+def test_a_trainer_that_outlasts_the_grace_is_named_and_leaves_none_to_others(
+    scripted: ScriptedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(grace_s=2)
+    supervisor = scripted.start(
+        steps=1000, trainer_0=["start:deaf"], teacher_0_0=["start:linger 1"], limits=limits
+    )  # fmt: skip
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    ending = scripted.wait()
+    lost = (
+        "trainer-0 did not leave within 2 s (workers.stop_timeout_s): "
+        "what was trained since the last checkpoint is lost"
+    )
+    assert (ending.state, ending.exit_code, ending.error) == (RunState.STOPPED, 130, lost)
+    assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", lost)
+    assert supervisor.status()["error"] == lost
+    assert lost in caplog.messages
+    assert not (scripted.state / "teacher-0-0.left").exists(), "there is one grace in all"
 
 
 def test_a_later_supervisor_counts_on_from_the_logs_it_finds(scripted: ScriptedRun) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.control.watch import ending_line, picture, progress_line, watch_for
+from services.control.watch import SteadyWatch, Watch, ending_line, picture, progress_line, watch_for
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -72,6 +72,59 @@ def test_the_picture_shows_losses_speed_queue_and_workers() -> None:
 )  # fmt: skip
 def test_the_last_line(changes: dict[str, Any], expected: str) -> None:
     assert expected in ending_line(status(**changes))
+
+
+NO_NUMBERS = {
+    "last": {"step": 3, "loss": None, "ce_loss": 5.25, "kl_loss": None, "grad_norm": None, "nonfinite": True,
+             "tokens_per_second": None},
+    "evaluation": {"step": 0, "bits_per_byte": None},
+    "summary": {"trained": 90, "positions": 96},
+}  # fmt: skip
+
+
+def test_what_is_no_finite_number_is_left_out() -> None:
+    assert progress_line(status(**NO_NUMBERS)) == "tiny: running, step 3/12, ce_loss 5.2500, queue 24 samples"
+    out = io.StringIO()
+    Console(file=out, width=120).print(picture(status(**NO_NUMBERS), ""))
+    assert "ce_loss 5.2500" in out.getvalue() and "grad_norm" not in out.getvalue()
+    infinite = status(last={"step": 3, "loss": float("nan"), "tokens_per_second": float("inf")})
+    assert progress_line(infinite) == "tiny: running, step 3/12, bits per byte 2.5000, queue 24 samples"
+
+
+@pytest.mark.parametrize("how", ["terminal", "pipe", "json"])
+def test_every_watch_shows_a_step_without_a_finite_loss(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(file=io.StringIO(), force_terminal=how == "terminal", width=120)
+    with watch_for(True, console, as_json=how == "json") as watch:
+        watch.show(status(**NO_NUMBERS))
+        watch.end(status(**NO_NUMBERS | {"state": "completed"}))
+    said = capsys.readouterr().out if how == "json" else console.file.getvalue()  # type: ignore[attr-defined]
+    assert "completed" in said
+
+
+def test_the_last_line_says_what_a_stop_has_lost() -> None:
+    line = ending_line(status(state="stopped", error="trainer-0 did not leave within 2 s"))
+    assert "after step 3 of 12: trainer-0 did not leave within 2 s; start it again to go on" in line
+
+
+class Broken(Watch):
+    """What cannot show anything."""
+
+    def show(self, status: dict[str, Any]) -> None:
+        raise TypeError("no number")
+
+    def stopping(self, *, now: bool) -> None:
+        raise BrokenPipeError("nobody reads this")
+
+    def end(self, status: dict[str, Any]) -> None:
+        raise SystemExit(1)
+
+
+def test_a_watch_that_fails_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch = SteadyWatch(Broken())
+    watch.show(status())
+    watch.stopping(now=False)
+    watch.end(status(state="stopped"))
+    assert caplog.messages == ["the run goes on, but cannot be shown: TypeError: no number"]
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])

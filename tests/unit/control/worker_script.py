@@ -153,7 +153,7 @@ class Script:
             verb, _, argument = deed.partition(" ")
             {
                 "exit": self.leave, "kill": self.kill_self, "freeze": self.freeze, "deaf": self.be_deaf,
-                "child": self.have_child, "give_up": self.run.give_up, "await": self.await_file,
+                "child": self.have_child, "linger": self.linger, "give_up": self.run.give_up, "await": self.await_file,
             }[verb](argument)  # fmt: skip
 
     def await_file(self, name: str) -> None:
@@ -174,6 +174,20 @@ class Script:
 
     def be_deaf(self, _: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def linger(self, seconds: str) -> None:
+        """Take so long to leave when asked to, and note when that was."""
+
+        def note(what: str) -> None:
+            (self.state / f"{self.options.name}.{what}").write_text(str(time.monotonic()))
+
+        def leave(_number: int, _frame: object) -> None:
+            note("asked")
+            time.sleep(float(seconds))
+            note("left")
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, leave)
 
     def have_child(self, kind: str) -> None:
         child = subprocess.Popen(

@@ -107,15 +107,24 @@ def test_compiled_layers_compute_the_same() -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_head_with_more_behind_it_is_refused() -> None:
+@pytest.mark.parametrize("cap", [0.01, 30.0], ids=["a cap that shows", "a cap that new weights do not reach"])
+def test_a_head_with_more_behind_it_is_refused(cap: float) -> None:
     check_head(make_model().eval())
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.01, initializer_range=1.0,
+        num_key_value_heads=1, head_dim=16, final_logit_softcapping=cap, initializer_range=0.02,
     )  # fmt: skip
     with pytest.raises(ConfigError, match="blockwise_head"):
         Student(Gemma2ForCausalLM(config), settings({"blockwise_head": True}))
+
+
+def test_an_adapter_on_a_head_that_is_multiplied_out_without_it_is_refused() -> None:
+    pytest.importorskip("peft")
+    lora = {"rank": 4, "targets": ["lm_head", "q_proj"]}
+    Student(make_model(), settings(train={"lora": lora}))
+    with pytest.raises(ConfigError, match=r"train\.lora\.targets names the head"):
+        Student(make_model(), settings({"blockwise_head": True}, {"lora": lora}))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
