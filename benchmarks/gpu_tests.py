@@ -29,8 +29,15 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 SIDE_BY_SIDE = ("tests/ops", "tests/unit/losses", "tests/unit/test_completions.py")
 """Tests that share a GPU; where pytest-xdist is installed, several run at a time."""
-ALONE = ("tests/unit/teacher", "tests/unit/trainer")
-"""Tests that compare the GPU's memory before and after."""
+ALONE = (
+    "tests/unit/teacher",
+    "tests/unit/trainer",
+    "tests/unit/test_budget.py",
+    "tests/unit/control/test_nvml.py",
+    "tests/unit/data_plane/test_codec.py",
+    "tests/contract/test_samples.py",
+)
+"""Tests that compare the GPU's memory before and after, and others that are few."""
 WHOLE_RUNS = (
     "tests/integration/test_signals.py",
     "tests/integration/test_training.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu_tests import joined
+from benchmarks.gpu_tests import ALONE, ROOT, SIDE_BY_SIDE, WHOLE_RUNS, joined
 
 
 def report(part: str, **changes: Any) -> dict[str, Any]:
@@ -28,3 +28,13 @@ def test_of_other_sources_or_another_machine_nothing_is_kept() -> None:
         found = joined(first, report("runs", **change))
         assert found["parts"] == ["runs"]
         assert set(found["tests"]) == {"test_runs::test_it", "test_runs::test_other"}
+
+
+def test_every_test_that_takes_a_gpu_belongs_to_a_part() -> None:
+    marked = [
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in path.read_text(encoding="utf-8") and path.name != "test_gpu_results_joined.py"
+    ]
+    assert len(marked) > 10
+    assert [path for path in marked if not path.startswith((*SIDE_BY_SIDE, *ALONE, *WHOLE_RUNS))] == []
