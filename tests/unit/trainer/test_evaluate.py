@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from services.common.worker import StopRequested
 from services.trainer.group import Group
 from services.trainer.held_out import HeldOutLoss
 from services.trainer.student import Student
+from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 from tests.unit.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
@@ -23,7 +21,6 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.evaluation import evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 
-ROOT = Path(__file__).parents[3]
 READ: dict[str, Any] = {"context_length": 8, "batch_tokens": 16, "device": "cpu", "max_bytes": 10**6}
 TEXTS = ["0123456789" * 5, "def f(x):\n    return x"]
 
@@ -49,23 +46,7 @@ group.close()
 
 @pytest.mark.parametrize("rank_0", ["evaluates", "dies"])
 def test_a_rank_that_waits_beats_and_notices_a_death_at_once(rank_0: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "test"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", WAITING, rank_0]
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**shared, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    processes = start_ranks([sys.executable, "-c", WAITING, rank_0], 2)
     try:
         said = [process.communicate(timeout=60) for process in processes]
     finally:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.from_checkpoint import export_checkpoint
 from tests.support.checkpointed import run_directory
+from tests.support.ranks import start_ranks
 from tests.unit.trainer.students import make_model
 
-ROOT = Path(__file__).parents[3]
 FSDP = {"train": {"parallel": "fsdp"}}
 KEPT = {"train": {"parallel": "fsdp", "reshard_after_forward": False}}
 REPLICATE = {"train": {"parallel": "replicate"}}
@@ -29,25 +26,8 @@ BF16 = {"student": {"dtype": "bfloat16"}}
 def run(directory: Path, ranks: int, case: dict[str, Any]) -> dict[str, Any]:
     """Train with so many processes; what the first one has left."""
     directory.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    if ranks > 1:
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-        shared |= {"TORCHELASTIC_RUN_ID": "test"}
     command = [sys.executable, "-m", "tests.unit.trainer.rank_process", str(directory), json.dumps(case)]
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**shared, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    processes = start_ranks(command, ranks)
     for process in processes:
         _, errors = process.communicate(timeout=200)
         assert process.returncode == 0, errors

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from services.control.launcher import LOOPBACK, free_port
 from services.trainer.group import Group
+from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 
-ROOT = Path(__file__).parents[3]
 RANKS = 4
 
 
 def test_groups_agree_on_counts_denominators_and_what_has_become_of_all_positions(tmp_path: Path) -> None:
-    world = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK)), "WORLD_SIZE": str(RANKS)}
-    shared = {**os.environ, **world, "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.unit.trainer.share_process", str(tmp_path / "said.json")]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(RANKS)
-    ]
-    for process in processes:
+    for process in start_ranks(command, RANKS):
         _, errors = process.communicate(timeout=250)
         assert process.returncode == 0, errors
     said = json.loads((tmp_path / "said.json").read_text())

@@ -1,0 +1,31 @@
+"""Several ranks as processes, in the environment that torchrun would give them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.control.launcher import LOOPBACK, free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def start_ranks(command: Sequence[str], size: int) -> list[subprocess.Popen[str]]:
+    """Start a command once per rank; a single one is given nobody to meet."""
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    if size > 1:
+        shared |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK)), "WORLD_SIZE": str(size)}
+        shared |= {"TORCHELASTIC_RUN_ID": "test"}
+    return [
+        subprocess.Popen(
+            list(command),
+            cwd=ROOT,
+            env={**shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
