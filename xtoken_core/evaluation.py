@@ -74,7 +74,8 @@ def evaluate(
         batch_tokens: Padded tokens of one forward pass, unless a single window is longer.
         device: Where the forward pass runs.
         max_bytes: How much text is read, in UTF-8 bytes.
-        progress: Called after every batch; what it raises ends the evaluation.
+        progress: Called after every document that was tokenized and after every batch; what it raises ends the
+            evaluation.
         outputs: What gives the logits of `input_ids` `[B, T]` instead of the model's call, as a tensor or as a head
             that is then multiplied out for 1024 positions at a time. It sees rows padded on the right without a mask.
 
@@ -88,6 +89,7 @@ def evaluate(
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         windows += cut_windows(ids, start=start, context_length=context_length)
         sizes.append(size)
+        progress()
     if not sizes:
         raise InputError("there is no held-out text to evaluate on")
 

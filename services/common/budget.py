@@ -26,15 +26,19 @@ GIB = 1 << 30
 FLOAT32 = ITEM_SIZES["float32"]
 KINDS = 4
 """Of what a student keeps per weight: itself, its gradient, AdamW's two moments."""
+BETWEEN_STEPS = KINDS - 1
+"""Without the gradient, which is dropped at a step's end."""
 WAYS_OUT = (
     "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
 )
+WAYS_OUT_OF_READING = f"set eval.teacher_kl = false, or {WAYS_OUT}"
+"""Where it is the teachers beside the student that are too much."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """A part of a GPU's memory that a run takes for as long as it trains."""
+    """A part of a GPU's memory that a run takes for as long as it trains, or reads its held-out text."""
 
     what: str
     nbytes: int
@@ -45,21 +49,36 @@ def weight_bytes(directory: Path, dtype: str) -> int:
     return weight_count(directory) * ITEM_SIZES[dtype]
 
 
-def student_bytes(spec: RunSpec) -> int:
-    """Bytes of a rank's weights, gradients and moments; of adapters and their state nothing is counted."""
+def student_bytes(spec: RunSpec, *, kinds: int = KINDS) -> int:
+    """Bytes of a rank's weights, gradients and moments; of adapters and their state nothing is counted.
+
+    Args:
+        spec: The run's settings.
+        kinds: How many of these there are per weight: `KINDS`, or `BETWEEN_STEPS`.
+    """
     weights = weight_bytes(spec.student.model, spec.student.dtype)
     if spec.train.lora is not None:
         return weights
-    in_float32 = weights // ITEM_SIZES[spec.student.dtype] * FLOAT32 * KINDS
-    ranks = spec.workers.nodes * spec.workers.ranks
-    sharded = spec.train.parallel == "fsdp" and ranks > 1
+    in_float32 = weights // ITEM_SIZES[spec.student.dtype] * FLOAT32 * kinds
     masters = spec.train.master_weights and spec.student.dtype != "float32"
-    if masters and not sharded:
+    if masters and sharing(spec) == 1:
         return in_float32 + weights
-    return (in_float32 if masters else KINDS * weights) // (ranks if sharded else 1)
+    return (in_float32 if masters else kinds * weights) // sharing(spec)
 
 
-def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool) -> Iterator[Need]:
+def sharing(spec: RunSpec) -> int:
+    """How many ranks share one student: 1 where each has it whole."""
+    return spec.workers.nodes * spec.workers.ranks if spec.train.parallel == "fsdp" else 1
+
+
+def loads_teachers(run: ResolvedRun, rank: int) -> bool:
+    """Whether a rank of this node group loads the teachers beside its student to read the held-out text."""
+    if run.spec.eval is None or not run.spec.eval.teacher_kl:
+        return False
+    return sharing(run.spec) > 1 or run.group == rank == 0
+
+
+def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, reading: bool = False) -> Iterator[Need]:
     """What a node group's processes keep on one of its GPUs.
 
     Args:
@@ -67,23 +86,29 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool) -> Iterator[
         gpu: Which, from 0.
         gpus: How many there are; ranks beyond them begin at the first one again.
         rings: Whether the teachers' rings are on their GPUs.
+        reading: While the held-out text is read, not while a step is trained.
     """
     spec = run.spec
     for rank in range(spec.workers.ranks):
         of_rank = f" of rank {rank}" if spec.workers.ranks > 1 else ""
         if rank % gpus == gpu:
-            yield Need(f"the student's state{of_rank}", student_bytes(spec))
+            beside = reading and loads_teachers(run, rank)
+            yield Need(f"the student's state{of_rank}", student_bytes(spec, kinds=BETWEEN_STEPS if beside else KINDS))
+            for number, teacher in enumerate(spec.teacher if beside else ()):
+                what = f"teacher {number}'s weights beside the student{of_rank} while the held-out text is read"
+                yield Need(what, weight_bytes(teacher.model, teacher.dtype))
         for number, teacher in enumerate(spec.teacher):
             if (rank if teacher.gpu is None else teacher.gpu + rank) % gpus != gpu:
                 continue
             weights = weight_bytes(teacher.model, teacher.dtype)
             yield Need(f"teacher {number}'s weights{of_rank}", weights // 2 if teacher.fp8 else weights)
             if rings:
-                yield Need(f"its signal's {spec.workers.slots} slots", ring_shape(run, number).memory_bytes)
+                shape = ring_shape(run, number)
+                yield Need(f"its signal's {shape.slots} slots", shape.memory_bytes)
 
 
 def check_room(run: ResolvedRun, device: torch.device) -> None:
-    """Refuse a run that keeps more on a GPU than the GPU has.
+    """Refuse a run that keeps more on a GPU than the GPU has, in a step or while it reads its held-out text.
 
     Workers that somebody has started by hand may each see other GPUs under the same number: they are only warned.
 
@@ -93,15 +118,21 @@ def check_room(run: ResolvedRun, device: torch.device) -> None:
     if device.type != "cuda":
         return
     rings = pick_transport(run.spec.workers.signal, device) == CUDA_IPC
-    needs = list(needs_of(run, device.index, torch.cuda.device_count(), rings=rings))
-    why = too_much(needs, torch.cuda.mem_get_info(device)[1], str(device))
+    why = shortage(run, device.index, torch.cuda.device_count(), torch.cuda.mem_get_info(device)[1], rings=rings)
     if why and supervised():
         raise ConfigError(why)
     if why:
         log.warning("%s", why)
 
 
-def too_much(needs: list[Need], total: int, where: str) -> str:
+def shortage(run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool) -> str:
+    """Why a GPU of so many bytes cannot hold what a run keeps there; empty if it can. Arguments as for `needs_of`."""
+    where = f"cuda:{gpu}"
+    trained, read = (list(needs_of(run, gpu, gpus, rings=rings, reading=reading)) for reading in (False, True))
+    return too_much(trained, total, where) or too_much(read, total, where, WAYS_OUT_OF_READING)
+
+
+def too_much(needs: list[Need], total: int, where: str, ways_out: str = WAYS_OUT) -> str:
     """Why these needs cannot be met by so many bytes; empty if they can."""
     asked = sum(need.nbytes for need in needs)
     if asked <= total:
@@ -109,7 +140,7 @@ def too_much(needs: list[Need], total: int, where: str) -> str:
     parts = ", ".join(f"{need.what} {need.nbytes / GIB:.2f}" for need in needs)
     return (
         f"{where} has {total / GIB:.2f} GiB, the run keeps {asked / GIB:.2f} there before any activation ({parts}): "
-        f"{WAYS_OUT}"
+        f"{ways_out}"
     )
 
 

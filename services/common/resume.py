@@ -18,6 +18,8 @@ SETTINGS = {
     "shuffle": "data.shuffle",
     "append_eos": "data.append_eos",
     "student length": "student.context_length",
+    "student dtype": "student.dtype",
+    "weights in float32": "train.master_weights",
     "student model": "student.model",
     "micro_batch_tokens": "train.micro_batch_tokens",
     "lora": "train.lora",
@@ -52,7 +54,8 @@ def check_identity(path: Path, identity: Mapping[str, Any], run: ResolvedRun) ->
         ConfigError: It was made with other data, tokenizers or settings; the text names what differs.
     """
     mine = run.identity()
-    differ = [SETTINGS.get(name, name) for name in mine if identity.get(name) != mine[name]]
+    every = dict.fromkeys([*mine, *identity])  # a teacher that was taken away is in the checkpoint's only
+    differ = [SETTINGS.get(name, name) for name in every if identity.get(name) != mine.get(name)]
     if differ:
         raise ConfigError(
             f"the checkpoint {path} belongs to another run: what differs is {', '.join(differ)}; choose another "

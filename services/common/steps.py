@@ -112,7 +112,7 @@ def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
     hidden = model.hidden_size if spec.sends_hidden_states else 0
     rows = min(spec.train.samples_per_step, spec.train.micro_batch_tokens // PAD_MULTIPLE)
     return RingShape(
-        slots=spec.workers.slots,
+        slots=spec.ring_slots,
         slot_tokens=spec.train.micro_batch_tokens,
         head_width=model.head_width,
         vocab=model.vocab_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from services.control.policy import RestartPolicy
 
 JOIN_POLL_S = 0.02
 LAST_LINE_BYTES = 8192
+LEFT = (None, 0, -signal.SIGTERM)
+"""How a worker that was asked to leave may end: never started, in order, or by the signal before it has listened."""
 OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
 """A process title must not overwrite the environment, by which a worker and its children are found."""
@@ -183,7 +186,7 @@ class Group:
         return Attempt(worker.member.name, worker.member.kind, self.incarnation, worker.log)
 
 
-def end_in_order(groups: Sequence[Group], grace_s: Callable[[], float]) -> list[str]:
+def end_in_order(groups: Sequence[Group], grace_s: Callable[[], float]) -> tuple[list[str], list[Worker]]:
     """Let the trainers leave while the others still serve them, then end the others; see `end_all`.
 
     Args:
@@ -191,14 +194,22 @@ def end_in_order(groups: Sequence[Group], grace_s: Callable[[], float]) -> list[
         grace_s: How long to wait for all of them together.
 
     Returns:
-        The trainers that had to be killed.
+        The trainers that had to be killed, and the workers that have failed instead of leaving.
     """
     began = time.monotonic()
     trainers = [group for group in groups if group.kind == "trainer"]
     others = sorted((g for g in groups if g.kind != "trainer"), key=lambda group: STOP_ORDER.index(group.kind))
+    asked = [w for group in (*trainers, *others) if group.state == GroupState.RUNNING for w in group.workers]
     late = end_all(trainers, grace_s, since=began)
-    end_all(others, grace_s, since=began)
-    return [worker.member.name for worker in late]
+    killed = {worker.member.name for worker in [*late, *end_all(others, grace_s, since=began)]}
+    failed = [worker for worker in asked if worker.exit_code not in LEFT and worker.member.name not in killed]
+    return [worker.member.name for worker in late], failed
+
+
+def failed_leaving(worker: Worker, how: str) -> str:
+    """One line about a worker that has failed when it was asked to leave."""
+    line = worker.last_line()
+    return f"{worker.member.name} {how} while the run was stopped{f': {line}' if line else ''}"
 
 
 def lost_with(trainers: Sequence[str], grace_s: float) -> str:

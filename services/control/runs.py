@@ -128,7 +128,7 @@ class Runs:
 
         Raises:
             ConflictError: It goes on, or is complete.
-            RefusedError, OutsideError: This control plane does not take it any more.
+            RefusedError, OutsideError: This control plane does not take it any more, or cannot start its processes.
         """
         with self._lock:
             row = self._over(run_id, "resumed")
@@ -137,6 +137,7 @@ class Runs:
             spec = self.admission.admit(RunSpec.model_validate(row.spec))
             if str(spec.output) != row.output:
                 raise ConflictError(f"{row.output} leads elsewhere now, to {spec.output}")
+            check_launch(spec)
             fresh = {
                 "state": RunState.STARTING, "error": "", "exit_code": None, "life": row.life + 1, "began": now(),
                 "ended": None, "queue": None,

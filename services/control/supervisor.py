@@ -23,6 +23,7 @@ from services.control.groups import (
     describe_exit,
     end_all,
     end_in_order,
+    failed_leaving,
     lost_with,
     next_incarnation,
 )
@@ -62,7 +63,7 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        error: Why, in one line, if it failed; what is lost, if a stop has lost anything.
+        error: Why, in one line, if it failed; if it was stopped, what that has lost and who failed meanwhile.
         exit_code: 0 if it completed, the fatal worker's status or 1 if it failed, 130 if it was stopped.
     """
 
@@ -343,9 +344,11 @@ class Supervisor:
         if ending.state == RunState.FAILED:
             self._sites.give_up(ending.error)
         if ending.state == RunState.STOPPED:
-            late = end_in_order(self._workers, self._grace)
-            if late and not self._hurry:
-                ending = replace(ending, error=lost_with(late, self._limits.grace_s))
+            late, failed = end_in_order(self._workers, self._grace)
+            told = [lost_with(late, self._limits.grace_s)] if late and not self._hurry else []
+            told += [failed_leaving(worker, self._how(worker)) for worker in failed]
+            ending = replace(ending, error="; ".join(told))
+            if told:
                 log.warning("%s", ending.error)
         else:
             end_all(sorted(self._workers, key=lambda group: STOP_ORDER.index(group.kind)), self._grace)

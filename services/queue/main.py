@@ -102,7 +102,7 @@ def open_run(engine: Engine, resolved: ResolvedRun) -> None:
         span=resolved.span,
         teachers=len(spec.teacher),
         ranks=spec.workers.ranks,
-        slots=spec.workers.slots,
+        slots=spec.ring_slots,
         max_dead=spec.queue.max_dead,
         group=resolved.group,
         groups=spec.workers.nodes,

@@ -49,7 +49,9 @@ class Evaluator:
             The line; None on a rank that does not write.
         """
         assert self.spec.eval is not None
-        index = open_index(self.spec, self.spec.eval.paths, self.spec.eval.field)
+        index = open_index(
+            self.spec, self.spec.eval.paths, self.spec.eval.field, progress=lambda _done, _all: self._goes_on()
+        )
         student.eval()
         try:
             with torch.compiler.set_stance("force_eager"):  # text of many widths, read seldom
@@ -68,8 +70,9 @@ class Evaluator:
                 if self.spec.eval.teacher_kl:
                     self._goes_on()
                     if self._held_out is None:
-                        self._held_out = HeldOutLoss(self.spec, self.loss, self.tokenizer, index.documents())
-                    self._goes_on()
+                        self._held_out = HeldOutLoss(
+                            self.spec, self.loss, self.tokenizer, index.documents(), progress=self._goes_on
+                        )
                     row |= self._held_out.measure(student, progress=self._goes_on)
         finally:
             student.train()

@@ -97,6 +97,14 @@ class Group:
         self._finish(dist.all_reduce(shared, async_op=True))
         return [bool(count) for count in shared.tolist()]
 
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of all ranks' values, tensors without dimensions; on the device of this rank's own."""
+        if self.size == 1:
+            return value
+        shared = value.double().cpu()
+        self._finish(dist.all_reduce(shared, async_op=True))
+        return shared.to(value)
+
     def from_leader(self, value: int) -> int:
         """Rank 0's value."""
         if self.size == 1:

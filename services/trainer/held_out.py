@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from services.common.models import load_model
 from services.common.tokenizers import load_tokenizer
@@ -29,19 +30,27 @@ class HeldOutLoss:
         loss: Its loss.
         tokenizer: The student's.
         documents: Texts; the first `eval.kl_documents` that are not empty are taken.
+        progress: Called after every tokenizer that was loaded, and after every batch; what it raises ends this.
     """
 
     def __init__(
-        self, spec: RunSpec, loss: CrossTokenizerDistillationLoss, tokenizer: Any, documents: Iterable[str]
+        self,
+        spec: RunSpec,
+        loss: CrossTokenizerDistillationLoss,
+        tokenizer: Any,
+        documents: Iterable[str],
+        *,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         assert spec.eval is not None
         self.spec, self.loss = spec, loss
+        tokenizers = []
+        for place, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True)):
+            tokenizers.append(None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {place}"))
+            progress()
         collator = CrossTokenizerCollator(
             student_tokenizer=tokenizer,
-            teacher_tokenizer=[
-                None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {place}")
-                for place, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True))
-            ],
+            teacher_tokenizer=tokenizers,
             aligner=[None] * len(spec.teacher),
             ctx_length_student=spec.student.context_length,
             ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
@@ -50,18 +59,25 @@ class HeldOutLoss:
         texts = [{"text": text} for text in islice(filter(str.strip, documents), spec.eval.kl_documents)]
         longest = max(model.context_length for model in (spec.student, *spec.teacher))
         rows = max(1, spec.train.micro_batch_tokens // longest)
-        self.batches = [dict(collator(texts[i : i + rows])) for i in range(0, len(texts), rows)]
-        counts = [loss_counts(spec.loss, spec.same_tokenizer)(batch) for batch in self.batches]
+        count = loss_counts(spec.loss, spec.same_tokenizer)
+        self.batches, counts = [], []
+        for i in range(0, len(texts), rows):
+            self.batches.append(dict(collator(texts[i : i + rows])))
+            counts.append(count(self.batches[-1]))
+            progress()
         indices = schema.teacher_indices(len(spec.teacher))
         self.tokens = sum(int(found[schema.CE_TOKENS.name].sum()) for found in counts)
         self.chunks = [
             self.tokens if same else sum(int(c[schema.field_name(schema.KD_CHUNKS, index)].sum()) for c in counts)
             for index, same in zip(indices, spec.same_tokenizer, strict=True)
         ]
+        self._selected: float | None = None
 
     @torch.no_grad()
     def measure(self, student: Student, *, progress: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The loss and its parts, means over all documents, by the names of `steps.jsonl` with `held_out_` before.
+
+        All teachers are on the student's device meanwhile, each in its dtype, one with `fp8` too.
 
         Args:
             student: What is measured.
@@ -70,29 +86,60 @@ class HeldOutLoss:
         Raises:
             InputError: A teacher cannot be loaded.
         """
+        try:
+            return self._measured(student, progress)
+        finally:
+            if student.device.type == "cuda":
+                torch.cuda.empty_cache()  # a teacher's process on this GPU cannot take what this one only keeps
+
+    def _measured(self, student: Student, progress: Callable[[], None]) -> dict[str, float]:
+        """As `measure`; the teachers are gone with its frame."""
         teachers = []
         for place, spec in enumerate(self.spec.teacher):
             teachers.append(load_model(spec, f"teacher {place}", student.device).eval())  # type: ignore[no-untyped-call]
             progress()
+        if self.loss.selects_teacher and self._selected is None:
+            self._selected = self._selected_chunks(teachers, student.device, progress)
         parts = []
         for batch in self.batches:
-            tensors = {name: v.to(student.device) for name, v in batch.items() if isinstance(v, Tensor)}
-            signals, widths = [], []
-            for index, same, teacher in zip(
-                schema.teacher_indices(len(teachers)), self.spec.same_tokenizer, teachers, strict=True
-            ):
-                ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)
-                widths.append(tensors[ids].shape[1])
-                signals.append(teacher(input_ids=tensors[ids], use_cache=False).logits)
+            tensors = on_device(batch, student.device)
+            signals = self._signals(teachers, tensors)
             _, metrics = self.loss(
                 tensors,
                 student.outputs(tensors[schema.INPUT_IDS.name]),
                 signals,
                 global_valid_toks=self.tokens,
                 global_valid_chunks=self.chunks,
-                blocks=self.loss.token_blocks(batch, widths) if student.blockwise else None,
+                global_selected_chunks=self._selected,
+                blocks=self.loss.token_blocks(batch, [s.shape[1] for s in signals]) if student.blockwise else None,
             )
             parts.append(metrics)
             progress()
         found = combined(floats(parts))
         return {f"held_out_{name}": value for name, value in found.items() if name.startswith(REPORTED)}
+
+    def _selected_chunks(
+        self, teachers: Sequence[PreTrainedModel], device: torch.device, progress: Callable[[], None]
+    ) -> float:
+        """The chunks of the teachers that `select_teacher` follows, over all batches: no student has a say in it."""
+        chunks = 0.0
+        for batch in self.batches:
+            tensors = on_device(batch, device)
+            chunks += float(self.loss.select(tensors, self._signals(teachers, tensors)).chunks)
+            progress()
+        return chunks
+
+    def _signals(self, teachers: Sequence[PreTrainedModel], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Each teacher's logits of a batch."""
+        signals = []
+        for index, same, teacher in zip(
+            schema.teacher_indices(len(teachers)), self.spec.same_tokenizer, teachers, strict=True
+        ):
+            ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)
+            signals.append(teacher(input_ids=tensors[ids], use_cache=False).logits)
+        return signals
+
+
+def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """A batch's tensors on a device."""
+    return {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)}

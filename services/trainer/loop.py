@@ -204,8 +204,8 @@ class TrainerLoop:
         if self.cursor.nonfinite_in_a_row >= spec.train.max_nonfinite_steps:
             raise ConfigError(
                 f"{self.cursor.nonfinite_in_a_row} steps in a row (the last: {step.step}) had no finite loss or "
-                "gradient and were left out (train.max_nonfinite_steps): lower train.learning_rate or choose another "
-                "student.dtype, and start the run again"
+                "gradient and were left out (train.max_nonfinite_steps): lower train.learning_rate and start the run "
+                "again, or begin another one, of another student.dtype"
             )
         stops = self.group.any(self._asked.is_set())
         self.worker.alive(1)

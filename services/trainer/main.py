@@ -103,7 +103,7 @@ def train(worker: Worker, group: Group, rank: int) -> None:
     loss = make_loss(run, device)
     rings = OpenRings(worker, device)
     try:
-        runner = StepRunner(worker, student, loss, rings, rank=rank, pad_id=pad_id(tokenizer))
+        runner = StepRunner(worker, student, loss, rings, group, rank=rank, pad_id=pad_id(tokenizer))
         evaluator = Evaluator(worker, tokenizer, loss) if run.spec.eval is not None else None
         cursor = TrainerLoop(worker, student, runner, group, evaluator).train()
         finish(worker, cursor, student, tokenizer, leads=group.leads)

@@ -75,6 +75,10 @@ class OpenRings:
                 raise SignalError(f"ring {place['ring']} is in memory, and its signal came through the queue as well")
             ring.receive(place["slot"], place["generation"], mine, index)
 
+    def is_open(self, slot: Filling) -> bool:
+        """Whether the ring of a slot is open: a claim closes those of teachers that have gone."""
+        return slot[0] in self._open.values()
+
     def release(self, slots: set[Filling]) -> None:
         """Once the backward that read these slots has completed on the device: check, then release.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,36 @@ from torch import Tensor
 from services.common.batches import padded_batch
 from services.common.steps import StepPlan
 from services.common.worker import WAIT_S, StopRequested, Worker
-from services.trainer.rings import OpenRings
+from services.trainer.group import Group
+from services.trainer.rings import Filling, OpenRings
 from services.trainer.signals import teacher_logits
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.student import Student
 from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.losses.heads import Logits
+from xtoken_core.losses.total import Selection
 from xtoken_core.plan import MicroBatch
 from xtoken_core.protocol.run import signal_fields
 from xtoken_core.wire import Column
 from xtoken_core.wire.messages import Claimed
+
+
+@dataclass(frozen=True)
+class Received:
+    """A micro-batch that this rank holds: its place in the plan, its padded columns, the slots of its signals."""
+
+    batch: MicroBatch
+    data: dict[str, Any]
+    slots: set[Filling]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What `select_teacher` has found: the choice of each micro-batch, and all ranks' chunks of the teachers chosen."""
+
+    of_batch: list[Selection]
+    chunks: Tensor
 
 
 class StepRunner:
@@ -33,6 +54,7 @@ class StepRunner:
         student: The student.
         loss: The run's loss.
         rings: The teachers' rings.
+        group: All ranks.
         rank: This rank in its node group.
         pad_id: The token id that fills the student's padding.
 
@@ -48,12 +70,13 @@ class StepRunner:
         student: Student,
         loss: CrossTokenizerDistillationLoss,
         rings: OpenRings,
+        group: Group,
         *,
         rank: int,
         pad_id: int,
     ) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
-        self.student, self.loss, self.rings = student, loss, rings
+        self.student, self.loss, self.rings, self.group = student, loss, rings, group
         self.rank, self.pad_id = rank, pad_id
         self.place = self.run.group * self.run.spec.workers.ranks + rank
         self.fields = list(schema.run_fields(self.run.spec.same_tokenizer))
@@ -75,17 +98,28 @@ class StepRunner:
         metrics = []
         self.left = False
         self.watch.forget()
-        for index, batch in enumerate(step.plan.ranks[self.rank]):
+        received: Iterable[Received | None] = self._receive(step, rewinds)
+        choices: Choices | None = None
+        if self.loss.selects_teacher:
+            received = [self._kept(micro_batch) for micro_batch in list(received)]
+            choices = self._choose(received)
+        for index, micro_batch in enumerate(received):
             torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.place, index))
-            found = self._micro_batch(step, batch, rewinds) if batch.ids and not self.left else None
-            if found is not None:
-                metrics.append(found)
+            if micro_batch is not None:
+                metrics.append(self._backward(step, micro_batch, index, choices))
+                self.rings.release(micro_batch.slots)
+                self.worker.beat(1)
             elif self.student.sharded:
                 self.student.stand_by(self.pad_id)
         self.rings.settle()
         return metrics
 
-    def _micro_batch(self, step: StepPlan, batch: MicroBatch, rewinds: int) -> dict[str, Tensor] | None:
+    def _receive(self, step: StepPlan, rewinds: int) -> Iterator[Received | None]:
+        """Each micro-batch of this rank, as it is asked for; None for one with nothing to train on."""
+        for batch in step.plan.ranks[self.rank]:
+            yield self._micro_batch(batch, rewinds) if batch.ids and not self.left else None
+
+    def _micro_batch(self, batch: MicroBatch, rewinds: int) -> Received | None:
         began = time.monotonic()
         try:
             claimed, columns = self._claim(batch, rewinds)
@@ -101,16 +135,45 @@ class StepRunner:
         self.rings.receive(columns)
         data = self._padded(batch, claimed, columns)
         slots = {(ref["ring"], ref["slot"], ref["generation"]) for name in self.signals for ref in data[name]}
-        metrics = self._backward(step, batch, data)
-        self.rings.release(slots)
-        self.worker.beat(1)
-        return metrics
+        return Received(batch, data, slots)
 
-    def _backward(self, step: StepPlan, batch: MicroBatch, data: dict[str, Any]) -> dict[str, Tensor]:
+    def _kept(self, micro_batch: Received | None) -> Received | None:
+        """A micro-batch that is still there after later ones were claimed; None if a teacher has gone meanwhile.
+
+        The step is done again then: the queue knows that its signal was lost under its reader.
+        """
+        if micro_batch is None:
+            return None
+        there = {slot for slot in micro_batch.slots if self.rings.is_open(slot)}
+        if there == micro_batch.slots:
+            return micro_batch
+        self.rings.release(there)
+        return None
+
+    @torch.no_grad()
+    def _choose(self, received: Iterable[Received | None]) -> Choices:
+        """The teacher of every micro-batch, which needs all signals of the step before its first backward."""
+        device = self.student.device
+        of_batch = []
+        for micro_batch in received:
+            if micro_batch is None:
+                of_batch.append(Selection.nothing(device))
+            else:
+                on_device = to_device(tensors_of(micro_batch.data), device)
+                of_batch.append(self.loss.select(on_device, self._signals(micro_batch)))
+        return Choices(of_batch, self.group.total(torch.stack([found.chunks for found in of_batch]).sum()))
+
+    def _signals(self, micro_batch: Received) -> list[Logits]:
+        indices = schema.teacher_indices(len(self.run.spec.teacher))
+        return [teacher_logits(micro_batch.data, index, self.student.device) for index in indices]
+
+    def _backward(
+        self, step: StepPlan, micro_batch: Received, index: int, choices: Choices | None
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Forward, loss and backward of a micro-batch; no view of a teacher's memory outlives it."""
         device = self.student.device
-        signals = [teacher_logits(data, index, device) for index in schema.teacher_indices(len(self.run.spec.teacher))]
-        tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+        signals = self._signals(micro_batch)
+        tensors = tensors_of(micro_batch.data)
         on_device = to_device(tensors, device)
         blockwise = self.student.blockwise
         self.watch.start()
@@ -122,7 +185,9 @@ class StepRunner:
             signals,
             global_valid_toks=step.ce_tokens,
             global_valid_chunks=list(step.kd_chunks),
-            blocks=self.loss.token_blocks(tensors, batch.widths[1:]) if blockwise else None,
+            global_selected_chunks=choices.chunks if choices else None,
+            selection=choices.of_batch[index] if choices else None,
+            blocks=self.loss.token_blocks(tensors, micro_batch.batch.widths[1:]) if blockwise else None,
         )
         self.watch.lap("loss")
         del outputs  # the graph alone keeps it: a large part of it goes while backward runs
@@ -152,6 +217,11 @@ class StepRunner:
             if same:
                 data[schema.field_name(schema.TEACHER_INPUT_IDS, index)] = data[schema.INPUT_IDS.name]
         return data
+
+
+def tensors_of(data: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The columns that are tensors: all but the signals' places."""
+    return {name: value for name, value in data.items() if isinstance(value, Tensor)}
 
 
 def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -16,14 +16,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.control.record import RunState
+from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
+from xtoken_core.config.spec import RunSpec
 
 Change = Callable[[Path, TinyAssets], dict[str, Any]]
 
 
-def xtoken(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def xtoken(
+    *arguments: str, timeout: float = 120, program: tuple[str, ...] = ("-m", "services.cli")
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments],
+        [sys.executable, *program, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -162,6 +167,26 @@ def test_a_run_with_bad_input_says_what_is_wrong(
     assert not (tmp_path / "out" / "model").exists()
 
 
+@pytest.mark.parametrize(
+    ("part", "change", "package", "extra"),
+    [
+        ("train", {"lora": {}}, "peft", "lora"),
+        ("report", {"tensorboard": True}, "tensorboard", "tensorboard"),
+        ("report", {"wandb": "offline"}, "wandb", "wandb"),
+    ],
+)
+def test_a_run_that_needs_a_missing_package_starts_nothing(
+    part: str, change: dict[str, Any], package: str, extra: str, assets: TinyAssets, tmp_path: Path
+) -> None:
+    raw = raw_spec(assets, tmp_path)
+    raw[part] = raw[part] | change
+    without = f"import sys; sys.modules[{package!r}] = None; from services.cli import main; main()"
+    line = only_line(xtoken("run", str(run_file(tmp_path, raw)), program=("-c", without)))
+    place = f"{part}.{next(iter(change))}"
+    assert line == f"error: {place} needs {package}: install it by pip install 'xtoken[{extra}]'"
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_run_file_and_one_that_is_no_toml(tmp_path: Path) -> None:
     assert "nothing.toml" in only_line(xtoken("run", str(tmp_path / "nothing.toml")))
     (tmp_path / "broken.toml").write_text("a = [")
@@ -215,6 +240,23 @@ def test_a_full_disk_at_checkpoint_time_ends_the_run(assets: TinyAssets, tmp_pat
     assert "disk is full" in line
     checkpoints = small_disk / "out" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == []
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_told_when_the_run_has_stopped(
+    assets: TinyAssets, tmp_path: Path, start: Callable[[RunSpec], Crew]
+) -> None:
+    spec = tiny_spec(assets, tmp_path, records=80_000, train={"checkpoint_every": 100_000})
+    crew = start(spec)
+    crew.wait_for_steps(2)
+    place = spec.output / "checkpoints"
+    place.write_text("a file where the directory would go")
+    ending = crew.stop()
+    assert ending.state == RunState.STOPPED
+    assert ending.error.startswith(
+        f"trainer-0 ended with status 2 while the run was stopped: cannot write the checkpoint {place}/step-"
+    )
+    assert "File exists" in ending.error
+    assert "\n" not in ending.error
 
 
 def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Path) -> None:

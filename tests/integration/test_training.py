@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from services.control.record import RunState
 from tests.integration.conftest import Crew
-from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from tests.support.tiny_run import TinyAssets, documents, make_model, steps_of, tiny_spec, write_jsonl
 from tests.unit.trainer.students import make_model as make_student
 from xtoken_core.config.spec import RunSpec
 
@@ -117,6 +117,45 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(
     assert crew.join().state == RunState.STOPPED
     steps = len(steps_of(spec.output))
     assert [path.name for path in checkpoints.iterdir()] == [f"step-{steps:08d}"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "tolerance"),
+    [({"ranks": 2}, 1e-4), pytest.param({"device": "cuda"}, 1e-3, marks=pytest.mark.gpu)],
+    ids=["two-ranks", "cuda"],
+)
+def test_a_step_follows_the_better_teacher_of_each_micro_batch(
+    assets: TinyAssets, tmp_path: Path, start: Start, workers: dict[str, Any], tolerance: float
+) -> None:
+    """Two ranks, or a GPU, have the micro-batches of one, and so its losses; a step without its teacher is repeated."""
+    other = shutil.copytree(assets.teacher, tmp_path / "other")
+    make_model(other, seed=9, extra_rows=16)
+    data = write_jsonl(tmp_path / "long.jsonl", documents(64, seed=2, words=80))  # every row is cut: two fill a slot
+    spec = {
+        "data": {"path": data},
+        "teacher": [
+            {"model": place, "context_length": 64, "projection": assets.projection} for place in (assets.teacher, other)
+        ],
+        "train": {"micro_batch_tokens": 128, "checkpoint_every": 100, "parallel": "fsdp"},
+        "loss": {"vocab_topk": None, "teacher_aggregation": "select_teacher"},
+    }
+    alone = tiny_spec(assets, tmp_path / "alone", **spec, workers={"collators": 1})
+    beside = tiny_spec(assets, tmp_path / "beside", **spec, workers={"collators": 1, **workers})
+    crews = start(alone), start(beside)
+    for crew in crews:
+        crew.wait_for_steps(3)
+        crew.kill("teacher-1-0")
+    endings = [crew.join() for crew in crews]
+    assert [ending.state for ending in endings] == [RunState.COMPLETED] * 2, endings
+    assert len(list((alone.output / "logs").glob("trainer-0.*.log"))) == 1
+    one, two = steps_of(alone.output), steps_of(beside.output)
+    for line in one:
+        assert line["num_selected_chunks"] == line["num_valid_pairs_t0"] == line["num_valid_pairs_t1"]
+        assert 0.5 < line["chunk_mass_t0"] <= 1  # a mean over the step's chunks, whoever was chosen
+    assert any(0 < line["weight_t0"] < 1 for line in one)
+    for name in ("loss", "kl_loss", "weight_t0"):
+        expected, found = (torch.tensor([line[name] for line in lines]) for lines in (one, two))
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
 
 
 def test_a_student_with_experts_learns_with_its_router(assets: TinyAssets, tmp_path: Path, start: Start) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.budget import GIB, Need, check_room, needs_of, student_bytes, too_much, weight_bytes
+from services.common.budget import GIB, Need, check_room, needs_of, shortage, student_bytes, too_much, weight_bytes
 from services.common.steps import ring_shape
 from services.common.supervised import MARK
 from services.trainer.optimizer import StudentOptimizer
@@ -27,7 +27,7 @@ def with_models(directory: Path, *, teachers: int = 1, **changes: Any) -> Resolv
         make_model().save_pretrained(teacher.model)
     raw = run.spec.model_dump(mode="json")
     for name, table in changes.items():
-        raw[name] = table if isinstance(table, list) else {**raw[name], **table}
+        raw[name] = table if isinstance(table, list) else {**(raw[name] or {}), **table}
     return run.model_copy(update={"spec": type(run.spec).model_validate(raw)})
 
 
@@ -81,6 +81,59 @@ def test_what_is_too_much_is_told_in_one_line() -> None:
     assert "teacher.gpu" in why and "\n" not in why
 
 
+READ = {"eval": {"path": "held-out.jsonl", "teacher_kl": True}}
+
+
+def beside(run: ResolvedRun, *, gpus: int = 1) -> list[str]:
+    """What is loaded beside the students on the first GPU while the held-out text is read."""
+    trained, read = (list(needs_of(run, 0, gpus, rings=True, reading=reading)) for reading in (False, True))
+    assert {need.what for need in trained} <= {need.what for need in read}
+    return [need.what for need in read if "beside the student" in need.what]
+
+
+def test_who_reads_held_out_text_has_all_teachers_beside_the_student(tmp_path: Path) -> None:
+    one, two = (
+        [f"teacher {number}'s weights beside the student{rank} while the held-out text is read" for number in (0, 1)]
+        for rank in ("", " of rank 0")
+    )
+    assert beside(with_models(tmp_path, teachers=2, **READ)) == one
+    assert beside(with_models(tmp_path, eval={"path": "held-out.jsonl"})) == []
+    replicated = with_models(tmp_path, teachers=2, workers={"ranks": 2}, **READ)
+    assert beside(replicated) == two, "the first rank reads for all"
+    assert beside(replicated.model_copy(update={"group": 1})) == []
+    sharded = with_models(tmp_path, teachers=2, workers={"ranks": 2}, train={"parallel": "fsdp"}, **READ)
+    assert beside(sharded) == two + [what.replace("rank 0", "rank 1") for what in two]
+    assert beside(sharded, gpus=2) == two
+    assert beside(sharded.model_copy(update={"group": 1}), gpus=2) == two
+
+
+def test_a_gpu_without_room_for_the_teachers_beside_the_student_is_told_what_to_do(tmp_path: Path) -> None:
+    run = with_models(tmp_path, teachers=2, student={"dtype": "bfloat16"}, **READ)
+    weights = weight_bytes(run.spec.student.model, "bfloat16")
+    trains = (9 + 2 * 2) * weights
+    reads = trains + (2 * 2 - 2) * weights  # the gradient is gone by then
+    assert shortage(run, 0, 1, reads, rings=False) == ""
+    why = shortage(run, 0, 1, reads - 1, rings=False)
+    assert "teacher 1's weights beside the student while the held-out text is read" in why
+    assert "): set eval.teacher_kl = false, or give teachers" in why and "\n" not in why
+    why = shortage(run, 0, 1, trains - 1, rings=False)
+    assert why and "held-out" not in why and "teacher_kl" not in why, "it does not fit either way"
+    small = with_models(tmp_path, student={"dtype": "bfloat16"}, teacher=in_bfloat16(run), **READ)
+    assert shortage(small, 0, 1, 10 * weights, rings=False) == "", "a teacher takes less than the gradient did"
+
+
+def test_a_teacher_in_8_bits_is_beside_the_student_in_its_own_dtype(tmp_path: Path) -> None:
+    plain = with_models(tmp_path)
+    run = with_models(tmp_path, teacher=in_bfloat16(plain, fp8=True), **READ)
+    weights = weight_bytes(run.spec.student.model, "bfloat16")
+    assert [need.nbytes for need in needs_of(run, 0, 1, rings=False, reading=True)][1:] == [weights, weights // 2]
+
+
+def in_bfloat16(run: ResolvedRun, **changes: Any) -> list[dict[str, Any]]:
+    """The settings of a run's first teacher alone, in bfloat16."""
+    return [run.spec.teacher[0].model_dump(mode="json") | {"dtype": "bfloat16"} | changes]
+
+
 def test_a_cpu_has_no_budget(tmp_path: Path) -> None:
     check_room(resolved_run(tmp_path), torch.device("cpu"))
 
@@ -89,11 +142,11 @@ def test_a_cpu_has_no_budget(tmp_path: Path) -> None:
 def test_a_run_that_no_gpu_holds_is_refused_before_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = with_models(tmp_path, workers={"signal": "cuda_ipc", "slots": 4096}, train={"micro_batch_tokens": 1 << 20})
+    run = with_models(tmp_path, workers={"signal": "cuda_ipc", "slots": 64}, train={"micro_batch_tokens": 1 << 24})
     check_room(with_models(tmp_path), torch.device("cuda", 0))
     monkeypatch.delenv(MARK, raising=False)
     check_room(run, torch.device("cuda", 0))
-    assert "its signal's 4096 slots" in caplog.text, "started by hand: a warning"
+    assert "its signal's 64 slots" in caplog.text, "started by hand: a warning"
     monkeypatch.setenv(MARK, "run/teacher-0-0/1/")
-    with pytest.raises(ConfigError, match="its signal's 4096 slots"):
+    with pytest.raises(ConfigError, match="its signal's 64 slots"):
         check_room(run, torch.device("cuda", 0))

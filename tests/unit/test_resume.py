@@ -51,6 +51,38 @@ def test_the_setting_that_differs_is_named(saved: ResolvedRun) -> None:
         check_output(saved.model_copy(update={"spec": spec}))
 
 
+def with_student(run: ResolvedRun, **changes: object) -> ResolvedRun:
+    student = run.spec.student.model_copy(update=changes)
+    return run.model_copy(update={"spec": run.spec.model_copy(update={"student": student})})
+
+
+def test_another_precision_is_another_run(saved: ResolvedRun) -> None:
+    with pytest.raises(ConfigError, match=r"what differs is student\.dtype; choose another"):
+        check_output(with_student(saved, dtype="bfloat16"))
+    with pytest.raises(ConfigError, match=r"what differs is student\.dtype, train\.master_weights; choose another"):
+        check_output(with_student(with_train(saved, master_weights=False), dtype="bfloat16"))
+    small = saved.spec.teacher[0].model_copy(update={"dtype": "bfloat16", "fp8": True})
+    with pytest.raises(ConfigError, match="what differs is dtype of teacher 0, fp8 of teacher 0; choose"):
+        check_output(saved.model_copy(update={"spec": saved.spec.model_copy(update={"teacher": (small,)})}))
+
+
+def test_a_teacher_that_was_taken_away_makes_another_run(tmp_path: Path) -> None:
+    run = resolved_run(tmp_path, teachers=2)
+    checkpoints = Checkpoints(run.spec.output / CHECKPOINTS, run)
+    checkpoints.save(Cursor(step=1), {"w": torch.ones(1)})
+    checkpoints.settle()
+    with pytest.raises(ConfigError, match="what differs is length of teacher 1, weight of teacher 1"):
+        check_output(resolved_run(tmp_path))
+
+
+def test_how_it_is_computed_may_change(saved: ResolvedRun) -> None:
+    assert check_output(with_train(saved, master_weights=False)) == 1, "a student in float32 has no masters either way"
+    assert check_output(with_train(saved, learning_rate=1e-3, grad_clip=None, parallel="fsdp")) == 1
+    assert check_output(with_student(saved, compile=True, checkpoint_activations=True, blockwise_head=True)) == 1
+    workers = saved.spec.workers.model_copy(update={"ranks": 2, "collators": 3, "slots": 4, "signal": "shared_memory"})
+    assert check_output(saved.model_copy(update={"spec": saved.spec.model_copy(update={"workers": workers})})) == 1
+
+
 def test_a_checkpoint_that_says_nothing_is_named(saved: ResolvedRun) -> None:
     file = saved.spec.output / CHECKPOINTS / "step-00000001" / "run.json"
     file.write_text("{}")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis.strategies as st
 import numpy as np
+import pytest
 import torch
+from hypothesis import given, settings
 
 from services.collator.main import columns_of
 from services.common.batches import padded_batch
@@ -13,7 +16,9 @@ from services.common.steps import plan_fields, plan_step
 from tests.support.runs import resolved_run
 from xtoken_core import schema
 from xtoken_core.collate import CollatedRow
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.run_client import StepRows
+from xtoken_core.plan import RowLengths, plan
 
 
 def row(student: int, teacher: int, chunks: int, *, teachers: int = 1) -> CollatedRow:
@@ -81,3 +86,28 @@ def test_every_axis_is_padded_to_its_own_width() -> None:
     assert batch["alignment_0_pair_valid"].tolist() == [[True, True, False, False, False], [True] * 5]
     assert batch["sample_mask"].tolist() == [1.0, 0.0]
     assert batch["input_ids"].dtype == torch.int64
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 64)), min_size=1, max_size=24),
+    ranks=st.integers(1, 3),
+    rows=st.integers(1, 6),
+)
+def test_a_ring_holds_a_step_of_micro_batches_and_as_many_ahead(
+    lengths: list[tuple[int, int]], ranks: int, rows: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    spec = resolved_run(tmp_path_factory.getbasetemp()).spec.model_dump()
+    spec["student"]["context_length"], spec["teacher"][0]["context_length"] = 40, 64
+    spec["train"] |= {"samples_per_step": len(lengths), "micro_batch_tokens": rows * 64 + 8}
+    spec["queue"]["block_size"] = None
+    spec["workers"] |= {"ranks": ranks, "slots": 3}
+    spec["loss"]["teacher_aggregation"] = "select_teacher"
+    made = RunSpec.model_validate(spec)
+    found = plan(
+        [RowLengths(i, pair) for i, pair in enumerate(lengths)],
+        ranks=ranks,
+        token_budget=made.train.micro_batch_tokens,
+        max_widths=(40, 64),
+    )
+    assert made.ring_slots >= found.micro_batches + 2

@@ -59,8 +59,8 @@ class LossConfig(Part):
     """P-KL from one teacher, Triton kernels: write the gradient over the student's logits, which are lost to it."""
 
     teacher_aggregation: Literal["sum", "averaged_logits", "select_teacher"] = "sum"
-    """Several teachers: add their losses, average their logits, or follow the best one of each micro-batch. The last is
-    for the loss by itself: a run would have to see a whole step's teachers before its first backward."""
+    """Several teachers: add their losses, average their logits, or follow on each micro-batch the one with the lowest
+    next-token loss. For the last a run holds all signals of a step at once: its rings have slots for that."""
     teacher_modes: tuple[Annotated[LossMode | None, NoneWord], ...] = ()
     """`sum`: each teacher's own mode, in the teachers' order; "none" or an empty list: the mode set above."""
     dynamic_teacher_weights: Literal["ce", "entropy", "max_prob"] | None = None

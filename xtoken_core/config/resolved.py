@@ -68,7 +68,11 @@ class ResolvedRun(Part):
         return position % per_step * self.spec.workers.nodes // per_step == self.group
 
     def identity(self) -> dict[str, str | int | float | bool]:
-        """What makes it this run and no other: a checkpoint is resumed by a run that has all of it."""
+        """What makes it this run and no other: a checkpoint is resumed by a run that has all of it and nothing more.
+
+        It is what is trained, on what, and in which precision. How the optimiser goes about it (rates, clipping, decay)
+        and how the work is spread over processes and GPUs may change from one start to the next.
+        """
         spec = self.spec
         return {
             "name": spec.name,
@@ -79,8 +83,12 @@ class ResolvedRun(Part):
             "shuffle": spec.data.shuffle,
             "append_eos": spec.data.append_eos,
             "student length": spec.student.context_length,
+            "student dtype": spec.student.dtype,
+            "weights in float32": spec.train.master_weights or spec.student.dtype == "float32",
             **{f"length of teacher {i}": teacher.context_length for i, teacher in enumerate(spec.teacher)},
             **{f"weight of teacher {i}": teacher.weight for i, teacher in enumerate(spec.teacher)},
+            **{f"dtype of teacher {i}": teacher.dtype for i, teacher in enumerate(spec.teacher)},
+            **{f"fp8 of teacher {i}": teacher.fp8 for i, teacher in enumerate(spec.teacher)},
             "micro_batch_tokens": spec.train.micro_batch_tokens,
             "loss": spec.loss.model_dump_json(),
             "lora": spec.train.lora.model_dump_json(exclude={"export"}) if spec.train.lora else "",

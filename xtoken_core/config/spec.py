@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,8 @@ TOGETHER_S = 20.0
 """Seconds that several ranks are given at least to leave a run together."""
 PAD_MULTIPLE = 8
 """Padded lengths are rounded up to a multiple of this."""
+MAX_SLOTS = 1024
+"""Most slots of a ring, as the queue's messages allow."""
 
 
 def padded_length(length: int) -> int:
@@ -211,11 +214,10 @@ class RunSpec(Part):
     def _consistent(self) -> RunSpec:
         if not self.teacher:
             raise ValueError("a run needs at least one [teacher]")
-        longest = max(padded_length(m.context_length) for m in (self.student, *self.teacher))
-        if self.train.micro_batch_tokens < longest:
+        if self.train.micro_batch_tokens < self._longest:
             raise ValueError(
                 f"train.micro_batch_tokens = {self.train.micro_batch_tokens} cannot hold one sample of "
-                f"{longest} padded tokens: raise it or lower the context_length"
+                f"{self._longest} padded tokens: raise it or lower the context_length"
             )
         block, step, nodes = self.queue.block_size, self.train.samples_per_step, self.workers.nodes
         if step % nodes:
@@ -223,6 +225,12 @@ class RunSpec(Part):
         if block is not None and step // nodes % block:
             share = f" / workers.nodes = {nodes}" if nodes > 1 else ""
             raise ValueError(f"queue.block_size = {block} must divide train.samples_per_step = {step}{share}")
+        if self.ring_slots > MAX_SLOTS:
+            raise ValueError(
+                f'loss.teacher_aggregation = "select_teacher" holds a step\'s signals at once, here in '
+                f"{self.ring_slots} slots of a ring, which may have {MAX_SLOTS}: raise train.micro_batch_tokens or "
+                "lower train.samples_per_step"
+            )
         check_places(self.workers, self.queue)
         if self.student.dtype == "float16":
             raise ValueError(
@@ -231,8 +239,6 @@ class RunSpec(Part):
         for place, teacher in enumerate(self.teacher):
             if teacher.fp8 and self.workers.device == "cpu":
                 raise ValueError(f'teacher.{place}.fp8 needs a GPU, and workers.device is "cpu": set it to false')
-        if self.loss.teacher_aggregation == "select_teacher":
-            raise ValueError("loss.teacher_aggregation: a run takes sum or averaged_logits, not yet select_teacher")
         self.loss.check_teachers([t.weight for t in self.teacher], [t.projection is None for t in self.teacher])
         return self
 
@@ -245,6 +251,23 @@ class RunSpec(Part):
     def sends_hidden_states(self) -> bool:
         """Whether the teachers' signal is hidden states instead of logits."""
         return self.workers.signal in ("cuda_ipc_hidden", "shared_memory_hidden", "queue")
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots of every ring: as far as a teacher may be ahead, and what a trainer holds before it releases the first.
+
+        That is one micro-batch; with `select_teacher` all of a step. A micro-batch is closed only where another row may
+        not fit, so the number of rows that fit at full length bounds how many there are.
+        """
+        if self.loss.teacher_aggregation != "select_teacher":
+            return self.workers.slots
+        rows = self.train.samples_per_step // self.workers.nodes
+        batches = math.ceil(rows / (self.train.micro_batch_tokens // self._longest))
+        return self.workers.slots + math.ceil(batches / self.workers.ranks) - 1
+
+    @property
+    def _longest(self) -> int:
+        return max(padded_length(model.context_length) for model in (self.student, *self.teacher))
 
     @property
     def block_size(self) -> int:

@@ -25,7 +25,7 @@ from xtoken_core.losses.teachers import (
     teacher_tokens,
     vocabulary_factors,
 )
-from xtoken_core.losses.total import Metrics, Shares, Total, at
+from xtoken_core.losses.total import Metrics, Selection, Shares, Total, at
 from xtoken_core.ops import get_op
 
 Denominators = Sequence[Scalar | None]
@@ -107,6 +107,7 @@ class CrossTokenizerDistillationLoss:
         global_valid_toks: Scalar | None = None,
         global_valid_chunks: Denominators | None = None,
         global_selected_chunks: Scalar | None = None,
+        selection: Selection | None = None,
         blocks: TokenBlocks | None = None,
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """The loss of one padded micro-batch.
@@ -126,6 +127,7 @@ class CrossTokenizerDistillationLoss:
                 which divides by `global_valid_toks`); None: this micro-batch's.
             global_selected_chunks: `select_teacher` only: the step's chunks of the teachers chosen, the sum of what
                 `select` gives; None: this micro-batch's.
+            selection: `select_teacher` only: what `select` has given for this micro-batch; None: it is asked again.
             blocks: For a `HeadProjection`: what `token_blocks` says about this batch. None: that is found out for a
                 batch on the CPU, elsewhere blocks are whole samples.
 
@@ -139,7 +141,7 @@ class CrossTokenizerDistillationLoss:
         frozen = [logits.detach() for logits in teacher_logits]
         denominators = self._denominators(global_valid_toks, global_valid_chunks, global_selected_chunks)
         with torch.no_grad():
-            shares = self._shares(batch, frozen)
+            shares = self._shares(batch, frozen, selection)
             total = Total(self.config, self.losses, self.factors, batch, denominators, global_valid_toks, shares)
             compared = self._compared(batch, frozen)
         if isinstance(student_logits, HeadProjection):
@@ -172,18 +174,20 @@ class CrossTokenizerDistillationLoss:
     def _block_rows(self) -> int:
         return BLOCK_ROWS if all(part.compares_some for part in self.losses) else BLOCK_ROWS // 2
 
-    def select(self, batch: Mapping[str, Tensor], teacher_logits: Sequence[Logits]) -> tuple[Tensor, Float[Tensor, ""]]:
+    @property
+    def selects_teacher(self) -> bool:
+        """Whether every micro-batch follows one teacher: then a step's denominator is known by `select` only."""
+        return self.config.teacher_aggregation == "select_teacher"
+
+    def select(self, batch: Mapping[str, Tensor], teacher_logits: Sequence[Logits]) -> Selection:
         """The teacher that `select_teacher` follows on a micro-batch, and what it adds to the step's denominator.
 
-        It needs no student: the sum of the second value over the step's micro-batches and ranks is the
+        It needs no student: the sum of the chunks over the step's micro-batches and ranks is the
         `global_selected_chunks` of the call.
 
         Args:
             batch: As for the call.
             teacher_logits: As for the call.
-
-        Returns:
-            The teacher's place (int64, no dimensions; the lowest on ties) and its chunks (float32).
         """
         sample_mask = batch[schema.SAMPLE_MASK.name]
         losses = [
@@ -191,7 +195,7 @@ class CrossTokenizerDistillationLoss:
             for part, logits in zip(self.losses, teacher_logits, strict=True)
         ]
         chosen = lowest_index_of_minimum(torch.stack(losses))
-        return chosen, at(torch.stack([part.count(batch) for part in self.losses]), chosen)
+        return Selection(chosen, at(torch.stack([part.count(batch) for part in self.losses]), chosen))
 
     def _compared(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits]) -> list[ComparedTeacher]:
         """What the student is compared with, each with its tokens."""
@@ -208,14 +212,14 @@ class CrossTokenizerDistillationLoss:
         total = sum(part.teacher.weight for part in self.losses)
         return (part.teacher.weight / total for part in self.losses)
 
-    def _shares(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits]) -> Shares:
+    def _shares(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits], selection: Selection | None) -> Shares:
         """How much each teacher counts on this micro-batch: the student has no say in it."""
         kind = self.config.dynamic_teacher_weights
         if self.config.teacher_aggregation == "averaged_logits":
             return Shares(list(self._static_shares()))
-        if self.config.teacher_aggregation == "select_teacher":
-            chosen, count = self.select(batch, teachers)
-            return Shares([(chosen == place).float() for place in range(len(self.losses))], chosen, count)
+        if self.selects_teacher:
+            found = selection or self.select(batch, teachers)
+            return Shares([(found.chosen == place).float() for place in range(len(self.losses))], found)
         if kind is None:
             return Shares([part.teacher.weight for part in self.losses])
         sample_mask = batch[schema.SAMPLE_MASK.name]
@@ -241,7 +245,7 @@ class CrossTokenizerDistillationLoss:
         ]
 
     def _denominators(self, toks: Scalar | None, chunks: Denominators | None, selected: Scalar | None) -> Denominators:
-        if self.config.teacher_aggregation == "select_teacher":
+        if self.selects_teacher:
             return [selected] * len(self.losses)
         given = chunks if chunks is not None else [None] * len(self.losses)
         if len(given) != len(self.losses):

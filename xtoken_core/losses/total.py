@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core.config.loss import LossConfig
@@ -18,12 +18,28 @@ from xtoken_core.losses.teacher_loss import TeacherLoss
 Metrics = dict[str, Tensor]
 
 
+class Selection(NamedTuple):
+    """The teacher that `select_teacher` follows on a micro-batch.
+
+    Attributes:
+        chosen: Its place, the lowest on ties.
+        chunks: What it adds to the step's denominator, float32.
+    """
+
+    chosen: Int[Tensor, ""]
+    chunks: Float[Tensor, ""]
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> Selection:
+        """That of a micro-batch without samples."""
+        return cls(torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device))
+
+
 class Shares(NamedTuple):
-    """How much each teacher counts on a micro-batch; with `select_teacher` also which one, and its chunks."""
+    """How much each teacher counts on a micro-batch; with `select_teacher` also which one."""
 
     weights: Sequence[Scalar]
-    chosen: Tensor | None = None
-    chunks: Tensor | None = None
+    selection: Selection | None = None
 
 
 class Total:
@@ -71,9 +87,10 @@ class Total:
         for place, term in enumerate(terms):
             metrics[f"kl_loss_t{place}"] = term.kd
             metrics |= {f"{name}_t{place}": value for name, value in term.metrics.items()}
-        if self.shares.chosen is not None and self.shares.chunks is not None:
-            metrics["num_selected_chunks"] = self.shares.chunks
-            return at(torch.stack([term.kd for term in terms]), self.shares.chosen), metrics
+        selection = self.shares.selection
+        if selection is not None:
+            metrics["num_selected_chunks"] = selection.chunks
+            return at(torch.stack([term.kd for term in terms]), selection.chosen), metrics
         weighed = zip(weights, self.factors, terms, strict=True)
         return torch.stack([weight * factor * term.kd for weight, factor, term in weighed]).sum(), metrics
 

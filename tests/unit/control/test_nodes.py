@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from services.control.groups import describe_exit
 from services.control.launcher import LOST_EXIT, free_port
 from services.control.place import KEYS, QueuePlace
 from services.control.ray_launcher import RayLauncher, cpus_of, gpus_of
+from services.control.record import RunState
 from services.queue.main import of_group
 from tests.support.runs import resolved_run
+from tests.unit.control.planes import make_runs, put
+from tests.unit.control.planes import spec as raw_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.keys import allowed_keys, client_keys, server_keys
@@ -120,6 +124,62 @@ def test_what_cannot_be_started_from_here_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RefusedError, match="Ray is not installed"):
         check_launch(resolved_run(tmp_path, **RAY).spec)
+
+
+EXTRAS = [
+    ({"train": {"lora": {}}}, "train.lora", "peft", "lora"),
+    ({"report": {"tensorboard": True}}, "report.tensorboard", "tensorboard", "tensorboard"),
+    ({"report": {"wandb": "offline"}}, "report.wandb", "wandb", "wandb"),
+]
+
+
+def with_extra(spec: RunSpec, changes: dict[str, dict[str, Any]]) -> RunSpec:
+    raw = spec.model_dump()
+    return RunSpec.model_validate(raw | {part: raw[part] | change for part, change in changes.items()})
+
+
+@pytest.mark.parametrize(("changes", "field", "package", "extra"), EXTRAS, ids=[case[2] for case in EXTRAS])
+def test_a_run_that_needs_what_is_not_installed_here_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str, package: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    check_launch(resolved_run(tmp_path).spec)
+    spec = with_extra(resolved_run(tmp_path).spec, changes)
+    with pytest.raises(RefusedError) as refused:
+        check_launch(spec)
+    assert str(refused.value) == f"{field} needs {package}: install it by pip install 'xtoken[{extra}]'"
+    assert (refused.value.field, refused.value.exit_code) == (field, 2)
+    (tmp_path / "ray.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    check_launch(with_extra(resolved_run(tmp_path, **RAY).spec, changes))  # what its nodes have is not to be seen here
+
+
+def test_a_directory_of_a_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()  # a run's own files may lie in the working directory
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(RefusedError, match=r"^report\.wandb needs wandb: install it by"):
+        check_launch(with_extra(resolved_run(tmp_path).spec, {"report": {"wandb": "online"}}))
+
+
+def test_what_is_installed_is_looked_for_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("peft", "tensorboard", "wandb"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('loaded')\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    for changes, *_ in EXTRAS:
+        check_launch(with_extra(resolved_run(tmp_path).spec, changes))
+
+
+def test_a_run_whose_package_is_gone_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    runs = make_runs(tmp_path)
+    output = put(runs, state=RunState.STOPPED)
+    runs.store.change("old-1", spec=raw_spec(tmp_path, output=str(output), report={"wandb": "offline"}))
+    with pytest.raises(RefusedError, match=r"^report\.wandb needs wandb: install it by"):
+        runs.resume("old-1")
+    assert runs.store.run("old-1").state == RunState.STOPPED
+    runs.close()
 
 
 def test_over_http_no_cluster_is_named(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import socket
+import time
 
 import pytest
 
 from services.control.record import RunState
 from services.control.supervisor import Limits
-from tests.unit.control.scripted_run import ScriptedRun
+from tests.unit.control.scripted_run import ScriptedRun, alive
 from xtoken_core.data_plane.address import Address, create_token
 
 
@@ -209,6 +210,73 @@ def test_a_trainer_that_outlasts_the_grace_is_named_and_leaves_none_to_others(
     assert supervisor.status()["error"] == lost
     assert lost in caplog.messages
     assert not (scripted.state / "teacher-0-0.left").exists(), "there is one grace in all"
+
+
+def test_workers_that_fail_while_they_are_stopped_are_named_with_their_last_words(
+    scripted: ScriptedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(grace_s=60)
+    supervisor = scripted.start(
+        steps=1000, trainer_0=["start:stumble 2"], teacher_0_0=["start:stumble 7"], limits=limits
+    )  # fmt: skip
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    ending = scripted.wait()
+    said = (
+        "trainer-0 ended with status 2 while the run was stopped: told to leave; "
+        "teacher-0-0 ended with status 7 while the run was stopped: told to leave"
+    )
+    assert (ending.state, ending.exit_code, ending.error) == (RunState.STOPPED, 130, said)
+    assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", said)
+    assert said in caplog.messages
+    assert attempts(scripted, "trainer-0") == 1
+
+
+def test_a_trainer_that_fails_and_one_that_outlasts_the_grace_are_both_named(scripted: ScriptedRun) -> None:
+    limits = Limits(grace_s=2)
+    supervisor = scripted.start(
+        steps=1000, ranks=2, trainer_0=["start:deaf"], trainer_1=["start:stumble 2"], limits=limits
+    )  # fmt: skip
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    assert scripted.wait().error == (
+        "trainer-0 did not leave within 2 s (workers.stop_timeout_s): what was trained since the last checkpoint is "
+        "lost; trainer-1 ended with status 2 while the run was stopped: told to leave"
+    )
+
+
+def test_a_failure_before_a_stop_at_once_is_told(scripted: ScriptedRun) -> None:
+    limits = Limits(grace_s=3600)
+    supervisor = scripted.start(
+        steps=1000, trainer_0=["start:stumble 2"], collator_0=["start:deaf"], limits=limits
+    )  # fmt: skip
+    scripted.until(lambda s: s["step"] >= 2)
+    pid = scripted.pid("trainer-0")
+    supervisor.stop()
+    for _ in range(600):
+        if not alive(pid):
+            break
+        time.sleep(0.05)
+    supervisor.stop(now=True)
+    ending = scripted.wait()
+    assert ending.error == "trainer-0 ended with status 2 while the run was stopped: told to leave"
+
+
+def test_a_worker_that_was_being_restarted_has_not_failed_while_stopped(scripted: ScriptedRun) -> None:
+    limits = Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=600)
+    supervisor = scripted.start(steps=1000, collator_0=["work:exit 7"], limits=limits)
+    scripted.until(lambda s: any(w["state"] == "waiting" and w["exit_code"] == 7 for w in s["workers"]))
+    supervisor.stop()
+    assert scripted.wait().error == "", "its failure was told when it failed"
+
+
+def test_a_worker_that_is_asked_before_it_listens_has_left_well(scripted: ScriptedRun) -> None:
+    supervisor = scripted.start(steps=1000)  # a scripted worker never listens: the signal ends it
+    scripted.until(lambda s: s["step"] >= 1)
+    supervisor.stop()
+    assert scripted.wait().error == ""
+    left = {name: worker["exit_code"] for name, worker in record(scripted)["workers"].items() if name != "queue"}
+    assert set(left.values()) == {-signal.SIGTERM}
 
 
 def test_a_later_supervisor_counts_on_from_the_logs_it_finds(scripted: ScriptedRun) -> None:

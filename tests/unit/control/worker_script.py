@@ -154,6 +154,7 @@ class Script:
             {
                 "exit": self.leave, "kill": self.kill_self, "freeze": self.freeze, "deaf": self.be_deaf,
                 "child": self.have_child, "linger": self.linger, "give_up": self.run.give_up, "await": self.await_file,
+                "stumble": self.stumble,
             }[verb](argument)  # fmt: skip
 
     def await_file(self, name: str) -> None:
@@ -188,6 +189,10 @@ class Script:
             os._exit(0)
 
         signal.signal(signal.SIGTERM, leave)
+
+    def stumble(self, status: str) -> None:
+        """Fail with this status when asked to leave."""
+        signal.signal(signal.SIGTERM, lambda _number, _frame: self.leave(status))
 
     def have_child(self, kind: str) -> None:
         child = subprocess.Popen(

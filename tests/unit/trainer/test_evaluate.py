@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from services.common.models import load_model
 from services.common.worker import StopRequested
+from services.trainer import held_out as module
 from services.trainer.group import Group
 from services.trainer.held_out import HeldOutLoss
 from services.trainer.student import Student
@@ -68,8 +72,11 @@ def test_a_single_rank_waits_for_nobody() -> None:
 def test_an_evaluation_goes_on_batch_by_batch_and_may_be_left_between_them() -> None:
     tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     model, calls = llama(259).train(), list[int]()
+    forward = model.register_forward_pre_hook(lambda *_: calls.append(0))
     evaluate(model, tokenizer, TEXTS, **READ, progress=lambda: calls.append(1))
-    assert len(calls) == 5  # 7 windows of 8 tokens and 2 shorter ones, two at a time
+    forward.remove()
+    # Two texts are tokenized; then 7 windows of 8 tokens and 2 shorter ones, two at a time.
+    assert calls == [1, 1, *[0, 1] * 5]
 
     def leave() -> None:
         raise StopRequested
@@ -91,28 +98,80 @@ def test_a_blockwise_student_is_read_without_its_whole_logits(monkeypatch: pytes
     torch.testing.assert_close(found.bits_per_byte, expected.bits_per_byte, rtol=1e-5, atol=0)
 
 
+def held_out_spec(directory: Path, *, teachers: int = 1, loss: dict[str, Any] | None = None, **student: Any) -> RunSpec:
+    """A run whose teachers, all alike, share the student's tokenizer, and are there."""
+    teacher = directory / "teacher"
+    llama(259).save_pretrained(teacher)
+    raw = resolved_run(directory).spec.model_dump()
+    return RunSpec.model_validate(
+        raw
+        | {
+            "student": raw["student"] | student,
+            "teacher": [{"model": teacher, "context_length": 64}] * teachers,
+            "eval": {"path": directory / "text.jsonl", "teacher_kl": True},
+            "loss": loss or {},
+        }
+    )
+
+
+def held_out_loss(spec: RunSpec, device: str = "cpu", **options: Any) -> HeldOutLoss:
+    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    teachers = [LossTeacher(259, None, None, 1.0) for _ in spec.teacher]
+    loss = CrossTokenizerDistillationLoss(
+        spec.loss, student_vocab_size=259, teachers=teachers, device=torch.device(device)
+    )
+    return HeldOutLoss(spec, loss, tokenizer, TEXTS * 3, **options)
+
+
 def test_the_held_out_loss_goes_on_batch_by_batch_and_is_the_same_blockwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    teacher = tmp_path / "teacher"
-    llama(259).save_pretrained(teacher)
-    tokenizer.save_pretrained(teacher)
-    raw = resolved_run(tmp_path).spec.model_dump() | {
-        "teacher": [{"model": teacher, "context_length": 64}],
-        "eval": {"path": tmp_path / "text.jsonl", "teacher_kl": True},
-    }
     found, calls = [], list[int]()
     for blockwise in (False, True):
-        spec = RunSpec.model_validate(raw | {"student": raw["student"] | {"blockwise_head": blockwise}})
-        loss = CrossTokenizerDistillationLoss(
-            spec.loss, student_vocab_size=259, teachers=[LossTeacher(259, None, None, 1.0)], device=torch.device("cpu")
-        )
+        spec = held_out_spec(tmp_path, blockwise_head=blockwise)
         student = Student(llama(320), spec).eval()
         if blockwise:
             monkeypatch.setattr(student.model.lm_head, "forward", None)
-        held_out = HeldOutLoss(spec, loss, tokenizer, TEXTS * 3)
+        held_out = held_out_loss(spec, progress=lambda: calls.append(0))
         found.append(held_out.measure(student, progress=lambda: calls.append(1)))
-    assert len(calls) == 2 * (1 + len(held_out.batches)) and len(held_out.batches) > 1
+    batches = len(held_out.batches)
+    assert calls == 2 * [*[0] * (1 + batches), *[1] * (1 + batches)] and batches > 1
     assert found[0].keys() == found[1].keys()
     assert list(found[1].values()) == pytest.approx(list(found[0].values()), rel=0.02)
+
+
+def test_the_held_out_loss_of_the_teachers_that_are_followed_is_a_mean_over_all_documents(tmp_path: Path) -> None:
+    found = []
+    for teachers, loss in ((1, {}), (2, {"teacher_aggregation": "select_teacher"})):
+        spec = held_out_spec(tmp_path, teachers=teachers, loss=loss)
+        held_out, student = held_out_loss(spec), Student(llama(320), spec).eval()
+        found.append(held_out.measure(student))
+        assert len(held_out.batches) > 1 and held_out.measure(student) == found[-1], "nothing is counted twice"
+    assert found[1]["held_out_kl_loss"] == pytest.approx(found[0]["held_out_kl_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_teachers_are_gone_when_the_held_out_loss_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    loaded: list[weakref.ref[PreTrainedModel]] = []
+
+    def load(*args: Any) -> PreTrainedModel:
+        model = load_model(*args)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(module, "load_model", load)
+    spec = held_out_spec(tmp_path, teachers=2)
+    student, held_out = Student(llama(320).to(device), spec).eval(), held_out_loss(spec, device)
+    kept = []
+    for _ in range(2):
+        held_out.measure(student)
+        kept.append(torch.cuda.memory_reserved() if device == "cuda" else 0)
+    assert len(loaded) == 4 and all(model() is None for model in loaded)
+    if device == "cuda":
+        student.model(torch.zeros(1, 8, dtype=torch.int64, device=device))
+        big = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+        del big
+        held_out.measure(student)
+        assert torch.cuda.memory_reserved() <= max(kept) < 1 << 28, "what is not used goes back to the GPU"
