@@ -135,10 +135,13 @@ def test_nothing_is_added_to_a_file_that_does_not_say_its_calls(tmp_path: Path) 
 
 def test_the_page_says_what_each_call_was_and_what_ran_meanwhile() -> None:
     result = page.results()["end_to_end"]
-    first, *others = result["calls"]
-    result["calls"] = [{**first, "also": "a browser ran"}, {**others[0], "also": "", "trl": "1.2.3"}]
+    plain = {**result["calls"][0], "public_loss": False, "also": ""} | {"trl": ""}
+    result["calls"] = [
+        {**plain, "variants": ["p_kl_wide", "h_kl_wide"], "also": "a browser ran"},
+        {**plain, "variants": ["gold_wide"], "public_loss": True, "trl": "1.2.3"},
+    ]
     text = page.figures({"end_to_end": result})
-    assert f"1. `--variants {' '.join(first['variants'])}`; meanwhile a browser ran.\n" in text
+    assert "1. `--variants p_kl_wide h_kl_wide`; meanwhile a browser ran.\n" in text
     assert "2. `--variants gold_wide --public-loss` (TRL 1.2.3).\n" in text
     assert "one after the other, in 2 calls:" in text
 
