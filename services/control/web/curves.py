@@ -50,6 +50,10 @@ GRAPHS = (
     ),
     Graph("teachers", "KL by teacher", "steps", "nats", (Line("kl_loss_t*", "teacher"),), least=2),
     Graph(
+        "weights", "Weight of each teacher", "steps", "as applied",
+        (Line("weight_t*", "teacher"),), floor=0.0, least=2,
+    ),
+    Graph(
         "held-out-teachers", "KL by teacher on held-out text", "eval", "nats",
         (Line("held_out_kl_loss_t*", "teacher"),), least=2,
     ),
@@ -57,6 +61,14 @@ GRAPHS = (
     Graph(
         "waiting", "Waiting, share of a step", "steps", "%",
         (Line("teacher_wait", "for the teacher"), Line("data_wait", "for data")), divisor=0.01, floor=0.0,
+    ),
+    Graph(
+        "parts", "Parts of a step", "steps", "ms on the device",
+        (
+            Line("forward_seconds", "forward"), Line("loss_seconds", "loss"),
+            Line("backward_seconds", "backward"), Line("optimizer_seconds", "optimiser"),
+        ),
+        divisor=1e-3, floor=0.0,
     ),
     Graph(
         "agreement", "Agreement", "steps", "%",
