@@ -32,6 +32,7 @@ WAYS_OUT = (
     "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
 )
+FEWER_SLOTS = "lower train.samples_per_step, all of whose signals select_teacher holds at once"
 WAYS_OUT_OF_READING = f"set eval.teacher_kl = false, or {WAYS_OUT}"
 """Where it is the teachers beside the student that are too much."""
 
@@ -129,7 +130,9 @@ def shortage(run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool) 
     """Why a GPU of so many bytes cannot hold what a run keeps there; empty if it can. Arguments as for `needs_of`."""
     where = f"cuda:{gpu}"
     trained, read = (list(needs_of(run, gpu, gpus, rings=rings, reading=reading)) for reading in (False, True))
-    return too_much(trained, total, where) or too_much(read, total, where, WAYS_OUT_OF_READING)
+    holds_a_step = rings and run.spec.ring_slots > run.spec.workers.slots
+    fewer = f"{FEWER_SLOTS}, " if holds_a_step else ""
+    return too_much(trained, total, where, fewer + WAYS_OUT) or too_much(read, total, where, WAYS_OUT_OF_READING)
 
 
 def too_much(needs: list[Need], total: int, where: str, ways_out: str = WAYS_OUT) -> str:

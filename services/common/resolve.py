@@ -136,7 +136,10 @@ def _check_memory(resolved: ResolvedRun) -> None:
         shapes = [ring_shape(resolved, place) for place in range(len(resolved.teachers))]
         signals = spec.workers.ranks * sum(shape.slots * shape.slot_bytes for shape in shapes)
     if rows + signals > spec.queue.memory_limit:
-        through = f" and {signals} bytes of signals (workers.slots = {spec.workers.slots})" if signals else ""
+        slots = f"workers.slots = {spec.workers.slots}"
+        if spec.ring_slots > spec.workers.slots:
+            slots = f"{spec.ring_slots} slots: select_teacher holds a step's signals at once"
+        through = f" and {signals} bytes of signals ({slots})" if signals else ""
         raise ConfigError(
             f"queue.memory_limit = {spec.queue.memory_limit} bytes cannot hold queue.span_steps = "
             f"{spec.queue.span_steps} steps of {spec.train.samples_per_step} samples{through}: {rows + signals} bytes "

@@ -161,7 +161,9 @@ class StepRunner:
             else:
                 on_device = to_device(tensors_of(micro_batch.data), device)
                 of_batch.append(self.loss.select(on_device, self._signals(micro_batch)))
-        return Choices(of_batch, self.group.total(torch.stack([found.chunks for found in of_batch]).sum()))
+                self.worker.beat()
+        mine = sum((found.chunks for found in of_batch), start=torch.zeros((), device=device))  # a step may be empty
+        return Choices(of_batch, self.group.total(mine))
 
     def _signals(self, micro_batch: Received) -> list[Logits]:
         indices = schema.teacher_indices(len(self.run.spec.teacher))

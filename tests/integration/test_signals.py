@@ -81,6 +81,9 @@ def test_signals_that_the_queue_cannot_hold_are_refused_before_the_start(assets:
         resolve_run(
             tiny_spec(assets, tmp_path, queue={"memory_limit": 400_000}, workers={"signal": "queue", "slots": 8})
         )
+    chosen = {"queue": {"memory_limit": 400_000}, "loss": {"teacher_aggregation": "select_teacher"}}
+    with pytest.raises(ConfigError, match=r"signals \(8 slots: select_teacher holds a step's signals at once\): \d+ b"):
+        resolve_run(tiny_spec(assets, tmp_path, workers={"signal": "queue", "slots": 6}, **chosen))
 
 
 def test_a_model_that_does_not_say_its_hidden_size_cannot_send_hidden_states(

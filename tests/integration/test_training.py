@@ -130,9 +130,10 @@ def test_a_step_follows_the_better_teacher_of_each_micro_batch(
     """Two ranks, or a GPU, have the micro-batches of one, and so its losses; a step without its teacher is repeated."""
     other = shutil.copytree(assets.teacher, tmp_path / "other")
     make_model(other, seed=9, extra_rows=16)
-    data = write_jsonl(tmp_path / "long.jsonl", documents(64, seed=2, words=80))  # every row is cut: two fill a slot
+    texts = documents(64, seed=2, words=80)  # every row is cut: two fill a slot
+    data = write_jsonl(tmp_path / "long.jsonl", texts[:32] + [""] * 8 + texts[32:])  # one step has nothing to choose
     spec = {
-        "data": {"path": data},
+        "data": {"path": data, "shuffle": False},
         "teacher": [
             {"model": place, "context_length": 64, "projection": assets.projection} for place in (assets.teacher, other)
         ],
@@ -149,6 +150,7 @@ def test_a_step_follows_the_better_teacher_of_each_micro_batch(
     assert [ending.state for ending in endings] == [RunState.COMPLETED] * 2, endings
     assert len(list((alone.output / "logs").glob("trainer-0.*.log"))) == 1
     one, two = steps_of(alone.output), steps_of(beside.output)
+    assert [line["step"] for line in one] == [line["step"] for line in two] == [0, 1, 2, 3, 5, 6, 7, 8]
     for line in one:
         assert line["num_selected_chunks"] == line["num_valid_pairs_t0"] == line["num_valid_pairs_t1"]
         assert 0.5 < line["chunk_mass_t0"] <= 1  # a mean over the step's chunks, whoever was chosen

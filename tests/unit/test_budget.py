@@ -150,3 +150,11 @@ def test_a_run_that_no_gpu_holds_is_refused_before_it_loads(
     monkeypatch.setenv(MARK, "run/teacher-0-0/1/")
     with pytest.raises(ConfigError, match="its signal's 64 slots"):
         check_room(run, torch.device("cuda", 0))
+
+
+def test_a_run_that_follows_one_of_its_teachers_is_told_what_its_slots_hold(tmp_path: Path) -> None:
+    sums = with_models(tmp_path, teachers=2)
+    selects = with_models(tmp_path, teachers=2, loss={"teacher_aggregation": "select_teacher"})
+    tip = "lower train.samples_per_step, all of whose signals select_teacher holds at once, "
+    assert f"): {tip}give teachers" in shortage(selects, 0, 1, 0, rings=True)
+    assert tip not in shortage(sums, 0, 1, 0, rings=True) + shortage(selects, 0, 1, 0, rings=False)

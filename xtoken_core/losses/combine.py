@@ -126,7 +126,7 @@ class CrossTokenizerDistillationLoss:
             global_valid_chunks: Per teacher the step's valid chunks (unused for one with the student's tokenizer,
                 which divides by `global_valid_toks`); None: this micro-batch's.
             global_selected_chunks: `select_teacher` only: the step's chunks of the teachers chosen, the sum of what
-                `select` gives; None: this micro-batch's.
+                `select` gives, for the loss; None: this micro-batch's. Each teacher's own metrics are over its own.
             selection: `select_teacher` only: what `select` has given for this micro-batch; None: it is asked again.
             blocks: For a `HeadProjection`: what `token_blocks` says about this batch. None: that is found out for a
                 batch on the CPU, elsewhere blocks are whole samples.
@@ -139,9 +139,9 @@ class CrossTokenizerDistillationLoss:
         """
         self._check_heads(student_logits, teacher_logits)
         frozen = [logits.detach() for logits in teacher_logits]
-        denominators = self._denominators(global_valid_toks, global_valid_chunks, global_selected_chunks)
+        denominators = self._denominators(global_valid_toks, global_valid_chunks)
         with torch.no_grad():
-            shares = self._shares(batch, frozen, selection)
+            shares = self._shares(batch, frozen, selection)._replace(selected_chunks=global_selected_chunks)
             total = Total(self.config, self.losses, self.factors, batch, denominators, global_valid_toks, shares)
             compared = self._compared(batch, frozen)
         if isinstance(student_logits, HeadProjection):
@@ -244,9 +244,7 @@ class CrossTokenizerDistillationLoss:
             for part, width in zip(parts, widths, strict=False)
         ]
 
-    def _denominators(self, toks: Scalar | None, chunks: Denominators | None, selected: Scalar | None) -> Denominators:
-        if self.selects_teacher:
-            return [selected] * len(self.losses)
+    def _denominators(self, toks: Scalar | None, chunks: Denominators | None) -> Denominators:
         given = chunks if chunks is not None else [None] * len(self.losses)
         if len(given) != len(self.losses):
             raise InputError(f"{len(given)} chunk denominators were given for {len(self.losses)} teachers")

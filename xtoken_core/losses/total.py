@@ -36,10 +36,11 @@ class Selection(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How much each teacher counts on a micro-batch; with `select_teacher` also which one."""
+    """How much each teacher counts on a micro-batch; with `select_teacher` also which one, and over how many chunks."""
 
     weights: Sequence[Scalar]
     selection: Selection | None = None
+    selected_chunks: Scalar | None = None
 
 
 class Total:
@@ -79,7 +80,7 @@ class Total:
     def _divergence(self, values: Values) -> tuple[Tensor, dict[str, Scalar]]:
         """The weighed divergence and its metrics."""
         weights = self.shares.weights
-        parts = zip(self.losses, values.divergences, self.denominators, strict=False)
+        parts = list(zip(self.losses, values.divergences, self.denominators, strict=False))
         terms = [part.term(self.batch, divergence, denominator) for part, divergence, denominator in parts]
         metrics: dict[str, Scalar] = {f"weight_t{place}": weight for place, weight in enumerate(weights)}
         if self.config.teacher_aggregation == "averaged_logits":
@@ -90,7 +91,9 @@ class Total:
         selection = self.shares.selection
         if selection is not None:
             metrics["num_selected_chunks"] = selection.chunks
-            return at(torch.stack([term.kd for term in terms]), selection.chosen), metrics
+            step = self.shares.selected_chunks  # what is trained has one denominator, whoever was chosen
+            kds = [part.term(self.batch, divergence, step).kd for part, divergence, _ in parts]
+            return at(torch.stack(kds), selection.chosen), metrics
         weighed = zip(weights, self.factors, terms, strict=True)
         return torch.stack([weight * factor * term.kd for weight, factor, term in weighed]).sum(), metrics
 

@@ -223,6 +223,18 @@ def test_select_teacher_takes_the_first_of_equals_and_the_given_denominator():
     assert metrics["num_selected_chunks"] == count
 
 
+def test_select_teacher_reports_every_teacher_over_its_own_chunks():
+    case = several()
+    step = {"global_valid_toks": 90, "global_valid_chunks": [40, 50, None]}
+    found = []
+    for aggregation, selected in (("sum", {}), ("select_teacher", {"global_selected_chunks": 1000})):
+        config = LossConfig(teacher_aggregation=aggregation, vocab_topk=6, **KD_ONLY)
+        loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+        _, metrics = loss_fn(case.batch, case.student_logits, case.teacher_logits, **step, **selected)
+        found.append({k: v for k, v in metrics.items() if k.endswith(("_t0", "_t1", "_t2")) and "weight" not in k})
+    assert found[0] == found[1] and {"kl_loss_t2", "chunk_mass_t0"} <= found[0].keys()
+
+
 def test_weights_and_cross_entropy_make_up_the_total():
     case = make_case(**MASKED)
     config = LossConfig(vocab_topk=6, kl_loss_weight=0.7, ce_loss_scale=0.3)
