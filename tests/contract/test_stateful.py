@@ -79,7 +79,7 @@ def journalled_machine(directory: Path, *, served: bool) -> QueueMachine:
 
 @pytest.mark.parametrize(
     "examples",
-    [25, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [25, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
 )
 def test_both_queues_answer_as_the_model_does(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
@@ -88,7 +88,7 @@ def test_both_queues_answer_as_the_model_does(short_tmp: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "examples",
-    [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
 )
 def test_queues_that_die_come_back_as_the_model_does(
     short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int
