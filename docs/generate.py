@@ -43,8 +43,8 @@ everything is checked before a process starts: an error names the field and what
 
 CLI = """# Commands
 
-`xtoken --help` shows the commands, `xtoken COMMAND --help` one of them. With `--debug` before the command an error
-shows its traceback, and workers log more.
+`xtoken --help` shows the commands, `xtoken COMMAND --help` one of them. With `--debug` before the command, or
+`XTOKEN_DEBUG=1` in the environment, an error shows its traceback, and workers log more.
 
 With `--json` every command that answers something prints it as JSON: one document, or an object a line where it goes on
 (`--watch`, `--follow`, `xtoken run`). Bars and signs of life go to standard error, and only on a terminal.
@@ -60,12 +60,12 @@ run is asked for it then offers the ids of the control plane's.
 
 | status | meaning |
 |---|---|
-| 0 | done |
-| 1 | failed, for the reason in the last line |
+| 0 | done, or told to leave (SIGINT, SIGTERM) and left in order: `xtoken queue`, `xtoken control`, the workers |
+| 1 | failed, for the reason in the last line; an address that is in use is one |
 | 2 | a setting or a file is wrong: starting again cannot mend it |
-| 3 | nobody answers at the queue's address |
+| 3 | the queue at the address does not answer, or refuses the client: its token or key may be another |
 | 75 | the queue has ended this worker's session: start it again |
-| 130, 143 | stopped by SIGINT (Ctrl-C), by SIGTERM |
+| 129, 130, 143 | stopped by SIGHUP, SIGINT (Ctrl-C), SIGTERM before it was done: `xtoken run`, `xtoken demo` |
 """
 
 REST = """# REST interface
@@ -227,7 +227,10 @@ def _row(parameter: Any) -> str:
     shown = parameter.show_default if isinstance(parameter.show_default, str) else None
     value = parameter.default
     default = "required" if parameter.required else shown or (f"`{value}`" if value is not None else "-")
-    return f"| {names} | {default} | {' '.join((parameter.help or '').split())} |"
+    said = " ".join((parameter.help or "").split())
+    if variable := getattr(parameter, "envvar", None):
+        said += f" Left out, `{variable}` of the environment says it."
+    return f"| {names} | {default} | {said} |"
 
 
 def rest() -> str:

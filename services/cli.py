@@ -327,7 +327,7 @@ def _link(
     from xtoken_core.data_plane.address import Address, read_token
 
     address = Address.parse(queue, token_file, keys)
-    if address.token_file is not None:
+    if address.token_file is not None and address.token_file.exists():  # a queue that starts later makes it
         read_token(address.token_file)
     return QueueLink(queue, token_file, keys, incarnation, patience)
 

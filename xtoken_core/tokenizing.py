@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from xtoken_core.alignment.tables import TokenTable, token_table
-from xtoken_core.errors import InputError
 
 _SENTINELS = ("\n", ":", "x", "。")
 """Texts to set before a continuation, so that a tokenizer adds its own space to them and not to it."""
@@ -43,7 +42,7 @@ class TextTokenizer:
         return self._table or token_table(self.tokenizer)
 
     @cached_property
-    def _ends(self) -> tuple[list[int], list[int]]:
+    def ends(self) -> tuple[list[int], list[int]]:
         """The specials that the tokenizer puts before and after a text by default."""
         bare, whole = (self.encode(["a"], specials=s)[0].tolist() for s in (False, True))
         for start in range(len(whole) - len(bare) + 1):
@@ -67,7 +66,7 @@ class TextTokenizer:
 
     def begin(self, text: str) -> np.ndarray:
         """A text that is to be continued: the default specials before it, none after it."""
-        before, _ = self._ends
+        before, _ = self.ends
         return np.concatenate([np.array(before, dtype=np.int64), *self.encode([text], specials=False)])
 
     def proceed(self, text: str) -> np.ndarray:
@@ -88,11 +87,10 @@ class TextTokenizer:
             left out; a message whose content the template does not show as it is is missing.
 
         Raises:
-            InputError: The tokenizer has no chat template.
-            ConversationError: The template refuses the conversation.
+            ConversationError: The tokenizer has no chat template, or it refuses the conversation.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise InputError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
+            raise ConversationError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
         text = self._apply(messages)
         spans: dict[int, tuple[int, int]] = {}
         at = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from services.common.tokenizers import load_tokenizer
 from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
 from xtoken_core.collate import CollatedRow, CrossTokenizerCollator, loss_counts
 from xtoken_core.data import BadRecord, DataIndex, record_at
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.protocol.run import COLLATOR
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.columns import Kind, bytes_view, offsets_from_lengths
@@ -21,6 +22,8 @@ from xtoken_core.wire.messages import Block
 log = logging.getLogger("xtoken.collator")
 
 MAX_REASON = 2000
+SUPERVISOR = "control"
+"""The role of whoever keeps a run going, in the queue's list of sessions."""
 
 
 def work(link: QueueLink, *, name: str | None) -> None:
@@ -28,7 +31,7 @@ def work(link: QueueLink, *, name: str | None) -> None:
 
     Raises:
         ConfigError: The data is not what the run was opened with.
-        InputError: A tokenizer or the data cannot be read.
+        InputError: A tokenizer or the data cannot be read, or a record is bad and that shall end the run.
     """
     with worker_session(link, role=COLLATOR, name=name or "collator-0") as worker:
         loop = CollatorLoop(worker, make_collator(worker), open_data(worker))
@@ -101,9 +104,22 @@ class CollatorLoop:
         rows, tombstones = self._rows(positions, numbers)
         if tombstones and data.on_bad_record == "fail":
             position, reason = next(iter(tombstones.items()))
-            self.queue.give_up(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
+            self._fail(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
         self.queue.put_block(block.lease, list(rows), columns_of(list(rows.values())), tombstones)
         self.worker.alive(1)
+
+    def _fail(self, reason: str) -> NoReturn:
+        """End the run: its supervisor does so on seeing this worker's status; without one, the queue tells the others.
+
+        Both at once would be a race, in which the others' deaths hide the status that says whose fault it is.
+
+        Raises:
+            InputError: Always.
+        """
+        sessions = self.worker.client.stats()["sessions"]
+        if not any(session["role"] == SUPERVISOR and not session["ended"] for session in sessions):
+            self.queue.give_up(reason)
+        raise InputError(reason)
 
     def _rows(self, positions: Sequence[int], numbers: Sequence[int]) -> tuple[dict[int, CollatedRow], dict[int, str]]:
         """Rows by position, and the reason of every position that has none."""
@@ -120,7 +136,7 @@ class CollatorLoop:
             if isinstance(result, CollatedRow):
                 rows[position] = result
             else:
-                tombstones[position] = f"record {record.number}: {result.reason}"[:MAX_REASON]
+                tombstones[position] = f"{self.index.place(record.number)}: {result.reason}"[:MAX_REASON]
         for position, reason in tombstones.items():
             log.warning("position %d is skipped: %s", position, reason)
         return rows, tombstones

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.text import Text
 
-    from xtoken_core.alignment import TokenAligner
+    from xtoken_core.alignment import AlignmentBatch, TokenAligner
     from xtoken_core.alignment.report import AlignmentReport, ShownToken
+    from xtoken_core.data import DataIndex
     from xtoken_core.tokenizing import TextTokenizer
 
 align_app = typer.Typer(
@@ -26,6 +29,62 @@ TeacherOption = Annotated[Path, typer.Option("--teacher", help="The teacher's di
 
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_RECORDS = 64
+
+_Text = tuple[str, str | None, str]
+"""A record's place, its text, and why it has none."""
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """A text with tokens in no chunk that it does not owe to its ends."""
+
+    place: str
+    student_tokens: int
+    teacher_tokens: int
+
+
+@dataclass(frozen=True)
+class _Check:
+    """What `align check` tells of a file, or of all.
+
+    Attributes:
+        records: Records, usable or not.
+        skipped: Those that cannot be used.
+        misfits: Texts with tokens in no chunk, other than the specials and the space that a tokenizer sets around every
+            text and what a cut has left without its counterpart.
+        first_skipped: Place and reason of the first of them.
+        first_misfit: The first of those.
+    """
+
+    records: int = 0
+    skipped: int = 0
+    misfits: int = 0
+    first_skipped: tuple[str, str] | None = None
+    first_misfit: _Misfit | None = None
+
+    def __add__(self, other: _Check) -> _Check:
+        first = (getattr(self, f.name) or getattr(other, f.name) for f in fields(self)[3:])
+        return _Check(self.records + other.records, self.skipped + other.skipped, self.misfits + other.misfits, *first)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        skipped, misfit = self.first_skipped, self.first_misfit
+        return {
+            "records": self.records,
+            "skipped": self.skipped,
+            "first_skipped": {"place": skipped[0], "reason": skipped[1]} if skipped else None,
+            "records_with_misfits": self.misfits,
+            "first_misfit": vars(misfit) if misfit else None,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For the eye."""
+        yield f"  {'records':<26} {self.records:>14,}"
+        skipped, misfit = self.first_skipped, self.first_misfit
+        yield f"  {'skipped':<26} {self.skipped:>14,}" + (f"  first: {': '.join(skipped)}" if skipped else "")
+        where = f"  first: {misfit.place}: {misfit.student_tokens} of the student" if misfit else ""
+        where += f" and {misfit.teacher_tokens} of the teacher in no chunk" if misfit else ""
+        yield f"  {'records_with_misfits':<26} {self.misfits:>14,}{where}"
 
 
 @align_app.command()
@@ -76,32 +135,43 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Align every text of some files and count chunks; fails if a chunk does not spell the same on both sides."""
+    """Align every text of some files and count chunks; fails if a chunk does not spell the same on both sides.
+
+    Records that cannot be used are counted as skipped. A record with misfits has tokens in no chunk beyond those that
+    any text may have: specials and a space that a tokenizer sets around it, and the rest of a text that was cut.
+    """
     from services.common.busy import counted
     from xtoken_core.alignment.report import AlignmentReport
     from xtoken_core.errors import XtokenError
 
     aligner, ours, theirs = _sides(student, teacher)
-    reports: dict[str, AlignmentReport] = {}
+    found: dict[str, tuple[_Check, AlignmentReport]] = {}
     first_bad = ""
     for path in files:
-        report, done = AlignmentReport(), 0
+        report, told = AlignmentReport(), _Check()
         with counted(f"aligning {path.name}", quiet=as_json) as tell, _texts(path, field) as (texts, records):
             for batch in _batches(texts):
-                counts, bad = _align_batch(aligner, ours, theirs, batch, context)
-                if bad is not None and not first_bad:
-                    first_bad = f"record {done + bad} of {path}"
+                skipped = [(place, reason) for place, text, reason in batch if text is None]
+                usable = [(place, text) for place, text, _ in batch if text is not None]
+                counts, misfits, bad = _align_batch(aligner, ours, theirs, usable, context)
+                first_bad = first_bad or bad
                 report += counts
-                done += len(batch)
-                tell(done, records)
-        reports[str(path)] = report
-    total = sum(reports.values(), start=AlignmentReport())
+                told += _Check(
+                    len(batch), len(skipped), len(misfits), next(iter(skipped), None), next(iter(misfits), None)
+                )
+                tell(told.records, records)
+        found[str(path)] = told, report
+    total = sum((report for _, report in found.values()), start=AlignmentReport())
+    whole = sum((told for told, _ in found.values()), start=_Check())
     if as_json:
-        found = {"files": {name: report.as_dict() for name, report in reports.items()}, "total": total.as_dict()}
-        typer.echo(json.dumps(found | {"notes": list(aligner.notes)}, indent=2))
+        shown = {name: told.as_dict() | report.as_dict() for name, (told, report) in found.items()}
+        both = {"files": shown, "total": whole.as_dict() | total.as_dict(), "notes": list(aligner.notes)}
+        typer.echo(json.dumps(both, indent=2))
     else:
-        for name, report in {**reports, "total": total}.items():
+        for name, (told, report) in {**found, "total": (whole, total)}.items():
             typer.echo(name)
+            for line in told.lines():
+                typer.echo(line)
             for key, value in report.as_dict().items():
                 typer.echo(f"  {key:<26} {value:>14,.0f}")
         for note in aligner.notes:
@@ -114,40 +184,84 @@ def check(
 
 
 def _align_batch(
-    aligner: TokenAligner, ours: TextTokenizer, theirs: TextTokenizer, texts: list[str], context: int | None
-) -> tuple[AlignmentReport, int | None]:
-    """Counts, and the first text with a chunk that does not spell the same on both sides."""
+    aligner: TokenAligner,
+    ours: TextTokenizer,
+    theirs: TextTokenizer,
+    records: Sequence[tuple[str, str]],
+    context: int | None,
+) -> tuple[AlignmentReport, list[_Misfit], str]:
+    """Counts of some texts by their places, those that fit badly, and where the first unequal chunk is."""
     from dataclasses import replace
     from time import perf_counter
 
     import torch
 
-    from xtoken_core.alignment.report import summarize
+    from xtoken_core.alignment.report import AlignmentReport, summarize
 
+    if not records:
+        return AlignmentReport(), [], ""
+    texts = [text for _, text in records]
+    whole = [side.encode(texts, specials=True) for side in (ours, theirs)]
     sides = []
-    for side in (ours, theirs):
-        rows = [ids[:context] for ids in side.encode(texts, specials=True)]
+    for found in whole:
+        rows = [ids[:context] for ids in found]
         width = max(map(len, rows))
         ids, mask = (torch.zeros((len(rows), width), dtype=torch.int64) for _ in range(2))
-        for row, found in enumerate(rows):
-            ids[row, : len(found)], mask[row, : len(found)] = torch.from_numpy(found), 1
+        for row, kept in enumerate(rows):
+            ids[row, : len(kept)], mask[row, : len(kept)] = torch.from_numpy(kept), 1
         sides.append((ids, mask))
     (s, s_mask), (t, t_mask) = sides
     began = perf_counter()
     batch = aligner.align(s, t, student_attention_mask=s_mask, teacher_attention_mask=t_mask, texts=texts)
     seconds = perf_counter() - began
     unequal = (batch.pair_valid & ~batch.pair_is_correct).any(dim=1).nonzero()
-    bad = int(unequal[0]) if len(unequal) else None
-    return replace(summarize(aligner, batch, s, s_mask, t_mask), seconds=seconds), bad
+    bad = records[int(unequal[0])][0] if len(unequal) else ""
+    misfits = list(_misfits(records, (ours, theirs), whole, batch, context))
+    return replace(summarize(aligner, batch, s, s_mask, t_mask), seconds=seconds), misfits, bad
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """The texts, some at a time."""
-    batch: list[str] = []
+def _misfits(
+    records: Sequence[tuple[str, str]],
+    sides: tuple[TextTokenizer, TextTokenizer],
+    ids: Sequence[Sequence[np.ndarray]],
+    batch: AlignmentBatch,
+    context: int | None,
+) -> Iterator[_Misfit]:
+    """The texts with tokens in no chunk that their ends do not explain; `ids` are uncut."""
+    chunks = (batch.student_chunk_id.numpy(), batch.teacher_chunk_id.numpy())
+    for row, (place, _) in enumerate(records):
+        cut = context is not None and any(len(found[row]) > context for found in ids)
+        left = [
+            _left_over(side, found[row], chunk[row][: len(found[row])], cut=cut)
+            for side, found, chunk in zip(sides, ids, chunks, strict=True)
+        ]
+        if any(left):
+            yield _Misfit(place, *left)
+
+
+def _left_over(side: TextTokenizer, ids: np.ndarray, chunk: np.ndarray, *, cut: bool) -> int:
+    """How many tokens of a row are in no chunk, but for what any text may have at its ends."""
+    before, after = side.ends
+    begin, end = 0, len(chunk)
+    if before and ids[: len(before)].tolist() == before:
+        begin = len(before)
+    if cut:  # behind the last chunk the other side has nothing any more
+        within = (chunk >= 0).nonzero()[0]
+        end = int(within[-1]) + 1 if len(within) else 0
+    elif after and ids[-len(after) :].tolist() == after:
+        end -= len(after)
+    if side.table.prefix != "none" and begin < end and side.table.pieces[int(ids[begin])] == b" ":
+        begin += 1
+    return int((chunk[begin:end] < 0).sum())
+
+
+def _batches(found: Iterable[_Text]) -> Iterator[list[_Text]]:
+    """The records, some at a time."""
+    batch: list[_Text] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for entry in found:
+        batch.append(entry)
+        size += len(entry[1] or "")
         if len(batch) >= _BATCH_RECORDS or size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -156,8 +270,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _texts(path: Path, field: str) -> Iterator[tuple[Iterable[str], int]]:
-    """The texts of a file and how many records it has; a file of another kind than those of a run is one text."""
+def _texts(path: Path, field: str) -> Iterator[tuple[Iterable[_Text], int]]:
+    """The records of a file and how many it has; a file of another kind than those of a run is one text."""
     import tempfile
 
     from xtoken_core.data import DataIndex
@@ -165,9 +279,20 @@ def _texts(path: Path, field: str) -> Iterator[tuple[Iterable[str], int]]:
     if path.is_dir() or path.suffix.lower() in (".jsonl", ".parquet", ".txt"):
         with tempfile.TemporaryDirectory() as cache:
             index = DataIndex.build([path], field=field, cache_dir=Path(cache))
-            yield index.documents(), len(index)
+            yield _records(index), len(index)
     else:
-        yield [_text(None, path)], 1
+        yield [(str(path), _text(None, path), "")], 1
+
+
+def _records(index: DataIndex) -> Iterator[_Text]:
+    from xtoken_core.data import BadRecord
+
+    for number in range(len(index)):
+        (record,) = index.read([number])
+        if isinstance(record, BadRecord):
+            yield record.place, None, record.reason
+        else:
+            yield index.place(number), record.document, ""
 
 
 def _text(text: str | None, file: Path | None) -> str:

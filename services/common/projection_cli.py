@@ -76,16 +76,21 @@ def inspect(
     typer.echo(f"rows               {found.rows} of up to {found.top_k} teacher tokens")
     typer.echo(f"  one counterpart  {found.exact}")
     typer.echo(f"  several          {found.spread}")
-    typer.echo(f"  none             {found.empty}")
+    beyond = f", {found.padding} of them rows of the head beyond the vocabulary" if found.padding else ""
+    typer.echo(f"  none             {found.empty}{beyond}")
     typer.echo(f"teacher tokens     {found.teacher_covered} named by some row")
-    typer.echo(f"common tokens      {found.common_strict} strict, {found.common_relaxed} relaxed")
+    typer.echo(
+        f"common tokens      {found.common_strict} strict, {found.common_relaxed} relaxed "
+        "(paired by the projection, specials too; overlap counts equal spellings, no specials)"
+    )
     typer.echo("uncommon by category:")
     for name, (total, uncommon) in found.categories.items():
         typer.echo(f"  {name:<20} {uncommon:>7} of {total}")
     for kind, rows in found.samples.items():
-        typer.echo(f"{kind}:")
+        if rows:
+            typer.echo(f"{kind}:")
         for name, row in rows:
-            typer.echo(f"  {name!r} -> " + (", ".join(f"{t!r} {w:.3f}" for t, w in row) or "nothing"))
+            typer.echo(f"  {_quoted(name)} -> " + (", ".join(f"{_quoted(t)} {w:.3f}" for t, w in row) or "nothing"))
     for warning in found.warnings:
         typer.echo(f"warning: {warning}", err=True)
 
@@ -95,7 +100,7 @@ def overlap(
     tokenizers: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Two or more directories.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Show how many spellings each pair of vocabularies shares."""
+    """Show how many spellings each pair of vocabularies shares, specials aside."""
     from services.common.busy import busy
     from xtoken_core.errors import ConfigError
     from xtoken_core.projection import report
@@ -108,7 +113,7 @@ def overlap(
         typer.echo(json.dumps(report.overlap_table(rows), indent=2))
         return
     for a, b, both, share in rows:
-        typer.echo(f"{a}  {b}  {both} common, {share:.3f} of the smaller")
+        typer.echo(f"{a}  {b}  {both} common spellings, {share:.3f} of the smaller")
 
 
 @projection_app.command()
@@ -139,6 +144,11 @@ def _head_width(directory: Path) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return width if isinstance(width, int) else None
+
+
+def _quoted(name: str) -> str:
+    """A token's name as it is shown: what does not print is escaped, what is escaped already stays."""
+    return "'" + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name) + "'"
 
 
 def _table(directory: Path, what: str) -> Any:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.common.roots import confined
 from services.common.steps import ring_shape
-from services.common.vocabulary import vocabulary_size
+from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import weight_files, weights_fingerprint
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, padded_length
@@ -48,13 +48,15 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
         elif teachers[place].tokenizer_fingerprint != student.tokenizer_fingerprint:
             raise ConfigError(
                 f"teacher.{place}.projection: this teacher's tokenizer is not the student's: build a projection by "
-                f"xtoken projection build --student {spec.student.tokenizer_dir} --teacher {teacher.tokenizer_dir}"
+                f"xtoken projection build --student {spec.student.tokenizer_dir} --teacher {teacher.tokenizer_dir} "
+                "--out FILE, then name that FILE by this teacher's setting projection (teacher.projection)"
             )
     _writable(spec.output)
     index = open_index(spec, spec.data.paths, spec.data.field, progress)
     records = len(index)
     if records == 0:
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
+    _check_messages(spec, index)
     if spec.eval is not None:
         open_index(spec, spec.eval.paths, spec.eval.field)
     positions = spec.data.epochs * records
@@ -117,6 +119,21 @@ def largest_row(spec: RunSpec) -> int:
     student = spec.student.context_length
     sides = sum(t.context_length * TEACHER_TOKEN_BYTES + student * PAIR_BYTES + student * 9 for t in spec.teacher)
     return student * STUDENT_TOKEN_BYTES + sides + ROW_BYTES
+
+
+def _check_messages(spec: RunSpec, index: DataIndex) -> None:
+    """Refuse a file that begins with messages where a tokenizer cannot take them: each of its records would be bad."""
+    sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
+    for place, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True)):
+        sides += [] if same else [(f"teacher {place}", teacher)]
+    without = [(what, side.tokenizer_dir) for what, side in sides if not has_chat_template(side.tokenizer_dir)]
+    found = index.first_conversation() if without else None
+    if found is not None:
+        what, directory = without[0]
+        raise InputError(
+            f"{found} holds messages, but the {what}'s tokenizer has no chat template: it cannot take messages "
+            f"({directory}): name a tokenizer that has one, or write the records as text"
+        )
 
 
 def _check_signal(resolved: ResolvedRun) -> None:

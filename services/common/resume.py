@@ -10,7 +10,7 @@ from typing import Any
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError
 
-CHECKPOINTS, RUN = "checkpoints", "run.json"
+CHECKPOINTS, RUN, RESOLVED = "checkpoints", "run.json", "resolved.json"
 SETTINGS = {
     "samples_per_step": "train.samples_per_step",
     "records": "the number of records in data.path",

@@ -10,18 +10,22 @@ from transformers import AutoTokenizer
 from services.common.roots import confined
 from services.common.vocabulary import first_line
 from xtoken_core.errors import InputError
+from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 
 
 def load_tokenizer(directory: Path, what: str) -> Any:
     """The tokenizer in a directory.
 
     Raises:
-        InputError: It cannot be loaded.
+        InputError: There is no such directory, or it cannot be loaded.
     """
     confined(directory, f"the {what}'s tokenizer")
+    if not directory.is_dir():  # transformers would take it for a name, to be found in a cache or on a hub
+        raise InputError(f"the {what} has no tokenizer: {directory} is not a directory")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
+        tokenizer_fingerprint(directory)  # says so if its files are missing or damaged
         raise InputError(f"cannot load the {what}'s tokenizer from {directory}: {first_line(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""How many token ids a tokenizer has, found without importing torch into the asking process."""
+"""What a tokenizer's files tell without importing torch: how many token ids it has, whether it takes messages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from xtoken_core.errors import InputError
+
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def vocabulary_size(directory: Path) -> int:
@@ -28,6 +30,19 @@ def vocabulary_size(directory: Path) -> int:
             raise InputError(f"cannot read the tokenizer {fast}: {error}") from error
         return max(vocabulary.values(), default=-1) + 1
     return _ask_transformers(directory)
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Whether the tokenizer in a directory can render messages; True where its files do not tell."""
+    if any((directory / name).exists() for name in _TEMPLATES):
+        return True
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return bool(config.get("chat_template"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError):
+        return True
 
 
 def _ask_transformers(directory: Path) -> int:

@@ -27,6 +27,7 @@ log = logging.getLogger("xtoken.worker")
 SILENCE_S = 15.0
 BEAT_S = 3.0
 EARLY_S = 120.0
+TOKEN_POLL_S = 0.1
 WAIT_S = 2.0
 """How long one waiting call lasts: between two of them a worker looks whether it shall stop."""
 
@@ -133,7 +134,9 @@ def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> I
         QueueUnreachableError: Nobody answers at the address, or no run was opened there in time.
     """
     setproctitle(f"xtoken {name}")
-    client = ZmqDataPlaneClient(Address.parse(link.url, link.token_file, link.keys), patience_s=link.patience_s)
+    address = Address.parse(link.url, link.token_file, link.keys)
+    _await_token(address, link.patience_s)
+    client = ZmqDataPlaneClient(address, patience_s=link.patience_s)
     stopping = threading.Event()
 
     def ask_to_stop(number: int, _frame: FrameType | None) -> None:
@@ -167,6 +170,25 @@ def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> I
             _leave(client)
     finally:
         client.close()
+
+
+def _await_token(address: Address, limit_s: float) -> None:
+    """A queue makes its token file when it starts, and a worker may come before it.
+
+    Raises:
+        QueueUnreachableError: There is none after so many seconds.
+    """
+    file, deadline = address.token_file, time.monotonic() + limit_s
+    if file is None or file.exists():
+        return
+    log.info("waiting for %s, which the queue at %s makes when it starts", file, address.url)
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise QueueUnreachableError(
+                f"there is no token file {file} after {limit_s:g} s: start the queue at {address.url} with it, or name "
+                "the right one"
+            )
+        time.sleep(TOKEN_POLL_S)
 
 
 def _leave(client: ZmqDataPlaneClient) -> None:

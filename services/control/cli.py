@@ -149,7 +149,10 @@ def show(
 
             from services.control.watch import picture
 
-            Console().print(picture(status, status["error"]))
+            console = Console()
+            console.print(picture(status, ""))
+            if status["error"]:
+                console.print(status["error"], style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @runs_app.command()
@@ -227,13 +230,15 @@ def get(
     token_file: ControlTokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch what a run has written: its model, a checkpoint, its curves."""
+    """Fetch what a run has written: its model, a checkpoint, its curves. It writes over nothing."""
     with _client(control, token_file) as client:
         run_id = _find(client, run)
         listed = client.artifacts(run_id)["artifacts"]
         wanted = [item for item in listed if item["path"] == path or item["path"].startswith(path.rstrip("/") + "/")]
         if not wanted:
             raise ConfigError(f"the run {run_id} has no file {path}: `xtoken runs show {run_id}` tells how far it is")
+        if os.path.lexists(to / path):
+            raise ConfigError(f"{to / path} is there already: name another directory with --to, or remove it")
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -243,7 +248,10 @@ def get(
                 target = to / item["path"]
                 target.parent.mkdir(parents=True, exist_ok=True)
                 client.download(run_id, item["path"], target, lambda size: progress.advance(task, size))
-    _print({"files": [str(to / item["path"]) for item in wanted]}, f"{len(wanted)} files in {to / path}", as_json)
+    from services.control.watch import count_of
+
+    line = f"{to / path}: {count_of(len(wanted), 'file')}"
+    _print({"files": [str(to / item["path"]) for item in wanted]}, line, as_json)
 
 
 @contextmanager

@@ -32,13 +32,16 @@ class HttpServer:
         host: Where to listen.
         port: 0 takes any free one.
         access: Who may ask.
+        listening: A socket that listens there already.
 
     Raises:
         XtokenError: The port is in use.
     """
 
-    def __init__(self, runs: Runs, host: str, port: int, access: Access) -> None:
-        self._socket = _listen(host, port)
+    def __init__(
+        self, runs: Runs, host: str, port: int, access: Access, listening: socket.socket | None = None
+    ) -> None:  # fmt: skip
+        self._socket = listening or _listen(host, port)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         config = uvicorn.Config(
             create_app(runs, access), log_level="warning", lifespan="off", access_log=False, log_config=None,
@@ -85,15 +88,11 @@ def serve(
         XtokenError: The address cannot be served, or the runs' directory cannot be made.
     """
     access = Access.of(host, token_file, names)
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    admission = Admission(Roots.of(roots, [runs_dir]), runs_dir.resolve())
-    with Interrupts() as interrupts:
-        runs = Runs(runs_dir, admission=admission)
-        try:
-            server = HttpServer(runs, host, port, access)
-        except XtokenError:
-            runs.leave_all()
-            raise
+    Roots.of(roots, [])  # what is refused leaves no directory behind, and touches no run
+    with Interrupts() as interrupts, _listen(host, port) as listening:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        runs = Runs(runs_dir, admission=Admission(Roots.of(roots, [runs_dir]), runs_dir.resolve()))
+        server = HttpServer(runs, host, port, access, listening)
         log.info("serving at %s, runs in %s", server.url, runs_dir)
         try:
             while server.alive and not interrupts.wait():

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from services.common.resume import CHECKPOINTS, newest_checkpoint
 from services.control.curves import Curve
 from services.control.lines import read_json
 from services.control.record import SUMMARY, RunState
@@ -120,8 +121,13 @@ class View:
             "spec": row.spec,
             "last": self.steps.last,
             "evaluation": self.eval.last,
+            "checkpoint": self._checkpoint(),
             "summary": read_json(self.output / SUMMARY) if state == RunState.COMPLETED else None,
         }  # fmt: skip
+
+    def _checkpoint(self) -> int | None:
+        newest = newest_checkpoint(self.output / CHECKPOINTS)
+        return int(newest.name.removeprefix("step-")) if newest is not None else None
 
 
 class Views:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -23,7 +24,10 @@ log = logging.getLogger("xtoken.control")
 
 LINE_EVERY_S = 5.0
 STOPPING = "stopping in order; once more to stop at once"
-STOPPING_NOW = "stopping at once"
+STOPPING_NOW = "stopping at once: what is in no checkpoint yet is lost"
+LOADING, READY = "load", "run"
+NAMED = 4
+BAR = 24
 LOSSES = ("loss", "ce_loss", "kl_loss")
 UNSHOWN = (*LOSSES, "step", "time", "seconds", "tokens", "tokens_per_second")
 STATE_STYLES = {"running": "green", "finished": "dim", "waiting": "yellow", "stopped": "dim"}
@@ -117,7 +121,7 @@ class News:
     def has(self, status: dict[str, Any]) -> bool:
         """Whether there is news since this was last true."""
         news = (status["state"], [(w["name"], w["state"], w["restarts"]) for w in status["workers"]])
-        done = (status["step"], status.get("text_read"))
+        done = (status["step"], status.get("text_read"), _unready(status))
         due = time.monotonic() - self._said_at >= LINE_EVERY_S and done != self._said[2:]
         if news == self._said[:2] and not due:
             return False
@@ -175,14 +179,31 @@ def progress_line(status: dict[str, Any]) -> str:
     parts += [f"{name} {value}" for name, value in metrics_of(status)]
     if status["queue"]:
         parts.append(f"queue {status['queue']['samples']} samples")
+    if names := _unready(status):
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        parts.append(f"waiting for {', '.join(names[:NAMED])}{more} to load")
     workers = [f"{w['name']} {w['state']}{_restarts(w)}" for w in status["workers"] if _worth_telling(w)]
     return ", ".join(parts + workers)
 
 
+def _unready(status: dict[str, Any]) -> list[str]:
+    """Workers that were started and have not said yet that they can work; what they say is seconds old."""
+    if status["state"] not in (RunState.STARTING, RunState.RUNNING) or status["step"] == status["steps"]:
+        return []
+    workers = [w for w in status["workers"] if w["kind"] != "queue" and w["state"] == "running"]
+    if any(w["kind"] == "trainer" and w["phase"] == READY for w in workers):  # all have begun: who has no phase leaves
+        return [w["name"] for w in workers if w["phase"] == LOADING and w["restarts"]]
+    if status["last"] and status["last"].get("step", 0) >= (status["step"] or 0):  # it has trained since the last look
+        return []
+    filled = bool(status["queue"] and status["queue"]["samples"])
+    return [w["name"] for w in workers if w["phase"] != READY and not (filled and w["kind"] == "collator")]
+
+
 def _done(status: dict[str, Any]) -> str:
-    """How far a run is: its steps, or before them how much of its text has been looked through."""
-    if status["steps"] is None and status.get("text_read") is not None:
-        return f"{status['text_read']:.0%} of the text read"
+    """How far a run is: its steps, or before them what is being checked."""
+    if status["steps"] is None and not RunState(status["state"]).over:
+        read = status.get("text_read")
+        return "checking models, tokenizers and text" if read is None else f"{read:.0%} of the text read"
     return f"step {status['step'] or 0}/{status['steps'] or '?'}"
 
 
@@ -193,7 +214,7 @@ def ending_line(status: dict[str, Any]) -> str:
     where = f"{status['name']}: {status['state']} after step {status['step'] or 0} of {status['steps'] or '?'}"
     if status["state"] == "stopped":
         lost = f": {status['error']}" if status["error"] else ""
-        return f"{where}{lost}; start it again to go on from its last checkpoint in {status['output']}"
+        return f"{where}{lost}; {_way_on(status)}"
     summary = status["summary"]
     if status["state"] != "completed" or summary is None:
         return f"{where}; logs are in {status['output']}/logs"
@@ -203,6 +224,21 @@ def ending_line(status: dict[str, Any]) -> str:
     bits = (status["evaluation"] or {}).get("bits_per_byte")
     held_out = f"; {bits:.4f} bits per byte on held-out text" if _is_number(bits) else ""
     return f"{where}: {counts} of {summary.get('positions')} samples{held_out}; model in {status['output']}/model"
+
+
+def _way_on(status: dict[str, Any]) -> str:
+    """What starting a stopped run again goes on from."""
+    step, checkpoint = status["step"] or 0, status["checkpoint"]
+    if checkpoint is None:
+        lost = "what was trained is lost" if step else "nothing was trained"
+        return f"there is no checkpoint in {status['output']}, {lost}: started again, it begins anew"
+    lost = f", the {count_of(step - checkpoint, 'step')} after it being lost" if step > checkpoint else ""
+    return f"start it again to go on from its last checkpoint, of step {checkpoint}, in {status['output']}{lost}"
+
+
+def count_of(count: int, what: str) -> str:
+    """So many of something, in the right number."""
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def metrics_of(status: dict[str, Any]) -> list[tuple[str, str]]:
@@ -225,40 +261,54 @@ def picture(status: dict[str, Any], note: str) -> RenderableType:
     step, steps = status["step"] or 0, status["steps"] or 0
     head = Table.grid(padding=(0, 2))
     completed = step if steps else status.get("text_read") or 0
-    bar = ProgressBar(total=steps or 1, completed=completed, width=40)
-    head.add_row(Text(status["name"], style="bold"), status["state"], bar, _done(status))
+    bar = ProgressBar(total=steps or 1, completed=completed, width=BAR)
+    head.add_row(Text(status["name"], style="bold", overflow="fold"), status["state"], bar, _done(status))
     parts = [head, _figures(status), _workers(status)]
     return Group(*parts, Text(note, style="yellow")) if note else Group(*parts)
 
 
-def _figures(status: dict[str, Any]) -> Table:
+def _figures(status: dict[str, Any]) -> RenderableType:
+    """As many beside each other as the width has room for, none cut."""
     last = status["last"] or {}
-    table = Table.grid(padding=(0, 2))
-    table.add_row(*(Text.assemble((name, "dim"), f" {value}") for name, value in metrics_of(status)))
-    others = {k: v for k, v in last.items() if k not in UNSHOWN and _is_number(v)}
-    for start in range(0, len(others), 4):
-        row = list(others.items())[start : start + 4]
-        table.add_row(*(Text.assemble((name, "dim"), f" {value:.4g}") for name, value in row))
+    others = [(k, f"{v:.4g}") for k, v in last.items() if k not in UNSHOWN and _is_number(v)]
+    parts: list[RenderableType] = [
+        Columns((_figure(*each) for each in figures), padding=(0, 2)) for figures in (metrics_of(status), others)
+    ]
     if status["queue"]:
         held, limit = status["queue"]["bytes"] / 2**20, status["queue"]["memory_limit"] / 2**20
-        table.add_row(
-            Text.assemble(("queue", "dim"), f" {status['queue']['samples']} samples, {held:.1f}/{limit:.0f} MiB")
-        )
-    return table
+        parts.append(_figure("queue", f"{status['queue']['samples']} samples, {held:.1f}/{limit:.0f} MiB"))
+    return Group(*parts)
+
+
+def _figure(name: str, value: str) -> Text:
+    return Text.assemble((name, "dim"), f" {value}", overflow="fold")
 
 
 def _workers(status: dict[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2), show_edge=False, header_style="dim")
-    for name in ("worker", "state", "pid", "phase", "work", "heard", "restarts"):
-        table.add_column(name)
-    for worker in status["workers"]:
-        age = worker["heartbeat_age_s"]
-        table.add_row(
-            worker["name"], Text(worker["state"], style=STATE_STYLES.get(worker["state"], "")),
-            str(worker["pid"] or ""), worker["phase"], str(worker["progress"] or ""),
-            "" if age is None else f"{age:.0f} s ago", str(worker["restarts"] or ""),
-        )  # fmt: skip
+    """A row each; a column that no worker has anything in is left out."""
+    rows = [_worker(worker) for worker in status["workers"]]
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    shown = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
+    for name in shown:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table
+
+
+def _worker(worker: dict[str, Any]) -> dict[str, Text]:
+    age = worker["heartbeat_age_s"]
+    told = {
+        "worker": worker["name"],
+        "state": worker["state"],
+        "pid": str(worker["pid"] or ""),
+        "phase": worker["phase"],
+        "work": str(worker["progress"] or ""),
+        "heard": "" if age is None else f"{age:.0f} s ago",
+        "restarts": str(worker["restarts"] or ""),
+    }
+    style = STATE_STYLES.get(worker["state"], "")
+    return {name: Text(value, style=style if name == "state" else "") for name, value in told.items()}
 
 
 def _worth_telling(worker: dict[str, Any]) -> bool:
@@ -267,4 +317,4 @@ def _worth_telling(worker: dict[str, Any]) -> bool:
 
 def _restarts(worker: dict[str, Any]) -> str:
     count = worker["restarts"]
-    return f" ({count} restart{'s' if count != 1 else ''})" if count else ""
+    return f" ({count_of(count, 'restart')})" if count else ""

@@ -159,7 +159,9 @@ def _train_student(run_file: Path) -> None:
 
     outcome = run_in_place(load_run_spec(run_file))
     if outcome.exit_code:
-        raise XtokenError(outcome.error or f"the run {run_file.stem} was stopped: start `xtoken demo` again")
+        error = XtokenError(outcome.error or f"the run {run_file.stem} was stopped: start `xtoken demo` again")
+        error.exit_code = outcome.exit_code
+        raise error
 
 
 def _show(console: Console, out: Path, runs: list[Run]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from xtoken_core.config.train import LoraSpec
@@ -37,4 +38,8 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Any:
     try:
         return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise ConfigError(f"train.lora.targets = {list(spec.targets)}: {str(error).splitlines()[0]}") from error
+        layers = {name.rpartition(".")[2]: None for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        raise ConfigError(
+            f"train.lora.targets = {list(spec.targets)}: {str(error).splitlines()[0]} The student's linear layers are "
+            f"{', '.join(layers)}"
+        ) from error

@@ -7,12 +7,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.resume import CHECKPOINTS
+from services.common.resume import CHECKPOINTS, RESOLVED
 from services.common.roots import Roots, confined
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.errors import InputError, OutputError
 
-RESOLVED = "resolved.json"
 NAME = re.compile(r"step-([0-9]{8})")
 
 

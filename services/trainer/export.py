@@ -125,6 +125,8 @@ def export_model(
         (adapted or model).save_pretrained(scratch, safe_serialization=True)
         tokenizer.save_pretrained(scratch)
         (scratch / "README.md").write_text(card, encoding="utf-8")
+        for path in scratch.iterdir():
+            path.chmod((scratch / "README.md").stat().st_mode)  # safetensors' own files are their owner's alone
         sync_tree(scratch)
         if replaces:
             shutil.rmtree(old, ignore_errors=True)

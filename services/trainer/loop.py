@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from services.common.resume import CHECKPOINTS
+from services.common.resume import CHECKPOINTS, RESOLVED
 from services.common.steps import StepPlan, plan_fields, plan_step
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.checkpoint import Checkpoints, Cursor
@@ -18,7 +19,7 @@ from services.trainer.evaluate import Evaluator
 from services.trainer.figures import combined, floats, flops_per_token, peak_flops, peak_memory
 from services.trainer.group import Group
 from services.trainer.optimizer import StudentOptimizer
-from services.trainer.records import JsonLines
+from services.trainer.records import JsonLines, replace_file
 from services.trainer.reports import Report, make_reports
 from services.trainer.shares import Account, account_of, joined, owned
 from services.trainer.step import StepRunner
@@ -71,6 +72,8 @@ class TrainerLoop:
             XtokenError: A checkpoint or a record cannot be read or written.
         """
         self._restore()
+        if self.group.leads:  # an export needs it; `xtoken run` has written the same already
+            replace_file(self.run.spec.output / RESOLVED, json.dumps(self.run.model_dump(mode="json"), indent=2) + "\n")
         self._rewind()
         self.reports = make_reports(self.run, self.cursor.step) if self.group.leads else []
         try:

@@ -103,6 +103,17 @@ def missing_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
     return {"teacher.projection": str(tmp / "no-projection.safetensors")}
 
 
+def no_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    return {"teacher.projection": None}
+
+
+def only_messages(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    """A file of conversations, which the tiny tokenizers cannot take."""
+    answer = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]}
+    (tmp / "chat.jsonl").write_text((json.dumps(answer) + "\n") * 16)
+    return {"data.path": str(tmp / "chat.jsonl")}
+
+
 def damaged_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
     (tmp / "damaged.safetensors").write_bytes(b"\x00" * 40)
     return {"teacher.projection": str(tmp / "damaged.safetensors")}
@@ -144,7 +155,12 @@ CASES: list[tuple[Change, list[str]]] = [
     (damaged_weights, ["teacher 0", "damaged"]),
     (missing_data, ["no-data.jsonl"]),
     (wrong_field, ["content"]),
-    (missing_projection, ["no-projection.safetensors"]),
+    (missing_projection, ["there is no projection file", "no-projection.safetensors", "xtoken projection build"]),
+    (
+        no_projection,
+        ["teacher.0.projection", "xtoken projection build --student", "--out FILE", "(teacher.projection)"],
+    ),
+    (only_messages, ["chat.jsonl:1", "student's tokenizer has no chat template"]),
     (damaged_projection, ["damaged.safetensors"]),
     (foreign_projection, ["to-other.safetensors", "xtoken projection build"]),
     (narrow_head, ["head", "100"]),

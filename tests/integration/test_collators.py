@@ -86,3 +86,18 @@ def test_a_killed_collator_without_a_successor_is_given_up_by_its_silence(crew: 
     workers.kill("collator-0")
     workers.wait(lambda: workers.rows_put() >= workers.positions)
     check_rows(workers, spec, documents(RECORDS, seed=3, words=60))
+
+
+def test_a_bad_record_ends_a_run_without_a_supervisor_too(
+    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    text = write_jsonl(tmp_path / "text.jsonl", [*documents(10, seed=4), "", *documents(10, seed=5)])
+    crew = CollatorCrew(tiny_spec(assets, tmp_path, data={"path": text, "on_bad_record": "fail"}))
+    try:
+        crew.start("collator-0")
+        assert crew.ended("collator-0") == 2, crew.log()
+        assert f"{text}:11: empty text" in crew.failed()
+        assert crew.failed() in crew.log()
+    finally:
+        crew.close()

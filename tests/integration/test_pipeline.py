@@ -107,6 +107,8 @@ def test_two_teachers_two_epochs_and_bad_records(assets: TinyAssets, tmp_path: P
     lines = [json.dumps({"text": text}).encode() for text in texts]
     lines[5] = json.dumps({"text": "  "}).encode()
     lines[17] = b'{"text": "\xff\xfe"}'
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
+    lines[25] = json.dumps({"messages": chat}).encode()
     lines[30] = json.dumps({"text": " ".join(texts)}).encode()
     data.write_bytes(b"\n".join(lines) + b"\n")
     teacher = {"model": assets.other_teacher, "context_length": 80, "projection": assets.other_projection}
@@ -115,8 +117,10 @@ def test_two_teachers_two_epochs_and_bad_records(assets: TinyAssets, tmp_path: P
     ending = start(spec).join()
     assert ending.state == RunState.COMPLETED, ending.error
     summary = summary_of(spec.output)
-    assert (summary["positions"], summary["trained"], summary["skipped"], summary["truncated"]) == (88, 84, 4, 2)
+    assert (summary["positions"], summary["trained"], summary["skipped"], summary["truncated"]) == (88, 82, 6, 2)
     assert all("train.jsonl:" in reason for reason in summary["skipped_reasons"].values())
+    stray = [reason for reason in summary["skipped_reasons"].values() if "no chat template" in reason]
+    assert [reason.partition(": ")[0] for reason in stray] == [f"{data}:26"] * 2
     skipped = {int(i) for i in summary["skipped_reasons"]}
     assert sorted(trained_ids(spec.output)) == sorted(set(range(88)) - skipped)
     assert {"kl_loss_t0", "kl_loss_t1"} <= set(steps_of(spec.output)[0])
@@ -140,6 +144,6 @@ def test_a_bad_record_ends_a_run_that_says_so(assets: TinyAssets, tmp_path: Path
     write_jsonl(data, [*documents(10, seed=4), "", *documents(10, seed=5)])
     spec = tiny_spec(assets, tmp_path, data={"path": data, "on_bad_record": "fail"})
     ending = start(spec).join()
-    assert ending.state == RunState.FAILED
+    assert (ending.state, ending.exit_code) == (RunState.FAILED, 2)
     assert "train.jsonl:11" in ending.error
     assert "\n" not in ending.error

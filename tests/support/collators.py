@@ -62,6 +62,14 @@ class CollatorCrew:
         self.signal(name, signal.SIGKILL)
         self._collators.pop(name).wait()
 
+    def ended(self, name: str) -> int:
+        """The exit status of a collator that ends by itself."""
+        return self._collators[name].wait(DEADLINE_S)
+
+    def failed(self) -> str:
+        """Why the queue has given the run up; empty if it has not."""
+        return str(self._client.stats()["partitions"][self._client.partition]["run"]["failed"])
+
     def rows_put(self) -> int:
         """Rows that the queue has taken so far."""
         return int(self._client.stats()["partitions"][self._client.partition]["rows_put"])

@@ -65,6 +65,13 @@ def is_part(annotation: object) -> bool:
     return any(isinstance(part, type) and issubclass(part, Part) for part in inner)
 
 
+def test_the_environment_variables_of_options_are_told() -> None:
+    page = (ROOT / "docs/cli.md").read_text("utf-8")
+    for _, command in generator().commands_of(typer.main.get_command(app), ("xtoken",)):
+        assert all(f"`{option.envvar}`" in page for option in command.params if getattr(option, "envvar", None))
+    assert "XTOKEN_CONTROL" in page
+
+
 def test_every_exit_status_is_in_the_table() -> None:
     errors = [e for e in vars(xtoken_core.errors).values() if isinstance(e, type) and issubclass(e, Exception)]
     table = (ROOT / "docs/cli.md").read_text("utf-8").partition("## Exit statuses")[2]

@@ -10,8 +10,10 @@ from pydantic import ValidationError
 
 from services.common.steps import ring_shape, selects_columns
 from tests.support.runs import resolved_run
+from xtoken_core.config.complaints import describe
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.config.spec import RunSpec, describe
+from xtoken_core.config.spec import RunSpec, parse_run_spec
+from xtoken_core.errors import ConfigError
 
 HIDDEN = ["cuda_ipc_hidden", "shared_memory_hidden", "queue"]
 
@@ -75,4 +77,23 @@ def test_what_cannot_be_is_refused_before_a_file_is_read(tmp_path: Path, place: 
     part[name] = value
     with pytest.raises(ValidationError) as found:
         RunSpec.model_validate(raw)
-    assert said in describe(found.value)
+    assert said in describe(found.value, RunSpec)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"trian": {}}, "trian: there is no such field; did you mean train?"),
+        (
+            {"train": {"sample_per_step": 8}},
+            "train.sample_per_step: there is no such field; did you mean samples_per_step?",
+        ),
+        ({"train": {"lora": {"rnk": 8}}}, "train.lora.rnk: there is no such field; did you mean rank?"),
+        ({"teacher": [{"tokeniser": "t"}]}, "teacher.0.tokeniser: there is no such field; did you mean tokenizer?"),
+        ({"ray": {"zzz": 1}}, "ray.zzz: there is no such field; there are "),
+    ],
+)
+def test_a_field_that_is_none_is_told_with_the_one_that_was_meant(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        parse_run_spec(change, source="run.toml")
+    assert said in str(found.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from services.common.worker import QueueLink, worker_session
 from services.queue.main import open_run
 from services.queue.server import Server
 from tests.support.runs import resolved_run
-from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.address import Address, create_token, read_token
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError
 from xtoken_core.protocol.engine import Engine
 
@@ -81,3 +82,25 @@ def test_a_queue_without_a_run_is_named(queue: tuple[str, Engine]) -> None:
         worker_session(QueueLink(url), role="x", name="c"),
     ):
         pass
+
+
+def test_a_worker_waits_for_the_token_file_and_says_what_is_missing(tmp_path: Path) -> None:
+    token = tmp_path / "queue.token"
+    link = QueueLink("tcp://127.0.0.1:1", token, patience_s=0.3)
+    with (
+        pytest.raises(
+            QueueUnreachableError, match=r"there is no token file .*queue.token after 0.3 s: start the queue"
+        ),
+        worker_session(link, role="collator", name="c"),
+    ):
+        pass
+    maker = threading.Timer(0.2, create_token, [token])
+    maker.start()
+    with (
+        pytest.raises(QueueUnreachableError, match="nobody answers"),
+        worker_session(replace(link, patience_s=2.0), role="collator", name="c"),
+    ):
+        pass
+    maker.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["queue.token"]
+    assert create_token(token) == read_token(token)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from xtoken_core.config.base import Part
-from xtoken_core.config.spec import RunSpec, describe
+from xtoken_core.config.complaints import describe
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 
 
@@ -118,4 +119,4 @@ def parse_resolved_run(document: bytes, *, source: str) -> ResolvedRun:
     try:
         return ResolvedRun.model_validate_json(document)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {describe(error)}") from error
+        raise ConfigError(f"{source}: {describe(error, ResolvedRun)}") from error

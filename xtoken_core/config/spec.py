@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from xtoken_core.config.base import Count, Part
+from xtoken_core.config.complaints import describe
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.errors import ConfigError, InputError
@@ -337,15 +338,4 @@ def parse_run_spec(raw: object, *, source: str) -> RunSpec:
     try:
         return RunSpec.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {describe(error)}") from error
-
-
-def describe(error: ValidationError) -> str:
-    """All of pydantic's complaints on one line, each with the name of its field."""
-    complaints = []
-    for item in error.errors(include_url=False, include_context=False):
-        place = ".".join(str(part) for part in item["loc"]) or "the run"
-        text = item["msg"].removeprefix("Value error, ")
-        text = text[:1].lower() + text[1:] if item["type"] != "value_error" else text
-        complaints.append(f"{place}: {text}")
-    return "; ".join(complaints)
+        raise ConfigError(f"{source}: {describe(error, RunSpec)}") from error

@@ -110,6 +110,25 @@ class DataIndex:
         """
         return [self._read_one(number) for number in record_numbers]
 
+    def place(self, number: int) -> str:
+        """Where a record lies, as `file:line`, counted from 1 (a row for parquet and arrow files)."""
+        file, row = self._locate(number)
+        return f"{self._sources[file].path}:{row + 1}"
+
+    def first_conversation(self) -> str | None:
+        """The place of the first record of `messages` that is the first usable one of its file; None if no file has it.
+
+        A file that cannot hold messages is not read.
+        """
+        for file in range(len(self._sources)):
+            if not self._reader(file).may_hold_messages:
+                continue
+            numbers = range(self._starts[file], self._starts[file + 1])
+            first = next((r for r in map(self._read_one, numbers) if isinstance(r, Record)), None)
+            if first is not None and "messages" in first.value:
+                return self.place(first.number)
+        return None
+
     def documents(self) -> Iterator[str]:
         """Every usable record in order, as plain text (see `Record.document`)."""
         for number in range(len(self)):
@@ -122,7 +141,7 @@ class DataIndex:
         try:
             return Record(number, self._reader(file).read(row))
         except UnusableRecordError as error:
-            return BadRecord(number, f"{self._sources[file].path}:{row + 1}", str(error))
+            return BadRecord(number, self.place(number), str(error))
 
     def _locate(self, number: int) -> tuple[int, int]:
         if not 0 <= number < len(self):

@@ -28,7 +28,13 @@ _UTF8_BOM = "\ufeff"
 
 
 class Reader(Protocol):
-    """Reads rows of one file."""
+    """Reads rows of one file.
+
+    Attributes:
+        may_hold_messages: Whether a row of it can be a conversation.
+    """
+
+    may_hold_messages: bool
 
     def read(self, row: int) -> dict[str, Any]:
         """The value of a row.
@@ -42,6 +48,7 @@ class LineReader:
     """Rows of a `.jsonl` or `.txt` file; `offsets[row]` is where a line begins, the last one the file's size."""
 
     def __init__(self, source: Source, offsets: Offsets, field: str) -> None:
+        self.may_hold_messages = source.kind == "jsonl"
         self._source = source
         self._field = field
         self._offsets = offsets
@@ -76,6 +83,7 @@ class ColumnReader:
         self._offsets = offsets
         self._blocks = ParquetBlocks(source.path) if source.kind == "parquet" else ArrowBlocks(source.path)
         self._columns = usable_columns(self._blocks.schema, field, source.path)
+        self.may_hold_messages = "messages" in self._columns
         self._cache: OrderedDict[int, Any] = OrderedDict()
         self._cached_bytes = 0
 

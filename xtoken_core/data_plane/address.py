@@ -101,13 +101,20 @@ def read_token(path: Path) -> str:
 
 
 def create_token(path: Path) -> str:
-    """Write a new token to a 0600 file, or return the one that is there already."""
+    """Write a new token to a 0600 file, whole before it has its name, or return the one that is there already."""
     if path.exists():
         return read_token(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_urlsafe(32)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(token + "\n")
+    try:
+        path.hardlink_to(partial)
+    except FileExistsError:
+        return read_token(path)
+    finally:
+        partial.unlink()
     return token
 
 

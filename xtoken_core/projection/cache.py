@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from xtoken_core.projection.files import MissingProjectionError, parse_projection_file, read_topk
+from xtoken_core.projection.files import parse_projection_file, read_topk
+from xtoken_core.projection.fingerprint import MissingProjectionError
 
 Stamp = tuple[int, int]
 """A file's size in bytes and its modification time in nanoseconds: a file built anew is read anew."""

@@ -28,10 +28,6 @@ class ProjectionFileError(InputError, ValueError):
     """A file is no projection, or a damaged one."""
 
 
-class MissingProjectionError(InputError, FileNotFoundError):
-    """There is no such file."""
-
-
 @dataclass(frozen=True)
 class TopKProjection:
     """A projection by rows.
@@ -165,8 +161,6 @@ def _safetensors(projection: TopKProjection, indices: Tensor, weights: Tensor) -
 
 
 def _read(path: Path) -> TopKProjection | tuple[Tensor, Tensor]:
-    if not path.exists():
-        raise MissingProjectionError(f"there is no projection file {path}: build it with xtoken projection build")
     if (said := projection_header(path)) is not None:
         return _own(path, said)
     try:

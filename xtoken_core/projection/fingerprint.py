@@ -19,6 +19,10 @@ _ALTERNATIVES = ("tokenizer.json", "tekken.json")
 _OTHERS = ("*.model", "*.model.v*", "vocab.json", "merges.txt", "vocab.txt", "*.tiktoken", "added_tokens.json")
 
 
+class MissingProjectionError(InputError, FileNotFoundError):
+    """There is no such file."""
+
+
 def tokenizer_fingerprint(tokenizer_or_dir: Any) -> str:
     """The sha256, in hex, of what makes a tokenizer: vocabulary, merges, added tokens, splitting and normalising.
 
@@ -70,6 +74,10 @@ def projection_header(path: str | Path) -> dict[str, str] | None:
                 return None
             (size,) = struct.unpack("<Q", start[:8])
             header = json.loads(b"{" + stream.read(size - 1)) if 1 < size <= _MAX_HEADER else {}
+    except FileNotFoundError as error:
+        raise MissingProjectionError(
+            f"there is no projection file {path}: build it with xtoken projection build"
+        ) from error
     except OSError as error:
         raise InputError(f"cannot read the projection {path}: {error.strerror}") from error
     except (ValueError, RecursionError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xtoken_core.alignment.tables import SPECIAL, TEXT, TokenTable
+from xtoken_core.alignment.tables import SPECIAL, TEXT, UNKNOWN, TokenTable
 from xtoken_core.errors import InputError
 from xtoken_core.losses.exact_map import exact_token_map
 from xtoken_core.projection.files import TopKProjection
@@ -29,8 +29,9 @@ class ProjectionReport:
         exact: Rows with one teacher token of weight 1.
         spread: Rows with several.
         empty: Rows without any.
+        padding: How many of them are beyond the student's vocabulary: rows of a head that is wider than it.
         teacher_covered: Teacher ids that some row names.
-        common_strict: Pairs of the strict exact-token map.
+        common_strict: Pairs of the strict exact-token map; specials, which `overlap` leaves out, are among them.
         common_relaxed: Pairs of the relaxed one.
         categories: Per category of tokens: how many student tokens it has and how many of them are uncommon.
         warnings: What a user should know before training, with the loss mode that it suggests.
@@ -42,6 +43,7 @@ class ProjectionReport:
     exact: int
     spread: int
     empty: int
+    padding: int
     teacher_covered: int
     common_strict: int
     common_relaxed: int
@@ -81,6 +83,7 @@ def inspect_projection(
         exact=int(kinds["exact"].sum()),
         spread=int(kinds["spread"].sum()),
         empty=int(kinds["empty"].sum()),
+        padding=int(kinds["empty"][len(student) :].sum()),
         teacher_covered=int((torch.bincount(indices[(indices >= 0) & (weights > 0)]) > 0).sum()),
         common_strict=strict["common_student"].numel(),
         common_relaxed=relaxed["common_student"].numel(),
@@ -94,7 +97,7 @@ def inspect_projection(
 
 
 def overlap(tables: Mapping[str, TokenTable]) -> list[tuple[str, str, int, float]]:
-    """For every pair of tokenizers: spellings that both have, and their share of the smaller vocabulary."""
+    """For every pair of tokenizers: spellings that both have, specials aside, and their share of the smaller one."""
     spellings = {name: {piece for piece in table.pieces if piece} for name, table in tables.items()}
     names = list(tables)
     rows = []
@@ -186,6 +189,7 @@ def _shown(kinds: Mapping[str, torch.Tensor], student: TokenTable) -> dict[str, 
     special = torch.from_numpy(student.kinds == SPECIAL)
     text = torch.from_numpy(student.pool.lengths > 0)
     rows = {f"{name} rows": mask[:size] & text for name, mask in kinds.items()}
+    rows["empty rows"] = kinds["empty"][:size]  # those of specials too: they are few, and each is worth a look
     return rows | {"numerals": numeral, "specials": special}
 
 
@@ -205,13 +209,18 @@ def _samples(
 
 def _name(table: TokenTable, index: int) -> str:
     spelled = table.literals.get(index, table.pieces[index])
+    if not spelled:
+        return f"(the unknown token, id {index})" if table.kinds[index] == UNKNOWN else f"(no text, id {index})"
     return spelled.decode("utf-8", "backslashreplace")
+
+
+_COUNTS = ("rows", "top_k", "exact", "spread", "empty", "padding", "teacher_covered")
 
 
 def as_json(report: ProjectionReport) -> dict[str, Any]:
     """The report as plain values."""
     return {
-        **{name: getattr(report, name) for name in ("rows", "top_k", "exact", "spread", "empty", "teacher_covered")},
+        **{name: getattr(report, name) for name in _COUNTS},
         "common_strict": report.common_strict,
         "common_relaxed": report.common_relaxed,
         "categories": {name: {"tokens": t, "uncommon": u} for name, (t, u) in report.categories.items()},

@@ -85,6 +85,8 @@ class RunStatus(RunSummary):
     """The metrics of its last step."""
     evaluation: dict[str, Any] | None = None
     """Its last reading of the held-out text."""
+    checkpoint: int | None = None
+    """The step that its newest checkpoint goes on from."""
     summary: dict[str, Any] | None = None
     """Its account of every position, once it is complete."""
     spec: dict[str, Any] = {}

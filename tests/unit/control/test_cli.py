@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -136,7 +138,11 @@ def test_a_bad_run_file_is_refused_before_anything_heavy_is_loaded(tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
-    assert len(lines) == 1 and "studen: extra inputs" in lines[0] and "student: field required" in lines[0]
+    assert (
+        len(lines) == 1
+        and "studen: there is no such field; did you mean student?" in lines[0]
+        and "student: field required" in lines[0]
+    )
 
 
 def test_no_control_plane_there(tmp_path: Path) -> None:
@@ -147,6 +153,38 @@ def test_no_control_plane_there(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: no control plane answers at http://127.0.0.1:9: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("how", ["port", "root"])
+def test_a_control_plane_that_cannot_start_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        wrong = {"port": ["--port", port], "root": ["--port", "0", "--root", str(tmp_path / "none")]}[how]
+        done = xtoken("control", "--runs-dir", str(tmp_path / "runs"), *wrong)
+    said = {
+        "port": (1, f"error: cannot serve at 127.0.0.1:{port}: Address already in use: choose another --port"),
+        "root": (2, f"error: --root {tmp_path / 'none'} is no directory"),
+    }[how]
+    assert (done.returncode, done.stderr.splitlines()[-1]) == said, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("server", ["queue", "control"])
+def test_a_server_that_is_told_to_leave_is_done(server: str, number: signal.Signals, tmp_path: Path) -> None:
+    words = {
+        "queue": ["queue", "--bind", f"ipc://{tmp_path / 'private' / 'queue'}"],
+        "control": ["control", "--port", "0", "--runs-dir", str(tmp_path / "runs")],
+    }[server]
+    (tmp_path / "private").mkdir(mode=0o700)
+    started = subprocess.Popen([sys.executable, "-m", "services.cli", *words], stderr=subprocess.PIPE, text=True)
+    assert started.stderr is not None
+    with started:
+        said = next(line for line in started.stderr if "serving at" in line)
+        started.send_signal(number)
+        assert (started.wait(30), "serving" in said) == (0, True)
 
 
 def test_a_control_plane_serves_other_machines_only_with_a_token(tmp_path: Path) -> None:
@@ -160,7 +198,7 @@ def test_a_control_plane_serves_other_machines_only_with_a_token(tmp_path: Path)
 @pytest.mark.parametrize(
     ("queue", "token", "said"),
     [
-        ("tcp://127.0.0.1:5000", "none", "error: cannot read the token file "),
+        ("tcp://127.0.0.1:5000", "open", "error: the token file "),
         ("tcp://10.0.0.1:5000", "none", "error: tcp://10.0.0.1:5000: a token would cross the network in clear"),
         ("here", "none", "error: 'here' is no queue address"),
     ],
@@ -169,6 +207,7 @@ def test_a_wrong_address_is_refused_before_anything_heavy_is_loaded(
     queue: str, token: str, said: str, tmp_path: Path
 ) -> None:
     block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers'))); import services.cli as c; "
+    (tmp_path / "open").write_text("a token that all may read")
     arguments = ["xtoken", "trainer", "--queue", queue, "--token-file", str(tmp_path / token)]
     program = block + f"sys.argv = {arguments!r}; c.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -84,7 +84,34 @@ def test_logs_and_files(command: Command, runs: Runs, tmp_path: Path) -> None:
     got = command("get", "first-1", "logs", "--to", str(tmp_path / "got"), "--json")
     assert len(json.loads(got.stdout)["files"]) == 2
     assert (tmp_path / "got" / "logs" / "queue.1.log").read_text().endswith("and more\n")
+    one = command("get", "first-1", "steps.jsonl", "--to", str(tmp_path / "got"))
+    assert one.stdout == f"{tmp_path / 'got' / 'steps.jsonl'}: 1 file\n"
     assert "has no file nothing" in str(command("get", "first-1", "nothing").exception)
+
+
+def test_fetching_writes_over_nothing(command: Command, runs: Runs, tmp_path: Path) -> None:
+    put(runs, "first-1")
+    (tmp_path / "steps.jsonl").write_text("mine\n")
+    (tmp_path / "logs").symlink_to("nowhere")
+    for path in ("steps.jsonl", "logs"):
+        error = command("get", "first-1", path, "--to", str(tmp_path)).exception
+        said = f"{tmp_path / path} is there already: name another directory with --to, or remove it"
+        assert (str(error), getattr(error, "exit_code", None)) == (said, 2)
+    assert (tmp_path / "steps.jsonl").read_text() == "mine\n"
+
+
+def test_an_error_is_one_line_where_it_is_piped(command: Command, runs: Runs) -> None:
+    error = "it broke " * 40 + "in the end"
+    put(runs, "first-1", RunState.FAILED, error=error, exit_code=1)
+    assert error in command("show", "first-1").stdout.splitlines()
+    assert json.loads(command("show", "first-1", "--json").stdout)["checkpoint"] is None
+
+
+def test_the_newest_checkpoint_is_told(command: Command, runs: Runs) -> None:
+    output = put(runs, "first-1", RunState.STOPPED)
+    for step in (8, 16):
+        (output / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    assert json.loads(command("show", "first-1", "--json").stdout)["checkpoint"] == 16
 
 
 def test_stopping_resuming_and_removing_what_is_over(command: Command, runs: Runs) -> None:

@@ -21,7 +21,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "name": "tiny", "state": "running", "output": "/runs/tiny", "step": 3, "steps": 12, "error": "",
         "last": {"step": 2, "loss": 4.5, "ce_loss": 5.25, "kl_loss": 3.75, "grad_norm": 1.5,
                  "tokens_per_second": 4511.0},
-        "evaluation": {"step": 0, "bits_per_byte": 2.5}, "summary": None,
+        "evaluation": {"step": 0, "bits_per_byte": 2.5}, "checkpoint": 3, "summary": None,
         "queue": {"samples": 24, "bytes": 3 << 20, "memory_limit": 1 << 30, "tasks": {}}, "workers": [worker],
         **changes,
     }  # fmt: skip
@@ -41,8 +41,51 @@ def test_workers_in_trouble_are_named() -> None:
 
 def test_before_anything_is_known() -> None:
     bare = status(step=None, steps=None, last=None, evaluation=None, queue=None, workers=[], state="starting")
-    assert progress_line(bare) == "tiny: starting, step 0/?"
+    assert progress_line(bare) == "tiny: starting, checking models, tokenizers and text"
     Console(file=io.StringIO()).print(picture(bare, ""))
+
+
+def workers(**phases: str) -> list[dict[str, Any]]:
+    """Running workers by their names and phases, `_` for `-`."""
+    named = {name.replace("_", "-"): phase for name, phase in phases.items()}
+    return [
+        status()["workers"][0] | {"name": name, "kind": name.partition("-")[0], "phase": phase}
+        for name, phase in named.items()
+    ]
+
+
+def test_at_the_start_a_line_says_what_is_waited_for() -> None:
+    empty = {"samples": 0, "bytes": 0, "memory_limit": 1 << 30, "tasks": {}}
+    loading = workers(queue="", collator_0="", teacher_0_0="load", trainer_0="load")
+    said = progress_line(status(step=0, last=None, evaluation=None, queue=empty, workers=loading))
+    assert said.endswith("queue 0 samples, waiting for collator-0, teacher-0-0, trainer-0 to load")
+    filled = progress_line(status(step=0, last=None, workers=loading))
+    assert filled.endswith("waiting for teacher-0-0, trainer-0 to load")
+    assert "waiting" not in progress_line(status(step=0, workers=loading)), "a step was taken since the last look"
+    many = workers(**{f"teacher_{number}_0": "load" for number in range(9)}, trainer_0="load")
+    assert "teacher-3-0 and 6 more to load" in progress_line(status(workers=many))
+
+
+def test_a_worker_that_leaves_is_not_waited_for() -> None:
+    leaving = workers(collator_0="", teacher_0_0="run", trainer_0="run")
+    assert "waiting" not in progress_line(status(workers=leaving))
+    assert "waiting" not in progress_line(status(step=12, workers=workers(collator_0="", trainer_0="")))
+    again = [leaving[2], leaving[1] | {"phase": "load", "restarts": 1}]
+    assert "waiting for teacher-0-0 to load" in progress_line(status(workers=again))
+
+
+def test_the_picture_cuts_nothing_at_80_columns() -> None:
+    last = {"step": 2, "loss": 4.5, "backward_seconds": 0.25, "num_valid_samples_of_teacher_0": 4, "ce_loss": 5.25}
+    last |= {f"a_figure_with_a_longer_name_{number}": 0.001234 for number in range(5)}
+    names = workers(node1_collator_0="run", node1_teacher_0_0="run", node1_trainer_0="run")
+    out = io.StringIO()
+    Console(file=out, width=80).print(picture(status(step=12345, steps=100000, last=last, workers=names), ""))
+    said = out.getvalue()
+    for text in ("step 12345/100000", "node1-teacher-0-0", "backward_seconds 0.25", "1 s ago"):
+        assert text in said, text
+    assert all(f"a_figure_with_a_longer_name_{number} 0.001234" in said for number in range(5)), said
+    assert "…" not in said and "num_valid_samples_of_teacher_0 4" in said
+    assert "restarts" not in said, "a column that is empty"
 
 
 def test_the_picture_shows_losses_speed_queue_and_workers() -> None:
@@ -66,9 +109,12 @@ def test_the_picture_shows_losses_speed_queue_and_workers() -> None:
         ({"state": "completed", "summary": {"trained": 90, "skipped": 6, "dead": 0, "truncated": 2, "positions": 96}},
          "90 trained, 6 skipped, 0 dead, 2 truncated of 96 samples; 2.5000 bits per byte on held-out text; model in"),
         ({"state": "stopped"}, "tiny: stopped after step 3 of 12; start it again to go on"),
+        ({"state": "stopped", "checkpoint": None}, "there is no checkpoint in /runs/tiny, what was trained is lost"),
+        ({"state": "stopped", "checkpoint": None, "step": 0}, "in /runs/tiny, nothing was trained: started again"),
+        ({"state": "stopped", "checkpoint": 2}, "of step 2, in /runs/tiny, the 1 step after it being lost"),
         ({"state": "failed"}, "tiny: failed after step 3 of 12; logs are in /runs/tiny/logs"),
     ],
-    ids=["completed", "stopped", "failed"],
+    ids=["completed", "stopped", "no checkpoint", "nothing trained", "steps lost", "failed"],
 )  # fmt: skip
 def test_the_last_line(changes: dict[str, Any], expected: str) -> None:
     assert expected in ending_line(status(**changes))
@@ -134,12 +180,14 @@ def test_a_whole_watch(terminal: bool) -> None:
         watch.show(status(step=0))
         watch.show(status(step=0))
         watch.stopping(now=False)
+        watch.stopping(now=True)
         watch.show(status(state="running", step=1))
         watch.end(status(state="stopped"))
     assert "stopped after step 3 of 12" in out.getvalue()
     if not terminal:
         lines = out.getvalue().splitlines()
-        assert len(lines) == 3, "one line for the state, one for the wish to stop, one for the end"
+        assert len(lines) == 4, "one line for the state, one for each wish to stop, one for the end"
+        assert lines[2] == "stopping at once: what is in no checkpoint yet is lost"
 
 
 def test_json_is_a_line_where_there_is_news(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,24 @@ def test_bad_records_keep_their_numbers_and_name_their_line(tmp_path: Path) -> N
     assert all(reason in r.reason for r, reason in zip(bad, reasons, strict=True))
 
 
+def test_a_file_that_begins_with_messages_is_told_from_one_with_a_stray_conversation(tmp_path: Path) -> None:
+    chat = json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n"
+    stray, begins = tmp_path / "stray.jsonl", tmp_path / "begins.jsonl"
+    stray.write_text('{"text": "first"}\n' + chat, encoding="utf-8")
+    begins.write_text("\n" + chat + '{"text": "later"}\n', encoding="utf-8")
+    rows = write_parquet(tmp_path / "rows.parquet", TEXTS)
+    pq.write_table(pa.table({"messages": [[{"role": "user", "content": "hello"}]]}), tmp_path / "chat.parquet")
+    assert build(stray, rows).first_conversation() is None
+    assert build(stray, rows, begins).first_conversation() == f"{begins}:2"
+    assert build(rows, tmp_path / "chat.parquet").first_conversation() == f"{tmp_path / 'chat.parquet'}:1"
+    index = build(stray, begins)
+    assert [index.place(n) for n in range(len(index))] == [
+        f"{stray}:1",
+        f"{stray}:2",
+        *(f"{begins}:{n}" for n in (1, 2, 3)),
+    ]
+
+
 def test_bad_rows_of_parquet(tmp_path: Path) -> None:
     column = pa.array([b"good", None, b"\xc3", b" ", b"fine"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=2)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from services.demo.run import prepare_directory
+from services.demo.run import _train_student, prepare_directory
 from services.demo.specs import CROSS_ENTROPY, DISTILLED, StudentTraining, write_run_files
 from xtoken_core.config import load_run_spec
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, XtokenError
 
 
 def test_both_runs_are_equal_but_for_name_output_and_loss(tmp_path: Path) -> None:
@@ -28,6 +28,14 @@ def test_run_files_are_valid_whatever_the_size(tmp_path: Path, training: Student
         spec = load_run_spec(file)
         assert spec.train.max_steps == training.steps
         assert spec.train.learning_rate == training.learning_rate
+        assert spec.train.min_learning_rate == 0.00015
+
+
+def test_a_run_that_does_not_complete_ends_the_demo_with_its_status(tmp_path: Path) -> None:
+    file = write_run_files(tmp_path, StudentTraining())[DISTILLED]
+    with pytest.raises(XtokenError, match="cannot read") as ended:
+        _train_student(file)
+    assert ended.value.exit_code == InputError.exit_code
 
 
 def test_only_the_demos_own_directory_is_cleared(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What is said about a projection, and the commands that say it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from services.common.projection_cli import projection_app
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of, table_of
 from xtoken_core.errors import InputError
-from xtoken_core.projection import BuildOptions, TopKProjection, build_projection
+from xtoken_core.projection import BuildOptions, TopKProjection, build_projection, write_projection
 from xtoken_core.projection.report import category, inspect_projection, overlap
 
 RUNNER = CliRunner()
@@ -114,8 +115,84 @@ def test_align_check_says_where_the_first_chunk_is_that_does_not_fit(directories
     pair = ["--student", str(directories / "teacher"), "--teacher", str(directories / "student")]
     done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
     assert done.exit_code == 1
-    assert f"the first in record 2 of {lines}" in str(done.exception)
+    assert f"the first in {lines}:3:" in str(done.exception)
     assert "unequal_chunks" in done.output
+
+
+def test_align_check_counts_records_and_says_where_the_first_skipped_one_is(directories, tmp_path):
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text('{"text": "low lower"}\n\n{"text": "newest"}\n{"body": 3}\n', encoding="utf-8")
+    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
+    done = RUNNER.invoke(align_app, ["check", *pair, str(lines), "--json"], catch_exceptions=False)
+    found = json.loads(done.stdout)
+    for counts in (found["files"][str(lines)], found["total"]):
+        assert (counts["records"], counts["skipped"]) == (4, 2)
+        assert counts["first_skipped"] == {"place": f"{lines}:2", "reason": "empty line"}
+        assert (counts["records_with_misfits"], counts["first_misfit"]) == (0, None)
+    shown = RUNNER.invoke(align_app, ["check", *pair, str(lines)], catch_exceptions=False).output
+    assert f"first: {lines}:2: empty line" in shown
+
+
+@pytest.mark.parametrize("context", [(), ("--context", "24")], ids=["whole", "cut"])
+def test_align_check_says_where_the_first_token_is_that_has_no_counterpart(directories, tmp_path, context):
+    """Neither BOS on one side, nor a space before the text, nor what a cut leaves is one; a special's name is."""
+    name = v.byte_level(bos=True).bos_token
+    lines = tmp_path / "texts.jsonl"
+    texts = [*v.TEXTS.values(), f"low {name} lower lowest" + " new newer newest" * 9, f"{name}x"]
+    lines.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
+    done = RUNNER.invoke(align_app, ["check", *pair, str(lines), *context, "--json"])
+    found = json.loads(done.stdout)["total"]
+    assert found["unchunked_teacher_tokens"] > len(v.TEXTS)
+    assert found["first_misfit"]["place"] == f"{lines}:{len(v.TEXTS) + 1}"
+    assert found["first_misfit"]["student_tokens"] + found["first_misfit"]["teacher_tokens"] > 0
+    shown = RUNNER.invoke(align_app, ["check", *pair, str(lines), *context]).output
+    assert f"first: {lines}:{len(v.TEXTS) + 1}: " in shown
+
+
+@pytest.mark.parametrize("app", [projection_app, align_app], ids=["projection", "align"])
+def test_what_is_no_directory_is_never_looked_up_as_a_name(app, directories, tmp_path, monkeypatch):
+    """Neither in a cache of the hub's, which here holds a tokenizer of that name, nor on the network."""
+    kept = tmp_path / "cache" / "models--some--name"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("abc")
+    shutil.copytree(directories / "student", kept / "snapshots" / "abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    words = ["build", "--out", "p.safetensors"] if app is projection_app else ["show", "a text"]
+    for missing in ("some/name", str(tmp_path / "nowhere")):
+        done = RUNNER.invoke(app, [*words, "--student", missing, "--teacher", str(directories / "teacher")])
+        assert str(done.exception) == f"the student has no tokenizer: {missing} is not a directory"
+        assert isinstance(done.exception, InputError)
+
+
+def test_a_directory_without_a_tokenizer_is_named(directories, tmp_path):
+    done = RUNNER.invoke(
+        align_app, ["show", "a", "--student", str(tmp_path), "--teacher", str(directories / "teacher")]
+    )
+    assert "holds no tokenizer (tokenizer.json" in str(done.exception)
+
+
+def test_inspect_names_every_empty_row_and_escapes_bytes_once(tmp_path):
+    student, teacher = tmp_path / "s", tmp_path / "t"
+    v.unigram(byte_fallback=False).save_pretrained(student)
+    v.byte_level(bos=True).save_pretrained(teacher)
+    pair = ["--student", str(student), "--teacher", str(teacher)]
+    out = str(tmp_path / "p.pt")
+    built = build_projection(v.unigram(byte_fallback=False), v.byte_level(bos=True), BuildOptions())
+    indices, weights = (
+        torch.cat([x, torch.full((2, x.shape[1]), fill)]) for x, fill in ((built.indices, -1), (built.likelihoods, 0.0))
+    )
+    indices[7], weights[7] = torch.tensor([0, -1, -1, -1]), torch.tensor([1.0, 0, 0, 0])
+    write_projection(TopKProjection(indices, weights), out)
+    shown = RUNNER.invoke(projection_app, ["inspect", out, *pair, "--samples", "500"], catch_exceptions=False).output
+    unknown = v.unigram(byte_fallback=False).unk_token_id
+    none = int((indices < 0).all(dim=1).sum())
+    assert f"none             {none}, 2 of them rows of the head beyond the vocabulary" in shown
+    empty = shown.partition("empty rows:\n")[2].partition(":\n")[0]
+    assert f"(the unknown token, id {unknown})' -> nothing" in empty
+    assert empty.count("-> nothing") == none - 2
+    assert "'\\x" in shown and "\\\\x" not in shown
 
 
 def test_align_show_prints_both_sides_and_writes_a_page(directories, tmp_path):

@@ -1,0 +1,61 @@
+"""What pydantic has against a configuration, in one line that says which field and what it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+Place = tuple[int | str, ...]
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> str:
+    """All of pydantic's complaints on one line, each with the name of its field.
+
+    Args:
+        error: What it has raised.
+        model: What was to be made.
+    """
+    return "; ".join(
+        f"{'.'.join(map(str, item['loc'])) or 'the run'}: {_complaint(item, model)}"
+        for item in error.errors(include_url=False, include_context=False)
+    )
+
+
+def _complaint(item: Any, model: type[BaseModel]) -> str:
+    if item["type"] == "extra_forbidden":
+        return _no_such_field(item["loc"], model)
+    text: str = item["msg"].removeprefix("Value error, ")
+    return text if item["type"] == "value_error" else text[:1].lower() + text[1:]
+
+
+def _no_such_field(place: Place, model: type[BaseModel]) -> str:
+    """There is no such field; there is one that is spelled almost so, or there are these."""
+    own = next((sorted(part.model_fields) for part in _parts_at(place[:-1], model)), [])
+    like = get_close_matches(str(place[-1]), own, n=1)
+    if like:
+        return f"there is no such field; did you mean {like[0]}?"
+    return f"there is no such field; there are {', '.join(own)}"
+
+
+def _parts_at(place: Place, model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """The models that may stand at a place below another."""
+    if not place:
+        yield model
+        return
+    first, *rest = place
+    if isinstance(first, int):  # an item of a list is of the list's own part
+        yield from _parts_at(tuple(rest), model)
+    elif first in model.model_fields:
+        for part in _models_in(model.model_fields[first].annotation):
+            yield from _parts_at(tuple(rest), part)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that a type is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
