@@ -315,6 +315,8 @@ class Guard:
         )  # fmt: skip
         assert self._process.stdin is not None
         self._pipe: IO[str] = self._process.stdin
+        if apart:  # until then it is still a child of ours
+            self._process.wait()
 
     def watch(self, pid: int) -> None:
         """End this process's group should ours die."""

@@ -155,9 +155,7 @@ def test_adapters_are_all_that_is_trained_and_merge_into_the_model(family: str, 
 
 def test_adapters_for_layers_that_do_not_exist_are_refused() -> None:
     pytest.importorskip("peft")
-    with pytest.raises(
-        ConfigError, match=r"nothing_such.* linear layers are q_proj, k_proj, v_proj, o_proj"
-    ):
+    with pytest.raises(ConfigError, match=r"nothing_such.* linear layers are q_proj, k_proj, v_proj, o_proj"):
         Student(make_model(), settings(train={"lora": {"targets": ["nothing_such"]}}))
 
 
