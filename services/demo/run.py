@@ -18,7 +18,6 @@ from services.demo.report import Run, check_comparable, read_run, table, write_r
 from services.demo.specs import (
     CROSS_ENTROPY,
     DISTILLED,
-    EVAL_BYTES,
     PROJECTION,
     STUDENT,
     TEACHER,
@@ -117,7 +116,7 @@ def _make_teacher(corpus: Corpus, out: Path, console: Console, training: Teacher
     from services.demo.teacher import TeacherTraining, train_teacher
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    training = training or TeacherTraining(eval_bytes=EVAL_BYTES)
+    training = training or TeacherTraining()
     columns = (TextColumn("  {task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=training.steps)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from services.demo.specs import EVAL_BYTES
 from services.trainer.records import JsonLines
 from xtoken_core.data import DataIndex, Record, record_at
 from xtoken_core.evaluation import evaluate
@@ -60,7 +61,7 @@ class TeacherTraining:
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     eval_every: int = 60
-    eval_bytes: int = 60_000
+    eval_bytes: int = EVAL_BYTES
     seed: int = 0
     threads: int = 2
 
