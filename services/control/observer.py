@@ -12,9 +12,9 @@ from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError, XtokenError
+from xtoken_core.protocol.run import SUPERVISOR
 from xtoken_core.wire import QueueError
 
-ROLE = "control"
 PATIENCE_S = 1.0
 SILENCE_S = 120.0
 SHOWN_IDS = 20
@@ -68,7 +68,7 @@ class Observer:
             return False
         client = ZmqDataPlaneClient(address, patience_s=PATIENCE_S)
         try:
-            client.hello(f"control-{os.getpid()}", ROLE, incarnation=time.time_ns(), silence_s=SILENCE_S)
+            client.hello(f"control-{os.getpid()}", SUPERVISOR, incarnation=time.time_ns(), silence_s=SILENCE_S)
         except (QueueUnreachableError, QueueError):
             client.close()
             return False

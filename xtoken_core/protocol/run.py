@@ -20,6 +20,7 @@ from xtoken_core.wire import QueueError
 
 __all__ = [
     "COLLATOR",
+    "SUPERVISOR",
     "TEACHER",
     "TRAIN",
     "TRAINER",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 TRAIN = "train"
 COLLATOR, TEACHER, TRAINER = "collator", "teacher", "trainer"
+SUPERVISOR = "control"
+"""The role of whoever keeps a run going; it has no part in the protocol itself."""
 
 
 def run_tasks(teachers: int) -> list[Task]:
