@@ -1,18 +1,17 @@
-"""Runs the `gpu` tests of ops, losses, signals and whole runs here and writes what came of them and a hash.
+"""Run the `gpu` tests of ops, losses, signals and whole runs; write the outcomes and the hash of the kernels.
 
     python -m benchmarks.gpu_tests [--parts ops memory runs two_gpus] [--out benchmarks/results/gpu_tests.json]
 
 Without `--parts` everything runs that the machine has GPUs for. A part of its own is added to what the result file
 holds of the same sources, GPU and versions; of other ones nothing is kept.
 
-The hash is of the kernels' sources: a result is only worth something for the sources it was seen with, and a test on
-the CPU fails once they differ.
+The hash is of the kernels' computation (`benchmarks.kernel_hash`): a result is valid only for the kernels it was
+measured with, and a test on the CPU fails once they differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -24,6 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from benchmarks.kernel_hash import kernel_hash
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
@@ -49,17 +50,6 @@ TWO_GPUS = "another_gpu or share_a_student"
 PARTS = ("ops", "memory", "runs", "two_gpus")
 MOST_AT_A_TIME = 6
 LOSS_TESTS = "test_losses_on_backends::"
-KERNEL_FILES = ("kernels.py", "triton.py", "launch.py", "triton_support.py")
-"""How the names of the files end that kernels and their launches are written in."""
-
-
-def kernel_hash() -> str:
-    """SHA-256 of every file that kernels or their launches are written in, by path."""
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "xtoken_core" / "ops").rglob("*.py")):
-        if path.name.endswith(KERNEL_FILES):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def outcomes(junit: Path) -> dict[str, str]:

@@ -23,7 +23,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_tests import RESULTS, kernel_hash, machine
+from benchmarks.gpu_tests import RESULTS, machine
+from benchmarks.kernel_hash import kernel_hash
 from benchmarks.operator_pages import HIDDEN_JSON, HIDDEN_TESTS
 from benchmarks.ops import timed_by_events
 from xtoken_core.config import LossConfig

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks import gpu_tests, operator_pages
+from benchmarks.kernel_hash import kernel_hash
 from xtoken_core.ops.registry import BACKENDS, PRIORITY
 
 KERNELS = [(op, short) for op, order in PRIORITY["cuda"].items() for short in order if short != "reference"]
@@ -18,8 +19,8 @@ def report():
 
 
 def test_the_results_are_of_these_kernels(report):
-    assert report["kernel_hash"] == gpu_tests.kernel_hash(), (
-        "kernels have changed since their tests ran on a GPU: run `python -m benchmarks.gpu_tests` there"
+    assert report["kernel_hash"] == kernel_hash(), (
+        "the kernels have changed since their tests ran on a GPU: run `python -m benchmarks.gpu_tests` there"
     )
 
 

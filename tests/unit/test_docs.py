@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import shlex
 import tomllib
 import typing
 from functools import cache
@@ -19,16 +18,9 @@ import xtoken_core.errors
 from services.cli import app
 from services.control.app import create_app
 from services.control.runs import Runs
+from tests.doc_blocks import PAGES, ROOT, fenced
 from xtoken_core.config.base import Part
 from xtoken_core.config.spec import parse_run_spec
-
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def fenced(page: Path, language: str) -> list[str]:
-    """The page's blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 @cache
@@ -90,30 +82,6 @@ def test_the_requests_in_the_table_are_those_of_the_control_plane() -> None:
 def test_a_run_file_in_a_document_is_one(page: Path) -> None:
     for block in fenced(page, "toml"):
         parse_run_spec(tomllib.loads(block), source=page.name)
-
-
-def commands_in(page: Path) -> list[list[str]]:
-    """The arguments of every `xtoken` command in a page's shell blocks, also of those run inside a container."""
-    found = []
-    for line in (line for block in fenced(page, "sh") for line in block.splitlines()):
-        words = shlex.split(line, comments=True)
-        if words[:3] == ["docker", "compose", "exec"]:
-            words = words[4:]
-        if words[:1] == ["xtoken"]:
-            found.append(words[1:])
-    return found
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if commands_in(page)], ids=lambda page: page.name)
-def test_a_command_in_a_document_is_one_of_the_programs(page: Path) -> None:
-    for words in commands_in(page):
-        if words == ["--help"]:
-            continue
-        command = typer.main.get_command(app)
-        while hasattr(command, "commands") and not (words[0].startswith("-") and command.invoke_without_command):
-            assert words[0] in command.commands, f"xtoken {' '.join(words)}"
-            command = command.commands[words.pop(0)]
-        command.parse_args(typer.Context(command), words)
 
 
 @cache
