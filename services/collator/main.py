@@ -14,7 +14,7 @@ from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
 from xtoken_core.collate import CollatedRow, CrossTokenizerCollator, loss_counts
 from xtoken_core.data import BadRecord, DataIndex, record_at
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.protocol.run import COLLATOR, SUPERVISOR
+from xtoken_core.queue.run.protocol import COLLATOR, SUPERVISOR
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.columns import Kind, bytes_view, offsets_from_lengths
 from xtoken_core.wire.messages import Block

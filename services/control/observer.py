@@ -12,7 +12,7 @@ from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError, XtokenError
-from xtoken_core.protocol.run import SUPERVISOR
+from xtoken_core.queue.run.protocol import SUPERVISOR
 from xtoken_core.wire import QueueError
 
 PATIENCE_S = 1.0
@@ -29,7 +29,7 @@ class Observer:
         address: Tells where the queue is; None while nobody knows.
 
     Attributes:
-        stats: What the queue last told, as `xtoken_core.protocol.stats` writes it; empty before.
+        stats: What the queue last told, as `xtoken_core.queue.stats` writes it; empty before.
         answered_at: When it last answered, by `time.monotonic`.
     """
 

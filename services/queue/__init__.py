@@ -1,1 +1,1 @@
-"""The queue server: the engine of `xtoken_core.protocol` behind a ZMQ socket. It imports no torch."""
+"""The queue server: the engine of `xtoken_core.queue` behind a ZMQ socket. It imports no torch."""

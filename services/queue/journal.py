@@ -24,7 +24,7 @@ import msgspec
 
 from services.queue import records as r
 from xtoken_core.errors import ConfigError, InputError, XtokenError
-from xtoken_core.protocol.engine import Engine, Touched
+from xtoken_core.queue.engine import Engine, Touched
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
 

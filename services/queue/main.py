@@ -17,7 +17,7 @@ from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import load_run_spec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.protocol.engine import Engine
+from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import messages as m
 
 log = logging.getLogger("xtoken.queue")

@@ -7,11 +7,11 @@ from itertools import groupby
 
 import msgspec
 
-from xtoken_core.protocol.engine import Engine, Touched
-from xtoken_core.protocol.partition import Partition
-from xtoken_core.protocol.run import TRAINER, RunProtocol, teacher_task
-from xtoken_core.protocol.samples import Sample, Status
-from xtoken_core.protocol.sessions import Session
+from xtoken_core.queue.engine import Engine, Touched
+from xtoken_core.queue.partition import Partition
+from xtoken_core.queue.run.protocol import TRAINER, RunProtocol, teacher_task
+from xtoken_core.queue.sessions import Session
+from xtoken_core.queue.tasks.samples import Sample, Status
 from xtoken_core.wire import Column, ColumnHead, pack_columns, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer

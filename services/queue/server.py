@@ -21,8 +21,8 @@ from services.queue.waiting import Parked, Waiting
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.frames import MORE_AT_ONCE, readable, receive_frames, send_frames
 from xtoken_core.errors import XtokenError
-from xtoken_core.protocol.engine import READS, Engine
-from xtoken_core.protocol.stats import stats_document
+from xtoken_core.queue.engine import READS, Engine
+from xtoken_core.queue.stats import stats_document
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer

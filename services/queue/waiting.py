@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from xtoken_core.protocol.engine import Engine
+from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer

@@ -28,7 +28,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 from xtoken_core.projection import get_topk_projection
-from xtoken_core.protocol.run import TRAINER
+from xtoken_core.queue.run.protocol import TRAINER
 
 log = logging.getLogger("xtoken.trainer")
 

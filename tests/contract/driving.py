@@ -20,7 +20,7 @@ from tests.contract.processes import ipc_address
 from xtoken_core.data_plane.client import DataPlaneClient
 from xtoken_core.data_plane.memory_client import MemoryQueue
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
-from xtoken_core.protocol.engine import Engine
+from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import messages as m
 from xtoken_core.wire import pack_columns, unpack_columns
 

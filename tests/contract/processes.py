@@ -15,7 +15,7 @@ from typing import IO
 from services.queue.server import Server
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
-from xtoken_core.protocol.engine import Engine
+from xtoken_core.queue.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 UP_S = 30.0

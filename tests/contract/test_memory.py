@@ -13,7 +13,7 @@ import pytest
 from tests.contract.peers import Place
 from tests.contract.processes import ipc_address, queue_process
 from xtoken_core.data_plane.client import DataPlaneClient
-from xtoken_core.protocol.store import Store
+from xtoken_core.queue.store import Store
 from xtoken_core.wire import Column, pack_columns, select_rows, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import offsets_from_lengths

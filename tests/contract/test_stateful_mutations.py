@@ -13,11 +13,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from services.queue import server, waiting
 from tests.contract import driving
 from tests.contract.test_stateful import PROFILE, machine
-from xtoken_core.protocol import engine, partition, sample_calls, samples, sessions
-from xtoken_core.protocol.intervals import IntervalSet
-from xtoken_core.protocol.replies import Replies
-from xtoken_core.protocol.samples import Samples, Status
-from xtoken_core.protocol.store import Store
+from xtoken_core.queue import engine, partition, sessions
+from xtoken_core.queue.intervals import IntervalSet
+from xtoken_core.queue.reply_cache import ReplyCache
+from xtoken_core.queue.store import Store
+from xtoken_core.queue.tasks import handlers, samples
+from xtoken_core.queue.tasks.samples import Samples, Status
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 
@@ -34,7 +35,7 @@ def mutation(make: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 @mutation
 def an_ack_is_taken_once(patch: Patch) -> None:
-    ack = sample_calls.ack
+    ack = handlers.ack
 
     def once(part: Any, request: m.Ack) -> Any:
         mine = {i for lease in part.samples.of_session(request.session) for i in lease.ids}
@@ -99,7 +100,7 @@ def strict_order_skips_what_is_not_ready(patch: Patch) -> None:
 
 @mutation
 def answers_are_not_kept(patch: Patch) -> None:
-    patch.setattr(Replies, "recall", lambda self, session, request: None)
+    patch.setattr(ReplyCache, "recall", lambda self, session, request: None)
 
 
 @mutation
@@ -129,14 +130,14 @@ def silence_is_eternal_life(patch: Patch) -> None:
 
 @mutation
 def memory_is_without_limit(patch: Patch) -> None:
-    put = sample_calls.put
+    put = handlers.put
 
     def roomy(part: Any, request: Any, columns: Any, room: int) -> Any:
         answer = put(part, request, columns, 1 << 40)
         answer.reply.room = max(0, room - sum(c.nbytes for c in columns.values()))
         return answer
 
-    patch.setattr(sample_calls, "put", roomy)
+    patch.setattr(handlers, "put", roomy)
 
 
 @mutation

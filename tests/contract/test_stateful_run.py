@@ -15,9 +15,9 @@ from services.queue import server
 from tests.contract.driving import TICK_S, Driven, DrivenMemory, driven_server
 from tests.contract.run_machine import LIMIT, RunMachine
 from tests.contract.test_stateful import PROFILE
-from xtoken_core.protocol.samples import Samples
-from xtoken_core.protocol.signals import Signals
-from xtoken_core.protocol.source import Source
+from xtoken_core.queue.run.blocks import Blocks
+from xtoken_core.queue.run.slots import SlotTable
+from xtoken_core.queue.tasks.samples import Samples
 from xtoken_core.wire import QueueError
 
 Patch = pytest.MonkeyPatch
@@ -52,11 +52,11 @@ def rewind_keeps_leases(patch: Patch) -> None:
 
 
 def blocks_outlive_their_collator(patch: Patch) -> None:
-    patch.setattr(Source, "end_session", lambda self, session: None)
+    patch.setattr(Blocks, "end_session", lambda self, session: None)
 
 
 def a_lost_signal_needs_no_redo(patch: Patch) -> None:
-    patch.setattr(Signals, "withdrawn", lambda self, session: False)
+    patch.setattr(SlotTable, "withdrawn", lambda self, session: False)
 
 
 MISTAKES: list[Callable[[Patch], None]] = [

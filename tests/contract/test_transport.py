@@ -195,7 +195,7 @@ def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
     address = ipc_address(tmp_path / "open")
     (tmp_path / "open").chmod(0o755)
     from services.queue.server import Server
-    from xtoken_core.protocol.engine import Engine
+    from xtoken_core.queue.engine import Engine
 
     with pytest.raises(ConfigError, match="chmod 700"):
         Server(Engine(memory_limit=1 << 20, clock=time.monotonic), address)
@@ -203,7 +203,7 @@ def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
 
 def test_an_address_in_use_is_said_so(ipc_queue: Address, tcp_queue: Address) -> None:
     from services.queue.server import Server
-    from xtoken_core.protocol.engine import Engine
+    from xtoken_core.queue.engine import Engine
 
     for address in (ipc_queue, tcp_queue):
         with pytest.raises(XtokenError, match="in use"):

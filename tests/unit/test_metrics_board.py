@@ -17,8 +17,8 @@ from services.control.app import create_app
 from services.control.runs import Runs
 from services.queue.metrics import Latencies, prometheus_text
 from services.trainer import loop
-from xtoken_core.protocol.engine import Engine
-from xtoken_core.protocol.stats import stats_document
+from xtoken_core.queue.engine import Engine
+from xtoken_core.queue.stats import stats_document
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARD = DEPLOY / "grafana" / "boards" / "xtoken.json"

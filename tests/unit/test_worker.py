@@ -17,7 +17,7 @@ from services.queue.server import Server
 from tests.support.runs import resolved_run
 from xtoken_core.data_plane.address import Address, create_token, read_token
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError
-from xtoken_core.protocol.engine import Engine
+from xtoken_core.queue.engine import Engine
 
 
 @pytest.fixture

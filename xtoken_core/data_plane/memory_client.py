@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from xtoken_core.data_plane.client import DataPlaneClient
-from xtoken_core.protocol.engine import Engine
+from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer, bytes_view

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from xtoken_core.protocol.rings import SlotState
-from xtoken_core.protocol.samples import Status
+from xtoken_core.queue.run.rings import SlotState
+from xtoken_core.queue.tasks.samples import Status
 
 if TYPE_CHECKING:
-    from xtoken_core.protocol.engine import Engine
-    from xtoken_core.protocol.partition import Partition
-    from xtoken_core.protocol.run import RunProtocol
-    from xtoken_core.protocol.sessions import Session
+    from xtoken_core.queue.engine import Engine
+    from xtoken_core.queue.partition import Partition
+    from xtoken_core.queue.run.protocol import RunProtocol
+    from xtoken_core.queue.sessions import Session
 
 
 LEASE_AGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0, float("inf"))

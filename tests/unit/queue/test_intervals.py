@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtoken_core.protocol.intervals import IntervalSet
+from xtoken_core.queue.intervals import IntervalSet
 
 SPANS = st.lists(st.tuples(st.integers(-5, 40), st.integers(-3, 8)), max_size=25)
 

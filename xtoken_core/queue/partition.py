@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from xtoken_core.protocol.run import RunProtocol
-from xtoken_core.protocol.samples import Samples, Status, Task
-from xtoken_core.protocol.sessions import Sessions
-from xtoken_core.protocol.signal_columns import SignalColumns
-from xtoken_core.protocol.store import Store
+from xtoken_core.queue.run.protocol import RunProtocol
+from xtoken_core.queue.run.slot_columns import SignalColumns
+from xtoken_core.queue.sessions import Sessions
+from xtoken_core.queue.store import Store
+from xtoken_core.queue.tasks.samples import Samples, Status, Task
 from xtoken_core.wire import Column, QueueError, object_values
 from xtoken_core.wire.messages import OpenPartition
 

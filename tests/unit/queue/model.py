@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from xtoken_core.protocol.rings import SlotState
+from xtoken_core.queue.run.rings import SlotState
 from xtoken_core.wire import QueueError
 
 from .agents import Agents

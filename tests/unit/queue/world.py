@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xtoken_core.protocol.run import RunProtocol
-from xtoken_core.protocol.sessions import Session, Sessions
+from xtoken_core.queue.run.protocol import RunProtocol
+from xtoken_core.queue.sessions import Session, Sessions
 
 Ids = tuple[int, ...]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xtoken_core.protocol.rings import Ring, SlotState
-from xtoken_core.protocol.run import RunProtocol
+from xtoken_core.queue.run.protocol import RunProtocol
+from xtoken_core.queue.run.rings import Ring, SlotState
 
 from .explore import explore
 from .world import Config

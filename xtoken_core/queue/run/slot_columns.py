@@ -1,4 +1,4 @@
-"""Signals that come through the queue itself: their columns live as long as their slot is full or being read."""
+"""SlotTable that come through the queue itself: their columns live as long as their slot is full or being read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xtoken_core import schema
-from xtoken_core.protocol.rings import Rings, SlotState
-from xtoken_core.protocol.store import Store
+from xtoken_core.queue.run.rings import Rings, SlotState
+from xtoken_core.queue.store import Store
 from xtoken_core.wire import Column, QueueError
 
 HELD = (SlotState.FULL, SlotState.READING)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xtoken_core.protocol.rings import Ring, Rings, SlotState
+from xtoken_core.queue.run.rings import Ring, Rings, SlotState
 from xtoken_core.wire import QueueError
 
 

@@ -1,7 +1,7 @@
 """Samples and tasks: which fields of a sample are produced, and how far each task is with it.
 
 Per task a sample goes `WAITING -> READY -> LEASED -> DONE`. A lease belongs to a session and has no clock of its own.
-Pure bookkeeping: the columns themselves are kept by `xtoken_core.protocol.store`.
+Pure bookkeeping: the columns themselves are kept by `xtoken_core.queue.store`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
 
-from xtoken_core.protocol.intervals import IntervalSet
-from xtoken_core.protocol.sample import Lease, Sample, Status, Task
-from xtoken_core.protocol.turns import Turns
+from xtoken_core.queue.intervals import IntervalSet
+from xtoken_core.queue.tasks.ready_queue import ReadyQueue
+from xtoken_core.queue.tasks.sample import Lease, Sample, Status, Task
 from xtoken_core.wire import QueueError
 
 __all__ = ["Lease", "Sample", "Samples", "Status", "Task"]
@@ -42,7 +42,7 @@ class Samples:
         self._puts = 0
         self._leased = 0
         self._ready_count = 0
-        self._turns = {t.name: Turns() for t in self.tasks.values() if t.order != "by_id"}
+        self._turns = {t.name: ReadyQueue() for t in self.tasks.values() if t.order != "by_id"}
         self._lease_of: dict[str, dict[int, int]] = {name: {} for name in self.tasks}
 
     # What producers do
@@ -340,7 +340,7 @@ class Samples:
                 turns.add(sample.id, self._ready_count)
             self._prune(turns)
 
-    def _prune(self, turns: Turns) -> None:
+    def _prune(self, turns: ReadyQueue) -> None:
         """Now and then forget samples that have gone."""
         if len(turns) > 2 * len(self.samples) + SPARE_PLACES:
             turns.prune(self.samples)

@@ -9,7 +9,7 @@ from xtoken_core.wire.messages import Claimed, Reply, Rows, WindowRows
 
 
 @dataclass(slots=True)
-class Answer:
+class Response:
     """A reply and the columns that travel beside it."""
 
     reply: Reply

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from xtoken_core import schema
-from xtoken_core.protocol.rings import Ring, Rings, Slot, SlotState
-from xtoken_core.protocol.samples import Lease, Samples, Status
+from xtoken_core.queue.run.rings import Ring, Rings, Slot, SlotState
+from xtoken_core.queue.tasks.samples import Lease, Samples, Status
 from xtoken_core.wire import QueueError
 
 
@@ -60,7 +60,7 @@ class Reading:
     withdrawn: bool = False
 
 
-class Signals:
+class SlotTable:
     """Rings, their slots and readers.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xtoken_core.protocol.sessions import ENDED_KEPT, Session, Sessions
+from xtoken_core.queue.sessions import ENDED_KEPT, Session, Sessions
 from xtoken_core.wire import QueueError
 
 

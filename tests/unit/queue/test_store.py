@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtoken_core.protocol.store import COMPACT_BYTES, COMPACT_SHARE, Store
+from xtoken_core.queue.store import COMPACT_BYTES, COMPACT_SHARE, Store
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.columns import offsets_from_lengths
 

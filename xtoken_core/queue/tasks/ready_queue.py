@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Container, Sequence
 
 
-class Turns:
+class ReadyQueue:
     """Samples by place, lowest first. A sample has one place at a time.
 
     Most places come in ascending order and stand in a queue, as the lists in which they came; only those of samples

@@ -1,6 +1,6 @@
 """The protocol of a run: positions, blocks, signals and steps, granted in plan order.
 
-Pure transitions without clock, socket or tensor; `tests/unit/protocol/test_model.py` explores them state by state.
+Pure transitions without clock, socket or tensor; `tests/unit/queue/test_model.py` explores them state by state.
 A method that returns None means "not yet": the caller waits and asks again after the next change.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from xtoken_core import schema
 from xtoken_core.plan import window_positions
-from xtoken_core.protocol.intervals import IntervalSet
-from xtoken_core.protocol.rings import Ring, Slot
-from xtoken_core.protocol.samples import Lease, Samples, Status, Task
-from xtoken_core.protocol.sessions import Session, Sessions
-from xtoken_core.protocol.signals import Signals, SlotClaim, SlotRef, signal_fields, teacher_task
-from xtoken_core.protocol.source import BlockLease, Source
+from xtoken_core.queue.intervals import IntervalSet
+from xtoken_core.queue.run.blocks import BlockLease, Blocks
+from xtoken_core.queue.run.rings import Ring, Slot
+from xtoken_core.queue.run.slots import SlotClaim, SlotRef, SlotTable, signal_fields, teacher_task
+from xtoken_core.queue.sessions import Session, Sessions
+from xtoken_core.queue.tasks.samples import Lease, Samples, Status, Task
 from xtoken_core.wire import QueueError
 
 __all__ = [
@@ -85,8 +85,8 @@ class RunProtocol:
         sessions.on_end.append(self.session_ended)
         self.samples = Samples(run_tasks(teachers), max_attempts)
         share, first = samples_per_step // block_size // groups, samples_per_step // block_size // groups * group
-        self.source = Source(positions, block_size, span, share=range(first, first + share), of=share * groups)
-        self.table = Signals(self.samples, teachers, slots)
+        self.source = Blocks(positions, block_size, span, share=range(first, first + share), of=share * groups)
+        self.table = SlotTable(self.samples, teachers, slots)
         self.rings, self.signals = self.table.rings, self.table.fields
         self.cursor = 0
         self.rewinds = 0

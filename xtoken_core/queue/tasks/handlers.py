@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from xtoken_core.protocol.answers import Answer
-from xtoken_core.protocol.partition import Partition
-from xtoken_core.protocol.samples import Lease, Status
+from xtoken_core.queue.partition import Partition
+from xtoken_core.queue.response import Response
+from xtoken_core.queue.tasks.samples import Lease, Status
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire import messages as m
 
 
-def put(part: Partition, request: m.Put, columns: dict[str, Column], room: int) -> Answer:
+def put(part: Partition, request: m.Put, columns: dict[str, Column], room: int) -> Response:
     """Store columns for ids; a block's lease is finished by it and always admitted."""
     _check_rows(columns, len(request.ids))
     if len(set(request.ids)) < len(request.ids):
@@ -31,10 +31,10 @@ def put(part: Partition, request: m.Put, columns: dict[str, Column], room: int) 
         new = part.samples.produce(request.ids, columns)
         part.vouch(request.session, lacking)
     part.keep(request.ids, columns, new)
-    return Answer(m.Stored(room=max(room - size, 0)))
+    return Response(m.Stored(room=max(room - size, 0)))
 
 
-def get(part: Partition, request: m.Get) -> Answer | None:
+def get(part: Partition, request: m.Get) -> Response | None:
     """Read fields of samples, once all are there."""
     held, finished = part.samples.samples, part.samples.finished
     missing = part.samples.lacking(request.ids, request.fields)
@@ -45,10 +45,10 @@ def get(part: Partition, request: m.Get) -> Answer | None:
         first = (gone or missing)[0]
         lacks = sorted(set(request.fields) - (held[first].fields if first in held else set()))
         raise QueueError("unknown_sample", f"sample {first} has no {', '.join(lacks) or 'row'} here")
-    return Answer(m.Rows(ids=request.ids, columns=[]), part.store.read(request.ids, request.fields))
+    return Response(m.Rows(ids=request.ids, columns=[]), part.store.read(request.ids, request.fields))
 
 
-def claim(part: Partition, request: m.Claim) -> Answer | None:
+def claim(part: Partition, request: m.Claim) -> Response | None:
     """Lease samples of a task, by ids or in the task's order."""
     _generic(part)
     task = part.task(request.task)
@@ -58,14 +58,14 @@ def claim(part: Partition, request: m.Claim) -> Answer | None:
         raise QueueError("bad_request", "an id is there twice")
     dead = [i for i in request.ids if i in part.samples.dead]
     if request.ids and len(dead) == len(request.ids):
-        return Answer(m.Claimed(lease=0, ids=[], dead=dead))
+        return Response(m.Claimed(lease=0, ids=[], dead=dead))
     lease = _lease(part, request, task)
     if lease is None:
         if part.exhausted(task):
             raise QueueError("exhausted", f"task {task!r} has done everything that partition {part.name!r} will hold")
         return None
     columns = part.store.read(lease.ids, request.fields)
-    return Answer(m.Claimed(lease=lease.id, ids=list(lease.ids), dead=dead), columns)
+    return Response(m.Claimed(lease=lease.id, ids=list(lease.ids), dead=dead), columns)
 
 
 def _lease(part: Partition, request: m.Claim, task: str) -> Lease | None:
@@ -76,7 +76,7 @@ def _lease(part: Partition, request: m.Claim, task: str) -> Lease | None:
     return part.samples.claim_next(request.session, task, request.count, request.fields)
 
 
-def complete(part: Partition, request: m.Complete, columns: dict[str, Column], room: int) -> Answer:
+def complete(part: Partition, request: m.Complete, columns: dict[str, Column], room: int) -> Response:
     """Put a lease's result and finish the lease; results have room of their own, or inputs could lock them out."""
     _generic(part)
     lease = part.samples.held(request.lease, request.session)
@@ -91,10 +91,10 @@ def complete(part: Partition, request: m.Complete, columns: dict[str, Column], r
     part.keep(ids, columns, new)
     part.vouch(request.session, lacking, lease.task)
     part.let_go(part.samples.finish(lease.task, ids))
-    return Answer(m.Ok())
+    return Response(m.Ok())
 
 
-def ack(part: Partition, request: m.Ack) -> Answer:
+def ack(part: Partition, request: m.Ack) -> Response:
     """A task has done samples that the session holds."""
     _generic(part)
     task = part.task(request.task)
@@ -108,10 +108,10 @@ def ack(part: Partition, request: m.Ack) -> Answer:
     if strange:
         raise QueueError("lease_revoked", f"sample {strange[0]} is not leased to this session for task {task!r}")
     part.let_go(part.samples.finish(task, mine))
-    return Answer(m.Ok())
+    return Response(m.Ok())
 
 
-def nack(part: Partition, request: m.Nack) -> Answer:
+def nack(part: Partition, request: m.Nack) -> Response:
     """Samples of a lease could not be done."""
     run = part.run
     if run is not None and request.lease in run.source.leases:
@@ -121,20 +121,20 @@ def nack(part: Partition, request: m.Nack) -> Answer:
     else:
         part.samples.held(request.lease, request.session)
         part.samples.refuse(request.lease, request.ids, request.reason)
-    return Answer(m.Ok())
+    return Response(m.Ok())
 
 
-def clear(part: Partition, request: m.Clear) -> Answer:
+def clear(part: Partition, request: m.Clear) -> Response:
     """Forget samples."""
     _generic(part)
     if request.everything:
         part.start_over()
     else:
         part.forget(request.ids)
-    return Answer(m.Ok())
+    return Response(m.Ok())
 
 
-def list_samples(part: Partition, request: m.ListSamples) -> Answer:
+def list_samples(part: Partition, request: m.ListSamples) -> Response:
     """Ids in a state, ascending."""
     samples = part.samples
     reasons: dict[int, str] = {}
@@ -152,10 +152,10 @@ def list_samples(part: Partition, request: m.ListSamples) -> Answer:
             raise QueueError("bad_request", f"unknown state {request.state!r}") from None
         found = {s.id for s in samples.samples.values() if s.status[task] == status and s.id not in samples.dead}
     ids = sorted(i for i in found if i > request.after)[: request.limit]
-    return Answer(m.Listed(ids=ids, reasons={i: reasons[i] for i in ids if i in reasons}))
+    return Response(m.Listed(ids=ids, reasons={i: reasons[i] for i in ids if i in reasons}))
 
 
-def peek(part: Partition, request: m.Peek) -> Answer:
+def peek(part: Partition, request: m.Peek) -> Response:
     """What is known of one sample."""
     sample = part.samples.samples.get(request.sample)
     reason = part.samples.dead.get(request.sample, "")
@@ -166,7 +166,7 @@ def peek(part: Partition, request: m.Peek) -> Answer:
     status = {name: state.name.lower() for name, state in sample.status.items()} if sample else {}
     attempts = sample.attempts if sample else 0
     fields = part.store.fields(request.sample)
-    return Answer(m.Peeked(fields=fields, status=status, attempts=attempts, reason=reason))
+    return Response(m.Peeked(fields=fields, status=status, attempts=attempts, reason=reason))
 
 
 def _generic(part: Partition) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtoken_core.protocol.samples import Samples, Status, Task
+from xtoken_core.queue.tasks.samples import Samples, Status, Task
 from xtoken_core.wire import QueueError
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from xtoken_core import schema
-from xtoken_core.protocol.rings import Ring, SlotState
-from xtoken_core.protocol.run import RunProtocol, SlotClaim, run_tasks
-from xtoken_core.protocol.samples import Lease, Status
-from xtoken_core.protocol.sessions import Session, Sessions
+from xtoken_core.queue.run.protocol import RunProtocol, SlotClaim, run_tasks
+from xtoken_core.queue.run.rings import Ring, SlotState
+from xtoken_core.queue.sessions import Session, Sessions
+from xtoken_core.queue.tasks.samples import Lease, Status
 from xtoken_core.wire import QueueError
 
 ROW = [schema.INPUT_IDS.name]

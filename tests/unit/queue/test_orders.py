@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xtoken_core.protocol.samples import SPARE_PLACES, Samples, Task
+from xtoken_core.queue.tasks.samples import SPARE_PLACES, Samples, Task
 from xtoken_core.wire import QueueError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xtoken_core.protocol.intervals import IntervalSet
+from xtoken_core.queue.intervals import IntervalSet
 from xtoken_core.wire import QueueError
 
 
@@ -17,7 +17,7 @@ class BlockLease:
     block: int
 
 
-class Source:
+class Blocks:
     """Which blocks are put, leased or free.
 
     Args:

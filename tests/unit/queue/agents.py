@@ -7,7 +7,7 @@ argument is what the move has chosen; a negative one says that the answer is los
 from __future__ import annotations
 
 from xtoken_core import schema
-from xtoken_core.protocol.run import SlotClaim
+from xtoken_core.queue.run.protocol import SlotClaim
 from xtoken_core.wire import QueueError
 
 from .world import Checkpoint, Config, Ids, ViolationError, Worker, World, owned

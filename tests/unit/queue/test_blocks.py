@@ -2,12 +2,12 @@
 
 import pytest
 
-from xtoken_core.protocol.intervals import IntervalSet
-from xtoken_core.protocol.source import Source
+from xtoken_core.queue.intervals import IntervalSet
+from xtoken_core.queue.run.blocks import Blocks
 from xtoken_core.wire import QueueError
 
 
-def leased(source: Source, floor: int) -> list[int]:
+def leased(source: Blocks, floor: int) -> list[int]:
     """Every block that can be leased one after the other."""
     blocks = []
     while (block := source.lowest_free(floor)) is not None:
@@ -29,18 +29,18 @@ def filled(*positions: int) -> IntervalSet:
     ids=["start", "inside-a-block", "next-block", "short-last-block"],
 )
 def test_blocks_end_inside_the_span(floor: int, expected: list[int]) -> None:
-    source = Source(positions=11, block_size=2, span=6)
+    source = Blocks(positions=11, block_size=2, span=6)
     source.done.add(0, floor // 2)
     assert leased(source, floor) == expected
 
 
 def test_the_last_block_may_be_short() -> None:
-    source = Source(positions=5, block_size=2, span=6)
+    source = Blocks(positions=5, block_size=2, span=6)
     assert [source.bounds(block) for block in (0, 1, 2)] == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_a_block_is_lent_once_until_its_session_ends() -> None:
-    source = Source(positions=4, block_size=2, span=4)
+    source = Blocks(positions=4, block_size=2, span=4)
     source.lease(1, "a", 0)
     assert source.lowest_free(0) == 1
     source.lease(2, "b", 1)
@@ -52,7 +52,7 @@ def test_a_block_is_lent_once_until_its_session_ends() -> None:
 
 @pytest.mark.parametrize("session", ["b", ""])
 def test_a_lease_is_held_by_its_session_only(session: str) -> None:
-    source = Source(positions=4, block_size=2, span=4)
+    source = Blocks(positions=4, block_size=2, span=4)
     source.lease(1, "a", 0)
     with pytest.raises(QueueError, match="not held any more") as caught:
         source.held(1, session)
@@ -60,7 +60,7 @@ def test_a_lease_is_held_by_its_session_only(session: str) -> None:
 
 
 def test_a_restart_opens_every_block_that_is_not_full() -> None:
-    source = Source(positions=10, block_size=2, span=10)
+    source = Blocks(positions=10, block_size=2, span=10)
     source.done.add(0, 5)
     source.lease(1, "a", 4)
     source.restart(2, filled(2, 3, 4, 8, 9))
@@ -69,7 +69,7 @@ def test_a_restart_opens_every_block_that_is_not_full() -> None:
 
 
 def test_a_restart_behind_everything_leaves_nothing_to_do() -> None:
-    source = Source(positions=4, block_size=2, span=4)
+    source = Blocks(positions=4, block_size=2, span=4)
     source.restart(4, IntervalSet())
     assert source.all_done()
     assert source.lowest_free(4) is None

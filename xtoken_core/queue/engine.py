@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xtoken_core.protocol import run_calls, sample_calls
-from xtoken_core.protocol.answers import Answer
-from xtoken_core.protocol.partition import Partition
-from xtoken_core.protocol.replies import Replies
-from xtoken_core.protocol.sessions import Session, Sessions
-from xtoken_core.protocol.stats import stats_document
+from xtoken_core.queue.partition import Partition
+from xtoken_core.queue.reply_cache import ReplyCache
+from xtoken_core.queue.response import Response
+from xtoken_core.queue.run import handlers as run_handlers
+from xtoken_core.queue.sessions import Session, Sessions
+from xtoken_core.queue.stats import stats_document
+from xtoken_core.queue.tasks import handlers as task_handlers
 from xtoken_core.wire import QueueError, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
@@ -53,7 +54,7 @@ class Engine:
         self.journal: Callable[[m.Request, Sequence[Buffer], Touched], None] | None = None
         self.waiting: Callable[[], int] = lambda: 0
         self.leased_at: dict[tuple[str, int], float] = {}
-        self._replies = Replies()
+        self._replies = ReplyCache()
         self._hellos: dict[str, str] = {}
         self.sessions.on_end.append(self._forget)
 
@@ -62,10 +63,10 @@ class Engine:
         """Bytes of all buffers held."""
         return sum(part.store.nbytes for part in self.partitions.values())
 
-    def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer], *, waited: bool = False) -> Answer | None:
-        """Answer a request, or None if it has to wait for a change.
+    def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer], *, waited: bool = False) -> Response | None:
+        """Response a request, or None if it has to wait for a change.
 
-        The last request of a lane (see `xtoken_core.protocol.replies`) gets the same answer again and changes nothing.
+        The last request of a lane (see `xtoken_core.queue.reply_cache`) gets the same answer again and changes nothing.
         One that is tried again after it has `waited` is no sign of life of its session.
 
         Raises:
@@ -124,49 +125,49 @@ class Engine:
         lease = part.samples.leases.get(request.lease)
         return Touched() if lease is None else Touched(lease.ids, lease.task)
 
-    def _note_lease(self, request: m.AnyRequest, answer: Answer) -> None:
+    def _note_lease(self, request: m.AnyRequest, answer: Response) -> None:
         """When a lease was given, for its age."""
         reply = answer.reply
         if isinstance(reply, (m.Claimed, m.Block)) and isinstance(request, m.PartitionRequest) and reply.lease:
             self.leased_at.setdefault((request.partition, reply.lease), self.clock())
 
-    def _dispatch(self, request: m.AnyRequest, session: Session, buffers: Sequence[Buffer]) -> Answer | None:
+    def _dispatch(self, request: m.AnyRequest, session: Session, buffers: Sequence[Buffer]) -> Response | None:
         match request:
             case m.Heartbeat():
                 return self._heartbeat(request, session)
             case m.Bye():
                 self.sessions.end(session.id, "bye")
-                return Answer(m.Ok())
+                return Response(m.Ok())
             case m.OpenPartition():
                 return self._open(request)
             case m.Stats():
-                return Answer(m.StatsReply(document=stats_document(self)))
+                return Response(m.StatsReply(document=stats_document(self)))
         assert isinstance(request, m.PartitionRequest)
         part = self._partition(request.partition)
         match request:
             case m.Put():
                 columns = unpack_columns(request.columns, buffers)
-                return sample_calls.put(part, request, columns, self.memory_limit - self.nbytes)
+                return task_handlers.put(part, request, columns, self.memory_limit - self.nbytes)
             case m.Complete():
                 columns = unpack_columns(request.columns, buffers)
                 if part.run is not None:
-                    return run_calls.complete(part, request, columns)
-                return sample_calls.complete(part, request, columns, 2 * self.memory_limit - self.nbytes)
+                    return run_handlers.complete(part, request, columns)
+                return task_handlers.complete(part, request, columns, 2 * self.memory_limit - self.nbytes)
             case m.Room():
                 room = self.memory_limit - self.nbytes
                 if request.bytes > self.memory_limit:
                     raise QueueError("too_large", f"{request.bytes} bytes exceed the limit of {self.memory_limit}")
-                return Answer(m.Stored(room=room)) if room >= request.bytes else None
+                return Response(m.Stored(room=room)) if room >= request.bytes else None
             case m.Seal():
                 part.sealed = True
-                return Answer(m.Ok())
+                return Response(m.Ok())
             case m.LeaseBlock():
-                return run_calls.lease_block(part, request, self.sessions)
+                return run_handlers.lease_block(part, request, self.sessions)
             case m.AwaitRing():
-                return run_calls.await_ring(part, request, self.sessions)
+                return run_handlers.await_ring(part, request, self.sessions)
         return CALLS[type(request)](part, request)
 
-    def _hello(self, request: m.Hello) -> Answer | None:
+    def _hello(self, request: m.Hello) -> Response | None:
         if m.VERSION not in request.versions:
             raise QueueError(
                 "unsupported_version", f"this queue speaks version {m.VERSION}, the worker {request.versions}"
@@ -178,7 +179,7 @@ class Engine:
         welcome = m.Welcome(session=session.id, version=m.VERSION)
         if run is not None and run.definition.run is not None:
             welcome.partition, welcome.run = run.name, run.definition.run.document
-        return Answer(welcome)
+        return Response(welcome)
 
     def _opened_by(self, request: m.Hello) -> Session | None:
         """The session that this very hello has opened before."""
@@ -200,13 +201,13 @@ class Engine:
         self.changes += 1
         return session
 
-    def _heartbeat(self, request: m.Heartbeat, session: Session) -> Answer:
+    def _heartbeat(self, request: m.Heartbeat, session: Session) -> Response:
         session.phase = request.phase
         if request.progress != session.progress:
             session.progress, session.progress_at = request.progress, self.clock()
-        return Answer(m.Ok())
+        return Response(m.Ok())
 
-    def _open(self, request: m.OpenPartition) -> Answer:
+    def _open(self, request: m.OpenPartition) -> Response:
         known = self.partitions.get(request.partition)
         if known is not None and not known.same_as(request):
             raise QueueError("conflict", f"partition {request.partition!r} is open with another definition")
@@ -214,7 +215,7 @@ class Engine:
             if len(self.partitions) >= MAX_PARTITIONS:
                 raise QueueError("too_large", f"a queue holds at most {MAX_PARTITIONS} partitions")
             self.partitions[request.partition] = Partition(request, self.sessions)
-        return Answer(m.Ok())
+        return Response(m.Ok())
 
     def _partition(self, name: str) -> Partition:
         part = self.partitions.get(name)
@@ -222,10 +223,10 @@ class Engine:
             raise QueueError("unknown_partition", f"there is no partition {name!r} here")
         return part
 
-    def _again(self, request: m.AnyRequest, known: Answer) -> Answer:
+    def _again(self, request: m.AnyRequest, known: Response) -> Response:
         """An answer once more; the columns of a claim are read anew."""
         if isinstance(request, m.Claim) and isinstance(known.reply, m.Claimed):
-            return Answer(known.reply, self._partition(request.partition).store.read(known.reply.ids, request.fields))
+            return Response(known.reply, self._partition(request.partition).store.read(known.reply.ids, request.fields))
         return known
 
     def _forget(self, session: str) -> None:
@@ -243,24 +244,24 @@ READS: frozenset[type[m.Request]] = frozenset(
 NATURAL: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})
 """Calls whose repetition finds what they made before, so that their answers need not be kept."""
 
-CALLS: dict[type[m.Request], Callable[[Partition, Any], Answer | None]] = {
-    m.Get: sample_calls.get,
-    m.Claim: sample_calls.claim,
-    m.Ack: sample_calls.ack,
-    m.Nack: sample_calls.nack,
-    m.Clear: sample_calls.clear,
-    m.ListSamples: sample_calls.list_samples,
-    m.Peek: sample_calls.peek,
-    m.Window: run_calls.window,
-    m.AwaitTrainer: run_calls.await_trainer,
-    m.AnnounceRing: run_calls.announce_ring,
-    m.OpenedRing: run_calls.opened_ring,
-    m.AwaitOpened: run_calls.await_opened,
-    m.ClaimSlot: run_calls.claim_slot,
-    m.ClaimBatch: run_calls.claim_batch,
-    m.Release: run_calls.release,
-    m.CheckStep: run_calls.check_step,
-    m.AckWindow: run_calls.ack_window,
-    m.Rewind: run_calls.rewind,
-    m.Giveup: run_calls.give_up,
+CALLS: dict[type[m.Request], Callable[[Partition, Any], Response | None]] = {
+    m.Get: task_handlers.get,
+    m.Claim: task_handlers.claim,
+    m.Ack: task_handlers.ack,
+    m.Nack: task_handlers.nack,
+    m.Clear: task_handlers.clear,
+    m.ListSamples: task_handlers.list_samples,
+    m.Peek: task_handlers.peek,
+    m.Window: run_handlers.window,
+    m.AwaitTrainer: run_handlers.await_trainer,
+    m.AnnounceRing: run_handlers.announce_ring,
+    m.OpenedRing: run_handlers.opened_ring,
+    m.AwaitOpened: run_handlers.await_opened,
+    m.ClaimSlot: run_handlers.claim_slot,
+    m.ClaimBatch: run_handlers.claim_batch,
+    m.Release: run_handlers.release,
+    m.CheckStep: run_handlers.check_step,
+    m.AckWindow: run_handlers.ack_window,
+    m.Rewind: run_handlers.rewind,
+    m.Giveup: run_handlers.give_up,
 }

@@ -1,0 +1,1 @@
+"""The run protocol: blocks, slots and steps, granted in plan order."""

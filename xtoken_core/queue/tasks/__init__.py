@@ -1,0 +1,1 @@
+"""The generic task queue: samples with fields, and tasks that claim them."""
