@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from xtoken_core.alignment.schemes import byte_alphabet
+from xtoken_core.alignment.token_decoders import byte_alphabet
 
 CARRIED = Path(mistral_common.__file__).parent / "data"
 TEKKEN = CARRIED / "tekken_240911.json"

@@ -12,13 +12,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from xtoken_core.alignment.batch import AlignmentBatch
-from xtoken_core.alignment.cuts import Chunks, cut
+from xtoken_core.alignment.boundaries import Chunks, find_chunks
+from xtoken_core.alignment.flat_layout import flat_layout
 from xtoken_core.alignment.normalizing import Normalizer
-from xtoken_core.alignment.resync import RowSide, align_row
-from xtoken_core.alignment.rows import rows_of
-from xtoken_core.alignment.sides import build_sides
-from xtoken_core.alignment.spaces import own_spaces
+from xtoken_core.alignment.prefix_space import find_dummy_prefixes
+from xtoken_core.alignment.slow_path import RowSide, align_row
 from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
+from xtoken_core.alignment.token_arrays import build_token_arrays
 from xtoken_core.errors import InputError
 
 _LOG = logging.getLogger("xtoken.alignment")
@@ -48,7 +48,7 @@ class TokenAligner:
         tables = (self.student, self.teacher)
         self._drops_whitespace = any(table.drops_whitespace for table in tables)
         folds = [table.normalizer for table in tables]
-        self._sides = build_sides(
+        self._sides = build_token_arrays(
             self.student,
             self.teacher,
             _compared(self.student, folds, self._drops_whitespace),
@@ -89,7 +89,7 @@ class TokenAligner:
         t_ids = _attended("teacher", teacher_ids, teacher_attention_mask, len(self.teacher))
         if len(s_ids) != len(t_ids):
             raise InputError(f"{len(s_ids)} student samples cannot be aligned with {len(t_ids)} of the teacher")
-        chunks = cut(self._sides, s_ids, t_ids)
+        chunks = find_chunks(self._sides, s_ids, t_ids)
         wrong: dict[int, np.ndarray] = {}
         for row in chunks.doubtful.nonzero()[0].tolist():
             text = texts[row] if texts is not None else None
@@ -103,7 +103,7 @@ class TokenAligner:
         split = len(student_ids)
         both = np.concatenate([student_ids, teacher_ids + self._sides.offset])
         quiet = (self._sides.lengths.take(both) == 0).nonzero()[0]
-        led = own_spaces(self._sides, both, rows_of(1, split, len(teacher_ids)), quiet, suspected=True)
+        led = find_dummy_prefixes(self._sides, both, flat_layout(1, split, len(teacher_ids)), quiet, suspected=True)
         places, sides = [], []
         tables = (self._sides.student, self._sides.teacher)
         for side, ids, begin in zip(tables, (student_ids, teacher_ids), (0, split), strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment import schemes
+from xtoken_core.alignment import token_decoders
 from xtoken_core.alignment.normalizing import Normalizer, character_normalizer
 from xtoken_core.errors import InputError
 
@@ -128,15 +128,15 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
 
 
-def _scheme(tokenizer: Any, tokens: Mapping[int, str | bytes], unknown: int | None) -> schemes.Decode:
+def _scheme(tokenizer: Any, tokens: Mapping[int, str | bytes], unknown: int | None) -> token_decoders.Decode:
     probes = []
-    for text in schemes.PROBES:
+    for text in token_decoders.PROBES:
         ids = encode_plain(tokenizer, text)
         strings = [tokens.get(i, "") for i in ids if i != unknown]
         known = len(strings) == len(ids) and all(isinstance(s, str) for s in strings)
-        probes.append(schemes.Probe(text, [str(s) for s in strings] if known else None))
+        probes.append(token_decoders.Probe(text, [str(s) for s in strings] if known else None))
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return schemes.choose(probes, _pipeline(backend) if backend is not None else "")
+    return token_decoders.choose(probes, _pipeline(backend) if backend is not None else "")
 
 
 def _pipeline(backend: Any) -> str:
@@ -223,7 +223,7 @@ def _with_habits(table: TokenTable, tokenizer: Any) -> TokenTable:
         return None if any(table.kinds[i] == UNKNOWN for i in ids) else table.spell(ids)
 
     word, spaced, two = spelled("hello"), spelled(" hello"), spelled("hello you")
-    if all(s is None for s in map(spelled, schemes.PROBES)):
+    if all(s is None for s in map(spelled, token_decoders.PROBES)):
         word = spaced = two = None
     prefix = "none"
     if word == b" hello":

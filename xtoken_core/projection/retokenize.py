@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.schemes import byte_alphabet, byte_level
 from xtoken_core.alignment.tables import TEXT, TokenTable, encode_plain, spread
+from xtoken_core.alignment.token_decoders import byte_alphabet, byte_level
 
 _SENTINELS = ("\n", ":", "x", "。")
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.alignments import most_chunks, table_of
-from xtoken_core.alignment.cuts import cut
-from xtoken_core.alignment.sides import build_sides
+from xtoken_core.alignment.boundaries import find_chunks
+from xtoken_core.alignment.token_arrays import build_token_arrays
 
 
 def split(text: bytes, cuts: list[int]) -> list[bytes]:
@@ -22,7 +22,7 @@ def run(rows: list[tuple[list[bytes], list[bytes]]], left: bool = False):
     """Align rows of spelled tokens; padding tokens have a spelling of their own and must not matter."""
     vocabularies = [sorted({piece for row in rows for piece in row[side]} | {b"padding"}) for side in (0, 1)]
     tables = [table_of(v) for v in vocabularies]
-    sides = build_sides(*tables, *vocabularies)
+    sides = build_token_arrays(*tables, *vocabularies)
     arrays = []
     for side in (0, 1):
         index = {piece: i for i, piece in enumerate(vocabularies[side])}
@@ -34,7 +34,7 @@ def run(rows: list[tuple[list[bytes], list[bytes]]], left: bool = False):
             ids[r, place], mask[r, place] = [index[p] for p in row[side]], True
         arrays.append((ids, mask))
     (s, s_mask), (t, t_mask) = arrays
-    return cut(sides, s, t), s_mask, t_mask
+    return find_chunks(sides, s, t), s_mask, t_mask
 
 
 def with_specials(pieces: list[bytes], specials: dict[bytes, list[int]]) -> list[tuple[int, bytes]]:
@@ -84,7 +84,7 @@ def test_specials_pair_at_their_byte_and_shift_nothing(text, a, b, ours, theirs,
     tables = [table_of(v, specials=(shared, own)[: 2 - side]) for side, v in enumerate(vocabularies)]
     spellings = [[b"" if p in (shared, own)[: 2 - side] else p for p in v] for side, v in enumerate(vocabularies)]
     ids = [np.array([[v.index(p) for _, p in row]]) for v, row in zip(vocabularies, rows, strict=True)]
-    found = cut(build_sides(*tables, *spellings), *ids)
+    found = find_chunks(build_token_arrays(*tables, *spellings), *ids)
     places = [Counter(at for at, p in row if p == shared) for row in rows]
     pairs = sum((places[0] & places[1]).values())
     if ids[0].size and ids[1].size:

@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Rows:
+class FlatLayout:
     """`2B` rows of `n` tokens: `B` of the student, each `widths[0]` long, then `B` of the teacher.
 
     Attributes:
@@ -67,6 +67,6 @@ class Rows:
 
 
 @lru_cache(maxsize=64)
-def rows_of(samples: int, student: int, teacher: int) -> Rows:
+def flat_layout(samples: int, student: int, teacher: int) -> FlatLayout:
     """The rows of a batch of this shape; made once."""
-    return Rows(samples, (student, teacher))
+    return FlatLayout(samples, (student, teacher))

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.diff import matching_blocks
+from xtoken_core.alignment.matching_blocks import matching_blocks
 from xtoken_core.alignment.normalizing import Normalizer
-from xtoken_core.alignment.sides import BOS, BOS_OR_EOS, EOS, Side
 from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
+from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, Side
 
 _UNKNOWN_BYTES = 64
 """How many bytes one unknown token may stand for where a text ends differently on both sides."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from xtoken_core.alignment.flat_layout import flat_layout
 from xtoken_core.alignment.hashing import hash_powers, without_space
-from xtoken_core.alignment.rows import rows_of
-from xtoken_core.alignment.sides import BOS, BOS_OR_EOS, EOS, NOT_TOLD, Sides
-from xtoken_core.alignment.spaces import own_spaces
+from xtoken_core.alignment.prefix_space import find_dummy_prefixes
 from xtoken_core.alignment.specials import match_specials
 from xtoken_core.alignment.tables import spread
+from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, NOT_TOLD, TokenArrays
 
 _SHORT = 1 << 16
 """Bytes of an axis up to which powers for all of it are as fast to read as those for a row."""
@@ -50,7 +50,7 @@ class _Tokens:
 
     Attributes:
         rows: Where the rows lie.
-        ids: `[n]` int64 into the arrays of `Sides`.
+        ids: `[n]` int64 into the arrays of `TokenArrays`.
         lengths: `[n]` unsigned: bytes each token spells.
         led: Indices of the tokens whose leading space is the tokenizer's own and not counted.
         silent: Indices of the tokens that spell nothing, in order.
@@ -62,16 +62,16 @@ class _Tokens:
         starts: `[n]` int64: the byte of both axes at which each token begins; it never falls.
     """
 
-    def __init__(self, sides: Sides, student_ids: np.ndarray, teacher_ids: np.ndarray) -> None:
+    def __init__(self, sides: TokenArrays, student_ids: np.ndarray, teacher_ids: np.ndarray) -> None:
         samples = len(student_ids)
-        self.sides, self.rows = sides, rows_of(samples, student_ids.shape[1], teacher_ids.shape[1])
+        self.sides, self.rows = sides, flat_layout(samples, student_ids.shape[1], teacher_ids.shape[1])
         self.ids = np.empty(student_ids.size + teacher_ids.size, dtype=np.int64)
         ours, theirs = self.rows.halves(self.ids)
         ours[...] = student_ids
         np.add(teacher_ids, sides.offset, out=theirs)
         self.lengths = sides.lengths.take(self.ids, mode="wrap")
         self.silent = (self.lengths == 0).nonzero()[0]
-        self.led = own_spaces(sides, self.ids, self.rows, self.silent)
+        self.led = find_dummy_prefixes(sides, self.ids, self.rows, self.silent)
         if len(self.led):
             shorter = self.lengths.take(self.led) - 1
             self.lengths[self.led] = shorter
@@ -102,7 +102,7 @@ class _Tokens:
         return weights
 
 
-def cut(sides: Sides, student_ids: np.ndarray, teacher_ids: np.ndarray) -> Chunks:
+def find_chunks(sides: TokenArrays, student_ids: np.ndarray, teacher_ids: np.ndarray) -> Chunks:
     """Align a batch by the lengths of its tokens and check that both sides of every sample spell the same.
 
     Args:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from xtoken_core.alignment.rows import Rows
-from xtoken_core.alignment.sides import Sides
+from xtoken_core.alignment.flat_layout import FlatLayout
 from xtoken_core.alignment.tables import TEXT
+from xtoken_core.alignment.token_arrays import TokenArrays
 
 
-def own_spaces(sides: Sides, ids: np.ndarray, rows: Rows, silent: np.ndarray, *, suspected: bool = False) -> np.ndarray:
+def find_dummy_prefixes(
+    sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, silent: np.ndarray, *, suspected: bool = False
+) -> np.ndarray:
     """Indices of tokens whose leading space is the tokenizer's own.
 
     Those are the first text token of a row and of every separately tokenized stretch (one after absent tokens)
@@ -55,7 +57,7 @@ def own_spaces(sides: Sides, ids: np.ndarray, rows: Rows, silent: np.ndarray, *,
 
 
 def _text_after(
-    sides: Sides, ids: np.ndarray, rows: Rows, side: int, after: np.ndarray, first: np.ndarray
+    sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, side: int, after: np.ndarray, first: np.ndarray
 ) -> np.ndarray:
     """Of the tokens after breaks: those of text in the row of the break that are not the first text of it."""
     row = (after - 1 - side * rows.split) // rows.widths[side]
@@ -65,7 +67,7 @@ def _text_after(
     return found
 
 
-def _first_text(sides: Sides, ids: np.ndarray, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def _first_text(sides: TokenArrays, ids: np.ndarray, rows: FlatLayout) -> tuple[np.ndarray, np.ndarray]:
     """`[2B]` each: index of each row's first text token, that of its first token if it has none; its leading spaces."""
     first: np.ndarray = rows.first + (sides.kinds.take(ids.take(rows.head)) == TEXT).argmax(axis=1)
     token = ids.take(first)
@@ -78,7 +80,7 @@ def _first_text(sides: Sides, ids: np.ndarray, rows: Rows) -> tuple[np.ndarray, 
 
 
 def _begins_with_space(
-    sides: Sides, ids: np.ndarray, rows: Rows, first: np.ndarray, spaces: np.ndarray, side: int
+    sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, first: np.ndarray, spaces: np.ndarray, side: int
 ) -> np.ndarray:
     """`[B]` bool: the text itself begins with a space, the one that the tokenizer always adds not counted."""
     mine = rows.of(side)

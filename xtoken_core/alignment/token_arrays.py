@@ -37,7 +37,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Sides:
+class TokenArrays:
     """Both sides, and arrays over all `V` tokens of the student, its absent token, the teacher's tokens, and its own.
 
     Attributes:
@@ -88,9 +88,9 @@ class Sides:
         return int(np.iinfo(self.lengths.dtype).max)
 
 
-def build_sides(
+def build_token_arrays(
     student: TokenTable, teacher: TokenTable, student_pieces: list[bytes], teacher_pieces: list[bytes]
-) -> Sides:
+) -> TokenArrays:
     """The arrays of both sides, with spellings and roles numbered alike.
 
     Args:
@@ -112,7 +112,7 @@ def build_sides(
     joined = spelling_pool(pieces, {})
     hashes = prefix_hashes(joined.data[: joined.ends[-1]], joined.lengths)
     longest = int(joined.lengths.max())
-    return Sides(
+    return TokenArrays(
         student=ours,
         teacher=theirs,
         kinds=np.concatenate([part for side in sides for part in (side.table.kinds, np.array([ABSENT], np.uint8))]),
