@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,12 +55,11 @@ def check_python(words: list[str]) -> None:
 
 
 def check_hf(words: list[str]) -> None:
-    """Parse the arguments as huggingface_hub's own command does."""
-    from huggingface_hub.cli.hf import app as hf
-
-    group = hf if hasattr(hf, "commands") else typer.main.get_command(hf)  # the type depends on its version
-    command = group.commands[words[0]]
-    command.parse_args(typer.Context(command), words[1:])
+    """Look the options up in the help of huggingface_hub's own command."""
+    command = [sys.executable, "-m", "huggingface_hub.cli.hf", words[0], "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [word for word in words if word.startswith("-") and word not in done.stdout] == []
 
 
 CHECKS = {"xtoken": check_xtoken, "make": check_make, "python": check_python, "python3": check_python, "hf": check_hf}
