@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
-from services.cli import app  # noqa: E402 - found by the line above
+from services.cli.app import app  # noqa: E402 - found by the line above
 from services.control.app import create_app  # noqa: E402
 from services.control.runs import Runs  # noqa: E402
 from xtoken_core.config import RunSpec  # noqa: E402
@@ -52,7 +52,7 @@ With `--json` every command that answers something prints it as JSON: one docume
 `xtoken --install-completion` teaches your shell (bash, zsh, fish, PowerShell) the commands and their options; where a
 run is asked for it then offers the ids of the control plane's.
 
-<!-- Written by `{make}` from services/cli.py: change that, not this. -->
+<!-- Written by `{make}` from services/cli: change that, not this. -->
 
 {sections}
 

@@ -89,8 +89,8 @@ def store_runs(directory: Path, count: int) -> None:
     """Runs that are over, in a control plane's database."""
     from sqlalchemy.orm import Session
 
-    from services.control.record import RunState
     from services.control.store import RunRow, Store, now
+    from services.supervisor.run_record import RunState
 
     directory.mkdir(parents=True)
     store = Store(directory)

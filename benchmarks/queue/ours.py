@@ -40,7 +40,16 @@ SILENCE_S = 600.0
 @contextmanager
 def server(address: Address, *extra: str) -> Iterator[psutil.Process]:
     """A queue in a process of its own."""
-    command = [sys.executable, "-m", "services.queue.cli", "--bind", address.url, "--memory-limit", str(MEMORY_LIMIT)]
+    command = [
+        sys.executable,
+        "-m",
+        "services.cli",
+        "queue",
+        "--bind",
+        address.url,
+        "--memory-limit",
+        str(MEMORY_LIMIT),
+    ]
     if address.token_file is not None:
         command += ["--token-file", str(address.token_file)]
     process = subprocess.Popen([*command, *extra], cwd=ROOT, stderr=subprocess.DEVNULL)

@@ -23,8 +23,8 @@ import torch
 from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import VICTIMS, Lane, trained_ids
 from services.common.worker import SILENCE_S, WAIT_S
-from services.control.launcher import LocalLauncher
-from services.control.record import RunState
+from services.supervisor.launchers.local import LocalLauncher
+from services.supervisor.run_record import RunState
 from tests.support.tiny_run import make_assets, tiny_spec
 from xtoken_core.config.spec import RunSpec
 

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.control import processes
-from services.control.launcher import STATUS_FILE, FoundHandle, Handle, LocalLauncher
-from services.control.processes import MARK
+from services.supervisor import os_process
+from services.supervisor.launchers.local import STATUS_FILE, FoundHandle, Handle, LocalLauncher
+from services.supervisor.os_process import MARK
 
 ROOT = Path(__file__).parents[2]
 FORKED = ("teacher", "trainer")
@@ -57,7 +57,7 @@ class ForkLauncher(LocalLauncher):
             self._template.stdin.write(json.dumps(order) + "\n")
             self._template.stdin.flush()
             pid = int(self._answer())
-        return FoundHandle(processes.identify(pid), env[MARK], Path(env[STATUS_FILE]))
+        return FoundHandle(os_process.identify(pid), env[MARK], Path(env[STATUS_FILE]))
 
     def close(self) -> None:
         """End the process that forks, and with it what it has forked."""

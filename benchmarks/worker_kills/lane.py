@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.common.resolve import resolve_run
-from services.control.fleet import fleet_of
-from services.control.launcher import Launcher
-from services.control.supervisor import Ending, Limits, Supervisor
+from services.supervisor.launchers.local import Launcher
+from services.supervisor.process_spec import fleet_of
+from services.supervisor.supervisor import Ending, Limits, Supervisor
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 

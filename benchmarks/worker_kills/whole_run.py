@@ -24,7 +24,7 @@ import torch
 from benchmarks.worker_kills.__main__ import DEADLINE_S, LIMIT, settled, used
 from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import VICTIMS, Lane
-from services.control.record import RunState
+from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 
 RESULT = Path(__file__).parents[1] / "results" / "resume.json"

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.control.fleet import Member
-from services.control.groups import TakenGroup, describe_exit, last_line, status_of_log
-from services.control.journal import Journal
-from services.control.launcher import Handle, Launcher, read_status
-from services.control.record import SUMMARY, RunState
 from services.control.store import AttemptRow, GroupRow
-from services.control.supervisor import Ending
+from services.supervisor.events import Journal
+from services.supervisor.launchers.local import Handle, Launcher, read_status
+from services.supervisor.process_group import TakenGroup, describe_exit, last_line, status_of_log
+from services.supervisor.process_spec import Member
+from services.supervisor.run_record import SUMMARY, RunState
+from services.supervisor.supervisor import Ending
 from xtoken_core.errors import ConfigError
 
 GO_ON = "resume it to go on from its last checkpoint"

@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 import httpx
 
-from services.control.interrupts import POLL_S, Interrupts
-from services.control.record import RunState
-from services.control.watch import STOPPING, STOPPING_NOW, SteadyWatch, Watch, watch_for
+from services.supervisor.interrupts import POLL_S, Interrupts
+from services.supervisor.progress import STOPPING, STOPPING_NOW, SteadyWatch, Watch, watch_for
+from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 

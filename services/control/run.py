@@ -14,15 +14,15 @@ from services.common.resolve import remarks, resolve_run
 from services.common.resume import check_output
 from services.common.roots import Roots
 from services.control.adoption import ending_of, remains_of
-from services.control.fleet import Member, fleet_of
-from services.control.groups import TakenGroup, status_of_log
-from services.control.journal import StoreJournal, over_columns
-from services.control.launcher import Launcher, LocalLauncher, read_status
-from services.control.place import QueuePlace, sole_writer
-from services.control.ray_launcher import RayLauncher
-from services.control.record import FILE, SPEC, RunState, is_finished, read_record, replace_json, write_record
+from services.control.db_events import StoreJournal, over_columns
 from services.control.store import RunRow, Store
-from services.control.supervisor import Ending, Limits, Supervisor
+from services.supervisor.launchers.local import Launcher, LocalLauncher, read_status
+from services.supervisor.launchers.ray import RayLauncher
+from services.supervisor.process_group import TakenGroup, status_of_log
+from services.supervisor.process_spec import Member, fleet_of
+from services.supervisor.run_directory import QueuePlace, sole_writer
+from services.supervisor.run_record import FILE, SPEC, RunState, is_finished, read_record, replace_json, write_record
+from services.supervisor.supervisor import Ending, Limits, Supervisor
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from services.control.admission import Admission, RefusedError, check_launch
-from services.control.place import OccupiedError
-from services.control.record import RunState, read_record
 from services.control.run import LauncherFactory, Run, launchers
 from services.control.store import RunRow, Store, TakenError, now
+from services.supervisor.run_directory import OccupiedError
+from services.supervisor.run_record import RunState, read_record
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 

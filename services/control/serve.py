@@ -14,8 +14,8 @@ from services.common.roots import Roots
 from services.control.access import Access
 from services.control.admission import Admission
 from services.control.app import create_app
-from services.control.interrupts import Interrupts
 from services.control.runs import Runs
+from services.supervisor.interrupts import Interrupts
 from xtoken_core.errors import XtokenError
 
 log = logging.getLogger("xtoken.control")

@@ -14,8 +14,8 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import StaticPool
 
-from services.control.record import RunState
 from services.control.tables import AttemptRow, Base, GroupRow, NoteRow, RunRow
+from services.supervisor.run_record import RunState
 from xtoken_core.errors import XtokenError
 
 FILE = ".control.sqlite3"

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from services.common.resume import CHECKPOINTS, newest_checkpoint
 from services.control.curves import Curve
-from services.control.lines import read_json
-from services.control.record import SUMMARY, RunState
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow
+from services.supervisor.json_lines import read_json
+from services.supervisor.run_record import SUMMARY, RunState
 
 FRESH_S = 0.5
 KEPT_VIEWS = 128

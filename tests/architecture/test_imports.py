@@ -50,9 +50,14 @@ def test_the_rules_of_the_queue_stand_on_no_sockets_and_no_tensors(part: str) ->
     assert not loaded_by(f"xtoken_core.{part}") & {"torch", "numpy", "zmq", "transformers", "tensordict"}
 
 
-@pytest.mark.parametrize("package", ["services.queue", "services.control"])
+@pytest.mark.parametrize("package", ["services.queue", "services.supervisor", "services.control"])
 def test_a_process_without_models_has_no_torch_in_any_of_its_modules(package: str) -> None:
     assert not loaded_by(package) & set(MODELS)
+
+
+def test_the_supervisor_needs_no_web_server_and_no_database() -> None:
+    loaded = {name.partition(".")[0] for name in loaded_by("services.supervisor")}
+    assert not loaded & {"fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "httpx"}
 
 
 def test_fingerprints_signals_and_text_are_reached_without_torch() -> None:
@@ -67,7 +72,7 @@ import sys
 from tests.architecture.without import Blocked
 sys.meta_path.insert(0, Blocked(set(sys.argv[1].split(","))))
 import typer
-from services.cli import app
+from services.cli.app import app
 
 def show(command, path):
     print("::", *path)

@@ -31,7 +31,7 @@ def free_port() -> int:
 
 def start_queue(address: Address, *arguments: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     """Start a queue at an address, its log going to `stderr`; returns once it answers."""
-    command = [sys.executable, "-m", "services.queue.cli", "--bind", address.url, *arguments]
+    command = [sys.executable, "-m", "services.cli", "queue", "--bind", address.url, *arguments]
     if address.token_file is not None:
         command += ["--token-file", str(address.token_file)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=stderr)

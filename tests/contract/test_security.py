@@ -12,7 +12,7 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from services.queue.cli import queue_app
+from services.cli.queue import queue_app
 from services.queue.waiting import MAX_WAITING_OF_SESSION
 from tests.contract import reference_client
 from tests.contract.peers import Place, ints

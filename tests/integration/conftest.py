@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from services.common.resolve import resolve_run
-from services.control.fleet import fleet_of
-from services.control.launcher import LocalLauncher
-from services.control.supervisor import Ending, Limits, Supervisor
+from services.supervisor.launchers.local import LocalLauncher
+from services.supervisor.process_spec import fleet_of
+from services.supervisor.supervisor import Ending, Limits, Supervisor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address

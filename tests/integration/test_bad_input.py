@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.control.record import RunState
+from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec

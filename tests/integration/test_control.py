@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from services.common.resolve import resolve_run
-from services.control.record import is_finished
+from services.supervisor.run_record import is_finished
 from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec

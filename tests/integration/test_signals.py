@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.common.resolve import resolve_run
-from services.control.record import RunState
+from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.control.launcher import LOOPBACK, free_port
+from services.supervisor.launchers.local import LOOPBACK, free_port
 
 ROOT = Path(__file__).parents[2]
 

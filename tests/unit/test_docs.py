@@ -15,7 +15,7 @@ import pytest
 import typer
 
 import xtoken_core.errors
-from services.cli import app
+from services.cli.app import app
 from services.control.app import create_app
 from services.control.runs import Runs
 from tests.doc_blocks import PAGES, ROOT, fenced

@@ -13,7 +13,7 @@ import pytest
 import typer
 import yaml
 
-from services.cli import app
+from services.cli.app import app
 from services.common.resolve import largest_row
 from xtoken_core.config import RunSpec, load_run_spec
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 import yaml
 
-from services.cli import app
+from services.cli.app import app
 from services.control.access import PROBES
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"

@@ -18,8 +18,8 @@ from services.control.api.models import Artifacts, LogFile, Note, RunMetrics
 from services.control.api.plane import Plane, RunId, ThePlane, problems_of
 from services.control.artifacts import listed, open_file
 from services.control.logs import Follower, last_attempts, logs_in, merged, tail
-from services.control.record import RunState
 from services.control.views import View
+from services.supervisor.run_record import RunState
 
 MOST_POINTS = 10_000
 MOST_LINES = 10_000

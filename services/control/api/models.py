@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.control.record import RunState
+from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 
 

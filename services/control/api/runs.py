@@ -16,9 +16,9 @@ from services.control.api.examples import RUNS
 from services.control.api.models import DryRun, RunPage, RunStatus
 from services.control.api.plane import Plane, RunId, ThePlane, problems_of
 from services.control.api.streams import STATUS, encoded
-from services.control.fleet import fleet_of
-from services.control.record import RunState
 from services.control.run import Run
+from services.supervisor.process_spec import fleet_of
+from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 

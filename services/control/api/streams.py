@@ -15,9 +15,9 @@ from starlette.concurrency import run_in_threadpool
 
 from services.control.api.models import Note, RunStatus
 from services.control.curves import RECENT, Curve
-from services.control.record import RunState
 from services.control.store import Store
 from services.control.views import View
+from services.supervisor.run_record import RunState
 
 MOST_STREAMS = 500
 LOOK_S = 0.5

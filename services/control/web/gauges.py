@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import Request
 
 from services.control.api.plane import Plane
-from services.control.record import RunState
 from services.control.web.nvml import Nvml
+from services.supervisor.run_record import RunState
 
 EVERY_S = 2.0
 KEPT = 3600

@@ -13,12 +13,12 @@ from services.control.api.plane import Plane, RunId, ThePlane
 from services.control.api.runs import CHECK_WITHIN_S, LARGEST_CURSOR
 from services.control.artifacts import listed
 from services.control.logs import last_attempts, logs_in, merged, tail
-from services.control.record import RunState
 from services.control.web.curves import GRAPHS
 from services.control.web.gauges import gauges_of
 from services.control.web.render import PageRoute, page
 from services.control.web.shown import Shown
 from services.control.web.toml import to_toml
+from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 
 PAGE = 50

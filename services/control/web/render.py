@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from services.control.api.plane import plane_of
-from services.control.record import RunState
+from services.supervisor.run_record import RunState
 from xtoken_core.errors import XtokenError
 
 HERE = Path(__file__).parent

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.control.record import RunState
 from services.control.web.render import TONES, figure, percent, seconds_since, size
+from services.supervisor.run_record import RunState
 
 RECENT_STEPS = 20
 

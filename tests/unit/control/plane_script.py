@@ -15,7 +15,7 @@ from typing import Any
 from services.common.logs import set_up
 from services.control import run as run_module
 from services.control.runs import Runs
-from tests.unit.control.scripted_run import resolved_run, scripted_members
+from tests.unit.supervisor.scripted_run import resolved_run, scripted_members
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from services.common.roots import Roots
 from services.control.admission import Admission
-from services.control.record import RunState
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow, now
+from services.supervisor.run_record import RunState
 
 HERE = "http://127.0.0.1:8400"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from services.control import processes
-from services.control.processes import Identity
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow, Store
+from services.supervisor import os_process
+from services.supervisor.os_process import Identity
 
 ROOT = Path(__file__).parents[3]
 PLANE = Path(__file__).with_name("plane_script.py")
@@ -108,19 +108,19 @@ def planes(tmp_path: Path) -> Iterator[Planes]:
         for plane in found.started:
             plane.wait(DEADLINE_S)
         run = found.run()
-        assert processes.marked(f"{run.id}/") == [], "processes are left"
+        assert os_process.marked(f"{run.id}/") == [], "processes are left"
         assert run.queue is None or not Path(run.queue["private"]).exists()
     finally:
         for plane in found.started:
             plane.kill()
         if found._store is not None:
             for row in found.store.page(10):
-                processes.kill_marked(f"{row['id']}/")
+                os_process.kill_marked(f"{row['id']}/")
             found.store.close()
 
 
 def dead(pid: int) -> bool:
-    found = processes.identify(pid)
+    found = os_process.identify(pid)
     return found is None or not found.alive
 
 
@@ -187,8 +187,8 @@ def test_a_run_that_ended_while_nobody_looked_is_completed(planes: Planes) -> No
 
 def test_a_run_none_of_whose_processes_lives_is_interrupted(planes: Planes) -> None:
     planes.begin_and_kill()
-    processes.kill_marked(f"{planes.run().id}/")
-    planes.until(lambda: processes.marked(f"{planes.run().id}/") == [])
+    os_process.kill_marked(f"{planes.run().id}/")
+    planes.until(lambda: os_process.marked(f"{planes.run().id}/") == [])
     planes.start().wait(DEADLINE_S)
     run = planes.run()
     assert run.state == "interrupted"
@@ -225,20 +225,20 @@ def test_a_start_that_was_not_written_down_is_found_by_its_mark(planes: Planes) 
 
 
 def test_a_number_that_another_process_has_got_is_not_the_process() -> None:
-    own = processes.identify(os.getpid())
+    own = os_process.identify(os.getpid())
     assert own is not None and own.alive
     other = Identity(own.pid, own.ticks - 1, own.boot, own.namespace)
     elsewhere = Identity(own.pid, own.ticks, "another boot", own.namespace)
     for wrong in (other, elsewhere):
         assert not wrong.alive
-        assert processes.open_handle(wrong) is None
-    handle = processes.open_handle(own)
+        assert os_process.open_handle(wrong) is None
+    handle = os_process.open_handle(own)
     assert handle is not None
     os.close(handle)
 
 
 def test_a_run_remembers_how_often_it_has_failed(tmp_path: Path) -> None:
-    from services.control.policy import RestartPolicy
+    from services.supervisor.restart_policy import RestartPolicy
 
     policy = RestartPolicy(2, failures=2, highest=5)
     assert policy.failed(5) is None

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 
 from services.control.access import Access
 from services.control.app import create_app
-from services.control.record import RunState
+from services.supervisor.run_record import RunState
 from tests.unit.control.planes import make_runs, put
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)

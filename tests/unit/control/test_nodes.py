@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from services.control.admission import Admission, RefusedError, check_launch
-from services.control.fleet import fleet_of, threads_of_model_workers
-from services.control.groups import describe_exit
-from services.control.launcher import LOST_EXIT, free_port
-from services.control.place import KEYS, QueuePlace
-from services.control.ray_launcher import RayLauncher, cpus_of, gpus_of
-from services.control.record import RunState
 from services.queue.main import of_group
+from services.supervisor.launchers.local import LOST_EXIT, free_port
+from services.supervisor.launchers.ray import RayLauncher, cpus_of, gpus_of
+from services.supervisor.process_group import describe_exit
+from services.supervisor.process_spec import fleet_of, threads_of_model_workers
+from services.supervisor.run_directory import KEYS, QueuePlace
+from services.supervisor.run_record import RunState
 from tests.support.runs import resolved_run
 from tests.unit.control.planes import make_runs, put
 from tests.unit.control.planes import spec as raw_spec

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control import processes
 from services.control import run as run_module
 from services.control.app import create_app
 from services.control.runs import Runs
-from services.control.supervisor import LOOK_S
+from services.supervisor import os_process
+from services.supervisor.supervisor import LOOK_S
 from tests.unit.control.planes import HERE
-from tests.unit.control.scripted_run import resolved_run, scripted_members
+from tests.unit.supervisor.scripted_run import resolved_run, scripted_members
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
 
 STEPS, HELD = 8, 4
@@ -58,7 +58,7 @@ def test_readers_ask_neither_workers_nor_the_queue(tmp_path: Path, monkeypatch: 
         runs.stop_all(now=True)
         runs.join()
         runs.close()
-    assert processes.marked(f"{row.id}/") == []
+    assert os_process.marked(f"{row.id}/") == []
 
 
 def counted(method: Any, name: str, sent: list[str]) -> Any:

@@ -16,11 +16,11 @@ import pytest
 from services.control import client as client_module
 from services.control import run as run_module
 from services.control.client import run_in_place
-from services.control.record import RunState
 from services.control.runs import Runs
-from services.control.watch import Watch
-from tests.unit.control.scripted_run import resolved_run, scripted_members
-from tests.unit.control.test_watch import Broken
+from services.supervisor.progress import Watch
+from services.supervisor.run_record import RunState
+from tests.unit.supervisor.scripted_run import resolved_run, scripted_members
+from tests.unit.supervisor.test_progress import Broken
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 

@@ -11,7 +11,6 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from services.control import store as store_module
-from services.control.record import RunState
 from services.control.store import (
     FILE,
     HEAD,
@@ -24,6 +23,7 @@ from services.control.store import (
     TakenError,
     now,
 )  # fmt: skip
+from services.supervisor.run_record import RunState
 
 MIGRATIONS = Path(store_module.__file__).with_name("migrations")
 

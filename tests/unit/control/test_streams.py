@@ -14,9 +14,9 @@ from services.control.api.plane import Plane
 from services.control.api.streams import Lines, Streams
 from services.control.app import create_app
 from services.control.curves import Curve
-from services.control.record import RunState
 from services.control.runs import Runs
 from services.control.views import View
+from services.supervisor.run_record import RunState
 from tests.unit.control.planes import make_runs, put
 
 FOLLOWERS = 20

@@ -13,12 +13,12 @@ from fastapi.testclient import TestClient
 
 from services.control.access import COOKIE, Access
 from services.control.app import create_app
-from services.control.record import RunState
 from services.control.runs import Runs
 from services.control.web import form
 from services.control.web.curves import GRAPHS
 from services.control.web.fields import NOT_ASKED, field_names, sections
 from services.control.web.toml import to_toml
+from services.supervisor.run_record import RunState
 from tests.unit.control.planes import HERE, make_runs, put, spec
 from xtoken_core.config.spec import RunSpec
 

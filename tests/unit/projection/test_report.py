@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from services.common.align_cli import align_app
-from services.common.projection_cli import projection_app
+from services.cli.align import align_app
+from services.cli.projection import projection_app
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of, table_of
 from xtoken_core.errors import InputError

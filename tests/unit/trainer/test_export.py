@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
-from services.cli import app
+from services.cli.app import app
 from services.common.roots import VARIABLE, OutsideError, Roots
 from services.trainer import from_checkpoint
 from services.trainer.chosen import Chosen, choose

@@ -1,0 +1,215 @@
+"""The command's own part: help without weight, errors in one line, exit statuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import services.cli.app as cli
+from xtoken_core.errors import InputError, StaleSessionError, XtokenError
+from xtoken_core.wire import QueueError
+
+HEAVY = ("torch", "transformers", "fastapi", "pydantic", "numpy", "zmq", "rich")
+
+
+def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setattr(sys, "argv", ["xtoken", "queue"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (XtokenError("it is so"), 1, "error: it is so"),
+        (InputError("no such file"), 2, "error: no such file"),
+        (StaleSessionError("ended"), 75, "error: ended"),
+        (QueueError("run_failed", "too many dead letters"), 1, "error: too many dead letters"),
+        (OSError(errno.ENOSPC, "No space left on device", "/runs/x"), 1,
+         "error: no space is left on the device while writing /runs/x: free some and start again"),
+        (PermissionError(errno.EACCES, "Permission denied", "/root/x"), 1, "error: /root/x: Permission denied"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)  # fmt: skip
+def test_an_expected_failure_is_one_line(
+    error: Exception, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(cli.DEBUG_VARIABLE, raising=False)
+    assert fail_with(error, monkeypatch) == status
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(cli.DEBUG_VARIABLE, "1")
+    assert fail_with(InputError("no such file"), monkeypatch) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("Traceback") and said[-1] == "error: no such file"
+
+
+def test_an_unexpected_failure_shows_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(cli.DEBUG_VARIABLE, raising=False)
+    assert fail_with(KeyError("x"), monkeypatch) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "KeyError: 'x'"
+
+
+def test_an_interrupt_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fail_with(KeyboardInterrupt(), monkeypatch) == 130
+
+
+def xtoken(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_help_loads_nothing_heavy() -> None:
+    block = f"import sys; sys.modules.update(dict.fromkeys({HEAVY!r})); import services.cli.app as c; "
+    program = block + "sys.argv = ['xtoken', '--help']; c.main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in (
+        "demo",
+        "run",
+        "runs",
+        "queue",
+        "collator",
+        "teacher",
+        "trainer",
+        "control",
+        "align",
+        "projection",
+        "version",
+    ):
+        assert f"\n  {command} " in done.stdout
+
+
+def commands_below(group: Any, *words: str) -> Iterator[tuple[str, Any]]:
+    for name, command in getattr(group, "commands", {}).items():
+        if getattr(command, "commands", None):
+            yield from commands_below(command, *words, name)
+        else:
+            yield " ".join((*words, name)), command
+
+
+def test_every_command_that_answers_can_answer_in_json() -> None:
+    """But for those that serve or work until they are stopped, print nothing else, or show something."""
+    found = dict(commands_below(typer.main.get_command(cli.app)))
+    without = {name for name, command in found.items() if not any("--json" in p.opts for p in command.params)}
+    serving, nothing_else, showing = (
+        {"collator", "teacher", "trainer", "control"}, {"queue stats", "queue peek"}, {"demo", "queue top"}
+    )  # fmt: skip
+    assert without == serving | nothing_else | showing
+
+
+def test_the_version_as_json() -> None:
+    assert set(json.loads(CliRunner().invoke(cli.app, ["version", "--json"]).stdout)) == {"version"}
+
+
+def test_a_mistake_on_the_command_line() -> None:
+    done = xtoken("teacher", "--rank", "-1")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "--rank" in done.stderr
+
+
+def test_a_bad_run_file_is_refused_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('output = "out"\nstuden = 3\n')
+    block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'fastapi', 'zmq'))); "
+    program = block + f"import services.cli.app as c; sys.argv = ['xtoken', 'run', {str(file)!r}]; c.main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert (
+        len(lines) == 1
+        and "studen: there is no such field; did you mean student?" in lines[0]
+        and "student: field required" in lines[0]
+    )
+
+
+def test_no_control_plane_there(tmp_path: Path) -> None:
+    model = f'model = "{tmp_path}"\ncontext_length = 8\n'
+    file = tmp_path / "run.toml"
+    file.write_text(f'output = "out"\n[student]\n{model}[teacher]\n{model}projection = "p"\n[data]\npath = "d.txt"\n')
+    done = xtoken("run", str(file), "--control", "http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no control plane answers at http://127.0.0.1:9: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("how", ["port", "root"])
+def test_a_control_plane_that_cannot_start_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        wrong = {"port": ["--port", port], "root": ["--port", "0", "--root", str(tmp_path / "none")]}[how]
+        done = xtoken("control", "--runs-dir", str(tmp_path / "runs"), *wrong)
+    said = {
+        "port": (1, f"error: cannot serve at 127.0.0.1:{port}: Address already in use: choose another --port"),
+        "root": (2, f"error: --root {tmp_path / 'none'} is no directory"),
+    }[how]
+    assert (done.returncode, done.stderr.splitlines()[-1]) == said, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("server", ["queue", "control"])
+def test_a_server_that_is_told_to_leave_is_done(server: str, number: signal.Signals, tmp_path: Path) -> None:
+    words = {
+        "queue": ["queue", "--bind", f"ipc://{tmp_path / 'private' / 'queue'}"],
+        "control": ["control", "--port", "0", "--runs-dir", str(tmp_path / "runs")],
+    }[server]
+    (tmp_path / "private").mkdir(mode=0o700)
+    started = subprocess.Popen([sys.executable, "-m", "services.cli", *words], stderr=subprocess.PIPE, text=True)
+    assert started.stderr is not None
+    with started:
+        said = next(line for line in started.stderr if "serving at" in line)
+        started.send_signal(number)
+        assert (started.wait(30), "serving" in said) == (0, True)
+
+
+def test_a_control_plane_serves_other_machines_only_with_a_token(tmp_path: Path) -> None:
+    done = xtoken("control", "--host", "0.0.0.0", "--runs-dir", str(tmp_path / "runs"))
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2, ["error: --host 0.0.0.0: other machines can reach it: give a --token-file"],
+    )  # fmt: skip
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("queue", "token", "said"),
+    [
+        ("tcp://127.0.0.1:5000", "open", "error: the token file "),
+        ("tcp://10.0.0.1:5000", "none", "error: tcp://10.0.0.1:5000: a token would cross the network in clear"),
+        ("here", "none", "error: 'here' is no queue address"),
+    ],
+)
+def test_a_wrong_address_is_refused_before_anything_heavy_is_loaded(
+    queue: str, token: str, said: str, tmp_path: Path
+) -> None:
+    block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers'))); import services.cli.app as c; "
+    (tmp_path / "open").write_text("a token that all may read")
+    arguments = ["xtoken", "trainer", "--queue", queue, "--token-file", str(tmp_path / token)]
+    program = block + f"sys.argv = {arguments!r}; c.main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(said), done.stderr

@@ -1,0 +1,149 @@
+"""`xtoken runs`, against a control plane that is served: what it prints, as lines and as JSON, and its errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import services.cli.app as cli
+from services.control.access import Access
+from services.control.client import ControlClient, RefusedError
+from services.control.runs import Runs
+from services.control.serve import HttpServer
+from services.supervisor.run_record import RunState
+from tests.unit.control.planes import make_runs, put
+from xtoken_core.errors import XtokenError
+
+TOKEN = "a-token-of-some-length"
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    found = make_runs(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def url(runs: Runs) -> Iterator[str]:
+    server = HttpServer(runs, "127.0.0.1", 0, Access(TOKEN))
+    yield server.url
+    server.close()
+
+
+@pytest.fixture
+def command(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    monkeypatch.setenv("XTOKEN_CONTROL", url)
+    monkeypatch.setenv("XTOKEN_CONTROL_TOKEN_FILE", str(file))
+    return lambda *words: CliRunner().invoke(cli.app, ["runs", *words], env={"COLUMNS": "200"})
+
+
+def test_a_list(command: Command, runs: Runs) -> None:
+    put(runs, "first-1", error="it broke", exit_code=1)
+    put(runs, "second-2", RunState.FAILED)
+    said = command("ls").stdout.splitlines()
+    assert said[0].split() == ["id", "state", "progress", "began", "error"]
+    assert said[1].split()[:3] == ["second-2", "failed", "2/2"] and "it broke" in said[2]
+    assert [run["id"] for run in json.loads(command("ls", "--json").stdout)] == ["second-2", "first-1"]
+    assert [run["id"] for run in json.loads(command("ls", "--json", "--state", "failed").stdout)] == ["second-2"]
+    assert len(json.loads(command("ls", "--json", "--limit", "1").stdout)) == 1
+
+
+def test_a_run_by_the_beginning_of_its_id(command: Command, runs: Runs) -> None:
+    put(runs, "first-1")
+    put(runs, "first-2")
+    assert json.loads(command("show", "first-1", "--json").stdout)["state"] == "completed"
+    assert "trainer-0" in command("show", "first-1").stdout
+    watched = command("show", "first-1", "--watch", "--json").stdout.splitlines()
+    assert [json.loads(line)["state"] for line in watched] == ["completed"]
+    several = command("show", "first")
+    assert "several runs begin with first" in str(several.exception)
+    assert isinstance(command("show", "none").exception, RefusedError)
+
+
+def test_a_run_whose_last_step_has_no_finite_loss(command: Command, runs: Runs) -> None:
+    with (put(runs, "first-1") / "steps.jsonl").open("a") as file:
+        file.write('{"step":2,"loss":null,"ce_loss":1.5,"grad_norm":null,"nonfinite":true,"tokens_per_second":null}\n')
+    assert "ce_loss 1.5000" in command("show", "first-1").stdout
+    assert command("show", "first-1", "--watch").exit_code == 0
+    assert json.loads(command("show", "first-1", "--json").stdout)["last"]["loss"] is None
+
+
+def test_logs_and_files(command: Command, runs: Runs, tmp_path: Path) -> None:
+    put(runs, "first-1")
+    assert command("logs", "first-1", "--worker", "trainer-0", "--tail", "1").stdout.endswith("INFO three\n")
+    lines = command("logs", "first-1", "-f", "--json").stdout.splitlines()
+    assert len(lines) == 4 and json.loads(lines[0])["line"].startswith("trainer-0 | ")
+    got = command("get", "first-1", "logs", "--to", str(tmp_path / "got"), "--json")
+    assert len(json.loads(got.stdout)["files"]) == 2
+    assert (tmp_path / "got" / "logs" / "queue.1.log").read_text().endswith("and more\n")
+    one = command("get", "first-1", "steps.jsonl", "--to", str(tmp_path / "got"))
+    assert one.stdout == f"{tmp_path / 'got' / 'steps.jsonl'}: 1 file\n"
+    assert "has no file nothing" in str(command("get", "first-1", "nothing").exception)
+
+
+def test_fetching_writes_over_nothing(command: Command, runs: Runs, tmp_path: Path) -> None:
+    put(runs, "first-1")
+    (tmp_path / "steps.jsonl").write_text("mine\n")
+    (tmp_path / "logs").symlink_to("nowhere")
+    for path in ("steps.jsonl", "logs"):
+        error = command("get", "first-1", path, "--to", str(tmp_path)).exception
+        said = f"{tmp_path / path} is there already: name another directory with --to, or remove it"
+        assert (str(error), getattr(error, "exit_code", None)) == (said, 2)
+    assert (tmp_path / "steps.jsonl").read_text() == "mine\n"
+
+
+def test_an_error_is_one_line_where_it_is_piped(command: Command, runs: Runs) -> None:
+    error = "it broke " * 40 + "in the end"
+    put(runs, "first-1", RunState.FAILED, error=error, exit_code=1)
+    assert error in command("show", "first-1").stdout.splitlines()
+    assert json.loads(command("show", "first-1", "--json").stdout)["checkpoint"] is None
+
+
+def test_the_newest_checkpoint_is_told(command: Command, runs: Runs) -> None:
+    output = put(runs, "first-1", RunState.STOPPED)
+    for step in (8, 16):
+        (output / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    assert json.loads(command("show", "first-1", "--json").stdout)["checkpoint"] == 16
+
+
+def test_stopping_resuming_and_removing_what_is_over(command: Command, runs: Runs) -> None:
+    output = put(runs, "first-1")
+    assert command("stop", "first-1", "--wait").stdout == "first-1: completed\n"
+    assert "is complete" in str(command("resume", "first-1").exception)
+    assert command("rm", "first-1", "--files").stdout == "first-1: removed\n"
+    assert not output.exists() and json.loads(command("ls", "--json").stdout) == []
+
+
+def test_a_start_that_is_refused(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    model = 'model = "/no/model"\ncontext_length = 8\n'
+    file.write_text(f'output = "runs/x"\n[student]\n{model}[teacher]\n{model}[data]\npath = "d.txt"\n')
+    for words in (["start", str(file)], ["start", str(file), "--dry-run", "--json"]):
+        refused = command(*words)
+        assert "student.model: /no/model lies under none of" in str(refused.exception)
+        assert getattr(refused.exception, "exit_code", None) == 2
+
+
+def test_a_wrong_token_is_one_line(url: str, tmp_path: Path) -> None:
+    client = ControlClient(url, "another-token-of-some-length")
+    with pytest.raises(XtokenError, match="a bearer token is needed"):
+        client.page()
+    client.close()
+    with pytest.raises(XtokenError, match=r"no control plane answers at http://\["):
+        ControlClient("http://[").page()
+
+
+def test_a_shell_is_offered_runs(command: Command, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(runs, "first-1")
+    put(runs, "second-2")
+    words = {"_XTOKEN_COMPLETE": "complete_bash", "COMP_WORDS": "xtoken runs show f", "COMP_CWORD": "3"}
+    done = CliRunner().invoke(cli.app, [], env=words, prog_name="xtoken")
+    assert done.stdout.split() == ["first-1"]

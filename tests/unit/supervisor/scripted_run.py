@@ -1,0 +1,145 @@
+"""A run of scripted workers around a real queue, and a look at what processes it leaves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+from services.supervisor.launchers.local import LocalLauncher
+from services.supervisor.process_spec import Member
+from services.supervisor.supervisor import Ending, Limits, Supervisor
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.data_plane.address import Address
+
+SCRIPT = Path(__file__).with_name("worker_script.py")
+STEP = 4
+
+
+def resolved_run(output: Path, steps: int, ranks: int = 1) -> ResolvedRun:
+    """A run that no worker of the real kind could do: its files do not exist."""
+    model = {"model": "/no/model", "context_length": 8}
+    spec = RunSpec.model_validate(
+        {
+            "output": output, "student": model, "teacher": {**model, "projection": "/no/projection"},
+            "data": {"path": "/no/data"}, "train": {"samples_per_step": STEP, "micro_batch_tokens": 64},
+            "workers": {"ranks": ranks}, "queue": {"memory_limit": 1 << 20},
+        }
+    )  # fmt: skip
+    of = ResolvedModel(vocab_size=8, head_width=8, tokenizer_fingerprint="t")
+    return ResolvedRun(
+        spec=spec, student=of, teachers=(of,), projection_fingerprints=("p",), data_fingerprint="d",
+        records=steps * STEP, positions=steps * STEP,
+    )  # fmt: skip
+
+
+def scripted_members(
+    output: Path, state: Path, address: Address, steps: int, ranks: int = 1, *, rows: bool = False, **deeds: list[str]
+) -> list[Member]:
+    """The queue and one scripted worker of each kind; `trainer_0=["work:kill"]` tells one what to do."""
+    file = output / "resolved.json"
+    file.write_text(resolved_run(output, steps, ranks).model_dump_json())
+    real = (sys.executable, "-m", "services.cli")
+    token = ("--token-file", str(address.token_file)) if address.token_file else ()
+    bind = ("--bind", address.url, *token, "--run", str(file))
+    found = [Member("queue", "queue", "queue", (*real, "queue", *bind))]
+    names = ["collator-0", "teacher-0-0", *(f"trainer-{rank}" for rank in range(ranks))]
+    for name in names:
+        kind = name.split("-")[0]
+        does = [item for deed in deeds.get(name.replace("-", "_"), []) for item in ("--do", deed)]
+        rank = ("--rank", name.split("-")[-1]) if kind == "trainer" else ()
+        command = (
+            sys.executable, str(SCRIPT), kind, "--queue", address.url, *token, "--name", name,
+            "--state", str(state), *rank, *does, *(["--rows"] if rows else []),
+        )  # fmt: skip
+        group = "trainers" if kind == "trainer" else name
+        task = {"trainer": "train", "teacher": "teacher_0"}.get(kind, "")
+        found.append(Member(kind, name, group, command, {}, task))  # type: ignore[arg-type]
+    return found
+
+
+class ScriptedRun:
+    """A supervisor over a real queue and scripted workers."""
+
+    def __init__(self, tmp: Path, sockets: Path) -> None:
+        self.output, self.state, self.sockets = tmp / "out", tmp / "state", sockets
+        self.output.mkdir()
+        self.state.mkdir()
+        self.address = Address.parse(f"ipc://{sockets / 'queue'}")
+        self.supervisor: Supervisor | None = None
+        self.ending: Ending | None = None
+        self._thread: threading.Thread | None = None
+
+    def members(self, steps: int, ranks: int = 1, *, rows: bool = False, **deeds: list[str]) -> list[Member]:
+        """The run's processes; see `scripted_members`."""
+        return scripted_members(self.output, self.state, self.address, steps, ranks, rows=rows, **deeds)
+
+    def start(
+        self, steps: int, ranks: int = 1, *, step: int = 0, limits: Limits | None = None, rows: bool = False,
+        **deeds: list[str],
+    ) -> Supervisor:  # fmt: skip
+        limits = limits or Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=0.05)
+        self.supervisor = Supervisor(
+            self.members(steps, ranks, rows=rows, **deeds),
+            [self.address],
+            self.output,
+            LocalLauncher(),
+            limits,
+            step=step,
+            steps=steps,
+        )
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self.supervisor
+
+    def _run(self) -> None:
+        assert self.supervisor is not None
+        self.ending = self.supervisor.run()
+
+    def wait(self) -> Ending:
+        assert self._thread is not None
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the supervisor did not come to an end"
+        assert self.ending is not None
+        return self.ending
+
+    def until(self, condition) -> None:
+        """Wait until a look at the status finds this true."""
+        for _ in range(600):
+            if condition(self.supervisor.status()):
+                return
+            assert self.ending is None, f"the run ended before: {self.ending}"
+            threading.Event().wait(0.05)
+        raise AssertionError(f"never came: {self.supervisor.status()}")
+
+    def pid(self, name: str) -> int | None:
+        return next(w["pid"] for w in self.supervisor.status()["workers"] if w["name"] == name)
+
+    def steps_done(self) -> list[int]:
+        return [int(line) for line in (self.state / "steps").read_text().split()]
+
+    def left_behind(self) -> list[str]:
+        """Living processes that this run has started, and files in its socket directory."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            line = " ".join(process.info["cmdline"] or [])
+            if str(self.sockets) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(line)
+        for path in self.state.glob("*.child.*"):
+            pid = int(path.read_text())
+            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(path.name)
+        return found + [path.name for path in self.sockets.iterdir()]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs and is no zombie."""
+    try:
+        os.kill(pid, 0)
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False

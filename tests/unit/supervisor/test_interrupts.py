@@ -1,0 +1,51 @@
+"""Signals that are counted instead of obeyed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from services.supervisor.interrupts import Interrupts
+
+
+def test_signals_are_counted_and_the_first_names_the_status() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupts() as interrupts:
+        assert not interrupts.wait(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.wait(0)
+    assert (interrupts.count, interrupts.status) == (2, 143)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_hang_up_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupts.wait(0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_thread_leaves_signals_alone() -> None:
+    seen = []
+
+    def enter() -> None:
+        with Interrupts():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+def test_waiting_without_a_signal(seconds: float) -> None:
+    with Interrupts() as interrupts:
+        assert not interrupts.wait(seconds)

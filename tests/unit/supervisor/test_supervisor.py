@@ -1,0 +1,302 @@
+"""The supervisor, over a real queue and real processes that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from services.supervisor.run_record import RunState
+from services.supervisor.supervisor import Limits
+from tests.unit.supervisor.scripted_run import ScriptedRun, alive
+from xtoken_core.data_plane.address import Address, create_token
+
+
+def attempts(run: ScriptedRun, name: str) -> int:
+    return len(list((run.output / "logs").glob(f"{name}.*.log")))
+
+
+def record(run: ScriptedRun) -> dict:
+    return json.loads((run.output / "run.json").read_text())
+
+
+def test_a_run_completes(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6)
+    ending = scripted.wait()
+    assert (ending.state, ending.error, ending.exit_code) == (RunState.COMPLETED, "", 0)
+    assert scripted.steps_done() == list(range(6))
+    written = record(scripted)
+    assert written["state"] == "completed"
+    assert {name: (w["pid"], w["attempt"]) for name, w in written["workers"].items()} == dict.fromkeys(
+        ("queue", "collator-0", "teacher-0-0", "trainer-0"), (None, 1)
+    )
+    status = scripted.supervisor.status()
+    assert (status["step"], status["steps"], status["skipped"]) == (6, 6, 24)
+
+
+def test_a_resumed_run_is_where_its_checkpoint_is_until_its_queue_knows(scripted: ScriptedRun) -> None:
+    supervisor = scripted.start(steps=6, step=3, trainer_0=["start:kill"])
+    steps = [supervisor.status()["step"]]
+    scripted.until(lambda status: steps.append(status["step"]) or status["workers"][-1]["restarts"] == 1)
+    assert set(steps) == {3}, "its trainer has said nothing yet"
+    assert scripted.wait().state == RunState.COMPLETED
+    assert scripted.steps_done() == list(range(6)), "the trainer has gone back to the beginning"
+
+
+def test_every_kind_of_worker_may_be_killed(scripted: ScriptedRun) -> None:
+    scripted.start(
+        steps=8, collator_0=["work:kill"], teacher_0_0=["work:kill"], trainer_0=["work:kill"],
+    )  # fmt: skip
+    assert scripted.wait().state == RunState.COMPLETED
+    assert scripted.steps_done() == list(range(8))
+    for name in ("collator-0", "teacher-0-0", "trainer-0"):
+        assert attempts(scripted, name) == 2, name
+        assert record(scripted)["workers"][name]["attempt"] == 2
+
+
+def test_a_killed_queue_is_started_again_and_the_trainer_puts_it_right(scripted: ScriptedRun) -> None:
+    scripted.start(steps=60)
+    scripted.until(lambda s: s["step"] >= 3)
+    before = scripted.pid("trainer-0")
+    os.kill(scripted.pid("queue"), signal.SIGKILL)
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "queue") == 2
+    assert attempts(scripted, "trainer-0") >= 2
+    assert scripted.pid("trainer-0") != before
+    assert sorted(set(scripted.steps_done())) == list(range(60))
+
+
+def test_a_worker_that_keeps_failing_ends_the_run_with_its_last_words(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6, trainer_0=["step2:always exit 7"])
+    ending = scripted.wait()
+    assert (ending.state, ending.exit_code) == (RunState.FAILED, 1)
+    assert ending.error == "trainer-0 ended with status 7, after 2 restarts without progress: told to leave"
+    assert attempts(scripted, "trainer-0") == 3
+    assert record(scripted)["error"] == ending.error
+
+
+@pytest.mark.parametrize("way", ["kill", "exit 7"])
+def test_what_a_failing_worker_held_is_named(scripted: ScriptedRun, way: str) -> None:
+    scripted.start(steps=6, rows=True, teacher_0_0=[f"hold:always {way}"])
+    ending = scripted.wait()
+    how = {"kill": "was killed by signal 9", "exit 7": "ended with status 7"}[way]
+    said = {"kill": "", "exit 7": ": told to leave"}[way]
+    assert ending.error == f"teacher-0-0 {how}, after 2 restarts without progress (leased: 0, 1, 2, 3){said}"
+
+
+def test_progress_forgives_earlier_failures(scripted: ScriptedRun) -> None:
+    scripted.start(steps=12, trainer_0=[f"step{step}:kill {step}" for step in (2, 4, 6, 8)])
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "trainer-0") == 5
+    assert scripted.steps_done() == list(range(12))
+
+
+def test_a_given_up_run_ends_with_the_reason_the_queue_has(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6, collator_0=["work:always give_up too much is dead"])
+    ending = scripted.wait()
+    assert (ending.state, ending.error) == (RunState.FAILED, "too much is dead")
+
+
+def test_a_configuration_error_is_fatal_at_once(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6, trainer_0=["work:exit 2"])
+    ending = scripted.wait()
+    assert (ending.state, ending.exit_code, ending.error) == (RunState.FAILED, 2, "trainer-0: told to leave")
+    assert attempts(scripted, "trainer-0") == 1
+
+
+def test_a_frozen_worker_is_killed_and_replaced(scripted: ScriptedRun) -> None:
+    scripted.start(steps=6, collator_0=["work:freeze"])
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "collator-0") == 2
+
+
+def test_a_worker_that_opens_no_session_is_killed(scripted: ScriptedRun) -> None:
+    limits = Limits(max_restarts=1, load_timeout_s=3, grace_s=1, first_delay_s=0.05)
+    scripted.start(steps=4, collator_0=["start:freeze"], limits=limits)
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "collator-0") == 2
+
+
+def test_a_dead_rank_restarts_all_trainers_under_one_incarnation(scripted: ScriptedRun) -> None:
+    scripted.start(steps=30, ranks=2)
+    scripted.until(lambda s: s["step"] >= 2)
+    os.kill(scripted.pid("trainer-1"), signal.SIGKILL)
+    assert scripted.wait().state == RunState.COMPLETED
+    assert [attempts(scripted, f"trainer-{rank}") for rank in (0, 1)] == [2, 2]
+    assert scripted.steps_done() == list(range(30))
+    environments = [
+        dict(
+            line.split("=", 1)
+            for line in (scripted.state / f"trainer-{rank}.2.env").read_text().splitlines()
+            if "=" in line
+        )
+        for rank in (0, 1)
+    ]
+    assert {env["MASTER_ADDR"] for env in environments} == {"127.0.0.1"}
+    assert len({env["MASTER_PORT"] for env in environments}) == 1
+
+
+def test_a_worker_that_leaves_early_is_started_again(scripted: ScriptedRun) -> None:
+    scripted.start(steps=20, collator_0=["work:exit 0"])
+    assert scripted.wait().state == RunState.COMPLETED
+    assert attempts(scripted, "collator-0") == 2
+
+
+def test_stop_ends_everything_in_order(scripted: ScriptedRun) -> None:
+    supervisor = scripted.start(steps=1000)
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    ending = scripted.wait()
+    assert (ending.state, ending.exit_code) == (RunState.STOPPED, 130)
+    assert all(worker["pid"] is None for worker in supervisor.status()["workers"])
+    assert record(scripted)["state"] == "stopped"
+
+
+def test_stop_kills_who_ignores_sigterm_and_the_children_of_all(scripted: ScriptedRun) -> None:
+    deeds = ["start:deaf", "start:child group", "start:child own"]
+    supervisor = scripted.start(steps=1000, teacher_0_0=deeds, collator_0=["start:child group"])
+    scripted.until(lambda s: s["step"] >= 2)
+    assert len(scripted.left_behind()) > 4, "the run's processes and their children live"
+    supervisor.stop()
+    assert scripted.wait().state == RunState.STOPPED
+
+
+def test_stop_now_waits_for_nobody(scripted: ScriptedRun) -> None:
+    limits = Limits(grace_s=3600)
+    supervisor = scripted.start(steps=1000, trainer_0=["start:deaf"], limits=limits)
+    scripted.until(lambda s: s["step"] >= 1)
+    supervisor.stop()
+    supervisor.stop(now=True)
+    ending = scripted.wait()
+    assert (ending.state, ending.error) == (RunState.STOPPED, ""), "nobody wanted it to wait"
+
+
+def moment(run: ScriptedRun, name: str) -> float:
+    return float((run.state / name).read_text())
+
+
+def test_trainers_leave_before_the_others_are_asked_to(scripted: ScriptedRun) -> None:
+    others = {"teacher_0_0": ["start:linger 0"], "collator_0": ["start:linger 0"]}
+    limits = Limits(grace_s=60)
+    supervisor = scripted.start(steps=1000, ranks=2, trainer_1=["start:linger 0.5"], limits=limits, **others)
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    ending = scripted.wait()
+    assert (ending.state, ending.error) == (RunState.STOPPED, "")
+    left = moment(scripted, "trainer-1.left")
+    assert all(moment(scripted, f"{name}.asked") >= left for name in ("teacher-0-0", "collator-0"))
+
+
+def test_a_trainer_that_outlasts_the_grace_is_named_and_leaves_none_to_others(
+    scripted: ScriptedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(grace_s=2)
+    supervisor = scripted.start(
+        steps=1000, trainer_0=["start:deaf"], teacher_0_0=["start:linger 1"], limits=limits
+    )  # fmt: skip
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    ending = scripted.wait()
+    lost = (
+        "trainer-0 did not leave within 2 s (workers.stop_timeout_s): "
+        "what was trained since the last checkpoint is lost"
+    )
+    assert (ending.state, ending.exit_code, ending.error) == (RunState.STOPPED, 130, lost)
+    assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", lost)
+    assert supervisor.status()["error"] == lost
+    assert lost in caplog.messages
+    assert not (scripted.state / "teacher-0-0.left").exists(), "there is one grace in all"
+
+
+def test_workers_that_fail_while_they_are_stopped_are_named_with_their_last_words(
+    scripted: ScriptedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(grace_s=60)
+    supervisor = scripted.start(
+        steps=1000, trainer_0=["start:stumble 2"], teacher_0_0=["start:stumble 7"], limits=limits
+    )  # fmt: skip
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    ending = scripted.wait()
+    said = (
+        "trainer-0 ended with status 2 while the run was stopped: told to leave; "
+        "teacher-0-0 ended with status 7 while the run was stopped: told to leave"
+    )
+    assert (ending.state, ending.exit_code, ending.error) == (RunState.STOPPED, 130, said)
+    assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", said)
+    assert said in caplog.messages
+    assert attempts(scripted, "trainer-0") == 1
+
+
+def test_a_trainer_that_fails_and_one_that_outlasts_the_grace_are_both_named(scripted: ScriptedRun) -> None:
+    limits = Limits(grace_s=2)
+    supervisor = scripted.start(
+        steps=1000, ranks=2, trainer_0=["start:deaf"], trainer_1=["start:stumble 2"], limits=limits
+    )  # fmt: skip
+    scripted.until(lambda s: s["step"] >= 2)
+    supervisor.stop()
+    assert scripted.wait().error == (
+        "trainer-0 did not leave within 2 s (workers.stop_timeout_s): what was trained since the last checkpoint is "
+        "lost; trainer-1 ended with status 2 while the run was stopped: told to leave"
+    )
+
+
+def test_a_failure_before_a_stop_at_once_is_told(scripted: ScriptedRun) -> None:
+    limits = Limits(grace_s=3600)
+    supervisor = scripted.start(
+        steps=1000, trainer_0=["start:stumble 2"], collator_0=["start:deaf"], limits=limits
+    )  # fmt: skip
+    scripted.until(lambda s: s["step"] >= 2)
+    pid = scripted.pid("trainer-0")
+    supervisor.stop()
+    for _ in range(600):
+        if not alive(pid):
+            break
+        time.sleep(0.05)
+    supervisor.stop(now=True)
+    ending = scripted.wait()
+    assert ending.error == "trainer-0 ended with status 2 while the run was stopped: told to leave"
+
+
+def test_a_worker_that_was_being_restarted_has_not_failed_while_stopped(scripted: ScriptedRun) -> None:
+    limits = Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=600)
+    supervisor = scripted.start(steps=1000, collator_0=["work:exit 7"], limits=limits)
+    scripted.until(lambda s: any(w["state"] == "waiting" and w["exit_code"] == 7 for w in s["workers"]))
+    supervisor.stop()
+    assert scripted.wait().error == "", "its failure was told when it failed"
+
+
+def test_a_worker_that_is_asked_before_it_listens_has_left_well(scripted: ScriptedRun) -> None:
+    supervisor = scripted.start(steps=1000)  # a scripted worker never listens: the signal ends it
+    scripted.until(lambda s: s["step"] >= 1)
+    supervisor.stop()
+    assert scripted.wait().error == ""
+    left = {name: worker["exit_code"] for name, worker in record(scripted)["workers"].items() if name != "queue"}
+    assert set(left.values()) == {-signal.SIGTERM}
+
+
+def test_a_later_supervisor_counts_on_from_the_logs_it_finds(scripted: ScriptedRun) -> None:
+    (scripted.output / "logs").mkdir()
+    (scripted.output / "logs" / "collator-0.7.log").write_text("older\n")
+    scripted.start(steps=3)
+    assert scripted.wait().state == RunState.COMPLETED
+    assert (scripted.output / "logs" / "collator-0.7.log").read_text() == "older\n"
+    assert {worker["attempt"] for worker in record(scripted)["workers"].values()} == {8}
+
+
+def test_an_address_in_use_ends_the_run_with_one_line(scripted: ScriptedRun) -> None:
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        scripted.address = Address.parse(f"tcp://127.0.0.1:{occupied.getsockname()[1]}", scripted.output / "token")
+        create_token(scripted.output / "token")
+        scripted.start(steps=3, limits=Limits(max_restarts=0))
+        ending = scripted.wait()
+    assert (ending.state, ending.exit_code) == (RunState.FAILED, 1)
+    assert ending.error.startswith(
+        "queue ended with status 1, after 0 restarts without progress: cannot serve at tcp://"
+    )
