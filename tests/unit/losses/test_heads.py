@@ -148,18 +148,22 @@ def test_given_denominators(denominators):
 def test_k_is_read_off_the_column_maxima(given_maxima):
     case = make_case()
     student, teacher = random_head(case.student_logits.shape, 1), random_head(case.teacher_logits[0].shape, 2)
+    teacher.weight[[3, 11]] *= 10.0  # far above the others: K does not depend on how a product is rounded
     maxima = teacher.logits().amax(dim=1)
-    maxima[1, 7] = 100.0
+    maxima[1, 7] = 1000.0
     if given_maxima:
         teacher = HeadProjection(teacher.hidden, teacher.weight, column_maxima=maxima)
     loss_fn = CrossTokenizerDistillationLoss(LossConfig(vocab_topk=2), student_vocab_size=V_S, teachers=case.teachers)
-    columns = loss_fn.losses[0].columns(teacher)
-    expected = loss_fn.losses[0].columns(teacher.logits())
-    assert (7 in columns.tolist()) == (given_maxima or 7 in expected.tolist())
-    assert given_maxima or torch.equal(columns, expected)
-    whole = teacher.logits()[..., :31].amax(dim=(0, 1))
-    assert given_maxima or torch.equal(teacher.column_maximum(31, rows=6).amax(dim=(0, 1)), whole)
+    assert sorted(loss_fn.losses[0].columns(teacher.logits()).tolist()) == [3, 11]
+    columns = loss_fn.losses[0].columns(teacher).tolist()
+    assert 7 in columns if given_maxima else sorted(columns) == [3, 11]
     run(case, LossConfig(vocab_topk=2), student, [teacher], whole=False)
+
+
+def test_column_maxima_in_blocks_are_those_of_all_positions():
+    head = random_head((2, 10, 36), 2)
+    expected = head.logits()[..., :31].amax(dim=(0, 1))
+    torch.testing.assert_close(head.column_maximum(31, rows=6).amax(dim=(0, 1)), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -259,8 +263,8 @@ def test_products_keep_their_dtype_whatever_autocast_surrounds_them():
     expected = run(*arguments, whole=False)
     with torch.autocast("cpu", torch.bfloat16):
         actual = run(*arguments, whole=False)
-    assert torch.equal(actual[0], expected[0])
-    assert all(torch.equal(*pair) for pair in zip(actual[2], expected[2], strict=True))
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(actual[2], expected[2], rtol=1e-5, atol=1e-6)
 
 
 def test_blocks_hold_every_needed_position_once_and_cut_no_chunk(monkeypatch):
