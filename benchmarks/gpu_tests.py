@@ -34,7 +34,7 @@ ALONE = (
     "tests/unit/teacher",
     "tests/unit/trainer",
     "tests/unit/test_budget.py",
-    "tests/unit/control/test_nvml.py",
+    "tests/unit/control/test_gpus.py",
     "tests/unit/data_plane/test_codec.py",
     "tests/contract/test_samples.py",
 )

@@ -4,8 +4,8 @@ They take half a minute, a minute, ten minutes, seven minutes; `python -m benchm
 the page.
 
 `list`: `GET /v1/runs` with 10,000 stored runs. `first-step`: from `POST /v1/runs` to the first optimiser step of a
-tiny run of two tokenizers. `readers` and `windows`: how much 200 readers, each asking every 2 s, and 50 streams of
-events slow that run's training, every worker of the run on one core, control plane, readers and this process on
+tiny run of two tokenizers. `readers` and `windows`: how much 200 readers, each asking every 2 s, slow
+that run's training, every worker of the run on one core, control plane, readers and this process on
 another; by alternating runs without and with them, and by one run whose readers come and go. Results go to
 `benchmarks/results/control.json`, each part replacing its last one.
 """

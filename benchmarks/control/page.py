@@ -58,9 +58,11 @@ def _told(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _readers(found: dict[str, Any]) -> Iterator[str]:
+    # Results from before 2026-11-22 also had clients of an event stream that has been removed since.
+    streams = f", and {found['streams']} streams of events" if "streams" in found else ""
     yield (
-        f"{found['readers']} readers, each asking every {found['every_s']:g} s, and {found['streams']} streams of "
-        f"events, beside {found['steps']:,} steps of training on one core of {found['machine']}:"
+        f"{found['readers']} readers, each asking every {found['every_s']:g} s{streams}, beside {found['steps']:,} "
+        f"steps of training on one core of {found['machine']}:"
     )
     yield ""
     yield "| | median | each run |"

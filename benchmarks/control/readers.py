@@ -23,7 +23,8 @@ import psutil
 
 from benchmarks.control.plane import ROOT, Plane, lines, plane, quantile, start_tiny, wait
 
-READERS, EVERY_S, STREAMS = 200, 2.0, 50
+READERS, EVERY_S = 200, 2.0
+OVER = re.compile(rb'"state":"(completed|failed|stopped|interrupted)"')
 PAIRS = 5
 WARM_STEPS = 150
 STEPS = 1000
@@ -53,7 +54,7 @@ def bench_readers() -> dict[str, Any]:
     slower = statistics.median(read) / statistics.median(alone) - 1
     noise = (max(alone) - min(alone)) / statistics.median(alone)
     return {
-        "readers": READERS, "every_s": EVERY_S, "streams": STREAMS, "steps": STEPS - WARM_STEPS,
+        "readers": READERS, "every_s": EVERY_S, "steps": STEPS - WARM_STEPS,
         "alone_s": alone, "read_s": read, "slower": round(slower, 4), "spread_alone": round(noise, 4), "load": loads,
         "rss_mib": round(rss, 1),
     }  # fmt: skip
@@ -77,7 +78,7 @@ def bench_windows() -> dict[str, Any]:
         wait(lambda: there.http.get(f"/v1/runs/{run_id}").json()["state"] == "stopped", every_s=0.2)
     load = json.loads(told)
     found = windows(rows, [tuple(span) for span in load.pop("spans")])
-    return {"readers": READERS, "every_s": EVERY_S, "streams": STREAMS, "window_s": WINDOW_S, **found, "load": load}
+    return {"readers": READERS, "every_s": EVERY_S, "window_s": WINDOW_S, **found, "load": load}
 
 
 def windows(rows: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float]]) -> dict[str, Any]:
@@ -170,13 +171,13 @@ def pin(pid: int, core: int) -> None:
 
 
 class Load:
-    """Readers and streams of one run, over plain sockets: they shall not be what is measured."""
+    """Readers of one run over plain sockets, so that their own cost stays small."""
 
     def __init__(self, url: str, run_id: str) -> None:
         self.host, _, port = url.removeprefix("http://").partition(":")
         self.port, self.run_id = int(port), run_id
         self.times: list[float] = []
-        self.failed = self.events = 0
+        self.failed = 0
         self.over = asyncio.Event()
 
     async def run(self) -> dict[str, Any]:
@@ -205,12 +206,12 @@ class Load:
     def seen(self) -> dict[str, Any]:
         """What the readers have seen so far."""
         return {
-            "requests": len(self.times), "failed": self.failed, "events": self.events,
+            "requests": len(self.times), "failed": self.failed,
             "p50_ms": quantile(self.times, 0.5) * 1000, "p99_ms": quantile(self.times, 0.99) * 1000,
         }  # fmt: skip
 
     def _everybody(self) -> list[Any]:
-        return [*(self.read(number) for number in range(READERS)), *(self.listen() for _ in range(STREAMS))]
+        return [self.read(number) for number in range(READERS)]
 
     async def read(self, number: int) -> None:
         """One reader: the list, the run, its curves, in turn."""
@@ -225,25 +226,13 @@ class Load:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
                 length = re.search(r"content-length: (\d+)", head)
                 assert length is not None, head
-                await reader.readexactly(int(length[1]))
+                body = await reader.readexactly(int(length[1]))
+                if path == paths[1] and OVER.search(body):
+                    self.over.set()
                 self.times.append(time.perf_counter() - began)
                 self.failed += " 200 " not in head.split("\r\n")[0]
                 number += 1
                 await asyncio.sleep(max(0.0, EVERY_S - (time.perf_counter() - began)))
-        finally:
-            writer.close()
-
-    async def listen(self) -> None:
-        """One stream of events."""
-        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
-        try:
-            path = f"/v1/runs/{self.run_id}/events"
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n\r\n".encode())
-            async for line in reader:
-                self.events += line.startswith(b"event:")
-                if line.startswith(b"event: end"):
-                    break
-            self.over.set()
         finally:
             writer.close()
 

@@ -10,13 +10,12 @@ from fastapi.openapi.utils import get_openapi
 
 from services.control import problems
 from services.control.access import Access, Gate
-from services.control.api import events, files, health
+from services.control.api import files, health
 from services.control.api import runs as runs_api
 from services.control.api.plane import Plane, problems_of
-from services.control.api.streams import Streams
 from services.control.api.telemetry import Count, Telemetry
 from services.control.runs import Runs
-from services.control.views import Pages, Views
+from services.control.views import Views
 from services.control.web import install, opened
 
 DESCRIPTION = """Starts, watches, stops and resumes distillation runs.
@@ -33,18 +32,18 @@ def create_app(runs: Runs, access: Access | None = None) -> FastAPI:
         access: Who may ask; this machine, if left out.
     """
     views = Views(runs)
-    plane = Plane(runs, views, opened(access or Access()), Pages(), Telemetry(runs, views), Streams())
+    plane = Plane(runs, views, opened(access or Access()), Telemetry(runs, views))
     app = FastAPI(
         title="xtoken control plane",
         version=version("xtoken"),
         description=DESCRIPTION,
         responses=problems_of(401, 403),
-        docs_url=None,  # theirs is fetched from another host: ours is a page (`services.control.web.reference`)
+        docs_url=None,  # FastAPI's page loads scripts from a CDN; `web.pages` serves Swagger UI from here
         redoc_url=None,
     )
     app.state.plane = plane
     problems.install(app)
-    for router in (runs_api.router, files.router, events.router, health.router):
+    for router in (runs_api.router, files.router, health.router):
         app.include_router(router)
     app.add_middleware(Count, telemetry=plane.telemetry)
     app.add_middleware(Gate, access=plane.access)

@@ -16,7 +16,7 @@ import numpy as np
 
 LISTS_OF_IDS = ("ids", "skipped", "dead")
 LOOK_S = 0.5
-RECENT = 1000
+RECENT = 20
 MOST_COLUMNS = 256
 CHUNK_BYTES = 1 << 22
 
@@ -26,18 +26,15 @@ class Curve:
 
     Attributes:
         recent: The last lines as they are, without their lists of sample ids.
-        generation: How often it was read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._looked_at = -math.inf
-        self.generation = 0
         self._reset()
 
     def _reset(self) -> None:
-        self.generation += 1
         self._offset, self._inode = 0, 0
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
@@ -52,10 +49,10 @@ class Curve:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def refresh(self, *, at_once: bool = False) -> None:
-        """Read what has been written since; unless `at_once` it looks at the file every half second at most."""
+    def refresh(self) -> None:
+        """Read the lines added since the last call; looks at the file at most every half second."""
         with self._lock:
-            if not at_once and time.monotonic() - self._looked_at < LOOK_S:
+            if time.monotonic() - self._looked_at < LOOK_S:
                 return
             try:
                 self._read()
@@ -63,17 +60,6 @@ class Curve:
                 if self._offset:
                     self._reset()
             self._looked_at = time.monotonic()
-
-    def beyond(self, generation: int, count: int) -> tuple[int, int, list[dict[str, Any]]]:
-        """What was read since `count` lines of this generation; of another one, its last lines.
-
-        Returns:
-            The present generation, how many lines it has, and the new ones among `recent`.
-        """
-        with self._lock:
-            news = len(self._steps) - (count if generation == self.generation else 0)
-            recent = list(self.recent)
-            return self.generation, len(self._steps), recent[max(0, len(recent) - news) :]
 
     def sample(self, after: int, points: int) -> list[dict[str, Any]]:
         """Lines of steps beyond `after`; means of equal stretches of lines if there are more than `points` of them.

@@ -1,4 +1,4 @@
-"""The control plane's memory: a SQLite database in the runs' directory, or in memory for a single run in place."""
+"""The control plane's SQLite database: in the runs' directory, or in memory for tests and tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, delete, event, func, inspect, or_, select, text, update
+from sqlalchemy import Engine, create_engine, delete, event, func, inspect, or_, select, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import StaticPool
@@ -19,7 +19,8 @@ from services.supervisor.run_record import RunState
 from xtoken_core.errors import XtokenError
 
 FILE = ".control.sqlite3"
-HEAD = "0001"
+VERSION = 1
+"""The number of the schema in `tables`, written to `PRAGMA user_version`; raise it with every change of a table."""
 BUSY_S = 10.0
 SUMMARY = (
     RunRow.seq, RunRow.id, RunRow.name, RunRow.output, RunRow.created, RunRow.state, RunRow.error, RunRow.exit_code,
@@ -51,9 +52,6 @@ class Store:
     Its methods may be called from any thread. Rows that they return are the caller's own: changing them changes nothing
     here.
 
-    Attributes:
-        version: Grows with everything that is written, so that what was read can be kept until it does.
-
     Args:
         directory: Where the database is; None keeps it in memory.
 
@@ -71,11 +69,9 @@ class Store:
         else:
             self._guard = nullcontext()
             self._engine = create_engine(f"sqlite:///{directory / FILE}", connect_args={"timeout": BUSY_S})
-        self.version = 0
-        event.listen(self._engine, "connect", _set_up)
-        event.listen(self._engine, "commit", self._note_commit)
-        with self._told():
-            _migrate(self._engine)
+        event.listen(self._engine, "connect", _configure)
+        with self._errors():
+            _create_or_check(self._engine)
 
     def close(self) -> None:
         """Let its connections go."""
@@ -134,7 +130,7 @@ class Store:
             query = query.where(RunRow.state.in_(states))
         if name:
             query = query.where(RunRow.name == name)
-        with self._guard, self._told(), self._engine.connect() as connection:
+        with self._guard, self._errors(), self._engine.connect() as connection:
             return [dict(zip(SUMMARY_NAMES, row, strict=True)) for row in connection.execute(query)]
 
     def counts(self) -> dict[str, int]:
@@ -202,27 +198,24 @@ class Store:
 
     # Plumbing
 
-    def _note_commit(self, _connection: Connection) -> None:
-        self.version += 1
-
     def _one(self, condition: Any) -> RunRow | None:
         with self._reading() as session:
             return session.scalars(select(RunRow).where(condition).limit(1)).first()
 
     @contextmanager
     def _session(self) -> Iterator[Session]:
-        with self._guard, self._told(), Session(self._engine, expire_on_commit=False) as session, session.begin():
+        with self._guard, self._errors(), Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        """A session that commits nothing, so that `version` stays."""
-        with self._guard, self._told(), Session(self._engine, expire_on_commit=False) as session:
+        """Open a session whose rows outlive it, detached."""
+        with self._guard, self._errors(), Session(self._engine, expire_on_commit=False) as session:
             yield session
             session.expunge_all()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
         try:
             yield
         except IntegrityError:
@@ -232,31 +225,27 @@ class Store:
             raise StoreError(f"the control plane's database {self._engine.url.database}: {reason}") from error
 
 
-def _set_up(connection: Any, _record: object) -> None:
+def _configure(connection: Any, _record: object) -> None:
     # Readers never wait for the writer; a commit survives the death of this process, though not every power cut.
     for line in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {line}")
 
 
-def _migrate(engine: Engine) -> None:
+def _create_or_check(engine: Engine) -> None:
+    """Create the tables of a new database; refuse one of another schema version."""
     with engine.begin() as connection:
-        at = _revision(connection)
-        if at == HEAD:
+        # sqlite3 opens no transaction for DDL: without one, a crash leaves half a schema behind.
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        if not inspect(connection).get_table_names():
+            Base.metadata.create_all(connection)
+            connection.exec_driver_sql(f"PRAGMA user_version = {VERSION}")
             return
-        if at is not None and at > HEAD:
-            raise StoreError(f"{engine.url.database} was written by a later version of xtoken: use that one")
-        from alembic import command  # takes half a second, once per database and version
-        from alembic.config import Config
-
-        config = Config(attributes={"connection": connection})
-        config.set_main_option("script_location", "services.control:migrations")
-        command.upgrade(config, HEAD)
+        version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+    if version != VERSION:
+        raise StoreError(
+            f"{engine.url.database} has database version {version}, this xtoken supports version {VERSION}: use the "
+            "xtoken that wrote it, or another --runs-dir"
+        )
 
 
-def _revision(connection: Connection) -> str | None:
-    if not inspect(connection).has_table("alembic_version"):
-        return None
-    return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
-
-
-__all__ = ["HEAD", "AttemptRow", "Base", "GroupRow", "NoteRow", "RunRow", "Store", "StoreError", "TakenError", "now"]
+__all__ = ["VERSION", "AttemptRow", "Base", "GroupRow", "NoteRow", "RunRow", "Store", "StoreError", "TakenError", "now"]

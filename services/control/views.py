@@ -1,16 +1,14 @@
-"""What readers see of a run: from the database, its supervisor's last words and its files, whoever asks how often.
+"""Read-only views of runs, made from the database, the supervisor's last status and the run's files.
 
-No worker and no queue is asked, and nothing is made anew more than twice a second.
+Reading sends no request to a worker or a queue.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from services.common.resume import CHECKPOINTS, newest_checkpoint
 from services.control.curves import Curve
@@ -19,69 +17,8 @@ from services.control.store import AttemptRow, RunRow
 from services.supervisor.json_lines import read_json
 from services.supervisor.run_record import SUMMARY, RunState
 
-FRESH_S = 0.5
 KEPT_VIEWS = 128
 HIDDEN = ("seq", "spec", "queue", "key", "digest")
-
-Value = TypeVar("Value")
-
-
-class Fresh:
-    """Values that are made anew when they are older than half a second, by one thread at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values: dict[Any, tuple[float, Any]] = {}
-
-    def get(self, key: Any, make: Callable[[], Value]) -> Value:
-        """The value of a key, made by `make` if there is none fresh enough."""
-        with self._lock:
-            at, value = self._values.get(key, (0.0, None))
-            if time.monotonic() - at > FRESH_S:
-                value = make()
-                self._values = {k: v for k, v in self._values.items() if time.monotonic() - v[0] <= FRESH_S}
-                self._values[key] = (time.monotonic(), value)
-            found: Value = value
-            return found
-
-    def peek(self, key: Any) -> Any:
-        """The value of a key if there is one fresh enough, else None; never waits for anybody."""
-        at, value = self._values.get(key, (0.0, None))
-        return value if time.monotonic() - at <= FRESH_S else None
-
-    def clear(self) -> None:
-        """Nothing is fresh any more."""
-        with self._lock:
-            self._values = {}
-
-
-class Pages:
-    """Pages of the list as they were encoded, as long as nothing has been written since."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._version = -1
-        self._pages: dict[Any, bytes] = {}
-
-    def get(self, key: Any, version: int, make: Callable[[], bytes]) -> bytes:
-        """A page, made by `make` if the database is not what it was.
-
-        Args:
-            key: Which page.
-            version: Of the database, read before it is asked.
-            make: Asks it.
-        """
-        with self._lock:
-            if version != self._version or len(self._pages) > KEPT_VIEWS:
-                self._version, self._pages = version, {}
-            if key not in self._pages:
-                self._pages[key] = make()
-            return self._pages[key]
-
-    def peek(self, key: Any, version: int) -> bytes | None:
-        """A page if it is there as the database is; never waits for anybody."""
-        pages = self._pages
-        return pages.get(key) if version == self._version and pages is self._pages else None
 
 
 class View:
@@ -90,25 +27,20 @@ class View:
     Attributes:
         steps: Its optimiser steps.
         eval: Its readings of the held-out text.
-        fresh: What has been answered about it just now.
     """
 
     def __init__(self, runs: Runs, run_id: str, output: Path) -> None:
         self._runs, self.run_id, self.output = runs, run_id, output
         self.steps = Curve(output / "steps.jsonl")
         self.eval = Curve(output / "eval.jsonl")
-        self.fresh = Fresh()
+
+    def refresh(self) -> None:
+        """Read the lines that the trainer has added to both curves."""
+        self.steps.refresh()
+        self.eval.refresh()
 
     def status(self) -> dict[str, Any] | None:
-        """Where it stands: the fields of `GET /v1/runs/{id}`; None if it has been removed."""
-        return self.fresh.get("status", self._status)
-
-    def refresh(self, *, at_once: bool = False) -> None:
-        """Read what its trainer has written since."""
-        self.steps.refresh(at_once=at_once)
-        self.eval.refresh(at_once=at_once)
-
-    def _status(self) -> dict[str, Any] | None:
+        """Return the fields of `GET /v1/runs/{id}`, or None if the run has been removed."""
         row, run = self._runs.store.run(self.run_id), self._runs.get(self.run_id)
         if row is None:
             return None
@@ -137,10 +69,6 @@ class Views:
         self._runs = runs
         self._views: OrderedDict[str, View] = OrderedDict()
         self._lock = threading.Lock()
-
-    def known(self, run_id: str) -> View | None:
-        """The view of a run that somebody has looked at of late; asks nobody."""
-        return self._views.get(run_id)
 
     def of(self, run_id: str) -> View | None:
         """The view of a run; None if there is no such run."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomli_w
 
-from services.control.web.toml import to_toml
 from services.trainer.from_checkpoint import export_checkpoint
 from tests.contract.processes import ROOT, free_port
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
@@ -52,7 +52,7 @@ def test_four_commands_make_a_run_that_is_stopped_exported_and_gone_on_with(
 ) -> None:
     spec = tiny_spec(assets, tmp_path, records=160, train={"checkpoint_every": 100})
     file = tmp_path / "run.toml"
-    file.write_text(to_toml(spec.model_dump(mode="json", exclude_defaults=True)))
+    file.write_text(tomli_w.dumps(spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)))
     workers = [hand.starts("collator"), hand.starts("teacher", "--teacher", "0", "--rank", "0")]
     hand.starts("queue", "--run", str(file))  # later than some, and it makes the token file
     trainer = hand.starts("trainer", "--rank", "0")

@@ -18,7 +18,7 @@ def test_a_bound_that_is_missed_is_said() -> None:
     result = json.loads(page.RESULT.read_text(encoding="utf-8"))
     load = {"requests": 900, "failed": 0, "p50_ms": 1.0, "p99_ms": 9.0, "control_core_share": 0.05}
     readers = {
-        "readers": 200, "every_s": 2.0, "streams": 50, "steps": 850, "alone_s": [10.0, 10.2], "read_s": [10.5, 10.7],
+        "readers": 200, "every_s": 2.0, "steps": 850, "alone_s": [10.0, 10.2], "read_s": [10.5, 10.7],
         "slower": 0.0495, "spread_alone": 0.02, "load": [load, load], "machine": "two cores",
     }  # fmt: skip
     told = page.figures(result | {"readers": readers})

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from services.control.api.models import Artifacts, LogFile, Note, RunMetrics
-from services.control.api.plane import Plane, RunId, ThePlane, problems_of
+from services.control.api.plane import RunId, ThePlane, problems_of
 from services.control.artifacts import listed, open_file
 from services.control.logs import Follower, last_attempts, logs_in, merged, tail
 from services.control.views import View
@@ -31,36 +31,22 @@ FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "bin
 router = APIRouter(prefix="/v1/runs/{run_id}", tags=["files"])
 
 
-@router.get("/metrics", response_model=RunMetrics, responses=problems_of(404, 422))
-async def show_metrics(
+@router.get("/metrics", responses=problems_of(404, 422))
+def show_metrics(
     run_id: RunId,
     plane: ThePlane,
     after: Annotated[int, Query(ge=-1, le=FARTHEST_STEP, description="Only steps beyond this one.")] = -1,
     points: Annotated[
         int, Query(ge=1, le=MOST_POINTS, description="How many of each kind at most; more are thinned out to means.")
     ] = 1000,
-) -> Response:
-    """A run's curves from their beginning, thinned out evenly."""
-    key = ("metrics", after, points)
-    found = plane.fresh(run_id, key)
-    if found is None:
-        found = await run_in_threadpool(_curves, plane, run_id, key)
-    return Response(found, media_type="application/json")
-
-
-def _curves(plane: Plane, run_id: str, key: tuple[str, int, int]) -> bytes:
+) -> RunMetrics:
+    """Return a run's curves, thinned out evenly to at most `points` points each."""
     view = plane.view(run_id)
-    _, after, points = key
-
-    def make() -> bytes:
-        view.refresh()
-        found = RunMetrics(
-            steps=view.steps.sample(after, points), eval=view.eval.sample(after, points),
-            steps_total=len(view.steps), eval_total=len(view.eval),
-        )  # fmt: skip
-        return found.model_dump_json().encode()
-
-    return view.fresh.get(key, make)
+    view.refresh()
+    return RunMetrics(
+        steps=view.steps.sample(after, points), eval=view.eval.sample(after, points),
+        steps_total=len(view.steps), eval_total=len(view.eval),
+    )  # fmt: skip
 
 
 @router.get("/notes", responses=problems_of(404, 422))

@@ -8,23 +8,20 @@ from typing import Annotated, Any
 from fastapi import Depends, HTTPException, Path, Request
 
 from services.control.access import Access
-from services.control.api.streams import Streams
 from services.control.api.telemetry import Telemetry
 from services.control.problems import Problem
 from services.control.runs import Runs
-from services.control.views import Pages, View, Views
+from services.control.views import View, Views
 
 
 @dataclass(frozen=True)
 class Plane:
-    """A control plane: its runs, how readers see them, who may ask, what it counts and how many it streams to."""
+    """A control plane: its runs, their views, who has access, and its metrics."""
 
     runs: Runs
     views: Views
     access: Access
-    pages: Pages
     telemetry: Telemetry
-    streams: Streams
 
     def view(self, run_id: str) -> View:
         """A run as readers see it.
@@ -36,11 +33,6 @@ class Plane:
         if view is None:
             raise HTTPException(404, f"there is no run {run_id!r}")
         return view
-
-    def fresh(self, run_id: str, key: Any) -> Any:
-        """What was answered about a run within the last half second, None if nothing: asks nobody, waits for nobody."""
-        view = self.views.known(run_id)
-        return view.fresh.peek(key) if view is not None else None
 
     def status(self, run_id: str) -> dict[str, Any]:
         """Where a run stands.

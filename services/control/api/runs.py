@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Header, HTTPException, Query, Response
-from starlette.concurrency import run_in_threadpool
 
 from services.common.resolve import largest_row, resolve_run
 from services.control.api.examples import RUNS
 from services.control.api.models import DryRun, RunPage, RunStatus
 from services.control.api.plane import Plane, RunId, ThePlane, problems_of
-from services.control.api.streams import STATUS, encoded
 from services.control.run import Run
 from services.supervisor.process_spec import fleet_of
 from services.supervisor.run_record import RunState
@@ -64,53 +62,40 @@ def start_run(
     return RunStatus.model_validate(plane.status(row.id))
 
 
-@router.get("", response_model=RunPage, responses=problems_of(422))
-async def list_runs(
+@router.get("", responses=problems_of(422))
+def list_runs(
     plane: ThePlane,
     limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 50,
     cursor: Annotated[int | None, Query(ge=0, le=LARGEST_CURSOR, description="`next` of the page before.")] = None,
     state: Annotated[list[RunState], Query(max_length=16, description="Only these; may be given again.")] = [],  # noqa: B006
     name: Annotated[str, Query(max_length=64)] = "",
-) -> Response:
-    """A page of runs, the newest first."""
-
-    def make() -> bytes:
-        rows = plane.runs.store.page(limit + 1, before=cursor, states=state, name=name)
-        following = str(rows[limit - 1]["seq"]) if len(rows) > limit else None
-        return RunPage.model_validate({"runs": rows[:limit], "next": following}).model_dump_json().encode()
-
-    key, version = (limit, cursor, tuple(state), name), plane.runs.store.version
-    page = plane.pages.peek(key, version)
-    if page is None:
-        page = await run_in_threadpool(plane.pages.get, key, version, make)
-    return Response(page, media_type="application/json")
+) -> RunPage:
+    """Return a page of runs, newest first."""
+    rows = plane.runs.store.page(limit + 1, before=cursor, states=state, name=name)
+    following = str(rows[limit - 1]["seq"]) if len(rows) > limit else None
+    return RunPage.model_validate({"runs": rows[:limit], "next": following})
 
 
-@router.get("/{run_id}", response_model=RunStatus, responses=problems_of(404, 422))
-async def show_run(run_id: RunId, plane: ThePlane) -> Response:
-    """Where a run stands."""
-    found = plane.fresh(run_id, STATUS)
-    if found is None:
-        found = await run_in_threadpool(lambda: encoded(plane.view(run_id), plane.status(run_id)))
-    return Response(found, media_type="application/json")
+@router.get("/{run_id}", responses=problems_of(404, 422))
+def show_run(run_id: RunId, plane: ThePlane) -> RunStatus:
+    """Return the status of a run."""
+    return RunStatus.model_validate(plane.status(run_id))
 
 
 @router.post("/{run_id}/stop", status_code=202, responses=problems_of(404, 422))
 def stop_run(run_id: RunId, plane: ThePlane, now: bool = False) -> RunStatus:
     """Stop a run in order: it writes a checkpoint first; with `now` at once. It is over when its state says so."""
-    view = plane.view(run_id)
+    plane.view(run_id)
     plane.runs.stop(run_id, now=now)
-    view.fresh.clear()
     return RunStatus.model_validate(plane.status(run_id))
 
 
 @router.post("/{run_id}/resume", status_code=202, responses=problems_of(404, 409, 422, 503))
 def resume_run(run_id: RunId, plane: ThePlane) -> RunStatus:
     """Go on with a run that was stopped, failed or interrupted, from its last checkpoint and as it was begun."""
-    view = plane.view(run_id)
+    plane.view(run_id)
     run = plane.runs.resume(run_id)
     run.started.wait(CHECK_WITHIN_S)
-    view.fresh.clear()
     return RunStatus.model_validate(plane.status(run_id))
 
 

@@ -15,7 +15,8 @@ from services.supervisor.run_record import RunState
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 PREFIX = "xtoken_"
-STREAMED = ("/events", "/logs")
+STREAMED = "/logs"
+"""Follows a log for as long as its run lasts, so its duration says nothing."""
 
 
 class Telemetry:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+import tomli_w
 from pydantic import ValidationError
 
 from services.control.web.fields import TEACHER, Field, field_names, sections, shown
@@ -77,6 +78,26 @@ def read_toml(text: str) -> tuple[dict[str, Any], Errors]:
         return tomllib.loads(text), {}
     except tomllib.TOMLDecodeError as error:
         return {}, {"": [f"This is not TOML: {error}"]}
+
+
+def to_toml(document: Mapping[str, Any]) -> str:
+    """Return a document as the text of a run file; None, which TOML lacks, is left out.
+
+    >>> print(to_toml({"name": "a", "output": None, "train": {"seed": 1}}), end="")
+    name = "a"
+    <BLANKLINE>
+    [train]
+    seed = 1
+    """
+    return tomli_w.dumps(_without_none(document))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(item) for item in value if item is not None]
+    return value
 
 
 def validated(document: Mapping[str, Any]) -> tuple[RunSpec | None, Errors]:

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from services.control.api.plane import Plane
-from services.control.web.nvml import Nvml
+from services.control.web.gpus import Gpus
 from services.supervisor.run_record import RunState
 
 EVERY_S = 2.0
@@ -53,10 +53,10 @@ class Gauges:
             return [sample for sample in self._samples.get(run_id, ()) if sample["time"] > after]
 
     def _work(self) -> None:
-        nvml = Nvml()
+        gpus = Gpus()
         try:
             while True:
-                machine = nvml.sample()
+                machine = gpus.sample()
                 with self._lock:
                     self._watched = {run_id for run_id in self._watched if self._goes_on(run_id)}
                     if not self._watched:
@@ -68,7 +68,7 @@ class Gauges:
                         self._samples[run_id].append({"time": round(time.time(), 1), **depth, **machine})
                 time.sleep(EVERY_S)
         finally:
-            nvml.close()
+            gpus.close()
 
     def _goes_on(self, run_id: str) -> bool:
         state = self._status(run_id).get("state")

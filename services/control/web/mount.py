@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
 from services.control.access import Access
-from services.control.web import aligning, pages, reference, session, starting
+from services.control.web import aligning, pages, session, starting
 from services.control.web.gauges import Gauges
 
 STATIC = Path(__file__).parent / "static"
@@ -24,7 +24,7 @@ def opened(access: Access) -> Access:
 def install(app: FastAPI) -> None:
     """Serve the pages; whoever lacks the token is led to where it is asked for."""
     app.state.gauges = Gauges(app.state.plane)
-    for router in (starting.router, pages.router, aligning.router, reference.router, session.router):
+    for router in (starting.router, pages.router, aligning.router, session.router):
         app.include_router(router, include_in_schema=False)
     app.mount("/static", StaticFiles(directory=STATIC))
     app.add_middleware(session.LeadToLogin)

@@ -14,10 +14,10 @@ from services.control.api.runs import CHECK_WITHIN_S, LARGEST_CURSOR
 from services.control.artifacts import listed
 from services.control.logs import last_attempts, logs_in, merged, tail
 from services.control.web.curves import GRAPHS
+from services.control.web.form import to_toml
 from services.control.web.gauges import gauges_of
 from services.control.web.render import PageRoute, page
 from services.control.web.shown import Shown
-from services.control.web.toml import to_toml
 from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 
@@ -61,6 +61,12 @@ def list_runs(
         request, part, runs=[Shown(row) for row in rows[:PAGE]], tabs=tabs, group=group, name=name, cursor=cursor,
         following=following, any_run=bool(counts),
     )  # fmt: skip
+
+
+@router.get("/docs")
+def show_docs(request: Request) -> Response:
+    """Return the API reference."""
+    return page(request, "docs.html")
 
 
 @router.get("/runs/{run_id}")
@@ -129,19 +135,17 @@ def show_files(request: Request, run_id: RunId, plane: ThePlane) -> Response:
 @router.post("/runs/{run_id}/stop")
 def stop(run_id: RunId, plane: ThePlane, now: bool = False) -> Response:
     """Stop a run, and show it."""
-    view = plane.view(run_id)
+    plane.view(run_id)
     plane.runs.stop(run_id, now=now)
-    view.fresh.clear()
     return RedirectResponse(f"/runs/{run_id}", 303)
 
 
 @router.post("/runs/{run_id}/resume")
 def resume(run_id: RunId, plane: ThePlane) -> Response:
     """Go on with a run, and show it."""
-    view = plane.view(run_id)
+    plane.view(run_id)
     run = plane.runs.resume(run_id)
     run.started.wait(CHECK_WITHIN_S)
-    view.fresh.clear()
     return RedirectResponse(f"/runs/{run_id}", 303)
 
 
@@ -156,7 +160,6 @@ def remove(run_id: RunId, plane: ThePlane, files: bool = False) -> Response:
 
 def _news(plane: Plane, run_id: str) -> dict[str, Any]:
     """What the templates of a run's page name."""
-    status = plane.status(run_id)
     view = plane.view(run_id)
-    notes = view.fresh.get("the page's notes", lambda: plane.runs.store.notes(run_id, limit=NOTES))
-    return {"run": Shown(status, list(view.steps.recent)), "notes": sorted(notes, key=lambda note: -note.id)}
+    notes = plane.runs.store.notes(run_id, limit=NOTES)
+    return {"run": Shown(plane.status(run_id), list(view.steps.recent)), "notes": notes[::-1]}

@@ -24,8 +24,9 @@ from xtoken_core.errors import XtokenError
 
 HERE = Path(__file__).parent
 HEADERS = {
+    # `data:` for the icons in Swagger UI's style sheet.
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",

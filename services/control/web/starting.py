@@ -18,7 +18,6 @@ from services.control.web import form
 from services.control.web.fields import TEACHER, sections
 from services.control.web.places import places_under
 from services.control.web.render import PageRoute, page
-from services.control.web.toml import to_toml
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 
@@ -72,7 +71,7 @@ def _act(request: Request, plane: Plane, values: dict[str, str]) -> Response:
     if errors:
         return _shown(request, plane, values, errors)
     if action == "as-toml":
-        return _shown(request, plane, {**values, "mode": "toml", "toml": to_toml(document)})
+        return _shown(request, plane, {**values, "mode": "toml", "toml": form.to_toml(document)})
     if action == "as-fields":
         _, found = form.validated(document)
         strange = {name: said for name, said in found.items() if any(text.startswith(UNKNOWN) for text in said)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,9 +149,7 @@ def test_an_idempotency_key_names_one_run(client: TestClient, runs: Runs, tmp_pa
     assert client.post("/v1/runs", json=body, headers={"Idempotency-Key": "x" * 300}).status_code == 422
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/runs/none", "/v1/runs/none/metrics", "/v1/runs/none/events", "/v1/runs/none/artifacts/a", "/nowhere"]
-)
+@pytest.mark.parametrize("path", ["/v1/runs/none", "/v1/runs/none/metrics", "/v1/runs/none/artifacts/a", "/nowhere"])
 def test_what_is_not_there(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 404
@@ -244,18 +241,6 @@ def test_artifacts_stay_in_their_directory(client: TestClient, runs: Runs, tmp_p
         assert answer.text != "secret"
     listed = [item["path"] for item in client.get("/v1/runs/old-1/artifacts").json()["artifacts"]]
     assert not {"link", "up/secret", ".hidden", "cache/index"} & set(listed)
-
-
-def test_events_of_a_run_that_is_over(client: TestClient, runs: Runs) -> None:
-    put(runs)
-    runs.store.note("old-1", "resumed")
-    text = client.get("/v1/runs/old-1/events", params={"after": -1}).text
-    events = [dict(line.split(": ", 1) for line in block.splitlines()) for block in text.split("\n\n") if block]
-    assert [event.get("event") for event in events] == [None, "status", "step", "step", "end"]
-    assert json.loads(events[1]["data"])["state"] == "completed"
-    assert json.loads(events[3]["data"]) == {"step": 1, "loss": 1.0}
-    again = client.get("/v1/runs/old-1/events", headers={"Last-Event-ID": "0:-1:0"}).text
-    assert '"loss": 1.0' in again and '"loss": 2.0' not in again and '"message":"resumed"' in again
 
 
 def test_removing_a_run(client: TestClient, runs: Runs) -> None:

@@ -1,19 +1,17 @@
-"""The database: its migrations lead to the tables, it outlives its reader, a removed run leaves nothing in it."""
+"""The database: schema version, persistence, unique columns, removal of a run."""
 
 from __future__ import annotations
 
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
 
-from services.control import store as store_module
 from services.control.store import (
     FILE,
-    HEAD,
+    VERSION,
     AttemptRow,
     Base,
     GroupRow,
@@ -25,23 +23,21 @@ from services.control.store import (
 )  # fmt: skip
 from services.supervisor.run_record import RunState
 
-MIGRATIONS = Path(store_module.__file__).with_name("migrations")
-
 
 def row(name: str, **columns: object) -> RunRow:
     known = {"name": "run", "output": f"/runs/{name}", "created": now(), "spec": {}, "state": RunState.RUNNING}
     return RunRow(id=name, **{**known, **columns})
 
 
-def test_the_steps_lead_to_the_tables_as_they_are_declared(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    with store._engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
-    store.close()
-    assert ScriptDirectory(str(MIGRATIONS)).get_current_head() == HEAD
+def test_new_database_carries_the_version(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (VERSION,)
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    assert set(Base.metadata.tables) <= tables
 
 
-def test_what_is_written_is_there_for_the_next(tmp_path: Path) -> None:
+def test_rows_survive_a_restart(tmp_path: Path) -> None:
     first = Store(tmp_path)
     first.add(row("one"))
     first.change("one", state=RunState.STOPPED, step=3)
@@ -55,22 +51,35 @@ def test_what_is_written_is_there_for_the_next(tmp_path: Path) -> None:
     second.close()
 
 
-def test_a_database_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1], ids=["older", "newer"])
+def test_other_database_version_is_refused(tmp_path: Path, version: int) -> None:
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / FILE) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(StoreError, match="was written by a later version of xtoken"):
+        connection.execute(f"PRAGMA user_version = {version}")
+    with pytest.raises(StoreError, match=f"has database version {version}, this xtoken supports version {VERSION}"):
         Store(tmp_path)
 
 
-def test_a_file_that_is_no_database_is_one_line(tmp_path: Path) -> None:
+def test_two_processes_may_create_the_database(tmp_path: Path) -> None:
+    barrier = threading.Barrier(4)
+
+    def open_store() -> None:
+        barrier.wait()
+        Store(tmp_path).close()
+
+    with ThreadPoolExecutor(4) as pool:
+        for opened in [pool.submit(open_store) for _ in range(4)]:
+            opened.result()
+
+
+def test_file_that_is_not_a_database(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"garbage" * 1000)
     with pytest.raises(StoreError, match="file is not a database"):
         Store(tmp_path)
 
 
 @pytest.mark.parametrize("directory", [True, False], ids=["file", "memory"])
-def test_outputs_and_keys_are_unique(tmp_path: Path, directory: bool) -> None:
+def test_unique_output_and_key(tmp_path: Path, directory: bool) -> None:
     store = Store(tmp_path if directory else None)
     store.add(row("one", key="k"))
     for other in (row("two", output="/runs/one"), row("two", key="k")):
@@ -83,7 +92,7 @@ def test_outputs_and_keys_are_unique(tmp_path: Path, directory: bool) -> None:
     store.close()
 
 
-def test_a_removed_run_takes_everything_with_it(tmp_path: Path) -> None:
+def test_remove_cascades(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.add(row("one"))
     attempt = AttemptRow(run_id="one", life=1, worker="w", kind="queue", incarnation=1, log="l", started=now())
