@@ -28,12 +28,12 @@ from benchmarks.kernel_hash import kernel_hash
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
-SIDE_BY_SIDE = ("tests/ops", "tests/unit/losses", "tests/unit/test_completions.py")
+SIDE_BY_SIDE = ("tests/ops", "tests/unit/losses", "tests/unit/test_event_callbacks.py")
 """Tests that share a GPU; where pytest-xdist is installed, several run at a time."""
 ALONE = (
     "tests/unit/teacher",
     "tests/unit/trainer",
-    "tests/unit/test_budget.py",
+    "tests/unit/test_memory_estimate.py",
     "tests/unit/control/test_gpus.py",
     "tests/unit/data_plane/test_codec.py",
     "tests/contract/test_samples.py",

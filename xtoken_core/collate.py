@@ -14,8 +14,8 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.alignment import TokenAligner, alignment_from_flat_batch
 from xtoken_core.config.loss import LossConfig
-from xtoken_core.data.records import UnusableRecordError, usable_value
 from xtoken_core.data_plane.batch import BatchedDataDict
+from xtoken_core.dataset.records import UnusableRecordError, usable_value
 from xtoken_core.errors import InputError
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from xtoken_core.alignment import AlignmentBatch, TokenAligner
     from xtoken_core.alignment.report import AlignmentReport, ShownToken
-    from xtoken_core.data import DataIndex
+    from xtoken_core.dataset import DataIndex
     from xtoken_core.tokenizing import TextTokenizer
 
 align_app = typer.Typer(
@@ -140,7 +140,7 @@ def check(
     Records that cannot be used are counted as skipped. A record with misfits has tokens in no chunk beyond those that
     any text may have: specials and a space that a tokenizer sets around it, and the rest of a text that was cut.
     """
-    from services.common.busy import counted
+    from services.common.progress import counted
     from xtoken_core.alignment.report import AlignmentReport
     from xtoken_core.errors import XtokenError
 
@@ -274,7 +274,7 @@ def _texts(path: Path, field: str) -> Iterator[tuple[Iterable[_Text], int]]:
     """The records of a file and how many it has; a file of another kind than those of a run is one text."""
     import tempfile
 
-    from xtoken_core.data import DataIndex
+    from xtoken_core.dataset import DataIndex
 
     if path.is_dir() or path.suffix.lower() in (".jsonl", ".parquet", ".txt"):
         with tempfile.TemporaryDirectory() as cache:
@@ -285,7 +285,7 @@ def _texts(path: Path, field: str) -> Iterator[tuple[Iterable[_Text], int]]:
 
 
 def _records(index: DataIndex) -> Iterator[_Text]:
-    from xtoken_core.data import BadRecord
+    from xtoken_core.dataset import BadRecord
 
     for number in range(len(index)):
         (record,) = index.read([number])

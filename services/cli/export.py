@@ -31,12 +31,12 @@ def export(
     The run may have been stopped, have failed or still go on. It takes no GPU. What a completed run leaves in
     OUTPUT/model, this makes of a checkpoint: weights, tokenizer, and a card with the figures up to its step.
     """
-    from services.common.busy import busy
-    from services.trainer.chosen import choose
+    from services.common.progress import busy
+    from services.trainer.export_checkpoint import choose
 
     choose(output, step, to)
     with busy("reading the checkpoint and writing the model", quiet=as_json):
-        from services.trainer.from_checkpoint import export_checkpoint
+        from services.trainer.export_checkpoint import export_checkpoint
 
         found = export_checkpoint(output, step, to)
     told = {"directory": str(found.target), "step": found.step}

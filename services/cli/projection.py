@@ -32,7 +32,7 @@ def build(
     as_json: JsonOption = False,
 ) -> None:
     """Build the projection from a student's vocabulary to a teacher's."""
-    from services.common.busy import busy
+    from services.common.progress import busy
     from xtoken_core.projection.build import BuildOptions, build_projection
     from xtoken_core.projection.files import write_projection
 
@@ -60,7 +60,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a projection covers, and warn where it is thin."""
-    from services.common.busy import busy
+    from services.common.progress import busy
     from xtoken_core.projection import report
     from xtoken_core.projection.files import read_topk
     from xtoken_core.projection.fingerprint import check_projection_pair
@@ -101,7 +101,7 @@ def overlap(
     as_json: JsonOption = False,
 ) -> None:
     """Show how many spellings each pair of vocabularies shares, specials aside."""
-    from services.common.busy import busy
+    from services.common.progress import busy
     from xtoken_core.errors import ConfigError
     from xtoken_core.projection import report
 

@@ -21,7 +21,7 @@ from services.cli.options import (
     JsonOption,
     token_in,
 )
-from services.common.busy import busy
+from services.common.progress import busy
 from xtoken_core.errors import ConfigError
 
 if TYPE_CHECKING:

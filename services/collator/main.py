@@ -12,7 +12,7 @@ from services.common.resolve import open_index
 from services.common.tokenizers import load_tokenizer
 from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
 from xtoken_core.collate import CollatedRow, CrossTokenizerCollator, loss_counts
-from xtoken_core.data import BadRecord, DataIndex, record_at
+from xtoken_core.dataset import BadRecord, DataIndex, record_at
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.queue.run.protocol import COLLATOR, SUPERVISOR
 from xtoken_core.wire import Column, QueueError

@@ -11,7 +11,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.common.roots import confined
+from services.common.allowed_paths import confined
 from services.common.vocabulary import first_line
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import ConfigError, InputError

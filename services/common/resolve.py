@@ -10,13 +10,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from services.common.roots import confined
-from services.common.steps import ring_shape
+from services.common.allowed_paths import confined
+from services.common.step_plan import ring_shape
 from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import weight_files, weights_fingerprint
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, padded_length
-from xtoken_core.data import DataIndex
+from xtoken_core.dataset import DataIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import check_projection_pair, file_fingerprint, tokenizer_fingerprint
 

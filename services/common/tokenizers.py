@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from services.common.roots import confined
+from services.common.allowed_paths import confined
 from services.common.vocabulary import first_line
 from xtoken_core.errors import InputError
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint

@@ -14,7 +14,7 @@ from types import FrameType
 
 from setproctitle import setproctitle
 
-from services.common.roots import Roots
+from services.common.allowed_paths import Roots
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.run_client import RunClient

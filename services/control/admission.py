@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.roots import OutsideError, Roots, paths_of
+from services.common.allowed_paths import OutsideError, Roots, paths_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 

@@ -18,6 +18,7 @@ import httpx
 from services.supervisor.interrupts import POLL_S, Interrupts
 from services.supervisor.progress import STOPPING, STOPPING_NOW, SteadyWatch, Watch, watch_for
 from services.supervisor.run_record import RunState
+from xtoken_core.atomic import atomic_path
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 
@@ -121,12 +122,14 @@ class ControlClient:
         Raises:
             OSError: It cannot be written.
         """
-        partial = target.with_name(f".{target.name}.part")
-        with self._stream(f"/v1/runs/{run_id}/artifacts/{quote(path)}", {}) as response, partial.open("wb") as file:
+        with (
+            atomic_path(target) as scratch,
+            self._stream(f"/v1/runs/{run_id}/artifacts/{quote(path)}", {}) as response,
+            scratch.open("wb") as file,
+        ):
             for piece in response.iter_bytes():
                 file.write(piece)
                 advance(len(piece))
-        partial.replace(target)
 
     def close(self) -> None:
         """Let the connection go."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from services.common.allowed_paths import Roots
 from services.common.resolve import remarks, resolve_run
 from services.common.resume import check_output
-from services.common.roots import Roots
 from services.control.adoption import ending_of, remains_of
 from services.control.db_events import StoreJournal, over_columns
 from services.control.store import RunRow, Store
@@ -26,7 +26,7 @@ from services.supervisor.supervisor import Ending, Limits, Supervisor
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
-from xtoken_core.teacher import sweep
+from xtoken_core.transports import sweep
 
 log = logging.getLogger("xtoken.control")
 

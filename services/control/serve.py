@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
-from services.common.roots import Roots
+from services.common.allowed_paths import Roots
 from services.control.access import Access
 from services.control.admission import Admission
 from services.control.app import create_app

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from services.trainer.records import replace_file
+from services.trainer.jsonl import replace_file
 from xtoken_core.errors import InputError
 
 Line = dict[str, Any]

@@ -17,8 +17,8 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from services.demo.specs import EVAL_BYTES
-from services.trainer.records import JsonLines
-from xtoken_core.data import DataIndex, Record, record_at
+from services.trainer.jsonl import JsonLines
+from xtoken_core.dataset import DataIndex, Record, record_at
 from xtoken_core.evaluation import evaluate
 
 Progress = Callable[[dict[str, Any]], None]

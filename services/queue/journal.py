@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from services.queue import records as r
+from xtoken_core.atomic import atomic_rename
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.queue.engine import Engine, Touched
 from xtoken_core.wire import messages as m
@@ -147,8 +148,7 @@ class Journal:
             for head, buffers in r.snapshot(self._engine):
                 self._append(file, head, buffers)
             os.fsync(file)
-            unfinished.rename(path)
-            _sync_directory(self._directory)
+            atomic_rename(unfinished, path)
         except OSError as error:
             raise XtokenError(f"cannot write the journal in {self._directory}: {error.strerror}") from error
         with self._file_lock:
@@ -260,11 +260,3 @@ def _lock(directory: Path) -> int:
         os.close(file)
         raise InputError(f"the journal in {directory} is in use by another queue") from error
     return file
-
-
-def _sync_directory(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -52,7 +52,7 @@ def main() -> None:
         left = {group for group in left if _kill(group)}
         time.sleep(0.05)
     if orphaned:
-        from xtoken_core.teacher import sweep
+        from xtoken_core.transports import sweep
 
         sweep()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from xtoken_core.atomic import atomic_write
 from xtoken_core.config.spec import RunSpec
 
 FILE, SPEC, SUMMARY, MODEL = "run.json", "spec.json", "summary.json", "model"
@@ -46,16 +46,7 @@ def replace_json(path: Path, document: dict[str, Any]) -> None:
     Raises:
         OSError: It cannot be written; what was there stays.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(document, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    atomic_write(path, json.dumps(document, indent=2) + "\n")
 
 
 def read_record(output: Path) -> dict[str, Any]:

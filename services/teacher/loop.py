@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.batches import padded_batch
-from services.common.completions import Completions
-from services.common.steps import StepPlan, plan_fields, plan_step, ring_shape
+from services.common.event_callbacks import Completions
+from services.common.padding import padded_batch
+from services.common.step_plan import StepPlan, plan_fields, plan_step, ring_shape
 from services.common.worker import WAIT_S, Worker
 from services.teacher.model import TeacherModel
 from xtoken_core import schema
 from xtoken_core.data_plane.client import AlreadyDone
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.plan import MicroBatch
-from xtoken_core.teacher.cuda_ipc import TRANSPORT as CUDA_IPC
-from xtoken_core.teacher.queue_signal import TRANSPORT as QUEUE
-from xtoken_core.teacher.signal import SignalRing
-from xtoken_core.teacher.transports import create_ring
+from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
+from xtoken_core.transports.factory import create_ring
+from xtoken_core.transports.queue_signal import TRANSPORT as QUEUE
+from xtoken_core.transports.signal import SignalRing
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Claimed, Trainer
 

@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from services.common.budget import check_room, check_teacher, weight_bytes
+from services.common.memory_estimate import check_room, check_teacher, weight_bytes
 from services.common.models import load_model, nth_gpu, pick_device, takes_gpu
-from services.common.steps import ring_shape
+from services.common.step_plan import ring_shape
 from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import QueueLink, worker_session
 from services.teacher.fp8 import check_fp8, swap_linears
@@ -18,9 +18,9 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.queue.run.protocol import TEACHER
-from xtoken_core.teacher import sweep
-from xtoken_core.teacher.cuda_ipc import TRANSPORT as CUDA_IPC
-from xtoken_core.teacher.transports import pick_transport
+from xtoken_core.transports import sweep
+from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
+from xtoken_core.transports.factory import pick_transport
 
 log = logging.getLogger("xtoken.teacher")
 

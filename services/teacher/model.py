@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from services.common.heads import logits_are_heads
+from services.common.logits_check import logits_are_heads
 
 log = logging.getLogger("xtoken.teacher")
 

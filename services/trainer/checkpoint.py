@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from services.common.resume import RUN, check_identity, newest_checkpoint, run_document, unreadable
-from services.trainer.group import Group
+from services.trainer.distributed import Group
 from services.trainer.staging import Stage
+from xtoken_core.atomic import atomic_rename, atomic_write
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError, OutputError
 
@@ -186,15 +187,10 @@ class Checkpoints:
             raise failure
 
     def _publish(self, scratch: Path, target: Path, document: dict[str, Any]) -> None:
-        with (scratch / RUN).open("w", encoding="utf-8") as file:
-            json.dump(document, file)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_directory(scratch)
+        atomic_write(scratch / RUN, json.dumps(document))
         if target.exists():
             shutil.rmtree(target)
-        scratch.rename(target)
-        sync_directory(self.directory)
+        atomic_rename(scratch, target)
         self._prune()
         log.info("checkpoint %s", target)
 
@@ -241,12 +237,3 @@ def _reason(error: BaseException) -> str:
     if full or "No space left" in told:
         return "the disk is full: free some space and start the run again"
     return (told.splitlines() or [type(error).__name__])[0]
-
-
-def sync_directory(path: Path) -> None:
-    """Make a directory's entries durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

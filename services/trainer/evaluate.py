@@ -10,9 +10,9 @@ import torch
 
 from services.common.resolve import open_index
 from services.common.worker import Worker
-from services.trainer.held_out import HeldOutLoss
-from services.trainer.records import JsonLines
-from services.trainer.reports import held_out_line
+from services.trainer.eval_loss import HeldOutLoss
+from services.trainer.jsonl import JsonLines
+from services.trainer.loggers import held_out_line
 from services.trainer.student import Student
 from xtoken_core.evaluation import evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss

@@ -17,7 +17,8 @@ import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from services.trainer.checkpoint import Cursor, sync_directory
+from services.trainer.checkpoint import Cursor
+from xtoken_core.atomic import atomic_rename, sync_tree
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import OutputError
@@ -132,8 +133,7 @@ def export_model(
             shutil.rmtree(old, ignore_errors=True)
             if directory.exists():
                 directory.rename(old)
-        scratch.rename(directory)
-        sync_directory(directory.parent)
+        atomic_rename(scratch, directory)
         if replaces:
             shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
@@ -141,17 +141,6 @@ def export_model(
         raise OutputError(f"cannot write the model {directory}: {reason}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def sync_tree(directory: Path) -> None:
-    """Make everything below a directory durable, and then its entries."""
-    for path in directory.rglob("*"):
-        if path.is_dir():
-            sync_directory(path)
-        else:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    sync_directory(directory)
 
 
 def model_card(

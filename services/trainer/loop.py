@@ -12,19 +12,19 @@ from typing import Any
 from torch import Tensor
 
 from services.common.resume import CHECKPOINTS, RESOLVED
-from services.common.steps import StepPlan, plan_fields, plan_step
+from services.common.step_plan import StepPlan, plan_fields, plan_step
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.checkpoint import Checkpoints, Cursor
+from services.trainer.distributed import Group
 from services.trainer.evaluate import Evaluator
-from services.trainer.figures import combined, floats, flops_per_token, peak_flops, peak_memory
-from services.trainer.group import Group
+from services.trainer.jsonl import JsonLines, replace_file
+from services.trainer.loggers import Report, make_reports
+from services.trainer.metrics import combined, floats, flops_per_token, peak_flops, peak_memory
+from services.trainer.node_reduce import Account, account_of, joined, owned
 from services.trainer.optimizer import StudentOptimizer
-from services.trainer.records import JsonLines, replace_file
-from services.trainer.reports import Report, make_reports
-from services.trainer.shares import Account, account_of, joined, owned
 from services.trainer.step import StepRunner
-from services.trainer.stopwatch import Stopwatch
 from services.trainer.student import Student
+from services.trainer.timing import Stopwatch
 from xtoken_core.errors import ConfigError
 
 log = logging.getLogger("xtoken.trainer")

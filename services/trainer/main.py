@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from services.common.budget import check_room
+from services.common.allowed_paths import confined
+from services.common.memory_estimate import check_room
 from services.common.models import head_width, pick_device
-from services.common.roots import confined
 from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import QueueLink, Worker, worker_session
 from services.trainer.checkpoint import Cursor
+from services.trainer.distributed import Group
 from services.trainer.evaluate import Evaluator
 from services.trainer.export import account_of_positions, export_student
-from services.trainer.group import Group
+from services.trainer.jsonl import replace_file
 from services.trainer.loop import TrainerLoop
-from services.trainer.records import replace_file
 from services.trainer.rings import OpenRings
 from services.trainer.step import StepRunner
 from services.trainer.student import Student, load_student

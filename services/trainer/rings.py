@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.completions import Completions
-from services.common.steps import ring_shape
+from services.common.event_callbacks import Completions
+from services.common.step_plan import ring_shape
 from services.common.worker import Worker
 from xtoken_core import schema
-from xtoken_core.teacher.head import load_head
-from xtoken_core.teacher.queue_signal import OpenedQueueRing, take_columns
-from xtoken_core.teacher.ring import SignalError
-from xtoken_core.teacher.signal import forget_ring, opened_ring
-from xtoken_core.teacher.transports import open_ring
+from xtoken_core.transports.factory import open_ring
+from xtoken_core.transports.head import load_head
+from xtoken_core.transports.queue_signal import OpenedQueueRing, take_columns
+from xtoken_core.transports.ring import SignalError
+from xtoken_core.transports.signal import forget_ring, opened_ring
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.objects import object_values
 

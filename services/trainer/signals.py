@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xtoken_core.losses.heads import HeadProjection, Logits
-from xtoken_core.teacher.signal import (
+from xtoken_core.transports.signal import (
     holds_hidden_states,
     rebuild_teacher_full_logits_from_ipc,
     rebuild_teacher_hidden_from_ipc,

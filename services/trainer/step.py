@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.batches import padded_batch
-from services.common.steps import StepPlan
+from services.common.padding import padded_batch
+from services.common.step_plan import StepPlan
 from services.common.worker import WAIT_S, StopRequested, Worker
-from services.trainer.group import Group
+from services.trainer.distributed import Group
 from services.trainer.rings import Filling, OpenRings
 from services.trainer.signals import teacher_logits
-from services.trainer.stopwatch import Stopwatch
 from services.trainer.student import Student
+from services.trainer.timing import Stopwatch
 from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.heads import Logits

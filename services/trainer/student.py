@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from services.common.heads import logits_are_heads
+from services.common.logits_check import logits_are_heads
 from services.common.models import load_model
-from services.trainer.adapters import add_adapters
-from services.trainer.precision import MasterWeights
+from services.trainer.lora import add_adapters
+from services.trainer.master_weights import MasterWeights
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import ConfigError

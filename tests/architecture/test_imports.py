@@ -62,7 +62,7 @@ def test_the_supervisor_needs_no_web_server_and_no_database() -> None:
 
 def test_fingerprints_signals_and_text_are_reached_without_torch() -> None:
     """The queue and the control plane need these, so the packages load what stands on torch only when it is used."""
-    packages = "xtoken_core.data, xtoken_core.projection, xtoken_core.teacher"
+    packages = "xtoken_core.dataset, xtoken_core.projection, xtoken_core.transports"
     loaded = run_code(f"import json, sys, {packages}; print(json.dumps(list(sys.modules)))")
     assert not set(json.loads(loaded)) & set(MODELS)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from services.trainer.from_checkpoint import export_checkpoint
+from services.trainer.export_checkpoint import export_checkpoint
 from tests.contract.processes import ROOT, free_port
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 

@@ -13,7 +13,7 @@ from tests.support.collators import DEADLINE_S, CollatorCrew
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
 from xtoken_core.collate import CollatedRow, CrossTokenizerCollator
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.data import record_at
+from xtoken_core.dataset import record_at
 
 RECORDS, EPOCHS = 5000, 2
 FIELDS = ["input_ids", "teacher_input_ids", "alignment_student_chunk_id"]

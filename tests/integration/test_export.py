@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.supervisor.run_record import RunState
-from services.trainer.from_checkpoint import export_checkpoint
+from services.trainer.export_checkpoint import export_checkpoint
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec

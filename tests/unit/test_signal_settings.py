@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.common.steps import ring_shape, selects_columns
+from services.common.step_plan import ring_shape, selects_columns
 from tests.support.runs import resolved_run
 from xtoken_core.config.complaints import describe
 from xtoken_core.config.resolved import ResolvedRun

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 
 from services.collator.main import columns_of
-from services.common.batches import padded_batch
-from services.common.steps import plan_fields, plan_step
+from services.common.padding import padded_batch
+from services.common.step_plan import plan_fields, plan_step
 from tests.support.runs import resolved_run
 from xtoken_core import schema
 from xtoken_core.collate import CollatedRow

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from services.trainer.checkpoint import Checkpoints, Cursor
+from services.trainer.jsonl import JsonLines, replace_file
 from services.trainer.optimizer import decay_groups, learning_rate
-from services.trainer.records import JsonLines, replace_file
 from services.trainer.step import seed_of
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import TrainSpec

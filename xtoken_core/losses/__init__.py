@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from xtoken_core.projection import get_sparse_projection_matrix as get_sparse_projection_matrix
     from xtoken_core.projection import get_topk_projection as get_topk_projection
     from xtoken_core.projection import parse_projection_file as parse_projection_file
-    from xtoken_core.teacher.signal import rebuild_teacher_full_logits_from_ipc as rebuild_teacher_full_logits_from_ipc
+    from xtoken_core.transports.signal import (
+        rebuild_teacher_full_logits_from_ipc as rebuild_teacher_full_logits_from_ipc,
+    )
 
 _EXPORTS = {
     "CrossTokenizerDistillationLoss": "xtoken_core.losses.combine",
@@ -52,7 +54,7 @@ _EXPORTS = {
     "get_topk_projection": "xtoken_core.projection",
     "kd_chunk_counts": "xtoken_core.losses.masks",
     "parse_projection_file": "xtoken_core.projection",
-    "rebuild_teacher_full_logits_from_ipc": "xtoken_core.teacher.signal",
+    "rebuild_teacher_full_logits_from_ipc": "xtoken_core.transports.signal",
     "shifted_chunk_ids": "xtoken_core.losses.masks",
     "valid_chunk_mask": "xtoken_core.losses.masks",
 }

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import struct
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from xtoken_core.atomic import atomic_path
 from xtoken_core.errors import InputError
 from xtoken_core.projection.fingerprint import FORMAT, FORMAT_KEY, STUDENT_KEY, TEACHER_KEY, projection_header
 
@@ -111,15 +111,12 @@ def write_projection(projection: TopKProjection, path: str | os.PathLike[str], *
     weights = projection.likelihoods.to(torch.bfloat16 if bfloat16 else torch.float32).contiguous()
     indices = projection.indices.contiguous()
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as directory:
-            written = Path(directory) / target.name
+        with atomic_path(target) as scratch:
             if target.suffix == ".safetensors":
-                written.write_bytes(_safetensors(projection, indices, weights))
+                scratch.write_bytes(_safetensors(projection, indices, weights))
             else:
-                torch.save({"indices": indices, "likelihoods": weights}, written)
-            with written.open("rb") as stream:
-                os.fsync(stream.fileno())
-            written.replace(target)
+                with scratch.open("wb") as file:  # given a path, torch.save would store its name
+                    torch.save({"indices": indices, "likelihoods": weights}, file)
     except OSError as error:
         raise InputError(f"cannot write the projection {target}: {error.strerror}") from error
 

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from services.common.roots import OutsideError, Roots
+from services.common.allowed_paths import OutsideError, Roots
 from services.control.api.plane import Plane, ThePlane
 from services.control.web.form import posted
 from services.control.web.places import places_under

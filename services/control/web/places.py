@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.common.roots import Roots
+from services.common.allowed_paths import Roots
 
 DEEPEST = 6
 MOST_ENTRIES = 20_000

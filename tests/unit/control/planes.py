@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.common.roots import Roots
+from services.common.allowed_paths import Roots
 from services.control.admission import Admission
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow, now

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from services.common.allowed_paths import VARIABLE, OutsideError, Roots, confined
 from services.common.resolve import open_index
-from services.common.roots import VARIABLE, OutsideError, Roots, confined
 from services.common.tokenizers import load_tokenizer
 from tests.unit.control.planes import spec
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun

@@ -11,10 +11,16 @@ import threading
 
 import torch
 
-from services.common.completions import Completions
-from xtoken_core.teacher import RingHandle, RingShape, forget_ring, rebuild_teacher_full_logits_from_ipc, slot_refs
-from xtoken_core.teacher.cuda_ipc import CudaIpcRing, OpenedCudaIpcRing
-from xtoken_core.teacher.signal import opened_ring, remember_ring
+from services.common.event_callbacks import Completions
+from xtoken_core.transports import RingHandle, RingShape
+from xtoken_core.transports.cuda_ipc import CudaIpcRing, OpenedCudaIpcRing
+from xtoken_core.transports.signal import (
+    forget_ring,
+    opened_ring,
+    rebuild_teacher_full_logits_from_ipc,
+    remember_ring,
+    slot_refs,
+)
 
 DEVICE = torch.device("cuda", 0)
 ROWS = 2

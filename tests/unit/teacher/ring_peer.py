@@ -8,15 +8,9 @@ from pathlib import Path
 import torch
 
 from xtoken_core.errors import XtokenError
-from xtoken_core.teacher import (
-    RingHandle,
-    RingShape,
-    forget_ring,
-    opened_ring,
-    rebuild_teacher_full_logits_from_ipc,
-)
-from xtoken_core.teacher.shared_memory import OpenedSharedMemoryRing, SharedMemoryRing
-from xtoken_core.teacher.signal import remember_ring
+from xtoken_core.transports import RingHandle, RingShape
+from xtoken_core.transports.shared_memory import OpenedSharedMemoryRing, SharedMemoryRing
+from xtoken_core.transports.signal import forget_ring, opened_ring, rebuild_teacher_full_logits_from_ipc, remember_ring
 
 made = {}
 

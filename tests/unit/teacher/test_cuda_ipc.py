@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xtoken_core.errors import InputError
-from xtoken_core.teacher import RingShape, SignalError
+from xtoken_core.transports import RingShape, SignalError
 
 pytestmark = pytest.mark.gpu
 
@@ -134,7 +134,7 @@ def test_a_kill_is_noticed_and_the_memory_returns(ends, victim):
 
 
 def one_ring():
-    from xtoken_core.teacher.cuda_ipc import CudaIpcRing
+    from xtoken_core.transports.cuda_ipc import CudaIpcRing
 
     return CudaIpcRing.create(SHAPE, torch.device("cuda", 0), run="test", session="s")
 
@@ -157,7 +157,7 @@ def one_ring():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_handle_that_does_not_fit_is_refused(change, complaint):
-    from xtoken_core.teacher.cuda_ipc import OpenedCudaIpcRing
+    from xtoken_core.transports.cuda_ipc import OpenedCudaIpcRing
 
     ring = one_ring()
     values = ring.handle.to_dict()
@@ -174,7 +174,7 @@ def test_the_memory_of_a_closed_ring_returns():
     one_ring().close()
     large = dataclasses.replace(SHAPE, head_width=151936, vocab=151669)
     before = used()
-    from xtoken_core.teacher.cuda_ipc import CudaIpcRing
+    from xtoken_core.transports.cuda_ipc import CudaIpcRing
 
     for _ in range(3):
         ring = CudaIpcRing.create(large, torch.device("cuda", 0), run="test", session="s")
@@ -185,7 +185,7 @@ def test_the_memory_of_a_closed_ring_returns():
 
 
 def test_no_room_says_how_much_is_needed():
-    from xtoken_core.teacher.cuda_ipc import CudaIpcRing
+    from xtoken_core.transports.cuda_ipc import CudaIpcRing
 
     huge = dataclasses.replace(SHAPE, slot_tokens=1 << 28)
     with pytest.raises(InputError, match=rf"bytes free but the teacher's ring needs {huge.memory_bytes} bytes"):

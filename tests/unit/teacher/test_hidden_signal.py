@@ -6,16 +6,12 @@ import pytest
 import torch
 
 from xtoken_core.errors import InputError
-from xtoken_core.teacher import (
-    RingShape,
-    SignalError,
-    StaleSignalError,
-    create_ring,
+from xtoken_core.transports import RingShape, SignalError, StaleSignalError
+from xtoken_core.transports.factory import create_ring, open_ring, pick_transport
+from xtoken_core.transports.head import load_head
+from xtoken_core.transports.signal import (
     forget_ring,
     holds_hidden_states,
-    load_head,
-    open_ring,
-    pick_transport,
     rebuild_teacher_full_logits_from_ipc,
     rebuild_teacher_hidden_from_ipc,
     slot_refs,

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from xtoken_core.errors import InputError
-from xtoken_core.teacher import RingShape, SignalError, StaleSignalError, slot_refs, sweep
-from xtoken_core.teacher.ring import PAGE, SLOT_HEADER_BYTES
-from xtoken_core.teacher.shared_files import create_file
-from xtoken_core.teacher.shared_memory import OpenedSharedMemoryRing, SharedMemoryRing
+from xtoken_core.transports import RingShape, SignalError, StaleSignalError, sweep
+from xtoken_core.transports.ring import PAGE, SLOT_HEADER_BYTES
+from xtoken_core.transports.shared_files import create_file
+from xtoken_core.transports.shared_memory import OpenedSharedMemoryRing, SharedMemoryRing
+from xtoken_core.transports.signal import slot_refs
 
 SHAPE = RingShape(slots=2, slot_tokens=12, head_width=7, vocab=5, dtype="float32")
 WIDE = {"float32": SHAPE, "bfloat16": dataclasses.replace(SHAPE, dtype="bfloat16")}

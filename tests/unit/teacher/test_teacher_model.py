@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from services.common.budget import check_teacher, weight_bytes
+from services.common.memory_estimate import check_teacher, weight_bytes
 from services.teacher import model as teacher_model
 from services.teacher.fp8 import Fp8Linear, check_fp8, swap_linears
 from services.teacher.model import TeacherModel, head_is_plain
 from xtoken_core.errors import ConfigError
-from xtoken_core.teacher import RingShape
+from xtoken_core.transports import RingShape
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = 131

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from services.trainer.checkpoint import Checkpoints, Cursor
-from services.trainer.group import Group
+from services.trainer.distributed import Group
 from services.trainer.optimizer import StudentOptimizer
 from services.trainer.student import Student
 from tests.support.runs import resolved_run

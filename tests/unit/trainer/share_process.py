@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from services.common.steps import StepPlan
-from services.trainer.group import Group
-from services.trainer.shares import account_of, joined
+from services.common.step_plan import StepPlan
+from services.trainer.distributed import Group
+from services.trainer.node_reduce import account_of, joined
 from xtoken_core.plan import RowLengths, plan
 
 NODES = 2

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from services.common.models import load_model
 from services.common.worker import StopRequested
-from services.trainer import held_out as module
-from services.trainer.group import Group
-from services.trainer.held_out import HeldOutLoss
+from services.trainer import eval_loss as module
+from services.trainer.distributed import Group
+from services.trainer.eval_loss import HeldOutLoss
 from services.trainer.student import Student
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
@@ -31,7 +31,7 @@ TEXTS = ["0123456789" * 5, "def f(x):\n    return x"]
 WAITING = """
 import sys, time
 from datetime import timedelta
-from services.trainer import group as module
+from services.trainer import distributed as module
 module.MEETING, module.BEAT = timedelta(seconds=10), timedelta(seconds=0.1)
 group, beats = module.Group.of_environment(), []
 for pg in (module.dist.group.WORLD, group.background):

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from services.common.roots import VARIABLE, OutsideError, Roots
-from services.trainer import from_checkpoint
-from services.trainer.chosen import Chosen, choose
+from services.common.allowed_paths import VARIABLE, OutsideError, Roots
+from services.trainer import export_checkpoint as module
 from services.trainer.export import export_model
-from services.trainer.from_checkpoint import export_checkpoint
+from services.trainer.export_checkpoint import Chosen, choose, export_checkpoint
 from tests.architecture.conftest import run_without
 from tests.architecture.test_imports import HEAVY
 from tests.support.checkpointed import run_directory, train, write_lines
@@ -190,7 +189,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_gives_way_to_the_next(
             shutil.rmtree(older)
         return found
 
-    monkeypatch.setattr(from_checkpoint, "choose", chosen_and_removed)
+    monkeypatch.setattr(module, "choose", chosen_and_removed)
     place = export_checkpoint(tmp_path).target
     assert (calls[:2], place.name) == ([4, 4], "model-step-00000008")
     found = AutoModelForCausalLM.from_pretrained(place)
@@ -205,7 +204,7 @@ def test_a_step_that_the_run_removes_meanwhile_is_named(tmp_path: Path, monkeypa
         shutil.rmtree(found.checkpoint)
         return found
 
-    monkeypatch.setattr(from_checkpoint, "choose", chosen_and_removed)
+    monkeypatch.setattr(module, "choose", chosen_and_removed)
     with pytest.raises(InputError, match="no checkpoint of step 4: there are those of step 8"):
         export_checkpoint(tmp_path, 4)
     assert not list(tmp_path.glob("*model-*"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.trainer.from_checkpoint import export_checkpoint
+from services.trainer.export_checkpoint import export_checkpoint
 from tests.support.checkpointed import run_directory
 from tests.support.ranks import start_ranks
 from tests.unit.trainer.students import make_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.group import Group
+from services.trainer.distributed import Group
 from services.trainer.step import Received, StepRunner
 from tests.support.runs import resolved_run
 from xtoken_core.losses.total import Selection

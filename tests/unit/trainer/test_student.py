@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from services.trainer.figures import flops_per_token
+from services.trainer.metrics import flops_per_token
 from services.trainer.optimizer import StudentOptimizer
 from services.trainer.student import Student, check_head, decoder_layers
 from tests.unit.trainer.students import FAMILIES, make_model, nll, settings, tokens

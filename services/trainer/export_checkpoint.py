@@ -1,16 +1,26 @@
-"""Which checkpoint of a run is exported, and where to: asked before anything heavy is loaded. No torch."""
+"""`xtoken export`: a model directory from a checkpoint of a run, on the CPU, without a queue or a run.
+
+Selecting the checkpoint needs no torch: what cannot be exported is refused before anything heavy is loaded.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from services.common.allowed_paths import Roots, confined
 from services.common.resume import CHECKPOINTS, RESOLVED
-from services.common.roots import Roots, confined
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.errors import InputError, OutputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from services.trainer.checkpoint import Cursor
 
 NAME = re.compile(r"step-([0-9]{8})")
 
@@ -94,3 +104,65 @@ def check_target(target: Path) -> None:
         roots.check(target, "--to", write=True)
     if os.path.lexists(target):
         raise OutputError(f"{target} is there already: remove it, or name another directory with --to")
+
+
+def export_checkpoint(output: Path, step: int | None = None, to: Path | None = None) -> Chosen:
+    """Make a model directory from a checkpoint, whole or not at all; the run may go on meanwhile.
+
+    Args:
+        output: As for `choose`.
+        step: Likewise.
+        to: Likewise.
+
+    Returns:
+        What was exported, and where to.
+
+    Raises:
+        InputError: The checkpoint, the student's model or its tokenizer cannot be read.
+        ConfigError: As `choose`; also if the checkpoint is another run's.
+        OutputError: The model cannot be written.
+    """
+    import torch
+
+    from services.common.tokenizers import load_tokenizer
+    from services.trainer.export import export_student
+    from services.trainer.student import load_student
+
+    spec = choose(output, step, to).run.spec
+    trained = {"compile": False, "checkpoint_activations": False, "blockwise_head": False}  # nothing is computed here
+    plain = spec.model_copy(update={"student": spec.student.model_copy(update=trained)})
+    student = load_student(plain, torch.device("cpu"))
+    tokenizer = load_tokenizer(spec.student.tokenizer_dir, "student")
+    state = {f"model.{name}": weight.detach() for name, weight in student.trained.items()}
+    chosen, cursor = read_checkpoint(output, step, to, state)
+    student.publish()
+    whole = student.whole(plain)
+    assert whole is not None
+    export_student(chosen.target, chosen.run, cursor, whole, tokenizer, output=output, replaces=False)
+    return chosen
+
+
+def read_checkpoint(
+    output: Path, step: int | None, to: Path | None, state: Mapping[str, Tensor]
+) -> tuple[Chosen, Cursor]:
+    """Read the weights of a checkpoint, and those of the next if a run that goes on has removed it meanwhile.
+
+    Args:
+        output: As for `choose`.
+        step: Likewise.
+        to: Likewise.
+        state: Filled in place; any part of what was saved.
+
+    Raises:
+        InputError: It cannot be read, or others may write where it lies.
+        ConfigError: It belongs to another run.
+    """
+    from services.trainer.checkpoint import Checkpoints
+
+    while True:
+        chosen = choose(output, step, to)
+        try:
+            return chosen, Checkpoints(output / CHECKPOINTS, chosen.run).load(chosen.checkpoint, state)
+        except InputError:
+            if choose(output, step, to).checkpoint == chosen.checkpoint:
+                raise

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from services.common.steps import ring_shape
+from services.common.step_plan import ring_shape
 from services.common.supervised import supervised
 from services.common.weights import weight_count
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
-from xtoken_core.teacher.cuda_ipc import TRANSPORT as CUDA_IPC
-from xtoken_core.teacher.ring import RingShape
-from xtoken_core.teacher.transports import pick_transport
+from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
+from xtoken_core.transports.factory import pick_transport
+from xtoken_core.transports.ring import RingShape
 from xtoken_core.wire.columns import ITEM_SIZES
 
 log = logging.getLogger("xtoken.budget")

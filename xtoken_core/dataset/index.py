@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from bisect import bisect_right
@@ -15,7 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from xtoken_core.data.readers import (
+from xtoken_core.atomic import sync, sync_tree
+from xtoken_core.dataset.readers import (
     ArrowBlocks,
     Offsets,
     ParquetBlocks,
@@ -24,8 +24,8 @@ from xtoken_core.data.readers import (
     open_reader,
     usable_columns,
 )
-from xtoken_core.data.records import BadRecord, MissingFieldError, Record, UnusableRecordError
-from xtoken_core.data.sources import Source, find_sources
+from xtoken_core.dataset.records import BadRecord, MissingFieldError, Record, UnusableRecordError
+from xtoken_core.dataset.sources import Source, find_sources
 from xtoken_core.errors import InputError
 
 Progress = Callable[[int, int], None]
@@ -219,14 +219,10 @@ def _write_index(directory: Path, sources: Sequence[Source], field: str, progres
             records.append(rows)
             offsets.append((out.tell() - before) // 8)
             contents.append([source.kind, source.size, digest.hexdigest()])
-        out.flush()
-        os.fsync(out.fileno())
     fingerprint = hashlib.sha256(json.dumps([_FORMAT, field, contents]).encode()).hexdigest()
     manifest = {"fingerprint": fingerprint, "records": records, "offsets": offsets}
-    with (directory / "index.json").open("w", encoding="utf-8") as file:
-        json.dump(manifest, file)
-        file.flush()
-        os.fsync(file.fileno())
+    (directory / "index.json").write_text(json.dumps(manifest), encoding="utf-8")
+    sync_tree(directory)
     return manifest
 
 
@@ -272,8 +268,4 @@ def _move_into_place(scratch: Path, directory: Path) -> None:
             discarded.mkdir()
         scratch.rename(directory)
         shutil.rmtree(discarded, ignore_errors=True)
-    descriptor = os.open(directory.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(directory.parent)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtoken_core.data import record_at
+from xtoken_core.dataset import record_at
 
 
 @settings(deadline=None, max_examples=60)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.records import JsonLines
-from services.trainer.reports import (
+from services.trainer.jsonl import JsonLines
+from services.trainer.loggers import (
     ConsoleReport,
     TensorBoardReport,
     WandbReport,

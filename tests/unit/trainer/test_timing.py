@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from services.trainer.stopwatch import Stopwatch
+from services.trainer.timing import Stopwatch
 
 
 def test_laps_of_one_name_add_up_and_are_told_once() -> None:

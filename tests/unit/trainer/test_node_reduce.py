@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.group import Group
+from services.trainer.distributed import Group
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from xtoken_core.data.records import (
+from xtoken_core.dataset.records import (
     MAX_RECORD_BYTES,
     MissingFieldError,
     UnusableRecordError,

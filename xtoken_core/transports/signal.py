@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from xtoken_core.schema import TEACHER_INPUT_IDS, TEACHER_LOGITS, field_name
-from xtoken_core.teacher.board import Board
-from xtoken_core.teacher.memory import RingMemory
-from xtoken_core.teacher.ring import RingHandle, RingShape, SignalError, SlotRef
+from xtoken_core.transports.board import Board
+from xtoken_core.transports.memory import RingMemory
+from xtoken_core.transports.ring import RingHandle, RingShape, SignalError, SlotRef
 from xtoken_core.wire import Column
 
 _OPENED: dict[int, OpenedRing] = {}

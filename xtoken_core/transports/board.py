@@ -6,7 +6,7 @@ its number after, so that a reader that asks again after its backward sees any r
 
 from __future__ import annotations
 
-from xtoken_core.teacher.ring import PAGE, SLOT_HEADER_BYTES, UNPUBLISHED, RingShape, SignalError, StaleSignalError
+from xtoken_core.transports.ring import PAGE, SLOT_HEADER_BYTES, UNPUBLISHED, RingShape, SignalError, StaleSignalError
 
 _GENERATION, _ROWS, _WIDTH = range(3)
 _FIELD_BYTES = 24

@@ -20,7 +20,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from xtoken_core.errors import ConfigError, XtokenError
-from xtoken_core.teacher.ring import SignalError
+from xtoken_core.transports.ring import SignalError
 
 HANDLE_BYTES = 64
 UUID_BYTES = 16

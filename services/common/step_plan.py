@@ -10,7 +10,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, padded_length
 from xtoken_core.data_plane.run_client import StepRows
 from xtoken_core.plan import Plan, RowLengths, plan
-from xtoken_core.teacher.ring import RingShape
+from xtoken_core.transports.ring import RingShape
 from xtoken_core.wire import Column
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from xtoken_core.config.spec import SignalName
 from xtoken_core.errors import ConfigError
-from xtoken_core.teacher import cuda_ipc, queue_signal, shared_memory
-from xtoken_core.teacher.cuda_memory import bindings_installed
-from xtoken_core.teacher.ring import RingHandle, RingShape, SignalError
-from xtoken_core.teacher.signal import OpenedRing, SignalRing, remember_ring
+from xtoken_core.transports import cuda_ipc, queue_signal, shared_memory
+from xtoken_core.transports.cuda_memory import bindings_installed
+from xtoken_core.transports.ring import RingHandle, RingShape, SignalError
+from xtoken_core.transports.signal import OpenedRing, SignalRing, remember_ring
 
 log = logging.getLogger("xtoken.signal")
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from services.common.models import load_model
 from services.common.tokenizers import load_tokenizer
-from services.trainer.figures import combined, floats
+from services.trainer.metrics import combined, floats
 from services.trainer.student import Student
 from xtoken_core import schema
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts

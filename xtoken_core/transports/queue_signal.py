@@ -18,9 +18,9 @@ from torch import Tensor
 
 from xtoken_core.data_plane.buffers import tensor_over
 from xtoken_core.schema import TEACHER_HIDDEN, TEACHER_MAXIMA, field_name
-from xtoken_core.teacher.memory import RingMemory
-from xtoken_core.teacher.ring import CANARY_BYTES, RingHandle, RingShape, SignalError, StaleSignalError
-from xtoken_core.teacher.signal import OpenedRing, SignalRing
+from xtoken_core.transports.memory import RingMemory
+from xtoken_core.transports.ring import CANARY_BYTES, RingHandle, RingShape, SignalError, StaleSignalError
+from xtoken_core.transports.signal import OpenedRing, SignalRing
 from xtoken_core.wire import Column
 from xtoken_core.wire.columns import offsets_from_lengths
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.common.steps import StepPlan
-from services.trainer.group import Group
+from services.common.step_plan import StepPlan
+from services.trainer.distributed import Group
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.data_plane.run_client import RunClient
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from services.common.completions import Completions
+from services.common.event_callbacks import Completions
 from xtoken_core.errors import QueueUnreachableError, XtokenError
 from xtoken_core.wire import QueueError
 

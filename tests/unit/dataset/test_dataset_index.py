@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import xtoken_core.data.index as index_module
-from xtoken_core.data import BadRecord, DataIndex, Record
+import xtoken_core.dataset.index as index_module
+from xtoken_core.dataset import BadRecord, DataIndex, Record
 from xtoken_core.errors import InputError
 
 TEXTS = [f"record {i} \N{SNOWMAN}\n" + "x" * (i * 7 % 50) for i in range(25)]
@@ -280,7 +280,7 @@ def test_records_beyond_the_data_are_refused(tmp_path: Path) -> None:
 def test_neither_torch_nor_pyarrow_is_imported_for_text_files(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     program = (
-        "import sys; from pathlib import Path; from xtoken_core.data import DataIndex\n"
+        "import sys; from pathlib import Path; from xtoken_core.dataset import DataIndex\n"
         "index = DataIndex.build([Path('a.jsonl')], field='text', cache_dir=Path('cache')); index.read([0, 1])\n"
         "print(sorted({'torch', 'pyarrow', 'datasets'} & set(sys.modules)))"
     )

@@ -4,8 +4,8 @@ This folder knows which files it lies in, where each record begins, what a usabl
 records are trained. It needs no torch; pyarrow is imported when a parquet or arrow file is read.
 """
 
-from xtoken_core.data.index import DataIndex
-from xtoken_core.data.order import record_at
-from xtoken_core.data.records import BadRecord, Record
+from xtoken_core.dataset.index import DataIndex
+from xtoken_core.dataset.order import record_at
+from xtoken_core.dataset.records import BadRecord, Record
 
 __all__ = ["BadRecord", "DataIndex", "Record", "record_at"]

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from xtoken_core.teacher.ring import PAGE, RingShape, SignalError
+from xtoken_core.transports.ring import PAGE, RingShape, SignalError
 
 
 class RingMemory:

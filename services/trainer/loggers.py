@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.trainer.records import replace_file
+from services.trainer.jsonl import replace_file
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
 

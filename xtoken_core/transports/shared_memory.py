@@ -13,11 +13,11 @@ import torch
 
 from xtoken_core.data_plane.buffers import tensor_over
 from xtoken_core.errors import InputError
-from xtoken_core.teacher.board import Board
-from xtoken_core.teacher.memory import RingMemory
-from xtoken_core.teacher.ring import CANARY_BYTES, RingHandle, RingShape, SignalError
-from xtoken_core.teacher.shared_files import DIRECTORY, create_file, open_file
-from xtoken_core.teacher.signal import MappedRing, SignalRing
+from xtoken_core.transports.board import Board
+from xtoken_core.transports.memory import RingMemory
+from xtoken_core.transports.ring import CANARY_BYTES, RingHandle, RingShape, SignalError
+from xtoken_core.transports.shared_files import DIRECTORY, create_file, open_file
+from xtoken_core.transports.signal import MappedRing, SignalRing
 
 TRANSPORT = "shared_memory"
 

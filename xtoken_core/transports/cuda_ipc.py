@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from xtoken_core.errors import InputError
-from xtoken_core.teacher.board import Board
-from xtoken_core.teacher.cuda_memory import CudaError, DeviceMemory, device_of, device_uuid
-from xtoken_core.teacher.memory import RingMemory
-from xtoken_core.teacher.ring import CANARY_BYTES, RingHandle, RingShape, SignalError
-from xtoken_core.teacher.shared_files import DIRECTORY
-from xtoken_core.teacher.shared_memory import BoardedRing, OwnedFile, map_file
-from xtoken_core.teacher.signal import MappedRing
+from xtoken_core.transports.board import Board
+from xtoken_core.transports.cuda_memory import CudaError, DeviceMemory, device_of, device_uuid
+from xtoken_core.transports.memory import RingMemory
+from xtoken_core.transports.ring import CANARY_BYTES, RingHandle, RingShape, SignalError
+from xtoken_core.transports.shared_files import DIRECTORY
+from xtoken_core.transports.shared_memory import BoardedRing, OwnedFile, map_file
+from xtoken_core.transports.signal import MappedRing
 
 log = logging.getLogger("xtoken.signal")
 

@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from xtoken_core.errors import InputError
-from xtoken_core.teacher.ring import SignalError
+from xtoken_core.transports.ring import SignalError
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "xtoken-ring-"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+from xtoken_core.atomic import atomic_write
 from xtoken_core.errors import OutputError
 
 
@@ -72,13 +72,7 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OutputError: It cannot be written; what was there stays.
     """
-    scratch = path.with_name(f".{path.name}.tmp")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+        atomic_write(path, text)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise OutputError(f"cannot write {path}: {error.strerror}") from error

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.budget import GIB, Need, check_room, needs_of, shortage, student_bytes, too_much, weight_bytes
-from services.common.steps import ring_shape
+from services.common.memory_estimate import (
+    GIB,
+    Need,
+    check_room,
+    needs_of,
+    shortage,
+    student_bytes,
+    too_much,
+    weight_bytes,
+)
+from services.common.step_plan import ring_shape
 from services.common.supervised import MARK
 from services.trainer.optimizer import StudentOptimizer
 from services.trainer.student import Student

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from xtoken_core.data.records import (
+from xtoken_core.dataset.records import (
     MAX_RECORD_BYTES,
     UnusableRecordError,
     decode_utf8,
     parse_json_line,
     usable_value,
 )
-from xtoken_core.data.sources import Source
+from xtoken_core.dataset.sources import Source
 from xtoken_core.errors import InputError
 
 Offsets = npt.NDArray[np.int64]

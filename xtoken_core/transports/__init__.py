@@ -1,0 +1,9 @@
+"""How a teacher's output reaches the trainer: CUDA IPC, shared memory, or columns of the queue.
+
+`ring` and `shared_files` need no torch, and neither does this package; `signal` and the transports do.
+"""
+
+from xtoken_core.transports.ring import RingHandle, RingShape, SignalError, SlotRef, StaleSignalError
+from xtoken_core.transports.shared_files import sweep
+
+__all__ = ["RingHandle", "RingShape", "SignalError", "SlotRef", "StaleSignalError", "sweep"]
