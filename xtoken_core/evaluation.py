@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from xtoken_core.errors import InputError
-from xtoken_core.losses.heads import HeadProjection, Logits, row_logits
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits, row_logits
 
 _ROWS_IN_FLOAT32 = 1024
 

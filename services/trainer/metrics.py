@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.student import Student
-from xtoken_core.losses.combine import RATIOS
+from xtoken_core.losses.distillation import RATIOS
 
 PEAK_TFLOPS = {
     "B200": 2250.0,

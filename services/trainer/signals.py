@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xtoken_core.losses.heads import HeadProjection, Logits
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits
 from xtoken_core.transports.signal import (
     holds_hidden_states,
     rebuild_teacher_full_logits_from_ipc,

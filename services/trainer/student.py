@@ -20,7 +20,7 @@ from services.trainer.master_weights import MasterWeights
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import ConfigError
-from xtoken_core.losses.heads import HeadProjection, Logits
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits
 
 
 class Student(nn.Module):

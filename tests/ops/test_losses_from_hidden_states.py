@@ -9,7 +9,7 @@ from tests.ops.test_losses_on_backends import TRITON
 from tests.unit.losses.test_vectors import CASES, batch_of, loss_of
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
-from xtoken_core.losses.blockwise import Blockwise
+from xtoken_core.losses.chunked_head import Blockwise
 
 CONFIGS = {
     "p_kl": LossConfig(vocab_topk=300),

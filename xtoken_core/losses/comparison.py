@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xtoken_core.losses.common import Divergence, Pairing
 from xtoken_core.losses.cross_entropy import next_token_targets
-from xtoken_core.losses.heads import HeadProjection, Logits, MeanLogits, RowLogits, row_logits
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, RowLogits, row_logits
 from xtoken_core.losses.teacher_loss import TeacherLoss
 from xtoken_core.ops import get_op
 

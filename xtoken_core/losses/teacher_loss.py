@@ -14,9 +14,8 @@ from xtoken_core.errors import InputError
 from xtoken_core.losses.alm import alm_divergence, alm_term
 from xtoken_core.losses.common import ChunkView, Divergence, LossTeacher, Pairing, Scalar, TeacherTerm, cut
 from xtoken_core.losses.cross_entropy import next_token_targets, predicted_ids
-from xtoken_core.losses.exact_map import exact_token_map
 from xtoken_core.losses.gold import gold_divergence, gold_term
-from xtoken_core.losses.heads import Logits
+from xtoken_core.losses.lazy_logits import Logits
 from xtoken_core.losses.masks import keeps_exact_only, next_token_mask
 from xtoken_core.losses.p_kl import p_kl_divergence, p_kl_term
 from xtoken_core.losses.same_tokenizer import same_tokenizer_divergence, same_tokenizer_term
@@ -24,6 +23,7 @@ from xtoken_core.losses.teachers import teacher_tokens
 from xtoken_core.ops import get_op
 from xtoken_core.ops.gold import TokenPartition
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
+from xtoken_core.projection.exact_map import exact_token_map
 
 
 class TeacherLoss:

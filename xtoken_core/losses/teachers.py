@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.losses.blocks import BLOCK_ROWS
 from xtoken_core.losses.common import CE_EPSILON, LossTeacher
 from xtoken_core.losses.cross_entropy import predicted_ids
-from xtoken_core.losses.heads import Logits, map_positions
+from xtoken_core.losses.lazy_logits import Logits, map_positions
 from xtoken_core.losses.masks import next_token_mask
+from xtoken_core.losses.token_blocks import BLOCK_ROWS
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import kl_terms, upcast
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from xtoken_core.projection.exact_map import exact_token_map
 from xtoken_core.projection.files import parse_projection_file, read_topk
 from xtoken_core.projection.fingerprint import MissingProjectionError
 
@@ -97,8 +98,6 @@ def build_exact_token_map(
     """
     key = (os.fspath(path), torch.device(device), xtoken_loss, teacher_vocab_size, *_stamp(path))
     if key not in _EXACT_TOKEN_MAP_CACHE:
-        from xtoken_core.losses.exact_map import exact_token_map
-
         indices, likelihoods = get_topk_projection(path, device)
         found: dict[str, Any] = exact_token_map(
             indices, likelihoods, relaxed=xtoken_loss, teacher_vocab_size=teacher_vocab_size

@@ -12,7 +12,7 @@ import torch
 
 from xtoken_core.alignment.tables import SPECIAL, TEXT, UNKNOWN, TokenTable
 from xtoken_core.errors import InputError
-from xtoken_core.losses.exact_map import exact_token_map
+from xtoken_core.projection.exact_map import exact_token_map
 from xtoken_core.projection.files import TopKProjection
 
 CRITICAL_SHARE = 0.5

@@ -15,7 +15,7 @@ from services.trainer.student import Student, check_head, decoder_layers
 from tests.unit.trainer.students import FAMILIES, make_model, nll, settings, tokens
 from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import ConfigError
-from xtoken_core.losses.heads import HeadProjection
+from xtoken_core.losses.lazy_logits import HeadProjection
 
 BF16 = {"dtype": "bfloat16"}
 

@@ -11,11 +11,10 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.losses.blocks import BLOCK_ROWS, Extent, TokenBlocks, blocks_of_samples, packed_blocks
-from xtoken_core.losses.blockwise import Blockwise
+from xtoken_core.losses.chunked_head import Blockwise
 from xtoken_core.losses.common import LossTeacher, Scalar
 from xtoken_core.losses.comparison import ComparedTeacher, compare
-from xtoken_core.losses.heads import HeadProjection, Logits, MeanLogits
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits
 from xtoken_core.losses.masks import next_token_mask
 from xtoken_core.losses.teacher_loss import TeacherLoss
 from xtoken_core.losses.teachers import (
@@ -25,6 +24,7 @@ from xtoken_core.losses.teachers import (
     teacher_tokens,
     vocabulary_factors,
 )
+from xtoken_core.losses.token_blocks import BLOCK_ROWS, Extent, TokenBlocks, blocks_of_samples, packed_blocks
 from xtoken_core.losses.total import Metrics, Selection, Shares, Total, at
 from xtoken_core.ops import get_op
 

@@ -12,9 +12,9 @@ from tests.unit.losses.test_vectors import CASES, batch_of, loss_of
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
-from xtoken_core.losses import blocks as blocks_module
 from xtoken_core.losses import teachers as teachers_module
-from xtoken_core.losses.blocks import blocks_of_samples
+from xtoken_core.losses import token_blocks as blocks_module
+from xtoken_core.losses.token_blocks import blocks_of_samples
 
 WIDTH = 11
 MASKED = {"sample_mask": (1.0, 0.0, 1.0, 1.0)}

@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtoken_core.losses.blocks import TeacherBlocks, TokenBlocks
 from xtoken_core.losses.common import Divergence, Pairing
 from xtoken_core.losses.comparison import ComparedTeacher, Values, first_with_tokens
 from xtoken_core.losses.cross_entropy import next_token_targets
-from xtoken_core.losses.heads import HeadProjection, HeadRows
+from xtoken_core.losses.lazy_logits import HeadProjection, HeadRows
+from xtoken_core.losses.token_blocks import TeacherBlocks, TokenBlocks
 from xtoken_core.losses.total import Metrics, Total
 from xtoken_core.ops import get_op
 

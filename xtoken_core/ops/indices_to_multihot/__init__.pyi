@@ -1,0 +1,7 @@
+from .compat import null_decorator as null_decorator
+from .kernels import _indices_to_multihot_kernel as _indices_to_multihot_kernel
+from .kernels import _multihot_to_indices_kernel as _multihot_to_indices_kernel
+from .reference import NativeIndicesToMultihotOp as NativeIndicesToMultihotOp
+from .reference import indices_to_multihot as indices_to_multihot
+from .triton import IndicesToMultihot as IndicesToMultihot
+from .triton import fused_indices_to_multihot as fused_indices_to_multihot
