@@ -9,11 +9,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from services.control import problems
-from services.control.access import Access, Gate
 from services.control.api import files, health
 from services.control.api import runs as runs_api
-from services.control.api.plane import Plane, problems_of
-from services.control.api.telemetry import Count, Telemetry
+from services.control.api.dependencies import AppContext, problems_of
+from services.control.api.telemetry import RequestMetrics, Telemetry
+from services.control.auth import Auth, AuthMiddleware
 from services.control.runs import Runs
 from services.control.views import Views
 from services.control.web import install, opened
@@ -24,15 +24,15 @@ Errors are `application/problem+json` and name the fields they are about. Where 
 machines, every request but the probes carries `Authorization: Bearer TOKEN`."""
 
 
-def create_app(runs: Runs, access: Access | None = None) -> FastAPI:
+def create_app(runs: Runs, auth: Auth | None = None) -> FastAPI:
     """The application over these runs.
 
     Args:
         runs: The runs.
-        access: Who may ask; this machine, if left out.
+        auth: Who may ask; this machine, if left out.
     """
     views = Views(runs)
-    plane = Plane(runs, views, opened(access or Access()), Telemetry(runs, views))
+    context = AppContext(runs, views, opened(auth or Auth()), Telemetry(runs, views))
     app = FastAPI(
         title="xtoken control plane",
         version=version("xtoken"),
@@ -41,12 +41,12 @@ def create_app(runs: Runs, access: Access | None = None) -> FastAPI:
         docs_url=None,  # FastAPI's page loads scripts from a CDN; `web.pages` serves Swagger UI from here
         redoc_url=None,
     )
-    app.state.plane = plane
+    app.state.context = context
     problems.install(app)
     for router in (runs_api.router, files.router, health.router):
         app.include_router(router)
-    app.add_middleware(Count, telemetry=plane.telemetry)
-    app.add_middleware(Gate, access=plane.access)
+    app.add_middleware(RequestMetrics, telemetry=context.telemetry)
+    app.add_middleware(AuthMiddleware, auth=context.auth)
     install(app)
     _describe(app)
     return app

@@ -205,14 +205,14 @@ def run_in_place(spec: RunSpec, *, show: bool = True, as_json: bool = False) -> 
     Raises:
         XtokenError: The run's files are unfit, before anything was started.
     """
-    from services.control.access import Access
+    from services.control.auth import Auth
     from services.control.runs import Runs
     from services.control.serve import HttpServer
 
     token = secrets.token_urlsafe(32)  # other users of this machine can reach the port
     runs = Runs(None, tied=True)
     with Interrupts() as interrupts:
-        server = HttpServer(runs, "127.0.0.1", 0, Access(token))
+        server = HttpServer(runs, "127.0.0.1", 0, Auth(token))
         try:
             return _run(ControlClient(server.url, token), spec, watch_for(show, as_json=as_json), interrupts)
         finally:

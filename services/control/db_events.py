@@ -13,7 +13,7 @@ from services.supervisor.run_record import RunState
 log = logging.getLogger("xtoken.control")
 
 
-class StoreJournal(Journal):
+class DatabaseJournal(Journal):
     """Writes into the control plane's database. What cannot be written is logged: training goes on without its diary.
 
     Args:

@@ -13,8 +13,8 @@ from typing import Any
 from services.common.allowed_paths import Roots
 from services.common.resolve import remarks, resolve_run
 from services.common.resume import check_output
-from services.control.adoption import ending_of, remains_of
-from services.control.db_events import StoreJournal, over_columns
+from services.control.db_events import DatabaseJournal, over_columns
+from services.control.recovery import infer_ending, recover
 from services.control.store import RunRow, Store
 from services.supervisor.launchers.local import Launcher, LocalLauncher, read_status
 from services.supervisor.launchers.ray import RayLauncher
@@ -74,7 +74,7 @@ class Run:
         self.ending: Ending | None = None
         self.refusal: XtokenError | None = None
         self._row, self._store, self._roots, self._launchers = row, store, roots, launchers
-        self._journal = StoreJournal(store, row.id, row.life)
+        self._journal = DatabaseJournal(store, row.id, row.life)
         self._supervisor: Supervisor | None = None
         self._stop_asked = self._leave_asked = False
         self._read: float | None = None
@@ -200,18 +200,18 @@ class Run:
         output, row = self.spec.output, self._row
         attempts = self._store.attempts(self.id, life=row.life)
         if row.queue is None:
-            return ending_of(output, attempts, {})
+            return infer_ending(output, attempts, {})
         place = QueuePlace.of_document(row.queue)
         launcher = self._launchers(self.spec, place.private)
         source = output / "resolved.json"
         resolved = parse_resolved_run(source.read_bytes(), source=str(source))
         members = self._members(resolved, place)
-        found = remains_of(members, attempts, self._store.groups(self.id), launcher, self._journal)
+        found = recover(members, attempts, self._store.groups(self.id), launcher, self._journal)
         self._journal.note(found.told())
         log.info("run %s: %s", self.id, found.told())
         if found.living:
             return self._supervise(resolved, place, launcher, found.groups, row.step or 0)
-        ending = ending_of(output, attempts, found.gone)
+        ending = infer_ending(output, attempts, found.gone)
         for attempt in attempts:
             if attempt.ended is None:
                 self._journal.ended(

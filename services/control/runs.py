@@ -14,9 +14,9 @@ import threading
 import time
 from pathlib import Path
 
-from services.control.admission import Admission, RefusedError, check_launch
 from services.control.run import LauncherFactory, Run, launchers
 from services.control.store import RunRow, Store, TakenError, now
+from services.control.validation import RefusedError, SpecValidator, check_launch
 from services.supervisor.run_directory import OccupiedError
 from services.supervisor.run_record import RunState, read_record
 from xtoken_core.config.spec import RunSpec
@@ -57,7 +57,7 @@ class Runs:
     Args:
         directory: Where they are remembered; None forgets them with this object.
         tied: Should this process die in any way, its runs' processes die with it.
-        admission: Which runs it takes; all, if left out, with a relative `output` below the directory.
+        validator: Which runs it takes; all, if left out, with a relative `output` below the directory.
         starters: Makes what starts a run's processes; what its settings name, if left out.
 
     Raises:
@@ -65,13 +65,13 @@ class Runs:
     """
 
     def __init__(
-        self, directory: Path | None, *, tied: bool = False, admission: Admission | None = None,
+        self, directory: Path | None, *, tied: bool = False, validator: SpecValidator | None = None,
         starters: LauncherFactory | None = None,
     ) -> None:  # fmt: skip
         self.directory = directory.resolve() if directory is not None else None
         self._lock_file = _hold(self.directory) if self.directory is not None else None
         self.store = Store(self.directory)
-        self.admission = admission or Admission(base=self.directory)
+        self.validator = validator or SpecValidator(base=self.directory)
         self._launchers = starters or launchers(tied=tied)
         self._here: dict[str, Run] = {}
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ class Runs:
         Raises:
             RefusedError, OutsideError, TakenOutputError: This control plane would not take it.
         """
-        spec = self.admission.admit(spec)
+        spec = self.validator.validate(spec)
         check_launch(spec)
         self._check_output(spec.output)
         return spec
@@ -134,7 +134,7 @@ class Runs:
             row = self._over(run_id, "resumed")
             if row.state == RunState.COMPLETED:
                 raise ConflictError(f"the run {run_id!r} is complete: there is nothing left to do")
-            spec = self.admission.admit(RunSpec.model_validate(row.spec))
+            spec = self.validator.validate(RunSpec.model_validate(row.spec))
             if str(spec.output) != row.output:
                 raise ConflictError(f"{row.output} leads elsewhere now, to {spec.output}")
             check_launch(spec)
@@ -171,8 +171,8 @@ class Runs:
             if files and output.exists():
                 if output.is_symlink() or read_record(output).get("run", run_id) != run_id:
                     raise ConflictError(f"{output} is not this run's alone: remove it by hand")
-                if self.admission.roots is not None:
-                    self.admission.roots.check(output, "output", write=True)
+                if self.validator.roots is not None:
+                    self.validator.roots.check(output, "output", write=True)
                 shutil.rmtree(output)
             self.store.remove(run_id)
             self._here.pop(run_id, None)
@@ -183,7 +183,7 @@ class Runs:
         with self._lock:
             self.store.remove(run.id)
             self._here.pop(run.id, None)
-        ours = self.admission.roots is not None and not isinstance(run.refusal, OccupiedError)
+        ours = self.validator.roots is not None and not isinstance(run.refusal, OccupiedError)
         if ours and not (run.spec.output / "resolved.json").exists():
             shutil.rmtree(run.spec.output, ignore_errors=True)
 
@@ -242,7 +242,7 @@ class Runs:
     # Within
 
     def _live(self, row: RunRow, *, adopt: bool = False) -> Run:
-        run = Run(row, self.store, self.admission.roots, self._launchers, adopt=adopt)
+        run = Run(row, self.store, self.validator.roots, self._launchers, adopt=adopt)
         self._here[run.id] = run
         run.start()
         return run
@@ -280,7 +280,7 @@ class Runs:
         if other is not None:
             where = "belongs to" if other.output == str(output) else f"overlaps {other.output}, which belongs to"
             raise TakenOutputError(f"{output} {where} the run {other.id}: resume that, or name another", other.id)
-        if self.admission.roots is not None and output.is_dir() and any(output.iterdir()):
+        if self.validator.roots is not None and output.is_dir() and any(output.iterdir()):
             raise RefusedError("output", f"{output} is not empty: a new run begins in a directory of its own")
 
 

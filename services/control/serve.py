@@ -11,10 +11,10 @@ from pathlib import Path
 import uvicorn
 
 from services.common.allowed_paths import Roots
-from services.control.access import Access
-from services.control.admission import Admission
 from services.control.app import create_app
+from services.control.auth import Auth
 from services.control.runs import Runs
+from services.control.validation import SpecValidator
 from services.supervisor.interrupts import Interrupts
 from xtoken_core.errors import XtokenError
 
@@ -31,7 +31,7 @@ class HttpServer:
         runs: What it serves.
         host: Where to listen.
         port: 0 takes any free one.
-        access: Who may ask.
+        auth: Who may ask.
         listening: A socket that listens there already.
 
     Raises:
@@ -39,12 +39,12 @@ class HttpServer:
     """
 
     def __init__(
-        self, runs: Runs, host: str, port: int, access: Access, listening: socket.socket | None = None
+        self, runs: Runs, host: str, port: int, auth: Auth, listening: socket.socket | None = None
     ) -> None:  # fmt: skip
         self._socket = listening or _listen(host, port)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         config = uvicorn.Config(
-            create_app(runs, access), log_level="warning", lifespan="off", access_log=False, log_config=None,
+            create_app(runs, auth), log_level="warning", lifespan="off", access_log=False, log_config=None,
             timeout_graceful_shutdown=GOODBYE_S, server_header=False,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
@@ -87,12 +87,12 @@ def serve(
     Raises:
         XtokenError: The address cannot be served, or the runs' directory cannot be made.
     """
-    access = Access.of(host, token_file, names)
+    auth = Auth.of(host, token_file, names)
     Roots.of(roots, [])  # what is refused leaves no directory behind, and touches no run
     with Interrupts() as interrupts, _listen(host, port) as listening:
         runs_dir.mkdir(parents=True, exist_ok=True)
-        runs = Runs(runs_dir, admission=Admission(Roots.of(roots, [runs_dir]), runs_dir.resolve()))
-        server = HttpServer(runs, host, port, access, listening)
+        runs = Runs(runs_dir, validator=SpecValidator(Roots.of(roots, [runs_dir]), runs_dir.resolve()))
+        server = HttpServer(runs, host, port, auth, listening)
         log.info("serving at %s, runs in %s", server.url, runs_dir)
         try:
             while server.alive and not interrupts.wait():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.resume import CHECKPOINTS, newest_checkpoint
-from services.control.curves import Curve
+from services.control.metric_log import MetricLog
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow
 from services.supervisor.json_lines import read_json
@@ -31,8 +31,8 @@ class View:
 
     def __init__(self, runs: Runs, run_id: str, output: Path) -> None:
         self._runs, self.run_id, self.output = runs, run_id, output
-        self.steps = Curve(output / "steps.jsonl")
-        self.eval = Curve(output / "eval.jsonl")
+        self.steps = MetricLog(output / "steps.jsonl")
+        self.eval = MetricLog(output / "eval.jsonl")
 
     def refresh(self) -> None:
         """Read the lines that the trainer has added to both curves."""

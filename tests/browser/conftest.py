@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_run import TinyAssets, documents, make_assets, write_jsonl
-from tests.unit.control.planes import make_runs, put
+from tests.unit.control.stored_runs import make_runs, put
 
 PICTURES = Path(__file__).parents[2] / "build" / "browser"
 CHROMIUM = os.environ.get("CHROMIUM", "") or shutil.which("chromium") or shutil.which("google-chrome") or ""

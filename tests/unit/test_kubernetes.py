@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from services.cli.app import app
-from services.control.access import PROBES
+from services.control.auth import PROBES
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VERSIONS = ("1.30", "1.33", "1.36")

@@ -14,8 +14,8 @@ from fastapi.responses import FileResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from services.control.api.dependencies import Context, RunId, problems_of
 from services.control.api.models import Artifacts, LogFile, Note, RunMetrics
-from services.control.api.plane import RunId, ThePlane, problems_of
 from services.control.artifacts import listed, open_file
 from services.control.logs import Follower, last_attempts, logs_in, merged, tail
 from services.control.views import View
@@ -34,14 +34,14 @@ router = APIRouter(prefix="/v1/runs/{run_id}", tags=["files"])
 @router.get("/metrics", responses=problems_of(404, 422))
 def show_metrics(
     run_id: RunId,
-    plane: ThePlane,
+    context: Context,
     after: Annotated[int, Query(ge=-1, le=FARTHEST_STEP, description="Only steps beyond this one.")] = -1,
     points: Annotated[
         int, Query(ge=1, le=MOST_POINTS, description="How many of each kind at most; more are thinned out to means.")
     ] = 1000,
 ) -> RunMetrics:
     """Return a run's curves, thinned out evenly to at most `points` points each."""
-    view = plane.view(run_id)
+    view = context.view(run_id)
     view.refresh()
     return RunMetrics(
         steps=view.steps.sample(after, points), eval=view.eval.sample(after, points),
@@ -51,17 +51,17 @@ def show_metrics(
 
 @router.get("/notes", responses=problems_of(404, 422))
 def show_notes(
-    run_id: RunId, plane: ThePlane, after: Annotated[int, Query(ge=0, le=FARTHEST_STEP)] = 0
+    run_id: RunId, context: Context, after: Annotated[int, Query(ge=0, le=FARTHEST_STEP)] = 0
 ) -> list[Note]:  # fmt: skip
     """What has happened to a run: workers restarted and why, control planes that took it over, how it ended."""
-    plane.view(run_id)
-    return [Note.model_validate(note, from_attributes=True) for note in plane.runs.store.notes(run_id, after=after)]
+    context.view(run_id)
+    return [Note.model_validate(note, from_attributes=True) for note in context.runs.store.notes(run_id, after=after)]
 
 
 @router.get("/logs/files", responses=problems_of(404, 422))
-def list_logs(run_id: RunId, plane: ThePlane) -> list[LogFile]:
+def list_logs(run_id: RunId, context: Context) -> list[LogFile]:
     """Every log of a run: one per start of a worker."""
-    output = plane.view(run_id).output
+    output = context.view(run_id).output
     return [LogFile(worker=log.worker, attempt=log.attempt, bytes=log.size) for log in logs_in(output)]
 
 
@@ -70,14 +70,14 @@ def list_logs(run_id: RunId, plane: ThePlane) -> list[LogFile]:
 })  # fmt: skip
 def show_logs(
     run_id: RunId,
-    plane: ThePlane,
+    context: Context,
     worker: Annotated[str, Query(max_length=64, description="One worker; all, merged by time, if left out.")] = "",
     attempt: Annotated[int | None, Query(ge=0, le=FARTHEST_STEP, description="Which start; the last.")] = None,
     lines: Annotated[int, Query(alias="tail", ge=0, le=MOST_LINES, description="How many last lines.")] = 200,
     follow: Annotated[bool, Query(description="Go on with what is added, until the run is over.")] = False,
 ) -> Response:
     """The last lines of a run's logs as text."""
-    view = plane.view(run_id)
+    view = context.view(run_id)
     logs = [log for log in logs_in(view.output) if not worker or log.worker == worker]
     if attempt is not None:
         logs = [log for log in logs if log.attempt == attempt]
@@ -106,9 +106,9 @@ async def _followed(view: View, first: bytes, follower: Follower) -> AsyncIterat
 
 
 @router.get("/artifacts", responses=problems_of(404, 422))
-def list_artifacts(run_id: RunId, plane: ThePlane) -> Artifacts:
+def list_artifacts(run_id: RunId, context: Context) -> Artifacts:
     """The files of a run: checkpoints, curves, logs, the exported model. Hidden files and caches are left out."""
-    found, more = listed(plane.view(run_id).output, MOST_FILES)
+    found, more = listed(context.view(run_id).output, MOST_FILES)
     return Artifacts.model_validate({"artifacts": found, "truncated": more})
 
 
@@ -116,9 +116,9 @@ def list_artifacts(run_id: RunId, plane: ThePlane) -> Artifacts:
     200: {"content": FILE}, 206: {"content": FILE}, 416: {"description": "No such range of the file."},
     **problems_of(404, 422),
 })  # fmt: skip
-def get_artifact(run_id: RunId, path: Annotated[str, PathParameter(max_length=4096)], plane: ThePlane) -> Response:
+def get_artifact(run_id: RunId, path: Annotated[str, PathParameter(max_length=4096)], context: Context) -> Response:
     """One file, whole or in ranges."""
-    output = plane.view(run_id).output
+    output = context.view(run_id).output
     try:
         return OpenFileResponse(open_file(output, path), Path(path).name)
     except OSError as error:

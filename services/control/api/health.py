@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from services.control.api.dependencies import Context
 from services.control.api.models import Live, Ready
-from services.control.api.plane import ThePlane
 
 ROUND_LIMIT_S = 30.0
 
@@ -19,20 +19,20 @@ async def live() -> Live:
 
 
 @router.get("/readyz", responses={503: {"model": Ready}})
-async def ready(plane: ThePlane, response: Response) -> Ready:
+async def ready(context: Context, response: Response) -> Ready:
     """Whether it does its work: its database answers and every run is being looked after. Needs no token."""
-    stuck, round_age = plane.runs.stuck(), plane.runs.round_age_s
+    stuck, round_age = context.runs.stuck(), context.runs.round_age_s
     reasons = []
     if round_age > ROUND_LIMIT_S:
         reasons.append(f"the database has not answered for {round_age:.0f} s")
     if stuck:
         reasons.append(f"{len(stuck)} runs have not been looked after for up to {max(stuck.values()):.0f} s")
     response.status_code = 503 if reasons else 200
-    age = max([round_age, *(run.tick_age_s for run in plane.runs.here() if not run.over.is_set())])
+    age = max([round_age, *(run.tick_age_s for run in context.runs.here() if not run.over.is_set())])
     return Ready(ready=not reasons, age_s=round(age, 3), reason="; ".join(reasons))
 
 
 @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
-def metrics(plane: ThePlane) -> Response:
+def metrics(context: Context) -> Response:
     """What Prometheus reads."""
-    return Response(plane.telemetry.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(context.telemetry.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -11,9 +11,9 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Header, HTTPException, Query, Response
 
 from services.common.resolve import largest_row, resolve_run
+from services.control.api.dependencies import AppContext, Context, RunId, problems_of
 from services.control.api.examples import RUNS
 from services.control.api.models import DryRun, RunPage, RunStatus
-from services.control.api.plane import Plane, RunId, ThePlane, problems_of
 from services.control.run import Run
 from services.supervisor.process_spec import fleet_of
 from services.supervisor.run_record import RunState
@@ -43,7 +43,7 @@ Specification = Annotated[RunSpec, Body(openapi_examples=RUNS)]
     "", status_code=201, responses={200: {"model": RunStatus | DryRun}, **problems_of(400, 409, 413, 422, 503)}
 )  # fmt: skip
 def start_run(
-    spec: Specification, plane: ThePlane, response: Response, dry_run: bool = False, key: Key = None
+    spec: Specification, context: Context, response: Response, dry_run: bool = False, key: Key = None
 ) -> RunStatus | DryRun:
     """Start a run: a run file's fields as JSON, with absolute paths; a relative `output` is below the runs' directory.
 
@@ -52,63 +52,63 @@ def start_run(
     """
     if dry_run:
         response.status_code = 200
-        return check(plane, spec)
-    run, row = plane.runs.start(spec, key=key)
+        return check(context, spec)
+    run, row = context.runs.start(spec, key=key)
     if run is None:
         response.status_code = 200
     else:
-        refuse_if_unfit(plane, run)
+        refuse_if_unfit(context, run)
     response.headers["Location"] = f"/v1/runs/{row.id}"
-    return RunStatus.model_validate(plane.status(row.id))
+    return RunStatus.model_validate(context.status(row.id))
 
 
 @router.get("", responses=problems_of(422))
 def list_runs(
-    plane: ThePlane,
+    context: Context,
     limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 50,
     cursor: Annotated[int | None, Query(ge=0, le=LARGEST_CURSOR, description="`next` of the page before.")] = None,
     state: Annotated[list[RunState], Query(max_length=16, description="Only these; may be given again.")] = [],  # noqa: B006
     name: Annotated[str, Query(max_length=64)] = "",
 ) -> RunPage:
     """Return a page of runs, newest first."""
-    rows = plane.runs.store.page(limit + 1, before=cursor, states=state, name=name)
+    rows = context.runs.store.page(limit + 1, before=cursor, states=state, name=name)
     following = str(rows[limit - 1]["seq"]) if len(rows) > limit else None
     return RunPage.model_validate({"runs": rows[:limit], "next": following})
 
 
 @router.get("/{run_id}", responses=problems_of(404, 422))
-def show_run(run_id: RunId, plane: ThePlane) -> RunStatus:
+def show_run(run_id: RunId, context: Context) -> RunStatus:
     """Return the status of a run."""
-    return RunStatus.model_validate(plane.status(run_id))
+    return RunStatus.model_validate(context.status(run_id))
 
 
 @router.post("/{run_id}/stop", status_code=202, responses=problems_of(404, 422))
-def stop_run(run_id: RunId, plane: ThePlane, now: bool = False) -> RunStatus:
+def stop_run(run_id: RunId, context: Context, now: bool = False) -> RunStatus:
     """Stop a run in order: it writes a checkpoint first; with `now` at once. It is over when its state says so."""
-    plane.view(run_id)
-    plane.runs.stop(run_id, now=now)
-    return RunStatus.model_validate(plane.status(run_id))
+    context.view(run_id)
+    context.runs.stop(run_id, now=now)
+    return RunStatus.model_validate(context.status(run_id))
 
 
 @router.post("/{run_id}/resume", status_code=202, responses=problems_of(404, 409, 422, 503))
-def resume_run(run_id: RunId, plane: ThePlane) -> RunStatus:
+def resume_run(run_id: RunId, context: Context) -> RunStatus:
     """Go on with a run that was stopped, failed or interrupted, from its last checkpoint and as it was begun."""
-    plane.view(run_id)
-    run = plane.runs.resume(run_id)
+    context.view(run_id)
+    run = context.runs.resume(run_id)
     run.started.wait(CHECK_WITHIN_S)
-    return RunStatus.model_validate(plane.status(run_id))
+    return RunStatus.model_validate(context.status(run_id))
 
 
 @router.delete("/{run_id}", status_code=204, responses=problems_of(404, 409, 422))
-def remove_run(run_id: RunId, plane: ThePlane, files: bool = False) -> Response:
+def remove_run(run_id: RunId, context: Context, files: bool = False) -> Response:
     """Forget a run that is over; with `files` remove its output directory, checkpoints and model too."""
-    plane.view(run_id)
-    plane.runs.remove(run_id, files=files)
-    plane.views.drop(run_id)
+    context.view(run_id)
+    context.runs.remove(run_id, files=files)
+    context.views.drop(run_id)
     return Response(status_code=204)
 
 
-def refuse_if_unfit(plane: Plane, run: Run) -> None:
+def refuse_if_unfit(context: AppContext, run: Run) -> None:
     """Forget a run whose files or settings are unfit before anything was started, and say why.
 
     Raises:
@@ -116,19 +116,19 @@ def refuse_if_unfit(plane: Plane, run: Run) -> None:
     """
     run.started.wait(CHECK_WITHIN_S)
     if run.refusal is not None:
-        plane.runs.forget(run)
-        plane.views.drop(run.id)
+        context.runs.forget(run)
+        context.views.drop(run.id)
         raise run.refusal
 
 
-def check(plane: Plane, spec: RunSpec) -> DryRun:
+def check(context: AppContext, spec: RunSpec) -> DryRun:
     """Check a run's settings and files as for a start.
 
     Raises:
         XtokenError: What is wrong with it.
         HTTPException: 503, too many are being checked.
     """
-    spec = plane.runs.vet(spec)
+    spec = context.runs.vet(spec)
     if not _dry_runs.acquire(blocking=False):
         raise HTTPException(503, "other runs are being checked: try again in a moment", {"Retry-After": "5"})
     scratch = Path(tempfile.mkdtemp(prefix="xtoken-dry-"))

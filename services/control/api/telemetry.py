@@ -43,7 +43,7 @@ class Telemetry:
         return generate_latest(self._registry)
 
 
-class Count:
+class RequestMetrics:
     """Middleware that counts and times requests by route, never by their own path: a scanner would make one each."""
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:

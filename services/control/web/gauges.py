@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import Request
 
-from services.control.api.plane import Plane
+from services.control.api.dependencies import AppContext
 from services.control.web.gpus import Gpus
 from services.supervisor.run_record import RunState
 
@@ -24,11 +24,11 @@ class Gauges:
     A run is sampled from the first time its page is opened, until it is over; a thread lives while there is one.
 
     Args:
-        plane: The control plane that is asked; neither workers nor queues are.
+        context: The control plane that is asked; neither workers nor queues are.
     """
 
-    def __init__(self, plane: Plane) -> None:
-        self._plane = plane
+    def __init__(self, context: AppContext) -> None:
+        self._context = context
         self._lock = threading.Lock()
         self._samples: dict[str, deque[dict[str, Any]]] = {}
         self._watched: set[str] = set()
@@ -75,7 +75,7 @@ class Gauges:
         return state is not None and not RunState(state).over
 
     def _status(self, run_id: str) -> dict[str, Any]:
-        view = self._plane.views.of(run_id)
+        view = self._context.views.of(run_id)
         return (view.status() if view is not None else None) or {}
 
 

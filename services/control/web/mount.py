@@ -8,23 +8,23 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
-from services.control.access import Access
-from services.control.web import aligning, pages, session, starting
+from services.control.auth import Auth
+from services.control.web import align_page, login, new_run, pages
 from services.control.web.gauges import Gauges
 
 STATIC = Path(__file__).parent / "static"
 
 
-def opened(access: Access) -> Access:
+def opened(auth: Auth) -> Auth:
     """The access, with what a browser needs to ask for the token."""
     files = (f"/static/{path.relative_to(STATIC).as_posix()}" for path in STATIC.rglob("*") if path.is_file())
-    return replace(access, open_paths=(*access.open_paths, session.LOGIN, *files))
+    return replace(auth, open_paths=(*auth.open_paths, login.LOGIN, *files))
 
 
 def install(app: FastAPI) -> None:
     """Serve the pages; whoever lacks the token is led to where it is asked for."""
-    app.state.gauges = Gauges(app.state.plane)
-    for router in (starting.router, pages.router, aligning.router, session.router):
+    app.state.gauges = Gauges(app.state.context)
+    for router in (new_run.router, pages.router, align_page.router, login.router):
         app.include_router(router, include_in_schema=False)
     app.mount("/static", StaticFiles(directory=STATIC))
-    app.add_middleware(session.LeadToLogin)
+    app.add_middleware(login.LoginRedirect)

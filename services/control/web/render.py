@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from services.control.api.plane import plane_of
+from services.control.api.dependencies import context_of
 from services.supervisor.run_record import RunState
 from xtoken_core.errors import XtokenError
 
@@ -55,7 +55,7 @@ def page(request: Request, template: str, *, status: int = 200, **values: Any) -
         status: The answer's status.
         values: What the template names.
     """
-    signed_in = plane_of(request).access.token is not None
+    signed_in = context_of(request).auth.token is not None
     text = templates().get_template(template).render(
         path=request.url.path, signed_in=signed_in, version=assets_version(), **values
     )  # fmt: skip

@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import services.cli.app as cli
-from services.control.access import Access
+from services.control.auth import Auth
 from services.control.client import ControlClient, RefusedError
 from services.control.runs import Runs
 from services.control.serve import HttpServer
 from services.supervisor.run_record import RunState
-from tests.unit.control.planes import make_runs, put
+from tests.unit.control.stored_runs import make_runs, put
 from xtoken_core.errors import XtokenError
 
 TOKEN = "a-token-of-some-length"
@@ -31,7 +31,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 
 @pytest.fixture
 def url(runs: Runs) -> Iterator[str]:
-    server = HttpServer(runs, "127.0.0.1", 0, Access(TOKEN))
+    server = HttpServer(runs, "127.0.0.1", 0, Auth(TOKEN))
     yield server.url
     server.close()
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control.access import MAX_BODY_BYTES
 from services.control.app import create_app
+from services.control.auth import MAX_BODY_BYTES
 from services.control.runs import Runs
 from services.supervisor.run_record import RunState
-from tests.unit.control.planes import HERE, make_runs, put, spec
+from tests.unit.control.stored_runs import HERE, make_runs, put, spec
 
 JSON = {"content-type": "application/json"}
 

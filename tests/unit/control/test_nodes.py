@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.control.admission import Admission, RefusedError, check_launch
+from services.control.validation import RefusedError, SpecValidator, check_launch
 from services.queue.main import of_group
 from services.supervisor.launchers.local import LOST_EXIT, free_port
 from services.supervisor.launchers.ray import RayLauncher, cpus_of, gpus_of
@@ -19,8 +19,8 @@ from services.supervisor.process_spec import fleet_of, threads_of_model_workers
 from services.supervisor.run_directory import KEYS, QueuePlace
 from services.supervisor.run_record import RunState
 from tests.support.runs import resolved_run
-from tests.unit.control.planes import make_runs, put
-from tests.unit.control.planes import spec as raw_spec
+from tests.unit.control.stored_runs import make_runs, put
+from tests.unit.control.stored_runs import spec as raw_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.keys import allowed_keys, client_keys, server_keys
@@ -185,9 +185,9 @@ def test_a_run_whose_package_is_gone_is_not_resumed(tmp_path: Path, monkeypatch:
 def test_over_http_no_cluster_is_named(tmp_path: Path) -> None:
     from services.common.allowed_paths import Roots
 
-    admission = Admission(Roots.of([tmp_path], [tmp_path]), tmp_path)
+    validator = SpecValidator(Roots.of([tmp_path], [tmp_path]), tmp_path)
     with pytest.raises(RefusedError, match=r"ray\.address"):
-        admission.admit(with_ray(tmp_path, address="10.0.0.9:6379"))
+        validator.validate(with_ray(tmp_path, address="10.0.0.9:6379"))
 
 
 def test_a_queue_of_a_group_that_the_run_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from services.common.allowed_paths import VARIABLE, OutsideError, Roots, confined
 from services.common.resolve import open_index
 from services.common.tokenizers import load_tokenizer
-from tests.unit.control.planes import spec
+from tests.unit.control.stored_runs import spec
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control.access import COOKIE, Access
 from services.control.app import create_app
+from services.control.auth import COOKIE, Auth
 from services.control.runs import Runs
 from services.control.web import form
-from services.control.web.curves import GRAPHS
+from services.control.web.charts import CHARTS
 from services.control.web.fields import NOT_ASKED, field_names, sections
 from services.supervisor.run_record import RunState
-from tests.unit.control.planes import HERE, make_runs, put, spec
+from tests.unit.control.stored_runs import HERE, make_runs, put, spec
 from xtoken_core.config.spec import RunSpec
 
 TOKEN = "a-token-that-is-long-enough"
@@ -39,7 +39,7 @@ def client(runs: Runs) -> TestClient:
 @pytest.fixture
 def guarded(runs: Runs) -> TestClient:
     return TestClient(
-        create_app(runs, Access(token=TOKEN)), base_url=HERE, headers={"Origin": HERE}, follow_redirects=False
+        create_app(runs, Auth(token=TOKEN)), base_url=HERE, headers={"Origin": HERE}, follow_redirects=False
     )
 
 
@@ -255,25 +255,25 @@ def test_the_last_figures_are_those_that_there_are(client: TestClient, runs: Run
 def test_every_curve_is_on_the_page_with_what_it_draws(client: TestClient, runs: Runs) -> None:
     page = page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED)
     figures = dict(re.findall(r'<figure [^>]*id="curve-([^"]+)"(.*?)</figure>', page, re.DOTALL))
-    assert list(figures) == [graph.name for graph in GRAPHS]
-    for graph in GRAPHS:
-        keys = re.findall(r'data-key="([^"]+)"', figures[graph.name])
-        assert keys == [line.key for line in graph.lines]
-        assert f'data-least="{graph.least}"' in figures[graph.name]
+    assert list(figures) == [chart.name for chart in CHARTS]
+    for chart in CHARTS:
+        keys = re.findall(r'data-key="([^"]+)"', figures[chart.name])
+        assert keys == [line.key for line in chart.lines]
+        assert f'data-least="{chart.least}"' in figures[chart.name]
 
 
 def drawn(source: str, row: dict[str, float]) -> dict[str, list[str]]:
     """The figures of a line by the graph that draws them, as the page's script chooses them."""
     found: dict[str, list[str]] = {}
-    for graph in GRAPHS:
-        if graph.source == source:
+    for chart in CHARTS:
+        if chart.source == source:
             names = [
                 name
-                for line in graph.lines
+                for line in chart.lines
                 for name in sorted(row)
                 if name == line.key or (line.key.endswith("*") and name.startswith(line.key[:-1]))
             ]
-            found |= {graph.name: names} if len(names) >= graph.least else {}
+            found |= {chart.name: names} if len(names) >= chart.least else {}
     return found
 
 

@@ -15,17 +15,17 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from services.control.access import Access
 from services.control.app import create_app
+from services.control.auth import Auth
 from services.supervisor.run_record import RunState
-from tests.unit.control.planes import make_runs, put
+from tests.unit.control.stored_runs import make_runs, put
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
 PLACE = Path(tempfile.mkdtemp(prefix="xtoken-test-"))
 RUNS = make_runs(PLACE)
 put(RUNS, "old-1")
 put(RUNS, "old-2", RunState.FAILED)
-SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", create_app(RUNS, Access(names=frozenset({"testserver"}))))
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", create_app(RUNS, Auth(names=frozenset({"testserver"}))))
 COMMON = {
     "deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True,
     "phases": [Phase.explicit, Phase.generate], "database": None,

@@ -15,10 +15,10 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from services.common.allowed_paths import OutsideError, Roots
-from services.control.api.plane import Plane, ThePlane
+from services.control.api.dependencies import AppContext, Context
 from services.control.web.form import posted
-from services.control.web.places import places_under
 from services.control.web.render import PageRoute, page
+from services.control.web.suggestions import suggestions_under
 
 LONGEST_TEXT = 20_000
 WITHIN_S = 60.0
@@ -30,32 +30,34 @@ _free = threading.BoundedSemaphore(AT_ONCE)
 
 
 @router.get("/align")
-def ask(request: Request, plane: ThePlane, student: str = "", teacher: str = "") -> Response:
+def ask(request: Request, context: Context, student: str = "", teacher: str = "") -> Response:
     """Ask for two tokenizers and a text."""
     values = {"student": student, "teacher": teacher, "text": EXAMPLE}
-    return page(request, "align.html", values=values, places=places_under(plane.runs.admission.roots), **_nothing())
+    return page(
+        request, "align.html", values=values, suggestions=suggestions_under(context.runs.validator.roots), **_nothing()
+    )
 
 
 @router.post("/align")
-async def align(request: Request, plane: ThePlane) -> Response:
+async def align(request: Request, context: Context) -> Response:
     """Show how they cut the text."""
     try:
         values = {"student": "", "teacher": "", "text": ""} | posted(await request.body())
     except ValueError as error:
         raise HTTPException(400, "This is no form.") from error
-    found = await run_in_threadpool(_aligned, plane, values)
+    found = await run_in_threadpool(_aligned, context, values)
     part = "align_result.html" if "hx-request" in request.headers else "align.html"
-    return page(request, part, values=values, places=places_under(plane.runs.admission.roots), **found)
+    return page(request, part, values=values, suggestions=suggestions_under(context.runs.validator.roots), **found)
 
 
 def _nothing() -> dict[str, Any]:
     return {"errors": {}, "result": None}
 
 
-def _aligned(plane: Plane, values: dict[str, str]) -> dict[str, Any]:
+def _aligned(context: AppContext, values: dict[str, str]) -> dict[str, Any]:
     """The alignment; or what is wrong with the fields."""
     errors: dict[str, str] = {}
-    roots = plane.runs.admission.roots
+    roots = context.runs.validator.roots
     for name in ("student", "teacher"):
         errors |= _wrong_place(values[name].strip(), name, roots)
     if not values["text"]:

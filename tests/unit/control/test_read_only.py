@@ -14,7 +14,7 @@ from services.control.app import create_app
 from services.control.runs import Runs
 from services.supervisor import os_process
 from services.supervisor.supervisor import LOOK_S
-from tests.unit.control.planes import HERE
+from tests.unit.control.stored_runs import HERE
 from tests.unit.supervisor.scripted_run import resolved_run, scripted_members
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
 

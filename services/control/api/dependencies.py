@@ -7,20 +7,20 @@ from typing import Annotated, Any
 
 from fastapi import Depends, HTTPException, Path, Request
 
-from services.control.access import Access
 from services.control.api.telemetry import Telemetry
+from services.control.auth import Auth
 from services.control.problems import Problem
 from services.control.runs import Runs
 from services.control.views import View, Views
 
 
 @dataclass(frozen=True)
-class Plane:
+class AppContext:
     """A control plane: its runs, their views, who has access, and its metrics."""
 
     runs: Runs
     views: Views
-    access: Access
+    auth: Auth
     telemetry: Telemetry
 
     def view(self, run_id: str) -> View:
@@ -46,17 +46,17 @@ class Plane:
         return status
 
 
-def plane_of(request: Request) -> Plane:
+def context_of(request: Request) -> AppContext:
     """The control plane that serves a request."""
-    plane: Plane = request.app.state.plane
-    return plane
+    context: AppContext = request.app.state.context
+    return context
 
 
-async def _depended_on(request: Request) -> Plane:
-    return plane_of(request)  # a coroutine, since FastAPI sends plain functions to a thread
+async def _depended_on(request: Request) -> AppContext:
+    return context_of(request)  # a coroutine, since FastAPI sends plain functions to a thread
 
 
-ThePlane = Annotated[Plane, Depends(_depended_on)]
+Context = Annotated[AppContext, Depends(_depended_on)]
 RunId = Annotated[str, Path(max_length=128, pattern=r"^[A-Za-z0-9._-]+$", examples=["first-5f0e9c1a"])]
 
 

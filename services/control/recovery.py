@@ -19,7 +19,7 @@ GO_ON = "resume it to go on from its last checkpoint"
 
 
 @dataclass(frozen=True)
-class Remains:
+class RecoveredRun:
     """What was found of a run.
 
     Attributes:
@@ -39,10 +39,10 @@ class Remains:
         return f"{found}; in the meantime {lost}" if lost else found
 
 
-def remains_of(
+def recover(
     members: Sequence[Member], attempts: Sequence[AttemptRow], counts: dict[str, GroupRow], launcher: Launcher,
     journal: Journal,
-) -> Remains:  # fmt: skip
+) -> RecoveredRun:  # fmt: skip
     """Look for every process that a run's last life has started.
 
     Args:
@@ -76,7 +76,7 @@ def remains_of(
             worker: describe_exit(handle.poll()) for worker, handle in handles.items() if handle.poll() is not None
         }
         groups[name] = _group(starts, handles, counts.get(name), complete=len(starts) == _size(members, name))
-    return Remains(groups, tuple(living), gone)
+    return RecoveredRun(groups, tuple(living), gone)
 
 
 def _size(members: Iterable[Member], group: str) -> int:
@@ -100,7 +100,7 @@ def _group(
     )
 
 
-def ending_of(output: Path, attempts: Sequence[AttemptRow], gone: dict[str, str]) -> Ending:
+def infer_ending(output: Path, attempts: Sequence[AttemptRow], gone: dict[str, str]) -> Ending:
     """How a run has ended none of whose processes lives, and whose end nobody has seen."""
     last = {attempt.worker: attempt for attempt in attempts}
     statuses = {

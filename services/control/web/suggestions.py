@@ -19,7 +19,7 @@ PROJECTIONS = (".safetensors", ".pt")
 
 
 @dataclass
-class Places:
+class Suggestions:
     """Paths by what they can be."""
 
     models: list[str] = field(default_factory=list)
@@ -27,20 +27,20 @@ class Places:
     projections: list[str] = field(default_factory=list)
 
 
-_known: dict[Roots | None, tuple[float, Places]] = {}
+_known: dict[Roots | None, tuple[float, Suggestions]] = {}
 
 
-def places_under(roots: Roots | None) -> Places:
+def suggestions_under(roots: Roots | None) -> Suggestions:
     """What the directories that runs may read hold, looked for at most every half minute, for a second at most."""
-    at, found = _known.get(roots, (0.0, Places()))
+    at, found = _known.get(roots, (0.0, Suggestions()))
     if roots is not None and (not at or time.monotonic() - at > FRESH_S):
         found = _search(roots)
         _known[roots] = time.monotonic(), found
     return found
 
 
-def _search(roots: Roots) -> Places:
-    found = Places()
+def _search(roots: Roots) -> Suggestions:
+    found = Suggestions()
     for folder, names in _walk(roots):
         if "config.json" in names and any(name.endswith(".safetensors") for name in names):
             found.models.append(folder)

@@ -30,7 +30,7 @@ BEARER = "Bearer "
 
 
 @dataclass(frozen=True)
-class Access:
+class Auth:
     """Who may ask.
 
     Attributes:
@@ -46,7 +46,7 @@ class Access:
     open_paths: tuple[str, ...] = field(default=())
 
     @classmethod
-    def of(cls, host: str, token_file: Path | None, names: Iterable[str] = ()) -> Access:
+    def of(cls, host: str, token_file: Path | None, names: Iterable[str] = ()) -> Auth:
         """The access to a control plane served at `host`.
 
         Raises:
@@ -102,18 +102,18 @@ class Access:
         return found is not None and hmac.compare_digest(found.value.encode(), self.cookie.encode())
 
 
-class Gate:
-    """Middleware that refuses what `Access` refuses, and bodies that are too long."""
+class AuthMiddleware:
+    """Middleware that refuses what `Auth` refuses, and bodies that are too long."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
+    def __init__(self, app: ASGIApp, auth: Auth) -> None:
+        self._app, self._auth = app, auth
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401, 403 or 413, or let the request through."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        refusal = self._access.refusal(scope)
+        refusal = self._auth.refusal(scope)
         if scope["type"] == "websocket":
             if refusal is not None:
                 await receive()

@@ -1,6 +1,6 @@
 """A control plane whose runs have scripted workers: its processes are real, its queue is, and its database.
 
-    plane_script.py DIRECTORY STEPS [--start] [--do WORKER:WHEN:DEED]
+    control_plane_script.py DIRECTORY STEPS [--start] [--do WORKER:WHEN:DEED]
 
 With --start it begins a run; without it finds what an earlier one has left. It ends when no run goes on.
 """

@@ -9,10 +9,10 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from services.control.access import COOKIE, Access, is_loopback, read_token
 from services.control.app import create_app
+from services.control.auth import COOKIE, Auth, is_loopback, read_token
 from services.control.runs import Runs
-from tests.unit.control.planes import HERE, make_runs
+from tests.unit.control.stored_runs import HERE, make_runs
 from xtoken_core.errors import ConfigError
 
 TOKEN = "a-token-of-some-length"
@@ -25,8 +25,8 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     found.close()
 
 
-def status(runs: Runs, access: Access, headers: dict, path: str = "/v1/runs", method: str = "GET") -> int:
-    client = TestClient(create_app(runs, access), base_url=HERE)
+def status(runs: Runs, auth: Auth, headers: dict, path: str = "/v1/runs", method: str = "GET") -> int:
+    client = TestClient(create_app(runs, auth), base_url=HERE)
     return client.request(method, path, headers=headers).status_code
 
 
@@ -50,7 +50,7 @@ def status(runs: Runs, access: Access, headers: dict, path: str = "/v1/runs", me
     ids=str,
 )
 def test_foreign_names_and_pages_are_refused(runs: Runs, headers: dict[str, str], expected: int) -> None:
-    assert status(runs, Access(), headers) == expected
+    assert status(runs, Auth(), headers) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_foreign_names_and_pages_are_refused(runs: Runs, headers: dict[str, str]
         ({b"authorization": b"Bearer \xe9"}, 401),
         ({"authorization": f"Basic {TOKEN}"}, 401),
         ({"cookie": f"{COOKIE}={TOKEN}"}, 401),
-        ({"cookie": f"{COOKIE}={Access(TOKEN).cookie}"}, 200),
-        ({"cookie": f"{COOKIE}={Access(TOKEN).cookie}", "origin": "https://evil.example"}, 403),
+        ({"cookie": f"{COOKIE}={Auth(TOKEN).cookie}"}, 200),
+        ({"cookie": f"{COOKIE}={Auth(TOKEN).cookie}", "origin": "https://evil.example"}, 403),
     ],
     ids=str,
 )
 def test_a_token_is_asked_for(runs: Runs, headers: dict, expected: int) -> None:
-    assert status(runs, Access(TOKEN), headers) == expected
+    assert status(runs, Auth(TOKEN), headers) == expected
 
 
 def test_every_route_but_the_probes_needs_the_token(runs: Runs) -> None:
-    app = create_app(runs, Access(TOKEN))
+    app = create_app(runs, Auth(TOKEN))
     client = TestClient(app, base_url=HERE)
     for path, item in [*app.openapi()["paths"].items(), ("/openapi.json", {"get": {}})]:
         for method in item:
@@ -88,12 +88,12 @@ def test_every_route_but_the_probes_needs_the_token(runs: Runs) -> None:
     [("192.168.1.7:8400", 200), ("gpu-1.lab:8400", 200), ("GPU-1.lab", 200), ("evil.example", 403)],
 )
 def test_names_of_a_control_plane_that_others_reach(runs: Runs, host: str, expected: int) -> None:
-    access = Access(TOKEN, frozenset({"gpu-1.lab"}), remote=True)
-    assert status(runs, access, {"host": host, "authorization": f"Bearer {TOKEN}"}) == expected
+    auth = Auth(TOKEN, frozenset({"gpu-1.lab"}), remote=True)
+    assert status(runs, auth, {"host": host, "authorization": f"Bearer {TOKEN}"}) == expected
 
 
 def test_a_web_socket_is_guarded_like_a_request(runs: Runs) -> None:
-    app = create_app(runs, Access(TOKEN))
+    app = create_app(runs, Auth(TOKEN))
 
     @app.websocket("/socket")
     async def socket(connection) -> None:  # type: ignore[no-untyped-def]
@@ -110,10 +110,10 @@ def test_a_web_socket_is_guarded_like_a_request(runs: Runs) -> None:
 
 def test_other_machines_need_a_token(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines can reach it: give a --token-file"):
-        Access.of("0.0.0.0", None)
-    assert Access.of("127.0.0.1", None).token is None
-    access = Access.of("0.0.0.0", tmp_path / "token")
-    assert access.remote and access.token == (tmp_path / "token").read_text().strip()
+        Auth.of("0.0.0.0", None)
+    assert Auth.of("127.0.0.1", None).token is None
+    auth = Auth.of("0.0.0.0", tmp_path / "token")
+    assert auth.remote and auth.token == (tmp_path / "token").read_text().strip()
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 

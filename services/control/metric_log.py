@@ -21,7 +21,7 @@ MOST_COLUMNS = 256
 CHUNK_BYTES = 1 << 22
 
 
-class Curve:
+class MetricLog:
     """One file of JSON lines, each with a `step`, in their order; what a resumed run cuts back is dropped here too.
 
     Attributes:

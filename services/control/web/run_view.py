@@ -12,7 +12,7 @@ from services.supervisor.run_record import RunState
 RECENT_STEPS = 20
 
 
-class Shown:
+class RunView:
     """A run.
 
     Args:

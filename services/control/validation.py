@@ -51,7 +51,7 @@ class RefusedError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Admission:
+class SpecValidator:
     """What is taken.
 
     Attributes:
@@ -62,7 +62,7 @@ class Admission:
     roots: Roots | None = None
     base: Path | None = None
 
-    def admit(self, spec: RunSpec) -> RunSpec:
+    def validate(self, spec: RunSpec) -> RunSpec:
         """The run with its output's place filled in.
 
         Raises:
@@ -177,4 +177,4 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-__all__ = ["Admission", "OutsideError", "RefusedError"]
+__all__ = ["OutsideError", "RefusedError", "SpecValidator"]

@@ -11,13 +11,13 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from starlette.concurrency import run_in_threadpool
 
+from services.control.api.dependencies import AppContext, Context
 from services.control.api.models import DryRun
-from services.control.api.plane import Plane, ThePlane
 from services.control.api.runs import check, refuse_if_unfit
 from services.control.web import form
 from services.control.web.fields import TEACHER, sections
-from services.control.web.places import places_under
 from services.control.web.render import PageRoute, page
+from services.control.web.suggestions import suggestions_under
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 
@@ -44,60 +44,60 @@ router = APIRouter(route_class=PageRoute)
 
 @router.get("/runs/new")
 def new(
-    request: Request, plane: ThePlane, like: Annotated[str, Query(alias="from", max_length=128)] = ""
+    request: Request, context: Context, like: Annotated[str, Query(alias="from", max_length=128)] = ""
 ) -> Response:  # fmt: skip
     """An empty form, or one with another run's settings and no output."""
     document: dict[str, Any] = {}
     if like:
-        document = RunSpec.model_validate(plane.status(like)["spec"]).model_dump(mode="json", exclude_defaults=True)
+        document = RunSpec.model_validate(context.status(like)["spec"]).model_dump(mode="json", exclude_defaults=True)
         document.pop("output")
-    return _shown(request, plane, form.values_of(document))
+    return _shown(request, context, form.values_of(document))
 
 
 @router.post("/runs/new")
-async def act(request: Request, plane: ThePlane) -> Response:
+async def act(request: Request, context: Context) -> Response:
     """Start or check what the form says, or show it the other way."""
     try:
         values = form.posted(await request.body())
     except ValueError as error:
         raise HTTPException(400, "This is no form.") from error
-    return await run_in_threadpool(_act, request, plane, values)
+    return await run_in_threadpool(_act, request, context, values)
 
 
-def _act(request: Request, plane: Plane, values: dict[str, str]) -> Response:
+def _act(request: Request, context: AppContext, values: dict[str, str]) -> Response:
     action = values.get("action", "start")
     by_file = values.get("mode") == "toml"
     document, errors = form.read_toml(values.get("toml", "")) if by_file else (form.document_of(values), {})
     if errors:
-        return _shown(request, plane, values, errors)
+        return _shown(request, context, values, errors)
     if action == "as-toml":
-        return _shown(request, plane, {**values, "mode": "toml", "toml": form.to_toml(document)})
+        return _shown(request, context, {**values, "mode": "toml", "toml": form.to_toml(document)})
     if action == "as-fields":
         _, found = form.validated(document)
         strange = {name: said for name, said in found.items() if any(text.startswith(UNKNOWN) for text in said)}
-        return _shown(request, plane, values if strange else form.values_of(document), strange)
+        return _shown(request, context, values if strange else form.values_of(document), strange)
     if action == "add" or REMOVED.fullmatch(action):
-        return _shown(request, plane, form.values_of(_with_teachers(document, action)))
+        return _shown(request, context, form.values_of(_with_teachers(document, action)))
     spec, errors = form.validated(document)
     if spec is None:
-        return _shown(request, plane, values, errors)
+        return _shown(request, context, values, errors)
     try:
         if action == "check":
-            return _shown(request, plane, values, checked=check(plane, spec))
-        return _start(plane, spec, values.get("key", ""))
+            return _shown(request, context, values, checked=check(context, spec))
+        return _start(context, spec, values.get("key", ""))
     except XtokenError as error:
         form.place(errors, getattr(error, "field", None) or "", getattr(error, "message", str(error)))
     except HTTPException as error:
         errors[""] = [str(error.detail)]
-    return _shown(request, plane, values, errors)
+    return _shown(request, context, values, errors)
 
 
-def _start(plane: Plane, spec: RunSpec, nonce: str) -> Response:
+def _start(context: AppContext, spec: RunSpec, nonce: str) -> Response:
     """Start a run once, however often its button was pressed."""
     digest = hashlib.sha256((nonce + spec.model_dump_json()).encode()).hexdigest()
-    run, row = plane.runs.start(spec, key=f"page-{digest}")
+    run, row = context.runs.start(spec, key=f"page-{digest}")
     if run is not None:
-        refuse_if_unfit(plane, run)
+        refuse_if_unfit(context, run)
     return RedirectResponse(f"/runs/{row.id}", 303)
 
 
@@ -112,16 +112,16 @@ def _with_teachers(document: dict[str, Any], action: str) -> dict[str, Any]:
 
 
 def _shown(
-    request: Request, plane: Plane, values: dict[str, str], errors: form.Errors | None = None,
+    request: Request, context: AppContext, values: dict[str, str], errors: form.Errors | None = None,
     checked: DryRun | None = None,
 ) -> Response:  # fmt: skip
     """The form with these values and complaints; answered 200, as browsers count other answers among their errors."""
-    errors = errors or {}
+    errors, validator = errors or {}, context.runs.validator
     return page(
         request, "new.html", values=values, errors=errors, checked=checked,
         mode=values.get("mode", "fields"), blocks=_blocks(values, errors), first_wrong=next(iter(errors), None),
-        key=secrets.token_urlsafe(12), places=places_under(plane.runs.admission.roots), base=plane.runs.admission.base,
-        roots=plane.runs.admission.roots,
+        key=secrets.token_urlsafe(12), suggestions=suggestions_under(validator.roots), base=validator.base,
+        roots=validator.roots,
     )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from services.common.allowed_paths import Roots
-from services.control.admission import Admission
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow, now
+from services.control.validation import SpecValidator
 from services.supervisor.run_record import RunState
 
 HERE = "http://127.0.0.1:8400"
@@ -20,7 +20,7 @@ def make_runs(tmp_path: Path) -> Runs:
     places = tmp_path / "runs", tmp_path / "data"
     for place in places:
         place.mkdir(exist_ok=True)
-    return Runs(places[0], admission=Admission(Roots.of(places[1:], places[:1]), places[0].resolve()))
+    return Runs(places[0], validator=SpecValidator(Roots.of(places[1:], places[:1]), places[0].resolve()))
 
 
 def spec(tmp_path: Path, **changes: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from fastapi.responses import RedirectResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.control.access import COOKIE
-from services.control.api.plane import ThePlane
+from services.control.api.dependencies import Context
+from services.control.auth import COOKIE
 from services.control.web.render import PageRoute, page
 
 LOGIN = "/login"
@@ -23,23 +23,23 @@ router = APIRouter(route_class=PageRoute)
 
 
 @router.get(LOGIN)
-def ask(request: Request, plane: ThePlane, to: Annotated[str, Query(alias="next", max_length=2000)] = "/") -> Response:
+def ask(request: Request, context: Context, to: Annotated[str, Query(alias="next", max_length=2000)] = "/") -> Response:
     """Ask for the token."""
-    if plane.access.token is None:
+    if context.auth.token is None:
         return RedirectResponse("/", 303)
     return page(request, "login.html", next=own_path(to), wrong=False)
 
 
 @router.post(LOGIN)
-async def enter(request: Request, plane: ThePlane) -> Response:
+async def enter(request: Request, context: Context) -> Response:
     """Compare the token, and remember the browser."""
     given = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=4)
     token, to = (given.get(name, [""])[0] for name in ("token", "next"))
-    if not plane.access.accepts(token.strip()):
+    if not context.auth.accepts(token.strip()):
         return page(request, "login.html", status=403, next=own_path(to), wrong=True)
     answer = RedirectResponse(own_path(to), 303)
     answer.set_cookie(
-        COOKIE, plane.access.cookie, max_age=KEPT_S, httponly=True, samesite="strict",
+        COOKIE, context.auth.cookie, max_age=KEPT_S, httponly=True, samesite="strict",
         secure=request.url.scheme == "https",
     )  # fmt: skip
     return answer
@@ -63,7 +63,7 @@ def own_path(path: str) -> str:
     return path if fine else "/"
 
 
-class LeadToLogin:
+class LoginRedirect:
     """Middleware that turns the refusal of a page for want of a token into the way to where it is asked for."""
 
     def __init__(self, app: ASGIApp) -> None:

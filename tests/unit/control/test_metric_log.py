@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from services.control import curves
-from services.control.curves import Curve
+from services.control import metric_log
+from services.control.metric_log import MetricLog
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "LOOK_S", 0.0)
+    monkeypatch.setattr(metric_log, "LOOK_S", 0.0)
 
 
 def write(file: Path, rows: list[dict[str, Any]], *, mode: str = "w") -> None:
@@ -25,7 +25,7 @@ def write(file: Path, rows: list[dict[str, Any]], *, mode: str = "w") -> None:
 def test_means_of_equal_stretches(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     write(file, [{"step": n, "loss": float(n), "tokens": n, "ids": [n]} for n in range(1000)])
-    curve = Curve(file)
+    curve = MetricLog(file)
     curve.refresh()
     found = curve.sample(-1, 10)
     assert [row["step"] for row in found] == [99, 199, 299, 399, 499, 599, 699, 799, 899, 999]
@@ -37,7 +37,7 @@ def test_means_of_equal_stretches(tmp_path: Path) -> None:
 
 def test_growth_and_torn_lines(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
-    curve = Curve(file)
+    curve = MetricLog(file)
     curve.refresh()
     assert curve.sample(-1, 5) == [] and curve.last is None
     write(file, [{"step": 0, "loss": 1.0}])
@@ -54,7 +54,7 @@ def test_growth_and_torn_lines(tmp_path: Path) -> None:
 def test_a_resumed_run_cuts_its_curve_back(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     write(file, [{"step": n, "loss": 1.0} for n in range(6)])
-    curve = Curve(file)
+    curve = MetricLog(file)
     curve.refresh()
     scratch = tmp_path / "scratch"
     write(scratch, [{"step": n, "loss": 1.0} for n in range(3)])
@@ -68,7 +68,7 @@ def test_a_resumed_run_cuts_its_curve_back(tmp_path: Path) -> None:
 def test_what_is_no_number_is_left_out_of_the_means(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     write(file, [{"step": 0, "loss": float("nan"), "why": "x", "ok": True}, {"step": 1, "loss": 3.0}])
-    curve = Curve(file)
+    curve = MetricLog(file)
     curve.refresh()
     assert curve.sample(-1, 1) == [{"step": 1, "loss": 3.0}]
     assert curve.sample(-1, 2) == [{"step": 0}, {"step": 1, "loss": 3.0}]

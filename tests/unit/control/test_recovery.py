@@ -19,7 +19,7 @@ from services.supervisor import os_process
 from services.supervisor.os_process import Identity
 
 ROOT = Path(__file__).parents[3]
-PLANE = Path(__file__).with_name("plane_script.py")
+PLANE = Path(__file__).with_name("control_plane_script.py")
 STEPS, HELD = 16, 8
 DEADLINE_S = 90.0
 
