@@ -56,15 +56,15 @@ test-browser: $(STAMP)  ## start, watch, stop and resume a run by the web page, 
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[browser]'
 	$(BIN)/pytest -m browser tests/browser
 
-docs: $(STAMP)  ## write the reference pages and the README's figures anew, and build the site into build/site
+docs: $(STAMP)  ## generate the reference pages and the measured figures, build the site into build/site
 	$(BIN)/python docs/generate.py
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks.pages
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench-queue: $(STAMP)  ## the queue beside plain pyzmq and TransferQueue, eight minutes, and its page's figures
+bench-queue: $(STAMP)  ## the queue beside raw pyzmq and TransferQueue; eight minutes
 	$(BIN)/python -m benchmarks.queue
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks.pages
 
 bench-queue-peer:  ## install TransferQueue and Ray, in an environment of their own, for bench-queue
 	benchmarks/queue/transferqueue/install.sh .venv-transferqueue $(PYTHON)
@@ -76,37 +76,35 @@ bench-collate: $(STAMP)  ## alignment beside TRL's, collation, projection; then 
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.collate
 	$(BIN)/python -m benchmarks.collate_workers
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks.pages
 
-bench-ops: $(STAMP)  ## test and time the ops on a GPU, the references beside them, and write their pages' figures
+bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references beside them
 	$(BIN)/python -m benchmarks.gpu_tests
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.hidden_states
-	$(BIN)/python -m benchmarks.operator_pages
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks.pages
 
 bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twenty minutes
 	$(BIN)/python -m benchmarks.control
-	$(BIN)/python -m benchmarks.control.page
+	$(BIN)/python -m benchmarks.pages
 
 bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop and one with TRL's loss
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end.json --public-loss
-	$(BIN)/python -m benchmarks.end_to_end.page
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks.pages
 
 bench-e2e-mps: $(STAMP)  ## the same on one GPU, without and with NVIDIA's MPS
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_mps.json \
 		--variants p_kl_wide p_kl_wide_mps p_kl_fp8_wide p_kl_fp8_wide_mps gold_wide gold_wide_mps
-	$(BIN)/python -m benchmarks.end_to_end.page
+	$(BIN)/python -m benchmarks.pages
 
 bench-e2e-two-gpus: $(STAMP)  ## a teacher on its own, a shared student, beside one GPU
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_two_gpus.json \
 		--samples 8 --steps 20 --no-serial \
 		--variants p_kl_hidden_wide two_ranks_kept two_ranks teacher_apart p_kl_hidden_wide_mps two_ranks_mps
-	$(BIN)/python -m benchmarks.end_to_end.page
+	$(BIN)/python -m benchmarks.pages
 
-evidence: $(STAMP)  ## what distillation across tokenizers gives: every method, on a GPU, and its page; goes on where it was
+evidence: $(STAMP)  ## every distillation method on numerals, on a GPU; resumes where it stopped
 	$(BIN)/python -m experiments.digits all
 	$(BIN)/python -m experiments.digits.page
 
@@ -117,7 +115,8 @@ evidence-reduced: $(STAMP)  ## the same, small, without a GPU
 bench-kills: $(STAMP)  ## kill teachers and trainers of real runs on a GPU at random moments, and resume
 	$(BIN)/python -m benchmarks.worker_kills
 	$(BIN)/python -m benchmarks.worker_kills.whole_run
-	$(BIN)/python -m benchmarks.worker_kills.page
+	$(BIN)/python -m benchmarks.worker_kills.picture
+	$(BIN)/python -m benchmarks.pages
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build runs demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -30,13 +30,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAYON_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "collate.json"
 
 import numpy as np  # noqa: E402
 import tokenizers  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from benchmarks import collate_page  # noqa: E402
 from tests.support import vocabularies  # noqa: E402
 from xtoken_core.alignment import TokenAligner, TokenTable  # noqa: E402
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts  # noqa: E402
@@ -234,7 +234,7 @@ def main() -> None:
     """Run, print and keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=collate_page.RESULT)
+    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--projection", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.projection:
@@ -275,8 +275,6 @@ def main() -> None:
     print(f"projection of two 130k vocabularies: {built['seconds']:.2f} s, identical {built['identical']}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if options.out == collate_page.RESULT:
-        collate_page.write()
 
 
 def _processor() -> str:

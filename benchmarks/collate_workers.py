@@ -24,14 +24,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from transformers import AutoTokenizer
 
-from benchmarks import collate_page
-from benchmarks.collate import _processor, corpora
+from benchmarks.collate import ROOT, _processor, corpora
 from tests.support import vocabularies
 from tests.support.collators import CollatorCrew
 from tests.support.tiny_run import make_model, write_jsonl
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.projection import build_projection, write_projection
 
+RESULT = ROOT / "benchmarks" / "results" / "collate_workers.json"
 NAMES = ("collator-0", "collator-1")
 CONTEXT = 2048
 DOCUMENTS = 600
@@ -102,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--out", type=Path, default=collate_page.WORKERS)
+    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         crew = CollatorCrew(run_spec(Path(directory)))
@@ -130,8 +130,6 @@ def main() -> None:
     }
     print(f"{result['rows_per_s']} rows/s of {CONTEXT} tokens, two are {result['two_of_one']:.2f} times one")
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if options.out == collate_page.WORKERS:
-        collate_page.write()
 
 
 if __name__ == "__main__":

@@ -1,41 +1,198 @@
-"""Generated parts of pages: replaced between their marks, written or checked by one command."""
+"""Measured figures in the documents: result files rendered by Jinja templates, between marks in each page.
+
+    python -m benchmarks.pages [--check]
+
+Every part has a template in `benchmarks/templates` and a function that returns the template's variables. With `--check`
+nothing is written; the exit status is 1 if a page is out of date.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from benchmarks import bounds, operators
+from benchmarks.end_to_end import labels
+from benchmarks.end_to_end.bounds import bounds_of
+from benchmarks.queue.bounds import queue_bounds
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TEMPLATES = ROOT / "benchmarks" / "templates"
+PERFORMANCE = ROOT / "docs" / "performance.md"
+OPERATORS = ROOT / "docs" / "operators"
 
 
-def with_part(page: Path, start: str, end: str, part: str) -> str:
-    """A page's text with what stands from one mark to the other, both included, replaced by a part with its own marks.
+@dataclass(frozen=True)
+class Part:
+    """One generated part of a page.
 
-    Raises:
-        ValueError: A mark is missing.
+    Attributes:
+        name: Name of the template and of the marks.
+        page: The document that holds the marks.
+        variables: Returns the template's variables, read from result files.
     """
-    before, opened, rest = page.read_text(encoding="utf-8").partition(start)
-    _, closed, after = rest.partition(end)
-    if not (opened and closed):
-        raise ValueError(f"{page} has no part between {start!r} and {end!r}: put both marks where it belongs")
-    return before + part + after
+
+    name: str
+    page: Path
+    variables: Callable[[], dict[str, Any]]
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """The comments before and after the part."""
+        return f"<!-- {self.name}: written by benchmarks/pages.py -->", f"<!-- end of {self.name} -->"
+
+    def text(self, **changed: Any) -> str:
+        """Return the part without its marks; `changed` replaces variables."""
+        return render(TEMPLATES / f"{self.name}.md.j2", **(self.variables() | changed)).strip()
+
+    def inserted(self, page: str) -> str:
+        """Return a page's text with this part renewed.
+
+        Raises:
+            ValueError: The page lacks a mark.
+        """
+        start, end = self.marks
+        before, opened, rest = page.partition(start)
+        _, closed, after = rest.partition(end)
+        if not (opened and closed):
+            raise ValueError(f"{self.page} lacks the marks {start!r} and {end!r}: put both where the part belongs")
+        return f"{before}{start}\n{self.text()}\n{end}{after}"
 
 
-def command(doc: str | None, rendered: Callable[[], Mapping[Path, str]]) -> int:
-    """Write files from what the result files say, or with `--check` write nothing.
+def result(name: str) -> dict[str, Any]:
+    """Return the contents of `results/NAME.json`."""
+    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def render(template: Path, **variables: Any) -> str:
+    """Return a rendered template; `x | f(".1f")` formats a number as Python's `format` does."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template.parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown
+    )
+    environment.filters |= {"f": format, "median": statistics.median, "span": span}
+    return environment.get_template(template.name).render(**variables)
+
+
+def span(values: list[float], form: str) -> str:
+    """Return the lowest and the highest of some values."""
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def end_to_end_results() -> dict[str, dict[str, Any]]:
+    """Return the result files of whole runs by name."""
+    return {name: result(name) for name in labels.FILES}
+
+
+def _queue() -> dict[str, Any]:
+    return {"r": result("queue")}
+
+
+def _collation() -> dict[str, Any]:
+    return {"r": result("collate"), "workers": result("collate_workers")}
+
+
+def _end_to_end() -> dict[str, Any]:
+    return {"results": end_to_end_results(), "l": labels}
+
+
+def _kills() -> dict[str, Any]:
+    return {"kills": result("worker_kills"), "resume": result("resume"), "MIB": 1 << 20}
+
+
+def _bounds() -> dict[str, Any]:
+    tables = {
+        "The queue": queue_bounds(result("queue")),
+        "Alignment, collation, projection": bounds.collation_bounds(result("collate"), result("collate_workers")),
+        "Whole runs": list(bounds_of(end_to_end_results())),
+        "Kills and resume": bounds.kill_bounds(result("worker_kills"), result("resume")),
+        "The control plane": bounds.control_bounds(result("control")),
+    }
+    return {"tables": tables}
+
+
+def _comparison() -> dict[str, Any]:
+    files = {name: result(name) for name in ("end_to_end", "ops", "queue", "collate")}
+    queue, calls = files["queue"], ("put", "get")
+    peer = queue["transferqueue"].get("batch", {}).values()
+    single = {call: [queue["ours"][key][call] for key in ("ipc_1", "tcp_1")] for call in calls}
+    times = {(row["op"], row["backend"]): row["forward_ms"] + row["backward_ms"] for row in files["ops"]["rows"]}
+    return files | {
+        "rates": [ours[call] for ours in queue["ours"].values() for call in calls],
+        "raw": [ours[call] / queue["plain"][key][call] for key, ours in queue["ours"].items() for call in calls],
+        "single_rates": [rate for rates in single.values() for rate in rates],
+        "transferqueue": [rate / max(p[call] for p in peer) for call in calls for rate in single[call] if peer],
+        "aligned": [row["student_tokens_per_s"] / 1e6 for row in files["collate"]["align"]],
+        "walk": [row["times_offset_walk"] for row in files["collate"]["align"]],
+        "losses": {
+            name: (times[op, "triton"], times[op, "reference"])
+            for op, name in (("gold_loss", "gold"), ("p_kl_loss", "P-KL"))
+        },
+    }
+
+
+def _operator(page: str) -> Callable[[], dict[str, Any]]:
+    return lambda: operators.variables(page, result("gpu_tests"), result("ops"))
+
+
+PARTS = [
+    Part("comparison", ROOT / "README.md", _comparison),
+    Part("queue", PERFORMANCE, _queue),
+    Part("collation", PERFORMANCE, _collation),
+    Part("end_to_end", PERFORMANCE, _end_to_end),
+    Part("kills", PERFORMANCE, _kills),
+    Part("control", PERFORMANCE, lambda: {"r": result("control")}),
+    Part("bounds", ROOT / "benchmarks" / "README.md", _bounds),
+    Part(
+        "hidden_states",
+        OPERATORS / "hidden_states.md",
+        lambda: operators.hidden_states(result("gpu_tests"), result("hidden_states")),
+    ),
+    *(
+        Part("operator", page, _operator(page.stem))
+        for page in sorted(OPERATORS.glob("*.md"))
+        if page.stem not in ("README", "hidden_states")
+    ),
+]
+
+
+def rendered() -> dict[Path, str]:
+    """Return every page that holds a part, with all its parts renewed."""
+    pages: dict[Path, str] = {}
+    for part in PARTS:
+        pages[part.page] = part.inserted(pages.get(part.page) or part.page.read_text(encoding="utf-8"))
+    return pages
+
+
+def write(texts: Callable[[], Mapping[Path, str]], doc: str | None = __doc__) -> int:
+    """Write files that have changed, or with `--check` only name them.
 
     Returns:
-        The exit status: 1 where `--check` has found a file that is not up to date.
+        The exit status: 1 where `--check` has found a file that is out of date.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, say whether all is up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
     check = parser.parse_args().check
-    stale = {file: text for file, text in rendered().items() if not _holds(file, text)}
-    for file, text in stale.items():
+    stale = {path: text for path, text in texts().items() if not path.is_file() or path.read_text("utf-8") != text}
+    for path, text in stale.items():
         if not check:
-            file.write_text(text, encoding="utf-8")
-    print(f"{'stale' if check else 'written'}: {', '.join(file.name for file in stale) or 'none'}")
+            path.write_text(text, encoding="utf-8")
+    print(f"{'out of date' if check else 'written'}: {', '.join(path.name for path in stale) or 'none'}")
     return 1 if check and stale else 0
 
 
-def _holds(file: Path, text: str) -> bool:
-    return file.is_file() and file.read_text(encoding="utf-8") == text
+if __name__ == "__main__":
+    raise SystemExit(write(rendered))

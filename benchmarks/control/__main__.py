@@ -1,7 +1,6 @@
 """The control plane: `python -m benchmarks.control list first-step readers windows` (all four if none is named).
 
-They take half a minute, a minute, ten minutes, seven minutes; `python -m benchmarks.control.page` then writes them into
-the page.
+They take half a minute, a minute, ten minutes, seven minutes; `python -m benchmarks.pages` then renders the pages.
 
 `list`: `GET /v1/runs` with 10,000 stored runs. `first-step`: from `POST /v1/runs` to the first optimiser step of a
 tiny run of two tokenizers. `readers` and `windows`: how much 200 readers, each asking every 2 s, slow

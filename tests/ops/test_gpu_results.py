@@ -1,4 +1,4 @@
-"""What was seen on a GPU belongs to the kernels as they are, and the pages say it."""
+"""GPU test results belong to the kernels as they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import gpu_tests, operator_pages
+from benchmarks import gpu_tests
 from benchmarks.kernel_hash import kernel_hash
 from xtoken_core.ops.registry import BACKENDS, PRIORITY
 
@@ -36,11 +36,3 @@ def test_a_kernel_comes_first_only_where_its_tests_have_passed(report, op, short
 
 def test_every_op_with_a_kernel_prefers_it_on_cuda():
     assert {op for op, _ in KERNELS} == {op for op, backends in BACKENDS.items() if "triton" in backends}
-
-
-def test_the_pages_show_the_measured_figures(report):
-    bench = json.loads(operator_pages.OPS_JSON.read_text())
-    pages = [path for path in operator_pages.PAGES.glob("*.md") if path.stem != "README"]
-    assert pages
-    stale = [path.name for path in pages if operator_pages.rendered(path, report, bench) != path.read_text()]
-    assert not stale, "run `python -m benchmarks.operator_pages`"

@@ -1,24 +1,17 @@
-"""The figures of alignment, collation and projection: the page says what the result files say."""
+"""The benchmark of alignment, collation and projection: its cases and its bounds."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from benchmarks import collate_page
+from benchmarks import pages
+from benchmarks.bounds import collation_bounds
 
 
 def _results() -> tuple[dict[str, Any], dict[str, Any]]:
-    result = json.loads(collate_page.RESULT.read_text(encoding="utf-8"))
-    return result, json.loads(collate_page.WORKERS.read_text(encoding="utf-8"))
-
-
-def test_the_page_is_in_step_with_the_results() -> None:
-    assert collate_page.rendered() == collate_page.PAGE.read_text(encoding="utf-8"), (
-        "run: python -m benchmarks.collate_page"
-    )
+    return pages.result("collate"), pages.result("collate_workers")
 
 
 def test_every_pair_text_and_length_is_there_once() -> None:
@@ -33,5 +26,5 @@ def test_every_pair_text_and_length_is_there_once() -> None:
 def test_one_slow_row_fails_its_bound(row: int) -> None:
     result, workers = _results()
     result["align"][row]["student_tokens_per_s"] = 7.9e6
-    found = {what: holds for what, _, _, holds in collate_page.bounds(result, workers)}
-    assert not found["align only, M student tokens/s"]
+    holds = {bound.what: bound.holds for bound in collation_bounds(result, workers)}
+    assert not holds["alignment alone, million student tokens/s"]

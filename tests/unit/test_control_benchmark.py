@@ -1,30 +1,26 @@
-"""The control plane's figures in the documents are those of the result file."""
+"""The control plane's benchmark: its bounds and its comparison of neighbouring windows."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks.control import page
+from benchmarks import pages
+from benchmarks.bounds import control_bounds
 from benchmarks.control import readers as control_readers
 
 
-def test_the_page_is_in_step_with_the_result() -> None:
-    assert page.rendered() == page.PAGE.read_text(encoding="utf-8"), "run: python -m benchmarks.control.page"
+def test_a_missed_bound_is_stated() -> None:
+    result = pages.result("control")
+    (bound,) = (b for b in control_bounds(result | {"readers": {"slower": 0.0495}}) if "whole runs" in b.what)
+    assert (bound.value_text, bound.must_text, bound.verdict) == ("0.0495", "at most 0.03", "fails")
 
 
-def test_a_bound_that_is_missed_is_said() -> None:
-    result = json.loads(page.RESULT.read_text(encoding="utf-8"))
-    load = {"requests": 900, "failed": 0, "p50_ms": 1.0, "p99_ms": 9.0, "control_core_share": 0.05}
-    readers = {
-        "readers": 200, "every_s": 2.0, "steps": 850, "alone_s": [10.0, 10.2], "read_s": [10.5, 10.7],
-        "slower": 0.0495, "spread_alone": 0.02, "load": [load, load], "machine": "two cores",
-    }  # fmt: skip
-    told = page.figures(result | {"readers": readers})
-    assert "| training with readers | 10.60 s | 10.50, 10.70 |" in told
-    assert "| training slowed by readers, share, by runs | 0.0495 | at most 0.03 | fails |" in told
-    assert "the control plane took 5.0 to 5.0 % of its core" in told
+def test_a_part_that_was_not_measured_is_stated() -> None:
+    result = pages.result("control")
+    del result["windows"]
+    assert control_bounds(result)[-1].verdict == "not run"
+    (part,) = (part for part in pages.PARTS if part.name == "control")
+    assert "came and went" not in part.text(r=result)
 
 
 def test_a_window_is_held_against_its_neighbours() -> None:

@@ -1,4 +1,4 @@
-"""The whole run's figures: the page says what the result files say, ratios are of one file, limits hold or fail."""
+"""The benchmark of whole runs: ratios within one file, its calls, its bounds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.end_to_end import page
+from benchmarks import pages
+from benchmarks.bounds import Bound
+from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.__main__ import parsed
-from benchmarks.end_to_end.bounds import Bound, bounds_of
+from benchmarks.end_to_end.bounds import bounds_of
 from benchmarks.end_to_end.report import SAME, compare, opened, write
 
 MACHINE = {"gpus": ["a GPU"], "digest": "0123", "torch": "2.11.0"}
@@ -21,13 +23,15 @@ TOKENS = {"student": 10, "teacher": 12, "shared": 8}
 CALL = {"samples": 4, "context": 2048, "steps": 2, "warmup": 1, "small": False, "variants": [], "also": ""}
 
 
-def test_the_page_is_in_step_with_the_results() -> None:
-    assert page.rendered() == page.PAGE.read_text(encoding="utf-8"), "run: python -m benchmarks.end_to_end.page"
+def section(result: dict[str, Any]) -> str:
+    """Return the generated section about one result file."""
+    (part,) = (part for part in pages.PARTS if part.name == "end_to_end")
+    return part.text(results={"end_to_end": result})
 
 
 def test_a_ratio_is_taken_within_its_own_file() -> None:
     compared = 0
-    for result in page.results().values():
+    for result in pages.end_to_end_results().values():
         for variant in result["variants"].values():
             others = {"times_serial": result["serial"].get(variant["serial"]), "times_beside": None}
             if variant.get("beside"):
@@ -42,20 +46,20 @@ def test_a_ratio_is_taken_within_its_own_file() -> None:
 
 
 def test_what_the_files_compare_is_what_would_be_compared_now() -> None:
-    for result in page.results().values():
+    for result in pages.end_to_end_results().values():
         again = copy.deepcopy(result)
         compare(again)
         assert again == result
 
 
-@pytest.mark.parametrize("name", page.FILES)
+@pytest.mark.parametrize("name", labels.FILES)
 def test_a_target_measures_what_its_file_has(name: str) -> None:
     """Whoever runs it gets the page's rows again, and no fewer."""
-    text = (page.ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    text = (pages.ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = re.findall(r"-m benchmarks\.end_to_end (.*)", text)
     (asked,) = (found for found in map(parsed, map(shlex.split, commands)) if found.out.stem == name)
-    assert page.ROOT / asked.out == page.RESULTS / f"{name}.json"
-    result = page.results()[name]
+    assert pages.ROOT / asked.out == pages.RESULTS / f"{name}.json"
+    result = pages.result(name)
     calls = result["calls"]
     assert set(asked.variants) == {variant for call in calls for variant in call["variants"]} == set(result["variants"])
     assert all(getattr(asked, setting) == call[setting] for setting in SAME for call in calls)
@@ -134,28 +138,28 @@ def test_nothing_is_added_to_a_file_that_does_not_say_its_calls(tmp_path: Path) 
 
 
 def test_the_page_says_what_each_call_was_and_what_ran_meanwhile() -> None:
-    result = page.results()["end_to_end"]
+    result = pages.result("end_to_end")
     plain = {**result["calls"][0], "public_loss": False, "also": ""} | {"trl": ""}
     result["calls"] = [
         {**plain, "variants": ["p_kl_wide", "h_kl_wide"], "also": "a browser ran"},
         {**plain, "variants": ["gold_wide"], "public_loss": True, "trl": "1.2.3"},
     ]
-    text = page.figures({"end_to_end": result})
+    text = section(result)
     assert "1. `--variants p_kl_wide h_kl_wide`; meanwhile a browser ran.\n" in text
     assert "2. `--variants gold_wide --public-loss` (TRL 1.2.3).\n" in text
     assert "one after the other, in 2 calls:" in text
 
 
 def test_the_parts_of_a_trainer_s_step_are_told_where_it_has_told_them() -> None:
-    result = page.results()["end_to_end"]
+    result = pages.result("end_to_end")
     title = "A step of xtoken's trainer, ms:"
     for variant in result["variants"].values():
-        variant["median"] = {name: value for name, value in variant["median"].items() if name not in page.PARTS}
-    assert title not in page.figures({"end_to_end": result})
+        variant["median"] = {name: value for name, value in variant["median"].items() if name not in labels.STEP_PARTS}
+    assert title not in section(result)
     parts = {"forward_seconds": 0.05, "loss_seconds": 0.02, "backward_seconds": 0.11, "optimizer_seconds": 0.004}
     result["variants"]["p_kl_wide"]["median"] |= {"seconds": 0.2, **parts}
     result["variants"]["p_kl_hidden_checkpointed"]["median"] |= {"seconds": 0.3, "loss_seconds": 0.02}
-    assert page.figures({"end_to_end": result}).partition(title)[2].split("\n<!--")[0].strip().splitlines() == [
+    assert section(result).partition(title)[2].strip().splitlines() == [
         "- P-KL, four samples together, activations kept: 200 (forward 50, loss 20, backward 110, optimiser 4)",
         "- P-KL, hidden states, activations recomputed: 300 (loss 20)",
     ]
@@ -171,7 +175,7 @@ def test_the_student_s_waiting_is_the_worst_sum_of_both_waits() -> None:
     (bound,) = (
         found for found in bounds_of(results) if found.what.startswith("student waits for rows or for its teacher")
     )
-    assert bound.found == pytest.approx(0.011)
+    assert bound.value == pytest.approx(0.011)
     assert (bound.must, bound.aim, bound.verdict) == (0.02, 0.005, "holds")
 
 
@@ -201,7 +205,7 @@ def test_memory_counts_the_teacher_and_its_ring_and_needs_the_serial_loop_beside
         "serial": {"p_kl": {"peak_bytes_above_state": 10}},
         "variants": {"p_kl_hidden": {"serial": "p_kl", "wide": False, **parts}},
     }
-    (share,) = (b.found for b in bounds_of({"one": result}) if "hidden states, activations kept" in b.what)
+    (share,) = (b.value for b in bounds_of({"one": result}) if "hidden states, activations kept" in b.what)
     assert share == pytest.approx(0.4)
     result["serial"] = {}
-    assert all(b.found is None for b in bounds_of({"one": result}) if "hidden states" in b.what)
+    assert all(b.value is None for b in bounds_of({"one": result}) if "hidden states" in b.what)

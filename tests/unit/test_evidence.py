@@ -30,11 +30,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return state
 
 
-def test_the_page_is_in_step_with_the_results() -> None:
-    for file, text in page.rendered().items():
-        assert file.read_text(encoding="utf-8") == text, "run: python -m experiments.digits.page"
-
-
 @pytest.mark.parametrize("name", [name for name in SCALES if (page.RESULTS / f"{name}.json").is_file()])
 def test_every_planned_run_is_in_the_results_or_told_as_not_run(name: str) -> None:
     result = json.loads((page.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
@@ -125,9 +120,9 @@ def test_nothing_is_started_when_the_time_is_up(prepared: Path) -> None:
 def test_a_method_that_has_not_run_stands_in_the_table_as_not_run() -> None:
     result = json.loads((page.RESULTS / "full.json").read_text(encoding="utf-8"))
     result["runs"] = [run for run in result["runs"] if run["method"] != "gold"]
-    rows = [line for line in page._table(Summary(result)) if line.startswith("| gold |")]
-    assert rows == [row for row in rows if "| 0 |  | not run |" in row]
-    assert rows
+    outcome = page.page(Summary(result)).partition("## Outcome")[2]
+    row = next(line for line in outcome.splitlines() if line.startswith("| gold |"))
+    assert row.startswith("| gold | 0 |  | not run |")
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,21 @@
-"""The queue's figures: the page says what the result file says, and that file's bounds follow from its figures."""
+"""The queue's benchmark: its workload, its load generator and its bounds."""
 
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 
-from benchmarks.queue import page, workload
-from benchmarks.queue.bounds import bounds
+from benchmarks import pages
+from benchmarks.queue import workload
+from benchmarks.queue.bounds import queue_bounds
 
 
-def test_the_page_is_in_step_with_the_result() -> None:
-    assert page.rendered() == page.PAGE.read_text(encoding="utf-8"), "run: python -m benchmarks.queue.page"
-
-
-def test_the_bounds_follow_from_the_figures() -> None:
-    result = json.loads(page.RESULT.read_text(encoding="utf-8"))
-    recomputed = bounds(result)
-    assert [bound["what"] for bound in recomputed] == [bound["what"] for bound in result["bounds"]]
-    for written, now in zip(result["bounds"], recomputed, strict=True):
-        assert written["value"] == pytest.approx(now["value"], rel=2e-3)
-        assert written["limit"] == now["limit"]
+def test_a_slower_queue_fails_its_bounds() -> None:
+    result = pages.result("queue")
+    result["ours"]["ipc_1"]["put"] = 0.5 * result["plain"]["ipc_1"]["put"]
+    failed = {bound.what for bound in queue_bounds(result) if not bound.holds}
+    assert "put, ipc, 1 in flight, relative to raw pyzmq" in failed
 
 
 def test_a_batch_is_the_workload() -> None:

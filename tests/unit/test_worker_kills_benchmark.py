@@ -1,4 +1,4 @@
-"""What is said of kills and of a resumed run: the page is that of the results, and a bad result does not hold."""
+"""The benchmark of kills and of a resumed run: a bad result does not hold."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.worker_kills import page
+from benchmarks.worker_kills import picture
 from benchmarks.worker_kills.__main__ import LIMIT, Outcome
 from benchmarks.worker_kills.whole_run import RUNS, holds, verdict
 
 GOOD = {"victim": "trainer-0", "paired": True, "step": 3, "reported_s": 1.0, "paired_s": 4.0}
-
-
-def test_the_page_is_in_step_with_the_results() -> None:
-    assert page.rendered() == page.PAGE.read_text(encoding="utf-8"), "run: python -m benchmarks.worker_kills.page"
 
 
 def test_nothing_lost_and_everything_told_holds() -> None:
@@ -52,6 +48,6 @@ def test_a_resumed_run_is_held_to_its_noise_and_its_ids(offset: float, ids: list
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     losses = {name: [4.0, 3.5, 3.2] for name in RUNS}
-    page.draw({"losses": losses, "kills": [GOOD]}, tmp_path / "p.svg")
+    picture.draw({"losses": losses, "kills": [GOOD]}, tmp_path / "p.svg")
     drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
     assert drawn.count("<svg") == 1
