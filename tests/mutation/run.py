@@ -55,7 +55,9 @@ PACKAGES = {
         ("xtoken_core/losses",), ("tests/unit/losses", "tests/ops/test_losses_from_hidden_states.py")
     ),
     "plan": Package(("xtoken_core/plan.py",), ("tests/unit/test_plan.py",)),
-    "projection": Package(("xtoken_core/projection",), ("tests/unit/projection", "tests/unit/losses/test_utilities.py")),
+    "projection": Package(
+        ("xtoken_core/projection",), ("tests/unit/projection", "tests/unit/losses/test_utilities.py")
+    ),
     "queue": Package(
         ("xtoken_core/queue",),
         (
