@@ -18,7 +18,7 @@ from typing import Any, Literal
 from services.common.resolve import resolve_run
 from services.supervisor.launchers.local import Launcher
 from services.supervisor.process_spec import fleet_of
-from services.supervisor.supervisor import Ending, Limits, Supervisor
+from services.supervisor.supervisor import Limits, RunResult, Supervisor
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 
@@ -63,7 +63,7 @@ class Lane:
     def __init__(self, spec: RunSpec, launcher: Launcher, seed: int) -> None:
         self.spec, self.rng = spec, random.Random(seed)
         self.kills: list[Kill] = []
-        self.ending: Ending | None = None
+        self.ending: RunResult | None = None
         self._sockets = Path(tempfile.mkdtemp(prefix="xtoken-kills-"))
         resolved = resolve_run(spec)
         spec.output.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class Lane:
             return {}
         return dict(json.loads(lines[-2])) if len(lines) > 2 or (len(lines) == 2 and lines[0]) else {}
 
-    def join(self, seconds: float) -> Ending:
+    def join(self, seconds: float) -> RunResult:
         """The run's end.
 
         Raises:

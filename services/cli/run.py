@@ -27,12 +27,14 @@ def run(
     from xtoken_core.config import load_run_spec
 
     spec = load_run_spec(run_file)
-    from services.control.client import run_at, run_in_place
-
     if control:
+        from services.control.client import run_at
+
         outcome = run_at(control, spec, token=token_in(token_file), as_json=as_json)
     else:
-        outcome = run_in_place(spec, as_json=as_json)
+        from services.supervisor.local_run import run_locally
+
+        outcome = run_locally(spec, as_json=as_json)
     if outcome.error:
         typer.echo(f"error: {outcome.error}", err=True)
     raise typer.Exit(outcome.exit_code)

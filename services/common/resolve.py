@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from services.common.allowed_paths import confined
+from services.common.input_files import check_input_files, read_model_config
 from services.common.step_plan import ring_shape
 from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import weight_files, weights_fingerprint
@@ -40,6 +40,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
         InputError: A file is missing, unreadable or does not fit the others.
         ConfigError: Settings that only the files show to be impossible.
     """
+    check_input_files(spec)
     student = _model("student", spec.student)
     teachers = tuple(_model(f"teacher {i}", teacher) for i, teacher in enumerate(spec.teacher))
     for place, teacher in enumerate(spec.teacher):
@@ -165,7 +166,7 @@ def _check_memory(resolved: ResolvedRun) -> None:
 
 
 def _model(what: str, spec: ModelSpec) -> ResolvedModel:
-    config = _config(what, spec.model)
+    config = read_model_config(what, spec.model)
     text = config.get("text_config", config)
     width = text.get("vocab_size") if isinstance(text, dict) else None
     if not isinstance(width, int):
@@ -220,21 +221,6 @@ def _check_weights(what: str, directory: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise InputError(f"cannot read the {what}'s weights {path}: {error}") from error
-
-
-def _config(what: str, directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"cannot read the {what}'s model: {path}: {error.strerror}: it takes a Hugging Face directory"
-        ) from error
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is no model configuration")
-    return found
 
 
 def _writable(output: Path) -> None:

@@ -1,55 +1,30 @@
-"""Running a run: as the client of a control plane, or of one started in place for just this run."""
+"""HTTP client of the control plane."""
 
 from __future__ import annotations
 
-import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 
-from services.supervisor.interrupts import POLL_S, Interrupts
-from services.supervisor.progress import STOPPING, STOPPING_NOW, SteadyWatch, Watch, watch_for
+from services.supervisor.interrupts import Interrupts
+from services.supervisor.progress import SteadyWatch, Watch, watch_for
 from services.supervisor.run_record import RunState
+from services.supervisor.supervisor import RunResult
 from xtoken_core.atomic import atomic_path
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
-
-if TYPE_CHECKING:
-    from services.control.runs import Runs
-
-log = logging.getLogger("xtoken.control")
 
 ANSWER_S = 30.0
 CHECK_S = 600.0
 """Looking into a run's files may mean counting the lines of a large one."""
 LOOK_S = 0.5
 LOST_LOOKS = 10
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """How a run ended.
-
-    Attributes:
-        error: Why it failed, in one line; empty otherwise.
-        exit_code: What a command that ran it exits with: 0 if it completed, 128 + N if signal N stopped it.
-        output: Its directory.
-        summary: Its account of every position, if it completed.
-    """
-
-    state: RunState
-    error: str
-    exit_code: int
-    output: Path
-    summary: dict[str, Any] = field(default_factory=dict)
 
 
 class ControlClient:
@@ -191,54 +166,8 @@ class UnansweredError(XtokenError):
     """Nobody answers at a control plane's address."""
 
 
-def run_in_place(spec: RunSpec, *, show: bool = True, as_json: bool = False) -> RunOutcome:
-    """Run to the end, under a control plane of its own that nobody else needs.
-
-    SIGINT, SIGTERM and SIGHUP stop the run in order, a second one at once. Should this process be killed, the run's
-    processes die with it.
-
-    Args:
-        spec: What to run; its paths are absolute.
-        show: Whether to print progress and the summary.
-        as_json: Whether to print statuses instead, one object a line.
-
-    Raises:
-        XtokenError: The run's files are unfit, before anything was started.
-    """
-    from services.control.auth import Auth
-    from services.control.runs import Runs
-    from services.control.serve import HttpServer
-
-    token = secrets.token_urlsafe(32)  # other users of this machine can reach the port
-    runs = Runs(None, tied=True)
-    with Interrupts() as interrupts:
-        server = HttpServer(runs, "127.0.0.1", 0, Auth(token))
-        try:
-            return _run(ControlClient(server.url, token), spec, watch_for(show, as_json=as_json), interrupts)
-        finally:
-            _end_in_order(runs, interrupts)
-            server.close()
-            runs.close()
-
-
-def _end_in_order(runs: Runs, interrupts: Interrupts) -> None:
-    """Wait until every run is over; what still goes on, because following it has failed, is stopped as a user would."""
-    heard = interrupts.count
-    if runs.busy():
-        log.warning("the run cannot be followed any more: %s", STOPPING_NOW if heard > 1 else STOPPING)
-    runs.stop_all(now=heard > 1)
-    waiting = threading.Thread(target=runs.join, daemon=True)
-    waiting.start()
-    while waiting.is_alive():
-        waiting.join(POLL_S)
-        if interrupts.count > heard:
-            runs.stop_all(now=True)
-
-
-def run_at(
-    url: str, spec: RunSpec, *, token: str | None = None, show: bool = True, as_json: bool = False
-) -> RunOutcome:
-    """Run to the end on a control plane; signals stop the run as in `run_in_place`.
+def run_at(url: str, spec: RunSpec, *, token: str | None = None, show: bool = True, as_json: bool = False) -> RunResult:
+    """Run to the end on a control plane; signals stop the run as in `run_locally`.
 
     If the control plane knows the run by its output, and it is over and as specified, it is resumed.
 
@@ -275,7 +204,7 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
 
 def _run(
     client: ControlClient, spec: RunSpec, watch: AbstractContextManager[Watch], interrupts: Interrupts
-) -> RunOutcome:
+) -> RunResult:
     try:
         first = start_or_resume(client, spec)
         with watch as shown:
@@ -287,7 +216,7 @@ def _run(
     state = RunState(last["state"])
     exit_code = {RunState.COMPLETED: 0, RunState.STOPPED: interrupts.status or 130}.get(state, last["exit_code"] or 1)
     error = "" if state == RunState.STOPPED else last["error"]  # what a stop has lost is in its last line
-    return RunOutcome(state, error, exit_code, Path(last["output"]), last["summary"] or {})
+    return RunResult(state, error, exit_code)
 
 
 def follow(client: ControlClient, status: dict[str, Any], view: Watch, interrupts: Interrupts) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes a supervisor's events into the database, so that another supervisor can take over at any moment."""
+"""Writer of a supervisor's events to the database, from which another control plane can take over at any moment."""
 
 from __future__ import annotations
 
@@ -7,69 +7,82 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.control.store import AttemptRow, GroupRow, Store, StoreError, now
-from services.supervisor.events import Attempt, Journal
+from services.supervisor.events import Attempt, SupervisorEvents
 from services.supervisor.run_record import RunState
 
 log = logging.getLogger("xtoken.control")
 
 
-class DatabaseJournal(Journal):
-    """Writes into the control plane's database. What cannot be written is logged: training goes on without its diary.
+class DatabaseEvents(SupervisorEvents):
+    """Writer of one run's events; database write failures are logged and ignored, so that training continues.
 
     Args:
-        life: Which start of the run this is.
+        store: The database.
+        run_id: The run.
+        life: Number of this start of the run, from 1.
     """
 
     def __init__(self, store: Store, run_id: str, life: int) -> None:
-        super().__init__(run_id)
-        self._store, self._life = store, life
-        self._told: dict[str, Any] = {}
+        self._store, self._run_id, self._life = store, run_id, life
+        self._written: dict[str, Any] = {}
 
-    def intend(self, attempts: Sequence[Attempt]) -> None:
-        """A row each, without an identity yet."""
+    def state_changed(self, state: RunState) -> None:
+        """Update the run's state."""
+        self._change(state=state)
+
+    def progressed(self, step: int, steps: int) -> None:
+        """Update the run's steps."""
+        self._change(step=step, steps=steps)
+
+    def queues_assigned(self, queues: dict[str, Any]) -> None:
+        """Store the addresses of the run's queues."""
+        self._change(queue=queues)
+
+    def starting(self, attempts: Sequence[Attempt]) -> None:
+        """Insert a row for each attempt, without an identity yet."""
         rows = [
             AttemptRow(
-                run_id=self.run_id, life=self._life, worker=a.worker, kind=a.kind, incarnation=a.incarnation,
+                run_id=self._run_id, life=self._life, worker=a.worker, kind=a.kind, incarnation=a.incarnation,
                 log=str(a.log), started=now(),
             )
             for a in attempts
         ]  # fmt: skip
-        self._try(lambda: self._store.intend(rows))
+        self._write(lambda: self._store.intend(rows))
 
     def started(self, worker: str, incarnation: int, identity: dict[str, Any]) -> None:
-        """Its row gets the identity."""
-        self._try(lambda: self._store.attempt(self.run_id, worker, incarnation, identity=identity))
+        """Store the identity of the attempt's process."""
+        self._write(lambda: self._store.attempt(self._run_id, worker, incarnation, identity=identity))
 
-    def ended(self, worker: str, incarnation: int, exit_code: int | None) -> None:
-        """Its row gets the time and the status."""
-        self._try(lambda: self._store.attempt(self.run_id, worker, incarnation, ended=now(), exit_code=exit_code))
+    def exited(self, worker: str, incarnation: int, exit_code: int | None) -> None:
+        """Store the time and status of the attempt's exit."""
+        self._write(lambda: self._store.attempt(self._run_id, worker, incarnation, ended=now(), exit_code=exit_code))
 
-    def counted(self, group: str, restarts: int, failures: int, highest_step: int) -> None:
-        """The group's row is renewed."""
+    def failures_counted(self, group: str, restarts: int, failures: int, highest_step: int) -> None:
+        """Replace the group's row."""
         row = GroupRow(
-            run_id=self.run_id, name=group, restarts=restarts, failures=failures, highest_step=highest_step
+            run_id=self._run_id, name=group, restarts=restarts, failures=failures, highest_step=highest_step
         )  # fmt: skip
-        self._try(lambda: self._store.set_group(row))
+        self._write(lambda: self._store.set_group(row))
 
-    def note(self, message: str, *, worker: str = "") -> None:
-        """A row."""
-        self._try(lambda: self._store.note(self.run_id, message, worker=worker))
+    def message(self, text: str, *, worker: str = "") -> None:
+        """Insert a note."""
+        self._write(lambda: self._store.note(self._run_id, text, worker=worker))
 
-    def run(self, **columns: Any) -> None:
-        """The columns that are not what they were."""
-        news = {name: value for name, value in columns.items() if name not in self._told or self._told[name] != value}
-        if news and self._try(lambda: self._store.change(self.run_id, **news)):
-            self._told |= news
+    def ended(self, state: RunState, error: str, exit_code: int) -> None:
+        """Store how the run ended, as columns and as a note."""
+        self._change(state=state, error=error, exit_code=exit_code, ended=now())
+        self.message(f"{state}: {error}" if error else state)
 
-    def _try(self, write: Callable[[], None]) -> bool:
+    def _change(self, **columns: Any) -> None:
+        """Update the columns that differ from what was written last."""
+        new = {k: v for k, v in columns.items() if k not in self._written or self._written[k] != v}
+        if new and self._write(lambda: self._store.change(self._run_id, **new)):
+            self._written |= new
+
+    def _write(self, write: Callable[[], None]) -> bool:
         try:
             write()
         except StoreError as error:
-            log.error("run %s: %s", self.run_id, error)
+            log.error("run %s: %s", self._run_id, error)
             return False
         return True
-
-
-def over_columns(state: RunState, error: str, exit_code: int | None) -> dict[str, Any]:
-    """What is set of a run that has ended."""
-    return {"state": state, "error": error, "exit_code": exit_code, "ended": now()}

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.control.store import AttemptRow, GroupRow
-from services.supervisor.events import Journal
 from services.supervisor.launchers.local import Handle, Launcher, read_status
+from services.supervisor.os_process import mark_of
 from services.supervisor.process_group import TakenGroup, describe_exit, last_line, status_of_log
 from services.supervisor.process_spec import Member
 from services.supervisor.run_record import SUMMARY, RunState
-from services.supervisor.supervisor import Ending
+from services.supervisor.supervisor import RunResult
 from xtoken_core.errors import ConfigError
 
 GO_ON = "resume it to go on from its last checkpoint"
@@ -40,17 +40,17 @@ class RecoveredRun:
 
 
 def recover(
-    members: Sequence[Member], attempts: Sequence[AttemptRow], counts: dict[str, GroupRow], launcher: Launcher,
-    journal: Journal,
+    run_id: str, members: Sequence[Member], attempts: Sequence[AttemptRow], counts: dict[str, GroupRow],
+    launcher: Launcher,
 ) -> RecoveredRun:  # fmt: skip
     """Look for every process that a run's last life has started.
 
     Args:
+        run_id: The run.
         members: The run's processes, as they would be started now.
         attempts: Starts of its last life, the oldest first.
         counts: How often its groups had failed.
         launcher: Finds them.
-        journal: Of the run.
     """
     last = {attempt.worker: attempt for attempt in attempts}
     nodes = {member.name: member.node for member in members}
@@ -64,7 +64,7 @@ def recover(
         handles = {
             start.worker: launcher.find(
                 start.identity,
-                journal.mark_of(start.worker, start.incarnation),
+                mark_of(run_id, start.worker, start.incarnation),
                 status_of_log(Path(start.log)),
                 node=nodes[start.worker],
             )
@@ -100,7 +100,7 @@ def _group(
     )
 
 
-def infer_ending(output: Path, attempts: Sequence[AttemptRow], gone: dict[str, str]) -> Ending:
+def infer_ending(output: Path, attempts: Sequence[AttemptRow], gone: dict[str, str]) -> RunResult:
     """How a run has ended none of whose processes lives, and whose end nobody has seen."""
     last = {attempt.worker: attempt for attempt in attempts}
     statuses = {
@@ -109,14 +109,14 @@ def infer_ending(output: Path, attempts: Sequence[AttemptRow], gone: dict[str, s
     }
     trainers = [statuses[worker] for worker, start in last.items() if start.kind == "trainer"]
     if trainers and not any(trainers) and (output / SUMMARY).exists():
-        return Ending(RunState.COMPLETED)
+        return RunResult(RunState.COMPLETED)
     for worker, status in statuses.items():
         if status == ConfigError.exit_code:
             said = last_line(Path(last[worker].log)).removeprefix("error: ")
-            return Ending(RunState.FAILED, f"{worker}: {said}", ConfigError.exit_code)
+            return RunResult(RunState.FAILED, f"{worker}: {said}", ConfigError.exit_code)
     if not last:
         error = f"its control plane ended before it had started anything: {GO_ON}"
-        return Ending(RunState.INTERRUPTED, error, 1)
+        return RunResult(RunState.INTERRUPTED, error, 1)
     how = "; ".join(f"{worker} {end}" for worker, end in gone.items())
     error = f"all its processes ended while no control plane lived{f' ({how})' if how else ''}: {GO_ON}"
-    return Ending(RunState.INTERRUPTED, error, 1)
+    return RunResult(RunState.INTERRUPTED, error, 1)

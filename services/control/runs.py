@@ -14,11 +14,12 @@ import threading
 import time
 from pathlib import Path
 
-from services.control.run import LauncherFactory, Run, launchers
+from services.control.run import Run
 from services.control.store import RunRow, Store, TakenError, now
 from services.control.validation import RefusedError, SpecValidator, check_launch
 from services.supervisor.run_directory import OccupiedError
 from services.supervisor.run_record import RunState, read_record
+from services.supervisor.supervised_run import LauncherFactory, launcher_factory
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 
@@ -72,7 +73,7 @@ class Runs:
         self._lock_file = _hold(self.directory) if self.directory is not None else None
         self.store = Store(self.directory)
         self.validator = validator or SpecValidator(base=self.directory)
-        self._launchers = starters or launchers(tied=tied)
+        self._launchers = starters or launcher_factory(tied=tied)
         self._here: dict[str, Run] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()

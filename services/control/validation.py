@@ -5,7 +5,6 @@ The specification itself has no field that names a command, an environment or co
 
 from __future__ import annotations
 
-import importlib.util
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.allowed_paths import OutsideError, Roots, paths_of
+from services.supervisor.launch_check import RefusedError, check_launch
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import ConfigError
 
 LARGEST_NUMBER = 2**53
 LONGEST_TEXT = 4096
@@ -32,22 +31,6 @@ BOUNDS = {
     "queue.memory_limit": 1 << 44,
 }
 MOST_TEACHERS = 16
-
-
-class RefusedError(ConfigError):
-    """A run that this control plane does not take.
-
-    Attributes:
-        field: The setting that it is about.
-        message: What is wrong with it.
-
-    Args:
-        joint: What stands between the two in the line that is printed.
-    """
-
-    def __init__(self, field: str, message: str, *, joint: str = ": ") -> None:
-        super().__init__(f"{field}{joint}{message}")
-        self.field, self.message = field, message
 
 
 @dataclass(frozen=True)
@@ -105,45 +88,6 @@ class SpecValidator:
         return place
 
 
-def check_launch(spec: RunSpec) -> None:
-    """Whether the processes of a run can be started from here at all.
-
-    Raises:
-        RefusedError: Ray or what the trainer needs is not installed, or several node groups would share this machine's
-            GPUs.
-    """
-    workers = spec.workers
-    if workers.launcher == "ray" and not _installed("ray"):
-        raise RefusedError("workers.launcher", "Ray is not installed: install it by pip install 'xtoken[ray]'")
-    if workers.launcher == "local":  # by this very interpreter; a cluster's nodes may have what is missing here
-        for field, package, extra in _needed(spec):
-            if not _installed(package):
-                raise RefusedError(
-                    field, f"needs {package}: install it by pip install 'xtoken[{extra}]'", joint=" "
-                )  # fmt: skip
-    if workers.launcher == "local" and workers.nodes > 1 and workers.device != "cpu":
-        raise RefusedError(
-            "workers.nodes",
-            'several node groups on one machine are for trying them on CPUs: set workers.device = "cpu"',
-        )
-
-
-def _needed(spec: RunSpec) -> Iterator[tuple[str, str, str]]:
-    """What of the optional packages a trainer imports: the setting, the package, and the extra that has it."""
-    if spec.train.lora is not None:
-        yield "train.lora", "peft", "lora"
-    if spec.report.tensorboard:
-        yield "report.tensorboard", "tensorboard", "tensorboard"
-    if spec.report.wandb != "off":
-        yield "report.wandb", "wandb", "wandb"
-
-
-def _installed(package: str) -> bool:
-    """Whether it could be imported; without an origin it is a directory that happens to be called so."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None
-
-
 def _check_sizes(document: dict[str, Any]) -> None:
     if len(document["teacher"]) > MOST_TEACHERS:
         raise RefusedError("teacher", f"at most {MOST_TEACHERS} of them")
@@ -177,4 +121,4 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-__all__ = ["OutsideError", "RefusedError", "SpecValidator"]
+__all__ = ["OutsideError", "RefusedError", "SpecValidator", "check_launch"]

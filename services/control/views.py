@@ -14,7 +14,7 @@ from services.common.resume import CHECKPOINTS, newest_checkpoint
 from services.control.metric_log import MetricLog
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow
-from services.supervisor.json_lines import read_json
+from services.supervisor.json_files import read_json
 from services.supervisor.run_record import SUMMARY, RunState
 
 KEPT_VIEWS = 128

@@ -154,9 +154,9 @@ def _train_student(run_file: Path) -> None:
     Raises:
         XtokenError: It did not complete.
     """
-    from services.control.client import run_in_place
+    from services.supervisor.local_run import run_locally
 
-    outcome = run_in_place(load_run_spec(run_file))
+    outcome = run_locally(load_run_spec(run_file))
     if outcome.exit_code:
         error = XtokenError(outcome.error or f"the run {run_file.stem} was stopped: start `xtoken demo` again")
         error.exit_code = outcome.exit_code

@@ -1,4 +1,4 @@
-"""Events of a supervisor, for an observer that keeps them; the default one does nothing."""
+"""Events of a supervised run, and the observer that receives them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from services.supervisor.run_record import RunState
 
 
 @dataclass(frozen=True)
@@ -18,34 +20,36 @@ class Attempt:
     log: Path
 
 
-class Journal:
-    """Writes nothing: for a run that nobody shall take over. Others derive from it.
+class SupervisorEvents:
+    """Observer of one run's supervisor; every method does nothing, so a subclass overrides only what it records.
 
-    Attributes:
-        run_id: The run's name in the marks of its processes.
+    All methods are called from the run's thread, except `state_changed`, which `stop` may call from any thread. They
+    must not raise: training continues whether or not an event can be recorded.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self.run_id = run_id
+    def state_changed(self, state: RunState) -> None:
+        """Receive the run's state; called again while it stays the same."""
 
-    def mark_of(self, worker: str, incarnation: int) -> str:
-        """What the environment of one start of a worker says, and its children's."""
-        return f"{self.run_id}/{worker}/{incarnation}/"
+    def progressed(self, step: int, steps: int) -> None:
+        """Receive the number of optimiser steps taken and planned; called again while they stay the same."""
 
-    def intend(self, attempts: Sequence[Attempt]) -> None:
-        """These are about to be started."""
+    def queues_assigned(self, queues: dict[str, Any]) -> None:
+        """Receive the addresses of the run's queues, see `QueueDirectory.to_document`."""
+
+    def starting(self, attempts: Sequence[Attempt]) -> None:
+        """Receive the attempts that are about to start; called before any of their processes exists."""
 
     def started(self, worker: str, incarnation: int, identity: dict[str, Any]) -> None:
-        """A worker was started."""
+        """Receive the identity by which a launcher recognises a started process."""
 
-    def ended(self, worker: str, incarnation: int, exit_code: int | None) -> None:
-        """A worker has ended."""
+    def exited(self, worker: str, incarnation: int, exit_code: int | None) -> None:
+        """Receive a worker's exit status."""
 
-    def counted(self, group: str, restarts: int, failures: int, highest_step: int) -> None:
-        """A group's counts have changed."""
+    def failures_counted(self, group: str, restarts: int, failures: int, highest_step: int) -> None:
+        """Receive a process group's restart counters."""
 
-    def note(self, message: str, *, worker: str = "") -> None:
-        """Something that a user would want to know has happened."""
+    def message(self, text: str, *, worker: str = "") -> None:
+        """Receive one line for the user."""
 
-    def run(self, **columns: Any) -> None:
-        """Something about the run has changed."""
+    def ended(self, state: RunState, error: str, exit_code: int) -> None:
+        """Receive how the run ended; nothing follows."""

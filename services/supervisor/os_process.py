@@ -54,6 +54,11 @@ class Identity:
         return found is not None and found[0] == self.ticks and found[1] not in DEAD_STATES
 
 
+def mark_of(run_id: str, worker: str, incarnation: int) -> str:
+    """Return the mark that one start of a worker, and all its children, carry in their environment."""
+    return f"{run_id}/{worker}/{incarnation}/"
+
+
 def identify(pid: int) -> Identity | None:
     """A process by its number; None if there is none."""
     found = _ticks_and_state(pid)

@@ -13,7 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from services.common.supervised import MARK
-from services.supervisor.events import Attempt, Journal
+from services.supervisor import os_process
+from services.supervisor.events import Attempt, SupervisorEvents
 from services.supervisor.launchers.local import LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
 from services.supervisor.process_spec import STOP_ORDER, Kind, Member
 from services.supervisor.restart_policy import RestartPolicy
@@ -102,13 +103,14 @@ class Group:
     """
 
     def __init__(
-        self, members: Sequence[Member], policy: RestartPolicy, first_incarnation: int, journal: Journal
+        self, members: Sequence[Member], policy: RestartPolicy, first_incarnation: int, run_id: str,
+        events: SupervisorEvents,
     ) -> None:  # fmt: skip
         self.kind: Kind = members[0].kind
         self.name = members[0].group
         self.workers = [Worker(member, on_end=self._note_end) for member in members]
         self.policy = policy
-        self._journal = journal
+        self._run_id, self._events = run_id, events
         self.state = GroupState.WAITING
         self.incarnation = first_incarnation - 1
         self.started_at = 0.0
@@ -129,17 +131,17 @@ class Group:
         for worker in self.workers:
             worker.handle, worker.exit_code = None, None
             worker.log = log_of(logs, worker.member.name, self.incarnation)
-        self._journal.intend([self._attempt(worker) for worker in self.workers])
+        self._events.starting([self._attempt(worker) for worker in self.workers])
         for worker in self.workers:
             assert worker.log is not None
             own = {
-                MARK: self._journal.mark_of(worker.member.name, self.incarnation),
+                MARK: os_process.mark_of(self._run_id, worker.member.name, self.incarnation),
                 STATUS_FILE: str(status_of_log(worker.log)),
             }
             env = _environment({**worker.member.env, **shared, **own})
             command, node = worker.member.command_of(self.incarnation), worker.member.node
             worker.handle = launcher.start(command, env, worker.log, node=node)
-            self._journal.started(worker.member.name, self.incarnation, worker.handle.identity)
+            self._events.started(worker.member.name, self.incarnation, worker.handle.identity)
         self.count()
 
     def take_over(self, handles: Mapping[str, Handle], incarnation: int, restarts: int, logs: Path) -> None:
@@ -165,7 +167,7 @@ class Group:
 
     def count(self) -> None:
         """Write down how often it has failed."""
-        self._journal.counted(self.name, self.restarts, self.policy.failures, self.policy.highest)
+        self._events.failures_counted(self.name, self.restarts, self.policy.failures, self.policy.highest)
 
     def settle(self) -> Worker | None:
         """A member that has ended with a failure; the group is `finished` once all have ended well."""
@@ -179,7 +181,7 @@ class Group:
         self.state, self.due = GroupState.WAITING, due
 
     def _note_end(self, worker: Worker) -> None:
-        self._journal.ended(worker.member.name, self.incarnation, worker.exit_code)
+        self._events.exited(worker.member.name, self.incarnation, worker.exit_code)
 
     def _attempt(self, worker: Worker) -> Attempt:
         assert worker.log is not None

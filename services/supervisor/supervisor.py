@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.supervisor import os_process
-from services.supervisor.events import Journal
+from services.supervisor.events import SupervisorEvents
 from services.supervisor.launchers.local import Launcher, LostPlaceError
 from services.supervisor.node_groups import Site, Sites
 from services.supervisor.process_group import (
@@ -46,7 +46,7 @@ QUEUE_GRACE_S = 5.0
 RESTART_GRACE_S = 5.0
 
 
-class GivenUp(Exception):  # noqa: N818 - how the loop ends, told to the caller as an Ending
+class GivenUp(Exception):  # noqa: N818 - how the loop ends, told to the caller as an RunResult
     """The run cannot go on.
 
     Attributes:
@@ -59,7 +59,7 @@ class GivenUp(Exception):  # noqa: N818 - how the loop ends, told to the caller 
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunResult:
     """How a run ended.
 
     Attributes:
@@ -93,19 +93,22 @@ class Supervisor:
         members: The processes, a queue per node group among them.
         queues: Their addresses, as planned.
         output: The run's directory; logs and `run.json` are written there.
+        run_id: Name of the run in the marks of its processes; the output directory if left out.
         step: Where the run goes on, for `status` until a queue knows.
         steps: Optimiser steps of the whole run, likewise.
-        journal: Where it writes down what another supervisor would need to take its place.
+        events: Observer of what another supervisor would need to take over.
         taken: Where an earlier supervisor has left each group, by the group's name; a group it lacks starts anew.
     """
 
     def __init__(
         self, members: Sequence[Member], queues: Sequence[Address], output: Path, launcher: Launcher, limits: Limits, *,
-        step: int = 0, steps: int = 0, journal: Journal | None = None, taken: Mapping[str, TakenGroup] | None = None,
+        run_id: str | None = None, step: int = 0, steps: int = 0, events: SupervisorEvents | None = None,
+        taken: Mapping[str, TakenGroup] | None = None,
     ) -> None:  # fmt: skip
         self._logs = output / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._journal = journal or Journal(str(output))
+        self._run_id = run_id or str(output)
+        self._events = events or SupervisorEvents()
         self._limits = limits
         names = dict.fromkeys(member.group for member in members)
         first = next_incarnation(self._logs)
@@ -122,10 +125,10 @@ class Supervisor:
         self._stop_asked = False
         self._hurry = False
         self._leave_asked = False
-        self._ending: Ending | None = None
+        self._ending: RunResult | None = None
         self._identity = {
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "run": self._journal.run_id,
+            "run": self._run_id,
             "supervisor": _own_identity(),
         }
         self._recorded: dict[str, Any] = {}
@@ -152,13 +155,13 @@ class Supervisor:
 
     # The loop
 
-    def run(self) -> Ending | None:
+    def run(self) -> RunResult | None:
         """Start everything and stay until the run has ended; nothing of it is left then.
 
         Returns:
             How it ended; None if this supervisor was told to leave it.
         """
-        ending = Ending(RunState.FAILED, "its supervisor has failed: this is an error in xtoken, see the log", 1)
+        ending = RunResult(RunState.FAILED, "its supervisor has failed: this is an error in xtoken, see the log", 1)
         try:
             while not self._stop_asked:
                 if self._leave_asked:
@@ -166,15 +169,15 @@ class Supervisor:
                     return None
                 self._tick()
                 if self._complete():
-                    ending = Ending(RunState.COMPLETED)
+                    ending = RunResult(RunState.COMPLETED)
                     break
                 self._wake.wait(TICK_S)
             else:
-                ending = Ending(RunState.STOPPED, "", 130)
+                ending = RunResult(RunState.STOPPED, "", 130)
         except (GivenUp, XtokenError) as error:
-            ending = Ending(RunState.FAILED, str(error), error.exit_code)
+            ending = RunResult(RunState.FAILED, str(error), error.exit_code)
         except OSError as error:
-            ending = Ending(RunState.FAILED, f"cannot keep the run going: {error}", 1)
+            ending = RunResult(RunState.FAILED, f"cannot keep the run going: {error}", 1)
         except Exception:
             log.exception("the run's supervisor has failed")
         return self._end(ending)
@@ -296,7 +299,7 @@ class Supervisor:
             restarts = f"after {count} restart{'s' if count != 1 else ''} without progress"
             raise GivenUp(f"{worker.member.name} {why}, {restarts}{self._sites.leased(worker.member)}{said}")
         group.count()
-        self._journal.note(f"{why}: starting it again in {delay:.1f} s{said}", worker=worker.member.name)
+        self._events.message(f"{why}: starting it again in {delay:.1f} s{said}", worker=worker.member.name)
         log.warning("%s %s: starting it again in %.1f s%s", worker.member.name, why, delay, said)
         end_all([group], lambda: min(self._grace(), RESTART_GRACE_S))
         group.wait_until(time.monotonic() + delay)
@@ -311,11 +314,11 @@ class Supervisor:
         limits, found = self._limits, taken.get(members[0].group)
         if found is None:
             policy = RestartPolicy(limits.max_restarts, first_delay_s=limits.first_delay_s)
-            return Group(members, policy, first, self._journal)
+            return Group(members, policy, first, self._run_id, self._events)
         policy = RestartPolicy(
             limits.max_restarts, first_delay_s=limits.first_delay_s, failures=found.failures, highest=found.highest_step
         )
-        group = Group(members, policy, found.incarnation + 1, self._journal)
+        group = Group(members, policy, found.incarnation + 1, self._run_id, self._events)
         group.take_over(found.handles, found.incarnation, found.restarts, self._logs)
         if found.waiting:
             group.wait_until(time.monotonic())
@@ -339,7 +342,7 @@ class Supervisor:
         self.ticked_at = time.monotonic()  # it is asked again and again while workers leave
         return 0.0 if self._hurry else self._limits.grace_s
 
-    def _end(self, ending: Ending) -> Ending:
+    def _end(self, ending: RunResult) -> RunResult:
         """End every process: workers first, in order, then the queue, then whatever still carries the run's mark."""
         if ending.state == RunState.FAILED:
             self._sites.give_up(ending.error)
@@ -355,7 +358,7 @@ class Supervisor:
         self._sites.look()
         self._sites.close()
         end_all(self._queues, lambda: QUEUE_GRACE_S)
-        self._launcher.sweep(f"{self._journal.run_id}/")
+        self._launcher.sweep(f"{self._run_id}/")
         for group in self._groups:
             group.state = GroupState.FINISHED if ending.state == RunState.COMPLETED else GroupState.STOPPED
         self._ending = ending
@@ -381,11 +384,13 @@ class Supervisor:
         Raises:
             OSError: It cannot be written.
         """
-        common = {"state": self._state(), "error": self._ending.error if self._ending else ""}
+        state = self._state()
+        common = {"state": state, "error": self._ending.error if self._ending else ""}
         self._status = common | status_of(self._groups, self._sites, self._steps)
         exit_code = self._ending.exit_code if self._ending else None
         if self._ending is None:  # whoever started this supervisor writes down how it ends
-            self._journal.run(state=common["state"], step=self._status["step"], steps=self._steps)
+            self._events.state_changed(state)
+            self._events.progressed(self._status["step"], self._steps)
         record = common | {"exit_code": exit_code, **self._identity, "workers": attempts_of(self._groups)}
         if record != self._recorded:
             write_record(self._output, record)

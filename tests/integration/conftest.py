@@ -15,7 +15,7 @@ import pytest
 from services.common.resolve import resolve_run
 from services.supervisor.launchers.local import LocalLauncher
 from services.supervisor.process_spec import fleet_of
-from services.supervisor.supervisor import Ending, Limits, Supervisor
+from services.supervisor.supervisor import Limits, RunResult, Supervisor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
@@ -42,7 +42,7 @@ class Crew:
             Limits(max_restarts=spec.workers.max_restarts, first_delay_s=0.05),
             steps=resolved.steps,
         )
-        self.ending: Ending | None = None
+        self.ending: RunResult | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -76,14 +76,14 @@ class Crew:
         """SIGKILL a worker, by the pid that its supervisor knows."""
         psutil.Process(self.pid(name)).kill()
 
-    def join(self) -> Ending:
+    def join(self) -> RunResult:
         """The run's end."""
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive(), "the run does not end"
         assert self.ending is not None
         return self.ending
 
-    def stop(self) -> Ending:
+    def stop(self) -> RunResult:
         """Stop it in order."""
         self.supervisor.stop()
         return self.join()

@@ -58,7 +58,7 @@ class ThreeNodes:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             if self.run.over.is_set():
-                raise AssertionError(f"the run ended before: {self.run.ending}")
+                raise AssertionError(f"the run ended before: {self.run.result}")
             assert time.monotonic() < deadline, f"it never came: {self.run.status()}"
             time.sleep(0.1)
 
@@ -82,7 +82,7 @@ class ThreeNodes:
     def end(self) -> dict[str, Any]:
         """Wait for the run's end and let the cluster go; what came of it."""
         over = self.run.over.wait(DEADLINE_S)
-        ending, status = self.run.ending, self.run.status()
+        ending, status = self.run.result, self.run.status()
         self.runs.stop_all(now=True)
         self.runs.join()
         self.runs.close()

@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from services.common.logs import set_up
-from services.control import run as run_module
 from services.control.runs import Runs
-from tests.unit.supervisor.scripted_run import resolved_run, scripted_members
+from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 
 
 def main() -> None:
@@ -34,11 +32,7 @@ def main() -> None:
         worker, _, deed = told.partition(":")
         deeds.setdefault(worker, []).append(deed)
 
-    def members(resolved: Any, _file: Path, addresses: Any) -> Any:
-        return scripted_members(resolved.spec.output, state, addresses[0], options.steps, **deeds)
-
-    run_module.resolve_run = lambda spec, _progress: resolved_run(spec.output, options.steps)
-    run_module.fleet_of = members
+    use_scripted_workers(state, options.steps, **deeds)
     runs = Runs(options.directory / "runs")
     if options.start:
         runs.start(resolved_run(runs.directory / "one", options.steps).spec)

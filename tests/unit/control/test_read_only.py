@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control import run as run_module
 from services.control.app import create_app
 from services.control.runs import Runs
 from services.supervisor import os_process
 from services.supervisor.supervisor import LOOK_S
 from tests.unit.control.stored_runs import HERE
-from tests.unit.supervisor.scripted_run import resolved_run, scripted_members
+from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
 
 STEPS, HELD = 8, 4
@@ -29,13 +28,7 @@ def test_readers_ask_neither_workers_nor_the_queue(tmp_path: Path, monkeypatch: 
     sent: list[str] = []
     for name in ("hello", "stats", "list_samples"):
         monkeypatch.setattr(ZmqDataPlaneClient, name, counted(getattr(ZmqDataPlaneClient, name), name, sent))
-    monkeypatch.setattr(run_module, "resolve_run", lambda spec, _progress: resolved_run(spec.output, STEPS))
-    monkeypatch.setattr(
-        run_module, "fleet_of",
-        lambda run, _file, addresses: scripted_members(
-            run.spec.output, state, addresses[0], STEPS, trainer_0=[f"step{HELD}:always await go"]
-        ),
-    )  # fmt: skip
+    use_scripted_workers(state, STEPS, monkeypatch.setattr, trainer_0=[f"step{HELD}:always await go"])
     runs = Runs(tmp_path / "runs")
     try:
         _, row = runs.start(resolved_run(tmp_path / "runs" / "one", STEPS).spec)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from services.supervisor import supervised_run
 from services.supervisor.launchers.local import LocalLauncher
 from services.supervisor.process_spec import Member
-from services.supervisor.supervisor import Ending, Limits, Supervisor
+from services.supervisor.supervisor import Limits, RunResult, Supervisor
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
@@ -62,6 +65,28 @@ def scripted_members(
     return found
 
 
+def use_scripted_workers(
+    state: Path, steps: int, replace: Callable[[Any, str, Any], None] = setattr, **deeds: list[str]
+) -> None:
+    """Replace the workers of every run that this process starts by scripted ones, and skip the check of its files.
+
+    Args:
+        state: Directory of the files that the workers write.
+        steps: Optimiser steps of a run.
+        replace: Sets an attribute of a module; pass `monkeypatch.setattr` in a test.
+        deeds: See `scripted_members`.
+    """
+
+    def specs(resolved: ResolvedRun, _file: Path, addresses: Sequence[Address]) -> list[Member]:
+        return scripted_members(resolved.spec.output, state, addresses[0], steps, **deeds)
+
+    def resolve(spec: RunSpec, _progress: Any) -> tuple[ResolvedRun, list[str]]:
+        return resolved_run(spec.output, steps).model_copy(update={"spec": spec}), []
+
+    replace(supervised_run, "resolve", resolve)
+    replace(supervised_run, "fleet_of", specs)
+
+
 class ScriptedRun:
     """A supervisor over a real queue and scripted workers."""
 
@@ -71,7 +96,7 @@ class ScriptedRun:
         self.state.mkdir()
         self.address = Address.parse(f"ipc://{sockets / 'queue'}")
         self.supervisor: Supervisor | None = None
-        self.ending: Ending | None = None
+        self.ending: RunResult | None = None
         self._thread: threading.Thread | None = None
 
     def members(self, steps: int, ranks: int = 1, *, rows: bool = False, **deeds: list[str]) -> list[Member]:
@@ -100,7 +125,7 @@ class ScriptedRun:
         assert self.supervisor is not None
         self.ending = self.supervisor.run()
 
-    def wait(self) -> Ending:
+    def wait(self) -> RunResult:
         assert self._thread is not None
         self._thread.join(60)
         assert not self._thread.is_alive(), "the supervisor did not come to an end"

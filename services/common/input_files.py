@@ -1,0 +1,48 @@
+"""First check of a run's input files: whether they exist. It loads nothing heavy, so errors are reported at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import InputError
+from xtoken_core.projection.fingerprint import projection_header
+
+
+def check_input_files(spec: RunSpec) -> None:
+    """Refuse a run whose models or projections are missing.
+
+    Raises:
+        InputError: A model's configuration or a projection file cannot be read.
+    """
+    for what, model in (("student", spec.student), *((f"teacher {i}", t) for i, t in enumerate(spec.teacher))):
+        read_model_config(what, model.model)
+    for teacher in spec.teacher:
+        if teacher.projection is not None:
+            projection_header(teacher.projection)
+
+
+def read_model_config(what: str, directory: Path) -> dict[str, Any]:
+    """Return the `config.json` of a model directory.
+
+    Args:
+        what: The model, as the error message names it.
+        directory: A Hugging Face directory.
+
+    Raises:
+        InputError: There is none, or it holds no JSON object.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"cannot read the {what}'s model: {path}: {error.strerror}: it takes a Hugging Face directory"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path} is no model configuration")
+    return config

@@ -1,0 +1,123 @@
+"""One run from start to end in this process: what `xtoken run` and `xtoken demo` do."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from datetime import UTC, datetime
+from typing import Any
+
+from services.common.resume import CHECKPOINTS, newest_checkpoint
+from services.supervisor.interrupts import POLL_S, Interrupts
+from services.supervisor.json_files import last_line, read_json
+from services.supervisor.launch_check import check_launch
+from services.supervisor.progress import STOPPING, STOPPING_NOW, SteadyWatch, Watch, watch_for
+from services.supervisor.run_record import SUMMARY, RunState
+from services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
+from services.supervisor.supervisor import RunResult
+from xtoken_core.config.spec import RunSpec
+
+log = logging.getLogger("xtoken.supervisor")
+
+QUIET_S = 1.0
+"""Time for the check of a run's files before anything is displayed: most errors are reported within it."""
+SUMMARY_FIELDS = (
+    "id", "name", "output", "created", "began", "ended", "life", "state", "error", "exit_code", "step", "steps",
+    "text_read", "skipped", "dead", "queue",
+)  # fmt: skip
+
+
+def run_locally(
+    spec: RunSpec, *, show: bool = True, as_json: bool = False, launchers: LauncherFactory | None = None
+) -> RunResult:
+    """Run to the end.
+
+    SIGINT, SIGTERM and SIGHUP request a graceful shutdown, a second one an immediate one. If this process is killed, an
+    orphan reaper kills the run's processes.
+
+    Args:
+        spec: What to run; its paths are absolute.
+        show: Whether to print progress and the summary.
+        as_json: Whether to print statuses instead, one object a line.
+        launchers: Creates the run's launcher; one that its settings name if left out.
+
+    Returns:
+        How it ended; `exit_code` is 128 + N if signal N stopped it.
+
+    Raises:
+        XtokenError: The run's files or settings were refused before any process was started.
+    """
+    check_launch(spec)
+    run = LocalRun(spec, launchers or launcher_factory(tied=True))
+    with Interrupts() as interrupts:
+        run.start()
+        try:
+            run.started.wait(QUIET_S)
+            with watch_for(show, as_json=as_json) as view:
+                follow(run, SteadyWatch(view), interrupts)
+        finally:
+            _shut_down(run, interrupts)
+    result = run.result
+    assert result is not None, "nobody else asks a local run to leave"
+    if run.refusal is not None:
+        raise run.refusal
+    if result.state == RunState.STOPPED:  # what the stop has lost is in the view's last line
+        return dataclasses.replace(result, error="", exit_code=interrupts.status or result.exit_code)
+    return result
+
+
+class LocalRun(SupervisedRun):
+    """A run without a control plane: its status document is put together from its supervisor and its files."""
+
+    def __init__(self, spec: RunSpec, launchers: LauncherFactory) -> None:
+        super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", launchers)
+        self._began = _now()
+        self._spec_document = spec.model_dump(mode="json")
+
+    def document(self) -> dict[str, Any]:
+        """Return the status with the fields of the control plane's `GET /v1/runs/{id}`."""
+        output, status = self.spec.output, self.status()
+        known = {
+            "id": self.id, "name": self.spec.name, "output": str(output), "created": self._began, "began": self._began,
+            "ended": _now() if self.over.is_set() else None, "life": 1, "state": RunState.STARTING, "error": "",
+        } | {name: value for name, value in status.items() if value is not None}  # fmt: skip
+        checkpoint = newest_checkpoint(output / CHECKPOINTS)
+        completed = known["state"] == RunState.COMPLETED
+        return {name: known.get(name) for name in SUMMARY_FIELDS} | {
+            "workers": known.get("workers", []),
+            "last": last_line(output / "steps.jsonl"),
+            "evaluation": last_line(output / "eval.jsonl"),
+            "checkpoint": int(checkpoint.name.removeprefix("step-")) if checkpoint is not None else None,
+            "summary": read_json(output / SUMMARY) if completed else None,
+            "spec": self._spec_document,
+        }
+
+
+def follow(run: LocalRun, view: Watch, interrupts: Interrupts) -> None:
+    """Show a run until it is over, and turn signals into requests to stop."""
+    seen = 0
+    while not run.over.is_set():
+        view.show(run.document())
+        run.over.wait(POLL_S)
+        if interrupts.count > seen:
+            seen = interrupts.count
+            view.stopping(now=seen > 1)
+            run.stop(now=seen > 1)
+    if run.refusal is None:
+        view.end(run.document())
+
+
+def _shut_down(run: SupervisedRun, interrupts: Interrupts) -> None:
+    """Wait until the run is over; one that is not, because following it has failed, is stopped gracefully."""
+    seen = interrupts.count
+    if not run.over.is_set():
+        log.warning("the run cannot be followed any more: %s", STOPPING_NOW if seen > 1 else STOPPING)
+        run.stop(now=seen > 1)
+    while not run.over.wait(POLL_S):
+        if interrupts.count > seen:
+            run.stop(now=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,268 @@
+"""One start of a run: check its files, supervise its processes, clean up."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.input_files import check_input_files
+from services.common.resume import check_output
+from services.supervisor.events import SupervisorEvents
+from services.supervisor.launchers.local import Launcher, LocalLauncher
+from services.supervisor.process_group import TakenGroup
+from services.supervisor.process_spec import Member, fleet_of
+from services.supervisor.run_directory import QueuePlace, sole_writer
+from services.supervisor.run_record import (
+    FILE,
+    SPEC,
+    RunState,
+    is_finished,
+    read_record,
+    replace_json,
+    write_record,
+)
+from services.supervisor.supervisor import Limits, RunResult, Supervisor
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import XtokenError
+from xtoken_core.transports import sweep
+
+log = logging.getLogger("xtoken.supervisor")
+
+JOIN_POLL_S = 0.1
+SUPERVISOR_FAILED = "its supervisor has failed: this is an error in xtoken, see the log"
+NOTHING_LEFT = "every step is trained and the model is written: nothing is left to do"
+
+LauncherFactory = Callable[[RunSpec, Path], Launcher]
+"""Creates the launcher of a run, given its specification and its private directory."""
+
+
+class StoppedEarly(Exception):  # noqa: N818 - requested by the user, not a failure
+    """The run was stopped before any of its processes was started."""
+
+
+def launcher_factory(*, tied: bool) -> LauncherFactory:
+    """Return a factory of the launchers that runs' settings name; see `LocalLauncher` for `tied`."""
+
+    def create(spec: RunSpec, private: Path) -> Launcher:
+        if spec.workers.launcher == "ray":
+            from services.supervisor.launchers.ray import RayLauncher
+
+            return RayLauncher(spec, private, tied=tied)
+        return LocalLauncher(tied=tied, private=[private])
+
+    return create
+
+
+def resolve(spec: RunSpec, progress: Callable[[int, int], None]) -> tuple[ResolvedRun, list[str]]:
+    """Return the run with what its files say, and warnings about its settings; see `resolve_run`."""
+    check_input_files(spec)
+    # Missing files are reported above, before these imports: they take longer than starting Python.
+    from services.common.resolve import remarks, resolve_run
+
+    resolved = resolve_run(spec, progress)
+    return resolved, list(remarks(resolved))
+
+
+class SupervisedRun:
+    """One start of a run, in a thread of its own.
+
+    The supervisor never runs in the caller's main thread: there, a terminal that blocks would keep it from its workers.
+
+    Attributes:
+        started: Set once its files are checked, or the check has failed.
+        over: Set once nothing more is done about it here: it has ended, or was left to continue without a supervisor.
+        result: How it ended; None while it runs, and if it was left.
+        refusal: The error that the check of its files raised, if that ended it.
+
+    Args:
+        spec: What to run; its paths are absolute.
+        run_id: Its name in the marks of its processes.
+        launchers: Creates its launcher.
+        events: Observer of its supervisor.
+        environment: Variables to add to the environment of every process.
+    """
+
+    def __init__(
+        self, spec: RunSpec, run_id: str, launchers: LauncherFactory, *, events: SupervisorEvents | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.id, self.spec = run_id, spec
+        self.started, self.over = threading.Event(), threading.Event()
+        self.result: RunResult | None = None
+        self.refusal: XtokenError | None = None
+        self._launchers, self._events = launchers, events or SupervisorEvents()
+        self._environment = dict(environment or {})
+        self._supervisor: Supervisor | None = None
+        self._stop_requested = self._leave_requested = False
+        self._text_read: float | None = None
+        self._known: dict[str, Any] = {}
+        self._over_at = 0.0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=f"run {run_id}", daemon=True)
+
+    def start(self) -> None:
+        """Start, in a thread of its own."""
+        self._thread.start()
+
+    def stop(self, *, now: bool = False) -> None:
+        """Request a graceful shutdown, or with `now` an immediate one; do not wait."""
+        with self._lock:
+            if self.result is not None:
+                return
+            self._stop_requested = True
+            self._events.state_changed(RunState.STOPPING)
+            if self._supervisor is not None:
+                self._supervisor.stop(now=now)
+
+    def leave(self) -> None:
+        """Let its processes continue without a supervisor."""
+        with self._lock:
+            self._leave_requested = True
+            if self._supervisor is not None:
+                self._supervisor.leave()
+
+    def join(self) -> None:
+        """Wait until nothing more is done about it here; after a stop, do not wait for the check of its files."""
+        while not self.over.wait(JOIN_POLL_S):
+            with self._lock:
+                if (self._stop_requested or self._leave_requested) and self._supervisor is None:
+                    return
+
+    @property
+    def tick_age_s(self) -> float:
+        """Seconds since its supervisor last completed a round; 0 while it has none."""
+        return time.monotonic() - self._supervisor.ticked_at if self._supervisor else 0.0
+
+    @property
+    def over_for_s(self) -> float:
+        """Seconds since it was over; 0 while it is not."""
+        return time.monotonic() - self._over_at if self.over.is_set() else 0.0
+
+    def status(self) -> dict[str, Any]:
+        """Return its supervisor's last status; ask no other process."""
+        status: dict[str, Any] = {"text_read": self._text_read, **self._known}
+        if self._supervisor is not None:
+            status = dict(self._supervisor.status())
+        if self.result is not None:
+            result = self.result
+            return status | {"state": result.state, "error": result.error, "exit_code": result.exit_code}
+        if self._stop_requested:
+            status["state"] = RunState.STOPPING
+        elif RunState(status.get("state", RunState.STARTING)).over:
+            # The supervisor has ended the run, and this thread still removes its sockets and shared memory.
+            status |= {"state": RunState.RUNNING, "error": ""}
+        return status
+
+    # In its own thread
+
+    def _work(self) -> None:
+        result: RunResult | None = RunResult(RunState.FAILED, SUPERVISOR_FAILED, 1)
+        try:
+            with sole_writer(self.spec.output, self.id):
+                result = self._run()
+        except StoppedEarly:
+            result = RunResult(RunState.STOPPED, "", 130)
+        except XtokenError as error:
+            self.refusal = error
+            result = RunResult(RunState.FAILED, str(error), error.exit_code)
+        except OSError as error:
+            result = RunResult(RunState.FAILED, f"cannot start the run: {error}", 1)
+        except Exception:
+            log.exception("run %s: %s", self.id, SUPERVISOR_FAILED)
+        finally:
+            self._finish(result)
+
+    def _run(self) -> RunResult | None:
+        """Run from the specification; a subclass may attach to processes that exist already."""
+        output = self.spec.output
+        try:
+            resolved, warnings = resolve(self.spec, self._note_text_read)
+        except XtokenError as error:
+            if not (output / FILE).exists():  # the record of an earlier start says more than a refusal
+                write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
+            raise
+        step = check_output(resolved)  # before anything is written: another run's files stay as they are
+        if step >= resolved.steps and is_finished(self.spec):
+            return self._already_finished(resolved)
+        replace_json(output / SPEC, self.spec.model_dump(mode="json"))
+        replace_json(output / "resolved.json", resolved.model_dump(mode="json"))
+        for warning in warnings:
+            self._events.message(warning)
+            log.warning("%s", warning)
+        queues = QueuePlace.make(self.spec)
+        self._events.queues_assigned(queues.document())
+        self._events.progressed(step, resolved.steps)
+        return self._supervise(resolved, queues, self._launchers(self.spec, queues.private), {}, step)
+
+    def _already_finished(self, resolved: ResolvedRun) -> RunResult:
+        """Complete without any process: an earlier start has trained every step and written the model."""
+        output = self.spec.output
+        self._events.progressed(resolved.steps, resolved.steps)
+        self._events.message(NOTHING_LEFT)
+        log.warning("%s: %s", output, NOTHING_LEFT)
+        self._known = {"step": resolved.steps, "steps": resolved.steps}
+        result = RunResult(RunState.COMPLETED)
+        end = {"state": result.state, "error": result.error, "exit_code": result.exit_code}
+        write_record(output, read_record(output) | end)
+        return result
+
+    def _note_text_read(self, done: int, total: int) -> None:
+        self._text_read = done / total if total else None
+        if self._stop_requested:  # reading a large text for the first time takes minutes
+            raise StoppedEarly
+
+    def _supervise(
+        self, resolved: ResolvedRun, queues: QueuePlace, launcher: Launcher, recovered: Mapping[str, TakenGroup],
+        step: int,
+    ) -> RunResult | None:  # fmt: skip
+        workers = self.spec.workers
+        limits = Limits(
+            max_restarts=workers.max_restarts, load_timeout_s=workers.load_timeout_s, grace_s=workers.stop_timeout_s
+        )  # fmt: skip
+        result: RunResult | None = RunResult(RunState.FAILED, SUPERVISOR_FAILED, 1)
+        try:
+            supervisor = Supervisor(
+                self._process_specs(resolved, queues), queues.addresses, self.spec.output, launcher, limits,
+                run_id=self.id, step=step, steps=resolved.steps, events=self._events, taken=recovered,
+            )  # fmt: skip
+            with self._lock:  # a request that came before there was a supervisor
+                self._supervisor = supervisor
+                if self._stop_requested:
+                    supervisor.stop()
+                if self._leave_requested:
+                    supervisor.leave()
+            self.started.set()
+            result = supervisor.run()
+            return result
+        finally:
+            if result is not None:
+                self._clean_up(queues, launcher)
+            else:
+                launcher.close()
+
+    def _clean_up(self, queues: QueuePlace, launcher: Launcher) -> None:
+        launcher.sweep(f"{self.id}/")
+        launcher.close()
+        queues.remove()
+        sweep()
+
+    def _process_specs(self, resolved: ResolvedRun, queues: QueuePlace) -> tuple[Member, ...]:
+        members = fleet_of(resolved, self.spec.output / "resolved.json", queues.addresses)
+        return tuple(dataclasses.replace(member, env={**member.env, **self._environment}) for member in members)
+
+    def _finish(self, result: RunResult | None) -> None:
+        with self._lock:
+            self.result = result
+            if result is not None:
+                self._events.ended(result.state, result.error, result.exit_code)
+        outcome = f"{result.state} {result.error}".strip() if result else "left to continue without a supervisor"
+        log.info("run %s: %s", self.id, outcome)
+        self._over_at = time.monotonic()
+        self.started.set()
+        self.over.set()

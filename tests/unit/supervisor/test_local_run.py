@@ -1,0 +1,99 @@
+"""A run without a control plane: what ends it, what does not, and the record of its end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.supervisor import local_run, supervised_run
+from services.supervisor.local_run import run_locally
+from services.supervisor.progress import Watch
+from services.supervisor.run_record import RunState
+from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
+from tests.unit.supervisor.test_progress import Broken
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
+
+Scripted = Callable[..., RunSpec]
+
+
+@pytest.fixture
+def scripted_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
+    """Make a specification whose run has scripted workers."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    temporary = tempfile.mkdtemp(prefix="xtoken-test-")
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
+    state = tmp_path / "state"
+    state.mkdir()
+
+    def make(steps: int, **deeds: list[str]) -> RunSpec:
+        use_scripted_workers(state, steps, monkeypatch.setattr, **deeds)
+        return resolved_run(tmp_path / "out", steps).spec
+
+    yield make
+    shutil.rmtree(temporary)
+
+
+def record(spec: RunSpec) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((spec.output / "run.json").read_text())
+    return found
+
+
+def steps_done(tmp_path: Path) -> int:
+    file = tmp_path / "state" / "steps"
+    return len(file.read_text().split()) if file.exists() else 0
+
+
+def test_broken_display_does_not_end_the_run(
+    scripted_spec: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def broken(show: bool, **_: Any) -> Iterator[Watch]:
+        yield Broken()
+
+    monkeypatch.setattr(local_run, "watch_for", broken)
+    result = run_locally(scripted_spec(20))
+    assert (result.state, result.error, result.exit_code) == (RunState.COMPLETED, "", 0)
+    assert steps_done(tmp_path) == 20
+
+
+def test_run_that_cannot_be_followed_is_stopped_gracefully(
+    scripted_spec: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def follow(*_: Any) -> None:
+        while steps_done(tmp_path) < 2:
+            time.sleep(0.05)
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(local_run, "follow", follow)
+    spec = scripted_spec(1000, trainer_0=["start:linger 0.5"])
+    with pytest.raises(RuntimeError, match="a mistake"):
+        run_locally(spec, show=False)
+    assert record(spec)["state"] == "stopped"
+    assert (tmp_path / "state" / "trainer-0.left").exists(), "the trainer was given the time to write a checkpoint"
+
+
+@pytest.mark.parametrize("earlier", [None, {"state": "completed", "run": "an-earlier-life"}], ids=["new", "finished"])
+def test_refused_start_keeps_an_earlier_record(
+    scripted_spec: Scripted, monkeypatch: pytest.MonkeyPatch, earlier: dict[str, Any] | None
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ConfigError("student.model: there is no such directory")
+
+    spec = scripted_spec(2)
+    monkeypatch.setattr(supervised_run, "resolve", refuse)
+    if earlier is not None:
+        spec.output.mkdir()
+        (spec.output / "run.json").write_text(json.dumps(earlier))
+    with pytest.raises(Exception, match="there is no such directory"):
+        run_locally(spec, show=False)
+    refused = {"state": "failed", "error": "student.model: there is no such directory", "exit_code": 2}
+    assert record(spec) == (earlier or refused)
