@@ -1,0 +1,89 @@
+"""`xtoken run` without `--control`: what it loads, and how it answers to a wrong run file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.supervisor.scripted_run import resolved_run
+
+WEB_AND_DATABASE = {"services.control", "fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "httpx"}
+HEAVY = {"torch", "transformers", "tensordict", "numpy", "pyarrow", "tokenizers", "safetensors"}
+
+RUN_AND_LIST_MODULES = """
+import json, sys
+from pathlib import Path
+from services.cli.app import app
+if sys.argv[2] == "scripted":
+    from tests.unit.supervisor.scripted_run import use_scripted_workers
+    use_scripted_workers(Path(sys.argv[3]), 3)
+try:
+    status = app(["run", sys.argv[1], "--json"], standalone_mode=False)
+except Exception as error:
+    status = str(error)
+print(json.dumps({"status": status, "modules": sorted(sys.modules)}))
+"""
+
+
+def run_and_list_modules(file: Path, state: Path, *, scripted: bool) -> tuple[object, set[str], list[dict]]:
+    """Return the exit status or error of `xtoken run --json`, the modules that it has loaded, and its statuses."""
+    command = [sys.executable, "-c", RUN_AND_LIST_MODULES, str(file), "scripted" if scripted else "", str(state)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    *statuses, last = [json.loads(line) for line in done.stdout.splitlines()]
+    return last["status"], set(last["modules"]), statuses
+
+
+def below(modules: set[str], packages: set[str]) -> set[str]:
+    return {name for name in modules if any(name == p or name.startswith(f"{p}.") for p in packages)}
+
+
+def run_file(directory: Path) -> Path:
+    spec = resolved_run(directory / "out", 3).spec
+    file = directory / "run.toml"
+    file.write_text(
+        f'output = "{spec.output}"\n[student]\nmodel = "/no/model"\ncontext_length = 8\n'
+        '[teacher]\nmodel = "/no/model"\ncontext_length = 8\nprojection = "/no/projection"\n'
+        '[data]\npath = "/no/data"\n[train]\nsamples_per_step = 4\nmicro_batch_tokens = 64\n'
+        "[queue]\nmemory_limit = 1048576\n"
+    )
+    return file
+
+
+def test_a_whole_run_loads_no_web_server_and_no_database(tmp_path: Path) -> None:
+    status, modules, statuses = run_and_list_modules(run_file(tmp_path), tmp_path, scripted=True)
+    assert status == 0
+    assert statuses[-1]["state"] == "completed"
+    assert statuses[-1]["step"] == statuses[-1]["steps"] == 3
+    assert not below(modules, WEB_AND_DATABASE)
+    assert not below(modules, {"torch", "transformers", "tensordict"})
+
+
+def test_a_missing_model_is_reported_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    status, modules, statuses = run_and_list_modules(run_file(tmp_path), tmp_path, scripted=False)
+    assert str(status).startswith("cannot read the student's model: /no/model/config.json: ")
+    assert statuses == []
+    assert not below(modules, WEB_AND_DATABASE | HEAVY)
+
+
+def test_a_missing_projection_is_reported_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    file = run_file(tmp_path)
+    file.write_text(file.read_text().replace("/no/model", str(model)))
+    status, modules, _ = run_and_list_modules(file, tmp_path, scripted=False)
+    assert str(status).startswith("there is no projection file /no/projection: ")
+    assert not below(modules, WEB_AND_DATABASE | HEAVY)
+
+
+def test_a_missing_field_is_reported_before_the_supervisor_is_loaded(tmp_path: Path) -> None:
+    file = run_file(tmp_path)
+    file.write_text(file.read_text().replace('[data]\npath = "/no/data"\n', ""))
+    status, modules, _ = run_and_list_modules(file, tmp_path, scripted=False)
+    assert "data: field required" in str(status)
+    assert not below(modules, WEB_AND_DATABASE | HEAVY | {"services.supervisor"})
