@@ -182,7 +182,7 @@ def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str],
                 return collator.rows(records, counts)
 
             plain, whole = interleaved(turns, tokenize, collate)
-            tokens = sum(int(row.fields["input_lengths"]) for row in collate())
+            tokens = sum(collate().columns["input_lengths"].values.cast("q"))
             rows.append(
                 {
                     "pair": name,

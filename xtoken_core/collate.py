@@ -1,4 +1,4 @@
-"""CrossTokenizerCollator: one text, tokenized by the student and by every teacher, and aligned."""
+"""CrossTokenizerCollator: tokenizes texts with the student's and every teacher's tokenizer, and aligns the tokens."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ from xtoken_core.data_plane.batch import BatchedDataDict
 from xtoken_core.dataset.records import UnusableRecordError, usable_value
 from xtoken_core.errors import InputError
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
+from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
 
 Batch = BatchedDataDict[Any]
 Counts = Callable[[Mapping[str, Any]], Mapping[str, Tensor]]
-"""Makes `[B]` columns from a padded batch: its shares of the denominators of a step."""
+"""Makes `[B]` columns from a padded batch: each row's part of the denominators of a step."""
 
 
 @dataclass(frozen=True)
-class CollatedRow:
-    """One record, ready for the queue.
+class CollatedRows:
+    """Records as rows for the queue.
 
     Attributes:
-        fields: By column: `[n]` arrays of the row's own tokens or chunks, or a scalar as a `[]` array.
-        truncated: Whether the document was longer than a context and was cut on some side.
+        records: Indices of the records that have a row, ascending; a row of `columns` for each.
+        columns: By name: jagged for a token or chunk axis, dense otherwise; no padding.
+        refused: By index, the reason why a record cannot be trained on.
     """
 
-    fields: dict[str, np.ndarray]
-    truncated: bool
-
-
-@dataclass(frozen=True)
-class RefusedRow:
-    """One record that cannot be trained on, and why."""
-
-    reason: str
+    records: list[int]
+    columns: dict[str, Column]
+    refused: dict[int, str]
 
 
 @dataclass(frozen=True)
 class _Side:
+    """The student or a teacher with its own tokenizer; a teacher has an aligner.
+
+    Attributes:
+        context: Tokens of a text beyond this are cut off.
+        divisor: Padded rows are as long as the next multiple of this.
+    """
+
     text: TextTokenizer
     context: int
     divisor: int
@@ -58,7 +61,13 @@ class _Side:
 
 @dataclass
 class _Tokens:
-    """One side of one record: ids, 1 for tokens to learn, whether tokens of the text were cut off."""
+    """One side of one record.
+
+    Attributes:
+        ids: `[n]` int64.
+        learn: `[n]` int64, 1 for tokens to train on, 0 for a prompt.
+        cut: Tokens of the text were cut off.
+    """
 
     ids: np.ndarray
     learn: np.ndarray
@@ -110,67 +119,72 @@ class CrossTokenizerCollator:
         self._student = _Side(
             TextTokenizer(student_tokenizer, "student", known), ctx_length_student, make_seq_div_by_student
         )
-        self._teachers: list[tuple[int | None, _Side]] = []
-        for place, index in enumerate(schema.teacher_indices(len(tokenizers))):
-            own, align = tokenizers[place], aligners[place]
+        self._teacher_count = len(tokenizers)
+        self._teachers: list[tuple[int, _Side]] = []
+        for index, (own, aligner_) in enumerate(zip(tokenizers, aligners, strict=True)):
             if own is None:
                 continue
-            name = "teacher" if index is None else f"teacher {index}"
-            align = align or TokenAligner(student_tokenizer, own)
-            text = TextTokenizer(own, name, align.teacher)
-            context, divisor = contexts[place] or ctx_length_student, divisors[place] or 1
-            self._teachers.append((index, _Side(text, context, divisor, align)))
+            aligner_ = aligner_ or TokenAligner(student_tokenizer, own)
+            text = TextTokenizer(own, "teacher" if len(tokenizers) == 1 else f"teacher {index}", aligner_.teacher)
+            context, divisor = contexts[index] or ctx_length_student, divisors[index] or 1
+            self._teachers.append((index, _Side(text, context, divisor, aligner_)))
 
     def __call__(self, batch: Sequence[Mapping[str, Any]]) -> Batch:
         """Collate records into padded columns.
 
+        Args:
+            batch: `B` records.
+
         Returns:
             `input_ids`, `token_mask` `[B, S]` int64, `input_lengths` `[B]` int64, `sample_mask` `[B]` float32, and per
-            teacher with its own tokenizer `teacher_*` and `alignment_*` as the schema names them. A record without
-            text has `sample_mask` 0.
+            teacher with its own tokenizer `teacher_*` and `alignment_*` (with several teachers `teacher_0_*` and
+            `alignment_0_*`) as the schema names them. A record without text has `sample_mask` 0.
 
         Raises:
-            InputError: A record cannot be used; the text names its place in the batch and why.
+            InputError: A record cannot be used; the text names its index in the batch and the reason.
         """
+        columns = self.padded(batch)
+        return BatchedDataDict(schema.without_numbers(columns)) if self._teacher_count == 1 else columns
+
+    def padded(self, batch: Sequence[Mapping[str, Any]]) -> Batch:
+        """Collate records into padded columns as the call does, with every teacher's columns numbered."""
         values, mask = [], []
-        for place, record in enumerate(batch):
+        for index, record in enumerate(batch):
             value, reason = _usable(record)
             if value is None and not _is_empty(record):
-                raise InputError(f"record {place} of the batch: {reason}")
+                raise InputError(f"record {index} of the batch: {reason}")
             values.append(value or {"text": ""})
             mask.append(float(record.get("loss_multiplier", 1.0)) if value else 0.0)
-        sides, reasons = self._tokenize(values)
-        for place, reason in reasons.items():
-            raise InputError(f"record {place} of the batch: {reason}")
+        sides, refused = self._tokenize(values)
+        for index, reason in refused.items():
+            raise InputError(f"record {index} of the batch: {reason}")
         columns = self._columns(values, sides, padded=True)
-        columns["sample_mask"] = torch.tensor(mask, dtype=torch.float32)
+        columns[schema.SAMPLE_MASK.name] = torch.tensor(mask, dtype=torch.float32)
         return columns
 
-    def rows(self, batch: Sequence[Mapping[str, Any]], counts: Counts | None = None) -> list[CollatedRow | RefusedRow]:
-        """Collate records into rows of their own lengths, one result per record.
+    def rows(self, batch: Sequence[Mapping[str, Any]], counts: Counts | None = None) -> CollatedRows:
+        """Collate records into rows of their own lengths.
 
         Args:
             batch: Records.
             counts: Makes further `[B]` columns from the padded batch (`loss_counts`).
         """
         checked = [_usable(record) for record in batch]
-        refused: dict[int, str] = {place: reason for place, (value, reason) in enumerate(checked) if value is None}
-        places = [place for place in range(len(batch)) if place not in refused]
-        values = [value for value, _ in checked if value is not None]
-        sides, reasons = self._tokenize(values)
-        refused |= {places[at]: reason for at, reason in reasons.items()}
-        good = [at for at in range(len(values)) if at not in reasons]
-        results: list[CollatedRow | RefusedRow] = [RefusedRow(refused.get(place, "")) for place in range(len(batch))]
-        if good:
-            kept = [[side[at] for at in good] for side in sides]
-            columns = self._columns([values[at] for at in good], kept, padded=False)
-            columns["sample_mask"] = torch.tensor(
-                [float(batch[places[at]].get("loss_multiplier", 1.0)) for at in good], dtype=torch.float32
-            )
-            columns.update(counts(columns) if counts is not None else {})
-            for row, fields in enumerate(self._split(columns, len(good))):
-                results[places[good[row]]] = CollatedRow(fields, bool(fields[schema.TRUNCATED.name]))
-        return results
+        refused = {index: reason for index, (value, reason) in enumerate(checked) if value is None}
+        usable = [(index, value) for index, (value, _) in enumerate(checked) if value is not None]
+        sides, reasons = self._tokenize([value for _, value in usable])
+        refused |= {usable[at][0]: reason for at, reason in reasons.items()}
+        good = [at for at in range(len(usable)) if at not in reasons]
+        if not good:
+            return CollatedRows([], {}, refused)
+        records = [usable[at][0] for at in good]
+        kept = [[side[at] for at in good] for side in sides]
+        columns = self._columns([usable[at][1] for at in good], kept, padded=False)
+        weights = [float(batch[index].get("loss_multiplier", 1.0)) for index in records]
+        columns[schema.SAMPLE_MASK.name] = torch.tensor(weights, dtype=torch.float32)
+        if counts is not None:
+            columns.update(counts(columns))
+        return CollatedRows(records, self._unpadded(columns), refused)
 
     @staticmethod
     def _tokenize_batch(
@@ -188,36 +202,43 @@ class CrossTokenizerCollator:
             Token ids and attention mask.
         """
         side = _Side(TextTokenizer(tokenizer, "tokenizer"), ctx_length, make_seq_div_by)
-        cut = [ids[:ctx_length] for ids in side.text.encode(texts, specials=True)]
-        ids = _padded(cut, side.width, side.text.pad_id)
-        return ids, _padded([np.ones_like(row) for row in cut], side.width, 0)
+        rows = [_cut(side, ids, np.ones_like(ids)) for ids in side.text.encode(texts, specials=True)]
+        ids, mask, _ = _stack(side, rows, side.width)
+        return ids, mask
 
     def _tokenize(self, values: Sequence[Mapping[str, Any]]) -> tuple[list[list[_Tokens]], dict[int, str]]:
-        """Every side's tokens of every record, and why some have none."""
+        """Tokenize records on every side.
+
+        Returns:
+            Per side (the student's first) the tokens of every record, and by index the reason why one has none.
+        """
         sides = [self._student, *(side for _, side in self._teachers)]
         none = np.zeros(0, dtype=np.int64)
         tokens = [[_Tokens(none, none, cut=False)] * len(values) for _ in sides]
-        reasons: dict[int, str] = {}
-        plain = [at for at, value in enumerate(values) if "text" in value]
-        for side, found in zip(sides, tokens, strict=True):
-            encoded = side.text.encode([values[at]["text"] for at in plain], specials=True)
-            for at, ids in zip(plain, encoded, strict=True):
-                found[at] = self._close(side, ids, np.ones_like(ids))
-        for at, value in enumerate(values):
+        refused: dict[int, str] = {}
+        plain = [index for index, value in enumerate(values) if "text" in value]
+        for side, of_side in zip(sides, tokens, strict=True):
+            encoded = side.text.encode([values[index]["text"] for index in plain], specials=True)
+            for index, ids in zip(plain, encoded, strict=True):
+                of_side[index] = self._close(side, ids, np.ones_like(ids))
+        for index, value in enumerate(values):
             if "completion" in value:
-                for side, found in zip(sides, tokens, strict=True):
+                for side, of_side in zip(sides, tokens, strict=True):
                     prompt, rest = side.text.begin(value["prompt"]), side.text.proceed(value["completion"])
                     learn = np.r_[np.zeros_like(prompt), np.ones_like(rest)]
-                    found[at] = self._close(side, np.r_[prompt, rest], learn)
+                    of_side[index] = self._close(side, np.r_[prompt, rest], learn)
             elif "messages" in value:
                 try:
-                    for side, found, answer in zip(sides, tokens, _conversation(sides, value["messages"]), strict=True):
-                        found[at] = _cut(side, *answer)
+                    rendered = _conversation(sides, value["messages"])
                 except ConversationError as error:
-                    reasons[at] = str(error)
-        return tokens, reasons
+                    refused[index] = str(error)
+                    continue
+                for side, of_side, (ids, learn) in zip(sides, tokens, rendered, strict=True):
+                    of_side[index] = _cut(side, ids, learn)
+        return tokens, refused
 
     def _close(self, side: _Side, ids: np.ndarray, learn: np.ndarray) -> _Tokens:
+        """Append the end-of-text token to a text that fits its context, and cut one that does not."""
         eos = side.text.eos_id
         fits = len(ids) < side.context
         if self.append_eos and fits and eos is not None and (not len(ids) or ids[-1] != eos):
@@ -225,8 +246,18 @@ class CrossTokenizerCollator:
         return _cut(side, ids, learn)
 
     def _columns(self, values: Sequence[Mapping[str, Any]], sides: Sequence[list[_Tokens]], *, padded: bool) -> Batch:
-        student = sides[0]
-        ids, mask, lengths = _stack(self._student, student, padded)
+        """Pad every side's tokens and align them.
+
+        Args:
+            values: `B` records.
+            sides: Per side the records' tokens.
+            padded: Pad to the context length; otherwise to the longest row of the batch.
+        """
+
+        def stack(side: _Side, rows: Sequence[_Tokens]) -> tuple[Tensor, Tensor, Tensor]:
+            return _stack(side, rows, side.width if padded else max((len(row.ids) for row in rows), default=0))
+
+        ids, mask, lengths = stack(self._student, sides[0])
         truncated = np.array([any(side[row].cut for side in sides) for row in range(len(values))], dtype=bool)
         columns: Batch = BatchedDataDict(
             {
@@ -238,7 +269,7 @@ class CrossTokenizerCollator:
         )
         texts = [_learnt_text(value) for value in values]
         for (index, side), tokens in zip(self._teachers, sides[1:], strict=True):
-            teacher_ids, teacher_mask, teacher_lengths = _stack(side, tokens, padded)
+            teacher_ids, teacher_mask, teacher_lengths = stack(side, tokens)
             columns[schema.field_name(schema.TEACHER_INPUT_IDS, index)] = teacher_ids
             columns[schema.field_name(schema.TEACHER_INPUT_LENGTHS, index)] = teacher_lengths
             columns[schema.field_name(schema.TEACHER_TOKEN_MASK, index)] = teacher_mask
@@ -249,41 +280,40 @@ class CrossTokenizerCollator:
             columns.update(aligned.flat(index))
         return columns
 
-    def _split(self, columns: Mapping[str, Tensor], rows: int) -> list[dict[str, np.ndarray]]:
-        """The rows of padded columns, each cut to its own lengths."""
-        arrays = {name: column.numpy() for name, column in columns.items()}
-        student = arrays[schema.INPUT_LENGTHS.name].tolist()
-        sizes: dict[str, list[int]] = {}
-        for field in schema.STUDENT_FIELDS:
-            sizes[field.name] = student
+    def _unpadded(self, batch: Mapping[str, Tensor]) -> dict[str, Column]:
+        """Return the columns of a padded batch without its padding: one copy of each, one set of offsets per axis."""
+        lengths = {("student", None): batch[schema.INPUT_LENGTHS.name].tolist()}
         for index, _ in self._teachers:
-            teacher = arrays[schema.field_name(schema.TEACHER_INPUT_LENGTHS, index)].tolist()
-            pairs = arrays[schema.field_name(schema.NUM_CHUNKS, index)].tolist()
-            for field in (*schema.TEACHER_FIELDS, *schema.ALIGNMENT_FIELDS):
-                by_axis = {"student": student, "teacher": teacher, "pair": pairs, "sample": student}
-                sizes[schema.field_name(field, index)] = by_axis[field.axis]
-        return [
-            {
-                name: array[row, : sizes[name][row]] if array.ndim == 2 else array[row, ...]
-                for name, array in arrays.items()
-            }
-            for row in range(rows)
-        ]
+            lengths["student", index] = lengths["student", None]
+            lengths["teacher", index] = batch[schema.field_name(schema.TEACHER_INPUT_LENGTHS, index)].tolist()
+            lengths["pair", index] = batch[schema.field_name(schema.NUM_CHUNKS, index)].tolist()
+        offsets = {axis: offsets_from_lengths(of_axis) for axis, of_axis in lengths.items()}
+        axes = schema.axis_of(self._teacher_count)
+        columns = {}
+        for name, column in batch.items():
+            axis, array = axes[name], column.numpy()
+            if axis[0] == "sample":
+                columns[name] = Column("dense", str(array.dtype), len(array), (), bytes_view(array.data))
+                continue
+            values = np.concatenate([row[:length] for row, length in zip(array, lengths[axis], strict=True)])
+            view = bytes_view(values.data) if values.size else memoryview(b"")  # an empty array cannot be cast
+            columns[name] = Column("jagged", str(array.dtype), len(array), (), view, offsets[axis])
+        return columns
 
 
 def loss_counts(config: LossConfig, same_tokenizer: Sequence[bool]) -> Counts:
-    """The function that counts `ce_tokens` and, per teacher with its own tokenizer, `kd_chunks` of a padded batch.
+    """Return a function that counts `ce_tokens` and, per teacher with its own tokenizer, `kd_chunks` of a batch.
 
     Args:
         config: The run's loss settings.
-        same_tokenizer: Per teacher of the run, whether it shares the student's tokenizer.
+        same_tokenizer: Per teacher of the run, True if it shares the student's tokenizer.
     """
     from xtoken_core.losses.masks import ce_token_counts, kd_chunk_counts
 
     def counts(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         found = {schema.CE_TOKENS.name: ce_token_counts(batch[schema.TOKEN_MASK.name])}
-        for place, index in enumerate(schema.teacher_indices(len(same_tokenizer))):
-            if not same_tokenizer[place]:
+        for index, same in enumerate(same_tokenizer):
+            if not same:
                 aligned = alignment_from_flat_batch(batch, index)
                 found[schema.field_name(schema.KD_CHUNKS, index)] = kd_chunk_counts(
                     aligned.student_chunk_id,
@@ -291,7 +321,7 @@ def loss_counts(config: LossConfig, same_tokenizer: Sequence[bool]) -> Counts:
                     aligned.pair_valid,
                     aligned.pair_is_correct,
                     config,
-                    teacher=place,
+                    teacher=index,
                 )
         return found
 
@@ -299,7 +329,7 @@ def loss_counts(config: LossConfig, same_tokenizer: Sequence[bool]) -> Counts:
 
 
 def _conversation(sides: Sequence[_Side], messages: Sequence[Mapping[str, Any]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Every side's ids and learn mask; an answer counts only if every side's template shows it."""
+    """Return every side's ids and learn mask; an answer is trained on only if every side's template shows it."""
     rendered = [side.text.render(messages) for side in sides]
     shared = sorted(set.intersection(*(set(spans) for _, spans in rendered)))
     if not shared:
@@ -311,7 +341,7 @@ def _conversation(sides: Sequence[_Side], messages: Sequence[Mapping[str, Any]])
 
 
 def _learnt_text(value: Mapping[str, Any]) -> str | None:
-    """The text that is aligned, where it is one stretch."""
+    """Return the text that is aligned, if it is one stretch."""
     if "text" in value or "completion" in value:
         return str(value.get("text", value.get("completion")))
     answers = [str(m["content"]).strip() for m in value["messages"] if m["role"] == "assistant"]
@@ -334,8 +364,8 @@ def _cut(side: _Side, ids: np.ndarray, learn: np.ndarray) -> _Tokens:
     return _Tokens(ids[: side.context], learn[: side.context], len(ids) > side.context)
 
 
-def _stack(side: _Side, tokens: Sequence[_Tokens], padded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    width = side.width if padded else max((len(row.ids) for row in tokens), default=0)
+def _stack(side: _Side, tokens: Sequence[_Tokens], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids and mask `[B, width]`, padded on the right, and lengths `[B]`, all int64."""
     ids = _padded([row.ids for row in tokens], width, side.text.pad_id)
     learn = _padded([row.learn for row in tokens], width, 0)
     return ids, learn, torch.tensor([len(row.ids) for row in tokens], dtype=torch.int64)

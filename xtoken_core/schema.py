@@ -1,14 +1,17 @@
 """Names, dtypes and pad values of every field of a sample: the one place.
 
-A field is a column of the transfer queue. Per-token fields are jagged (one length per row), the others dense.
-With several teachers each teacher's fields carry its index: `teacher_input_ids` becomes `teacher_0_input_ids`.
+A field is a column of the queue. Per-token and per-pair fields are jagged (one length per row), the others dense.
+Each teacher's columns carry its number: `teacher_0_input_ids`. Only at the public edge (`CrossTokenizerCollator`,
+`alignment_from_flat_batch`, `rebuild_teacher_full_logits_from_ipc`, the loss) has a single teacher the plain names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
+
+V = TypeVar("V")
 
 Axis = Literal["student", "teacher", "pair", "sample"]
 """What a field has one value for: a student token, a teacher token, an aligned pair (chunk) or a sample."""
@@ -19,11 +22,11 @@ class Field:
     """One column.
 
     Attributes:
-        name: Its name for a run with a single, unindexed teacher.
+        name: Its name, without a teacher's number.
         dtype: `int64`, `bool` or `float32`.
         axis: What it has one value for.
         pad: The value that fills a padded row.
-        per_teacher: Whether every teacher has its own.
+        per_teacher: Every teacher has its own column.
     """
 
     name: str
@@ -53,12 +56,12 @@ NUM_CHUNKS = Field("alignment_num_chunks", "int64", "sample", per_teacher=True)
 CE_TOKENS = Field("ce_tokens", "int64", "sample")
 """Next-token targets of the row: its share of the step's cross-entropy denominator."""
 TRUNCATED = Field("truncated", "bool", "sample", False)
-"""Whether the document was longer than a context and was cut on some side."""
+"""The document was longer than a context and was cut on some side."""
 KD_CHUNKS = Field("kd_chunks", "int64", "sample", per_teacher=True)
 """Chunks valid after the next-token shift under the run's loss settings: its share of the KD denominator."""
 
 TEACHER_LOGITS = Field("teacher_full_logits_ipc", "object", "sample", per_teacher=True)
-"""Where the teacher's logits of the row are: `{ring, slot, row, generation}`. Volatile."""
+"""Reference to the teacher's logits of the row: `{ring, slot, row, generation}`. Volatile."""
 
 TEACHER_HIDDEN = Field("teacher_hidden_states", "float32", "teacher", per_teacher=True)
 """Signal `queue`: the hidden states of the row, padding included, in the teacher's dtype. Volatile."""
@@ -78,8 +81,15 @@ ALIGNMENT_FIELDS = (
 )
 
 
+PER_TEACHER = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS, TEACHER_LOGITS, TEACHER_HIDDEN, TEACHER_MAXIMA)
+
+
 def field_name(field: Field, teacher: int | None = None) -> str:
-    """The column's name for one teacher: unindexed when `teacher` is None.
+    """Return the name of a column.
+
+    Args:
+        field: The field.
+        teacher: Number of the teacher whose column it is; None: the plain name.
 
     >>> field_name(TEACHER_INPUT_IDS), field_name(TEACHER_INPUT_IDS, 1), field_name(NUM_CHUNKS, 0)
     ('teacher_input_ids', 'teacher_1_input_ids', 'alignment_0_num_chunks')
@@ -94,39 +104,55 @@ def field_name(field: Field, teacher: int | None = None) -> str:
     return f"{field.name}_{teacher}"
 
 
-def teacher_indices(teachers: int) -> tuple[int | None, ...]:
-    """The index each teacher's fields carry: `(None,)` for a single teacher, else `0 .. teachers - 1`."""
-    return (None,) if teachers == 1 else tuple(range(teachers))
+_NUMBERED = {field.name: field_name(field, 0) for field in PER_TEACHER}
+_PLAIN = {numbered: plain for plain, numbered in _NUMBERED.items()}
 
 
-def teacher_fields(index: int | None) -> tuple[str, ...]:
-    """The columns that a teacher with a tokenizer of its own adds to a row."""
-    return tuple(field_name(f, index) for f in (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS))
+def with_numbers(columns: Mapping[str, V]) -> dict[str, V]:
+    """Return a batch with a single teacher's columns under teacher 0's names; others stay as they are.
+
+    >>> with_numbers({"input_ids": 1, "teacher_input_ids": 2, "teacher_1_input_ids": 3})
+    {'input_ids': 1, 'teacher_0_input_ids': 2, 'teacher_1_input_ids': 3}
+    """
+    return {_NUMBERED.get(name, name): column for name, column in columns.items()}
+
+
+def without_numbers(columns: Mapping[str, V]) -> dict[str, V]:
+    """Return a batch of one teacher with its columns under the plain names: the inverse of `with_numbers`."""
+    return {_PLAIN.get(name, name): column for name, column in columns.items()}
+
+
+def teacher_indices(teachers: int) -> tuple[int, ...]:
+    """Return the number that each teacher's columns carry."""
+    return tuple(range(teachers))
+
+
+def teacher_fields(teacher: int) -> tuple[str, ...]:
+    """Return the columns that a teacher with a tokenizer of its own adds to a row."""
+    return tuple(field_name(f, teacher) for f in (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS))
 
 
 def run_fields(same_tokenizer: Sequence[bool]) -> tuple[str, ...]:
-    """The columns of a run's rows.
+    """Return the columns of a run's rows.
 
     Args:
-        same_tokenizer: Per teacher, whether it shares the student's tokenizer and so adds no column.
+        same_tokenizer: Per teacher, True if it shares the student's tokenizer and so adds no column.
     """
     own = [field.name for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED)]
-    indices = teacher_indices(len(same_tokenizer))
-    added = [teacher_fields(i) for i, same in zip(indices, same_tokenizer, strict=True) if not same]
+    added = [teacher_fields(teacher) for teacher, same in enumerate(same_tokenizer) if not same]
     return (*own, *(name for names in added for name in names))
 
 
 def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
-    """For every column of such a run, by name: what it has one value for, and which teacher it belongs to."""
-    fields = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
-    return {
-        field_name(f, i): (f.axis, place if f.per_teacher else None)
-        for f in fields
-        for place, i in enumerate(teacher_indices(teachers))
-    }
+    """Return for every column of such a run what it has one value for, and the teacher it belongs to."""
+    own = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED)
+    per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
+    axes: dict[str, tuple[Axis, int | None]] = {field.name: (field.axis, None) for field in own}
+    axes.update({field_name(f, teacher): (f.axis, teacher) for f in per_teacher for teacher in range(teachers)})
+    return axes
 
 
 def pad_values(teachers: int) -> dict[str, int | float | bool]:
-    """The pad value of every column of such a run, by name (token ids are padded by their tokenizer's own id)."""
+    """Return the pad value of every column of such a run (token ids are padded by their tokenizer's own id)."""
     fields = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
-    return {field_name(f, i): f.pad for f in fields for i in teacher_indices(teachers)}
+    return {field_name(field, teacher): field.pad for field in fields for teacher in range(teachers)}

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import NoReturn
-
-import numpy as np
 
 from services.common.resolve import open_index
 from services.common.tokenizers import load_tokenizer
 from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
-from xtoken_core.collate import CollatedRow, CrossTokenizerCollator, loss_counts
+from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.dataset import BadRecord, DataIndex, record_at
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.queue.run.protocol import COLLATOR, SUPERVISOR
-from xtoken_core.wire import Column, QueueError
-from xtoken_core.wire.columns import Kind, bytes_view, offsets_from_lengths
+from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block
 
 log = logging.getLogger("xtoken.collator")
@@ -94,16 +90,27 @@ class CollatorLoop:
                 log.info("%s", error)
 
     def _collate(self, block: Block) -> None:
-        data = self.run.spec.data
+        run = self.run
         positions = range(block.first, block.first + block.count)
         numbers = [
-            record_at(p, records=self.run.records, seed=self.run.spec.seed, shuffle=data.shuffle) for p in positions
+            record_at(p, records=run.records, seed=run.spec.seed, shuffle=run.spec.data.shuffle) for p in positions
         ]
-        rows, tombstones = self._rows(positions, numbers)
-        if tombstones and data.on_bad_record == "fail":
+        readable, tombstones = [], {}
+        for position, record in zip(positions, self.index.read(numbers), strict=True):
+            if isinstance(record, BadRecord):
+                tombstones[position] = f"{record.place}: {record.reason}"[:MAX_REASON]
+            else:
+                readable.append((position, record))
+        rows = self.collator.rows([record.value for _, record in readable], self.counts)
+        for index, reason in rows.refused.items():
+            position, record = readable[index]
+            tombstones[position] = f"{self.index.place(record.number)}: {reason}"[:MAX_REASON]
+        for position, reason in tombstones.items():
+            log.warning("position %d is skipped: %s", position, reason)
+        if tombstones and run.spec.data.on_bad_record == "fail":
             position, reason = next(iter(tombstones.items()))
             self._fail(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
-        self.queue.put_block(block.lease, list(rows), columns_of(list(rows.values())), tombstones)
+        self.queue.put_block(block.lease, [readable[index][0] for index in rows.records], rows.columns, tombstones)
         self.worker.alive(1)
 
     def _fail(self, reason: str) -> NoReturn:
@@ -118,35 +125,3 @@ class CollatorLoop:
         if not any(session["role"] == SUPERVISOR and not session["ended"] for session in sessions):
             self.queue.give_up(reason)
         raise InputError(reason)
-
-    def _rows(self, positions: Sequence[int], numbers: Sequence[int]) -> tuple[dict[int, CollatedRow], dict[int, str]]:
-        """Rows by position, and the reason of every position that has none."""
-        rows: dict[int, CollatedRow] = {}
-        tombstones: dict[int, str] = {}
-        readable = []
-        for position, record in zip(positions, self.index.read(numbers), strict=True):
-            if isinstance(record, BadRecord):
-                tombstones[position] = f"{record.place}: {record.reason}"[:MAX_REASON]
-            else:
-                readable.append((position, record))
-        results = self.collator.rows([record.value for _, record in readable], self.counts)
-        for (position, record), result in zip(readable, results, strict=True):
-            if isinstance(result, CollatedRow):
-                rows[position] = result
-            else:
-                tombstones[position] = f"{self.index.place(record.number)}: {result.reason}"[:MAX_REASON]
-        for position, reason in tombstones.items():
-            log.warning("position %d is skipped: %s", position, reason)
-        return rows, tombstones
-
-
-def columns_of(rows: Sequence[CollatedRow]) -> dict[str, Column]:
-    """The rows as columns for the queue: jagged where a row has a length of its own, dense otherwise."""
-    columns = {}
-    for name in rows[0].fields if rows else ():
-        parts = [row.fields[name] for row in rows]
-        values = np.concatenate([np.atleast_1d(part) for part in parts])
-        offsets = offsets_from_lengths([len(part) for part in parts]) if parts[0].ndim else None
-        kind: Kind = "jagged" if offsets is not None else "dense"
-        columns[name] = Column(kind, str(values.dtype), len(rows), (), bytes_view(values.data), offsets)
-    return columns

@@ -34,8 +34,8 @@ def padded_batch(
     teachers = len(widths) - 1
     axes, pads = schema.axis_of(teachers), dict(schema.pad_values(teachers))
     pads[schema.INPUT_IDS.name] = pad_ids[0]
-    for place, index in enumerate(schema.teacher_indices(teachers)):
-        pads[schema.field_name(schema.TEACHER_INPUT_IDS, index)] = pad_ids[place + 1]
+    for teacher, pad_id in enumerate(pad_ids[1:]):
+        pads[schema.field_name(schema.TEACHER_INPUT_IDS, teacher)] = pad_id
     batch: dict[str, Any] = {}
     by_width: dict[int, dict[str, Column]] = {}
     for name, column in columns.items():

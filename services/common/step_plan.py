@@ -44,23 +44,19 @@ class StepPlan:
 
 def length_fields(run: ResolvedRun) -> list[str]:
     """The column with each side's lengths: the student's, then each teacher's."""
-    same = run.spec.same_tokenizer
     own = schema.INPUT_LENGTHS.name
-    indices = schema.teacher_indices(len(same))
     others = [
-        own if shared else schema.field_name(schema.TEACHER_INPUT_LENGTHS, index)
-        for index, shared in zip(indices, same, strict=True)
+        own if same else schema.field_name(schema.TEACHER_INPUT_LENGTHS, teacher)
+        for teacher, same in enumerate(run.spec.same_tokenizer)
     ]
     return [own, *others]
 
 
 def count_fields(run: ResolvedRun) -> list[str]:
     """The column with each teacher's share of its denominator."""
-    same = run.spec.same_tokenizer
-    indices = schema.teacher_indices(len(same))
     return [
-        schema.CE_TOKENS.name if shared else schema.field_name(schema.KD_CHUNKS, index)
-        for index, shared in zip(indices, same, strict=True)
+        schema.CE_TOKENS.name if same else schema.field_name(schema.KD_CHUNKS, teacher)
+        for teacher, same in enumerate(run.spec.same_tokenizer)
     ]
 
 

@@ -62,8 +62,7 @@ class TeacherLoop:
         self.teacher, self.rank, self.pad_id = teacher, rank, pad_id
         spec = self.run.spec
         shared = spec.same_tokenizer[teacher]
-        self.index = schema.teacher_indices(len(spec.teacher))[teacher]
-        self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, self.index)
+        self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
         self.shape = ring_shape(self.run, teacher)
         directory, width = spec.teacher[teacher].model, model.head.shape[0]
         if width != self.shape.head_width:
@@ -218,6 +217,6 @@ class TeacherLoop:
 
         def publish() -> None:
             ring.publish(slot, claimed.generation)
-            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.index))
+            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.teacher))
 
         pair.published.after(publish)

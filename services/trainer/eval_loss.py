@@ -62,14 +62,13 @@ class HeldOutLoss:
         count = loss_counts(spec.loss, spec.same_tokenizer)
         self.batches, counts = [], []
         for i in range(0, len(texts), rows):
-            self.batches.append(dict(collator(texts[i : i + rows])))
+            self.batches.append(dict(collator.padded(texts[i : i + rows])))
             counts.append(count(self.batches[-1]))
             progress()
-        indices = schema.teacher_indices(len(spec.teacher))
         self.tokens = sum(int(found[schema.CE_TOKENS.name].sum()) for found in counts)
         self.chunks = [
             self.tokens if same else sum(int(c[schema.field_name(schema.KD_CHUNKS, index)].sum()) for c in counts)
-            for index, same in zip(indices, spec.same_tokenizer, strict=True)
+            for index, same in enumerate(spec.same_tokenizer)
         ]
         self._selected: float | None = None
 
@@ -132,9 +131,7 @@ class HeldOutLoss:
     def _signals(self, teachers: Sequence[PreTrainedModel], tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Each teacher's logits of a batch."""
         signals = []
-        for index, same, teacher in zip(
-            schema.teacher_indices(len(teachers)), self.spec.same_tokenizer, teachers, strict=True
-        ):
+        for index, (same, teacher) in enumerate(zip(self.spec.same_tokenizer, teachers, strict=True)):
             ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)
             signals.append(teacher(input_ids=tensors[ids], use_cache=False).logits)
         return signals

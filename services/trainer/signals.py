@@ -15,14 +15,14 @@ from xtoken_core.transports.signal import (
 )
 
 
-def teacher_logits(data: Mapping[str, Any], teacher: int | None, device: torch.device) -> Logits:
+def teacher_logits(data: Mapping[str, Any], teacher: int, device: torch.device) -> Logits:
     """A micro-batch's teacher logits `[B, T_t, V_t]` on the student's device, or what gives them.
 
     They are a view of the teacher's memory where that is on the device itself; from another place they are copied once.
 
     Args:
         data: As for `rebuild_teacher_full_logits_from_ipc`.
-        teacher: The teacher's index; None for a single one.
+        teacher: The teacher's number.
         device: Where the loss is computed.
     """
     if not holds_hidden_states(data, teacher):

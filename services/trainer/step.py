@@ -166,8 +166,8 @@ class StepRunner:
         return Choices(of_batch, self.group.total(mine))
 
     def _signals(self, micro_batch: Received) -> list[Logits]:
-        indices = schema.teacher_indices(len(self.run.spec.teacher))
-        return [teacher_logits(micro_batch.data, index, self.student.device) for index in indices]
+        teachers = range(len(self.run.spec.teacher))
+        return [teacher_logits(micro_batch.data, teacher, self.student.device) for teacher in teachers]
 
     def _backward(
         self, step: StepPlan, micro_batch: Received, index: int, choices: Choices | None
@@ -214,10 +214,9 @@ class StepRunner:
             pad_ids=[self.pad_id] * len(batch.widths),
             dead_rows=[row for row, sample in enumerate(batch.ids) if sample in dead],
         )
-        indices = schema.teacher_indices(len(self.run.spec.teacher))
-        for index, same in zip(indices, self.run.spec.same_tokenizer, strict=True):
+        for teacher, same in enumerate(self.run.spec.same_tokenizer):
             if same:
-                data[schema.field_name(schema.TEACHER_INPUT_IDS, index)] = data[schema.INPUT_IDS.name]
+                data[schema.field_name(schema.TEACHER_INPUT_IDS, teacher)] = data[schema.INPUT_IDS.name]
         return data
 
 

@@ -207,7 +207,7 @@ class Run:
             found = run.claim_batch(rows.ids, [], rewinds=rewinds, wait_s=0.5)
             if found is None:
                 continue
-            for place in object_values(found[1]["teacher_full_logits_ipc"])[:1]:
+            for place in object_values(found[1]["teacher_0_full_logits_ipc"])[:1]:
                 run.release(place["ring"], place["slot"], place["generation"])
             if run.check_step(self.step, [], rewinds=rewinds):
                 return

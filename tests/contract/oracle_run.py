@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tests.contract.oracle import Oracle
 
 TEACH, TRAIN = "teacher_0", "train"
-SIGNAL = "teacher_full_logits_ipc"
+SIGNAL = "teacher_0_full_logits_ipc"
 SLOT_STATES = ("free", "filling", "full", "reading")
 
 

@@ -11,7 +11,7 @@ from tests.contract.peers import Place, ints
 from tests.contract.reference_client import RefusedError
 
 WAIT_S = 10.0
-SIGNAL = "teacher_full_logits_ipc"
+SIGNAL = "teacher_0_full_logits_ipc"
 
 
 def code_of(peer: Any, kind: str, **fields: Any) -> str:

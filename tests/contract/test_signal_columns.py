@@ -10,7 +10,7 @@ import pytest
 from tests.contract.peers import Place
 from tests.contract.test_run_calls import Run, code_of, opened
 
-HIDDEN, MAXIMA = "teacher_hidden_states", "teacher_column_maxima"
+HIDDEN, MAXIMA = "teacher_0_hidden_states", "teacher_0_column_maxima"
 WIDTH, H, V = 2, 3, 4
 
 

@@ -10,13 +10,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.collators import DEADLINE_S, CollatorCrew
+from tests.support.columns import row_of
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
-from xtoken_core.collate import CollatedRow, CrossTokenizerCollator
+from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import record_at
 
 RECORDS, EPOCHS = 5000, 2
-FIELDS = ["input_ids", "teacher_input_ids", "alignment_student_chunk_id"]
+FIELDS = ["input_ids", "teacher_0_input_ids", "alignment_0_student_chunk_id"]
 
 
 @pytest.fixture
@@ -42,7 +43,8 @@ def check_rows(crew: CollatorCrew, spec: RunSpec, texts: list[str]) -> None:
         ctx_length_student=spec.student.context_length,
         ctx_length_teacher=spec.teacher[0].context_length,
     )
-    expected = [row.fields for row in collator.rows([{"text": text} for text in texts]) if isinstance(row, CollatedRow)]
+    expected = collator.rows([{"text": text} for text in texts])
+    assert not expected.refused
     seen: list[int] = []
     for step in range(crew.positions // crew.samples_per_step):
         rows = crew.run.window(step, FIELDS, rewinds=crew.rewinds, wait_s=5.0)
@@ -53,7 +55,7 @@ def check_rows(crew: CollatorCrew, spec: RunSpec, texts: list[str]) -> None:
             parts = np.split(values, np.asarray(column.offsets)[1:-1])
             for position, part in zip(rows.ids, parts, strict=True):
                 record = record_at(position, records=len(texts), seed=spec.seed, shuffle=True)
-                assert np.array_equal(part, expected[record][name]), (position, name)
+                assert np.array_equal(part, row_of(expected.columns[name], record)), (position, name)
         seen += rows.ids
     assert seen == list(range(crew.positions))
 

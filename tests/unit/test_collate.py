@@ -6,9 +6,10 @@ import torch
 
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of
+from tests.support.columns import rows_of
 from xtoken_core import schema
 from xtoken_core.alignment import alignment_from_flat_batch
-from xtoken_core.collate import CollatedRow, CrossTokenizerCollator, RefusedRow, loss_counts
+from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import InputError
 
@@ -135,22 +136,22 @@ def test_lists_of_different_lengths_are_refused(student, teacher):
 
 def test_of_a_completion_only_the_completion_is_learnt_and_aligned(collator, student, teacher):
     record = {"prompt": "What is it? ", "completion": "the answer: 日本"}
-    row = collator.rows([record])[0].fields
+    (row,) = rows_of(collator.rows([record]).columns)
     aligner = aligner_of(student, teacher)
     ours = trained_text(student, aligner.student, row["input_ids"], row["token_mask"])
-    theirs = trained_text(teacher, aligner.teacher, row["teacher_input_ids"], row["teacher_token_mask"])
+    theirs = trained_text(teacher, aligner.teacher, row["teacher_0_input_ids"], row["teacher_0_token_mask"])
     assert ours == theirs == record["completion"]
-    assert (row["alignment_student_chunk_id"][row["token_mask"] == 0] == -1).all()
-    assert (row["alignment_student_chunk_id"][row["token_mask"] == 1] >= 0).all()
+    assert (row["alignment_0_student_chunk_id"][row["token_mask"] == 0] == -1).all()
+    assert (row["alignment_0_student_chunk_id"][row["token_mask"] == 1] >= 0).all()
     assert row["input_ids"][0] == student.bos_token_id
     assert row["input_ids"][-1] == student.eos_token_id and row["token_mask"][-1] == 1
 
 
 def test_of_a_conversation_only_the_answers_are_learnt_and_aligned(student, teacher):
     collator = several(student, teacher, ctx_length_student=200, ctx_length_teacher=[200, None, 200])
-    refused, fine = collator.rows([{"messages": CHAT}, {"text": "fine"}])
-    assert refused == RefusedRow("the teacher 2's tokenizer has no chat template: it cannot take messages")
-    assert isinstance(fine, CollatedRow)
+    rows = collator.rows([{"messages": CHAT}, {"text": "fine"}])
+    assert rows.refused == {0: "the teacher 2's tokenizer has no chat template: it cannot take messages"}
+    assert rows.records == [1]
     with pytest.raises(InputError, match="record 0 of the batch: the teacher 2's tokenizer has no chat template"):
         collator([{"messages": CHAT}])
     collator = CrossTokenizerCollator(
@@ -160,60 +161,60 @@ def test_of_a_conversation_only_the_answers_are_learnt_and_aligned(student, teac
         ctx_length_student=200,
         ctx_length_teacher=200,
     )
-    row = collator.rows([{"messages": CHAT}])[0].fields
+    (row,) = rows_of(collator.rows([{"messages": CHAT}]).columns)
     aligner = aligner_of(student, teacher)
     ours = trained_text(student, aligner.student, row["input_ids"], row["token_mask"])
-    theirs = trained_text(teacher, aligner.teacher, row["teacher_input_ids"], row["teacher_token_mask"])
+    theirs = trained_text(teacher, aligner.teacher, row["teacher_0_input_ids"], row["teacher_0_token_mask"])
     assert theirs == "hello there, héllo 日本again"
     assert ours == " hello there, héllo 日本 again"  # with the space before each answer that belongs to its word
-    assert row["alignment_pair_is_correct"].all() and row["alignment_num_chunks"] > 8
+    assert row["alignment_0_pair_is_correct"].all() and row["alignment_0_num_chunks"] > 8
     rendered = teacher.apply_chat_template(CHAT, tokenize=False)
-    assert aligner.teacher.spell(row["teacher_input_ids"]).decode() == rendered.replace("<|im_start|>", "").replace(
+    assert aligner.teacher.spell(row["teacher_0_input_ids"]).decode() == rendered.replace("<|im_start|>", "").replace(
         "<|im_end|>", ""
     )
 
 
 def test_a_conversation_without_an_answer_is_refused(collator):
     result = collator.rows([{"messages": CHAT[:1]}, {"text": "fine"}])
-    assert result[0] == RefusedRow("no assistant message that every chat template shows as it is")
-    assert isinstance(result[1], CollatedRow)
+    assert result.refused == {0: "no assistant message that every chat template shows as it is"}
+    assert result.records == [1]
 
 
 def test_rows_have_their_own_lengths_and_all_columns(student, teacher):
     collator = several(student, teacher)
     same = (False, True, False)
     records = [{"text": text} for text in v.TEXTS.values()]
-    rows = collator.rows(records, loss_counts(LossConfig(), same))
+    rows = rows_of(collator.rows(records, loss_counts(LossConfig(), same)).columns)
     padded = collator(records)
+    assert len(rows) == len(records)
     for at, row in enumerate(rows):
-        assert set(row.fields) == set(schema.run_fields(same))
-        assert row.truncated == bool(padded["truncated"][at])
+        assert set(row) == set(schema.run_fields(same))
         for name, (axis, place) in schema.axis_of(3).items():
-            if name not in row.fields:
+            if name not in row:
                 continue
-            value = row.fields[name]
+            value = row[name]
             length = {
-                "student": row.fields["input_lengths"],
-                "teacher": row.fields.get(f"teacher_{place}_input_lengths"),
-                "pair": row.fields.get(f"alignment_{place}_num_chunks"),
+                "student": row["input_lengths"],
+                "teacher": row.get(f"teacher_{place}_input_lengths"),
+                "pair": row.get(f"alignment_{place}_num_chunks"),
             }.get(axis)
             assert value.shape == (() if axis == "sample" else (int(length),)), name
             if name in padded:
                 whole = padded[name][at].numpy()
                 assert np.array_equal(value, whole if axis == "sample" else whole[: int(length)]), name
-        assert row.fields["ce_tokens"] == row.fields["input_lengths"] - 1
-        assert 0 < row.fields["kd_chunks_0"] <= row.fields["alignment_0_num_chunks"]
+        assert row["ce_tokens"] == row["input_lengths"] - 1
+        assert 0 < row["kd_chunks_0"] <= row["alignment_0_num_chunks"]
 
 
 def test_rows_do_not_depend_on_their_company(student, teacher):
     collator = several(student, teacher)
     counts = loss_counts(LossConfig(), (False, True, False))
     records = [{"text": text} for text in v.TEXTS.values()]
-    together = collator.rows(records, counts)
+    together = rows_of(collator.rows(records, counts).columns)
     for record, row in zip(records, together, strict=True):
-        (alone,) = collator.rows([record], counts)
-        assert alone.fields.keys() == row.fields.keys()
-        assert all(np.array_equal(alone.fields[name], value) for name, value in row.fields.items())
+        (alone,) = rows_of(collator.rows([record], counts).columns)
+        assert alone.keys() == row.keys()
+        assert all(np.array_equal(alone[name], value) for name, value in row.items())
 
 
 @pytest.mark.parametrize(
@@ -231,9 +232,10 @@ def test_rows_do_not_depend_on_their_company(student, teacher):
     ids=["empty", "blank", "missing", "number", "not UTF-8", "surrogate", "no completion", "no message"],
 )
 def test_a_bad_record_has_a_reason_and_harms_no_other(collator, record, reason):
-    good, bad, again = collator.rows([{"text": "good"}, record, {"text": "good"}])
-    assert isinstance(bad, RefusedRow) and reason in bad.reason
-    assert np.array_equal(good.fields["input_ids"], again.fields["input_ids"])
+    rows = collator.rows([{"text": "good"}, record, {"text": "good"}])
+    assert rows.records == [0, 2] and reason in rows.refused[1]
+    good, again = rows_of(rows.columns)
+    assert np.array_equal(good["input_ids"], again["input_ids"])
 
 
 def test_in_a_padded_batch_an_empty_text_is_masked_and_other_bad_records_are_named(collator):
@@ -244,4 +246,26 @@ def test_in_a_padded_batch_an_empty_text_is_masked_and_other_bad_records_are_nam
 
 
 def test_no_records_make_no_rows(collator):
-    assert collator.rows([]) == []
+    rows = collator.rows([])
+    assert (rows.records, rows.columns, rows.refused) == ([], {}, {})
+
+
+def test_rows_without_a_chunk(student, teacher):
+    """A text of which a context leaves no common boundary."""
+    collator = CrossTokenizerCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=teacher,
+        aligner=aligner_of(student, teacher),
+        ctx_length_student=0,
+        ctx_length_teacher=1,
+    )
+    (row,) = rows_of(collator.rows([{"text": "hello"}]).columns)
+    assert row["alignment_0_num_chunks"] == 0
+    assert row["alignment_0_pair_valid"].size == row["input_ids"].size == 0
+
+
+def test_a_single_teacher_is_numbered_inside_only(collator):
+    assert schema.without_numbers(collator.padded([{"text": "a"}])).keys() == collator([{"text": "a"}]).keys()
+    assert set(collator.rows([{"text": "a"}], loss_counts(LossConfig(), (False,))).columns) == set(
+        schema.run_fields((False,))
+    )

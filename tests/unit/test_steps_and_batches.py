@@ -10,18 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from services.collator.main import columns_of
 from services.common.padding import padded_batch
 from services.common.step_plan import plan_fields, plan_step
+from tests.support.columns import columns_of
 from tests.support.runs import resolved_run
 from xtoken_core import schema
-from xtoken_core.collate import CollatedRow
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.run_client import StepRows
 from xtoken_core.plan import RowLengths, plan
 
 
-def row(student: int, teacher: int, chunks: int, *, teachers: int = 1) -> CollatedRow:
+def row(student: int, teacher: int, chunks: int, *, teachers: int = 1) -> dict[str, np.ndarray]:
     """A row whose values tell their place."""
     fields = {
         "input_ids": np.arange(1, student + 1),
@@ -31,7 +30,7 @@ def row(student: int, teacher: int, chunks: int, *, teachers: int = 1) -> Collat
         "ce_tokens": np.array(student - 1),
         "truncated": np.array(student > 20),
     }
-    for index in schema.teacher_indices(teachers):
+    for index in range(teachers):
         name = schema.field_name
         fields |= {
             name(schema.TEACHER_INPUT_IDS, index): np.arange(1, teacher + 1) * 10,
@@ -40,10 +39,10 @@ def row(student: int, teacher: int, chunks: int, *, teachers: int = 1) -> Collat
             name(schema.PAIR_VALID, index): np.ones(chunks, dtype=bool),
             name(schema.KD_CHUNKS, index): np.array(chunks),
         }
-    return CollatedRow(fields, student > 20)
+    return fields
 
 
-def step_rows(rows: dict[int, CollatedRow], *, skipped: list[int], dead: list[int]) -> StepRows:
+def step_rows(rows: dict[int, dict[str, np.ndarray]], *, skipped: list[int], dead: list[int]) -> StepRows:
     return StepRows(list(rows), skipped, dead, columns_of(list(rows.values())))
 
 

@@ -138,6 +138,7 @@ class CrossTokenizerDistillationLoss:
             InputError: A head is narrower than its vocabulary, or the number of teachers is wrong.
         """
         self._check_heads(student_logits, teacher_logits)
+        batch = schema.with_numbers(batch)
         frozen = [logits.detach() for logits in teacher_logits]
         denominators = self._denominators(global_valid_toks, global_valid_chunks)
         with torch.no_grad():
@@ -166,6 +167,7 @@ class CrossTokenizerDistillationLoss:
             rows: Most student positions of a block: memory grows with it, and larger matrix products are faster. None:
                 2,048, or half as many where a mode reads teachers' whole vocabularies.
         """
+        batch = schema.with_numbers(batch)
         mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]) > 0
         needed = torch.cat([mask, mask.new_zeros(mask.shape[0], 1)], dim=1)
         return packed_blocks(needed, self._extents(batch, teacher_widths), rows or self._block_rows)
@@ -189,6 +191,7 @@ class CrossTokenizerDistillationLoss:
             batch: As for the call.
             teacher_logits: As for the call.
         """
+        batch = schema.with_numbers(batch)
         sample_mask = batch[schema.SAMPLE_MASK.name]
         losses = [
             masked_cross_entropy(logits.detach(), *teacher_tokens(batch, part.teacher, part.index), sample_mask)

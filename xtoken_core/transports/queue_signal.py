@@ -80,7 +80,7 @@ class QueueRing(SignalRing):
             torch.cuda.synchronize()
         self._slots = None
 
-    def columns(self, slot: int, rows: int, width: int, teacher: int | None) -> dict[str, Column]:
+    def columns(self, slot: int, rows: int, width: int, teacher: int) -> dict[str, Column]:
         """The slot's rows as columns over its memory: jagged hidden states `[width, H]`, dense maxima `[V_t]`."""
         memory, shape = self._memory(), self.shape
         hidden = memory.tokens(slot, rows, width)
@@ -125,7 +125,7 @@ class OpenedQueueRing(OpenedRing):
         self._heads: dict[torch.device, Tensor] = {}
         self._held: dict[int, tuple[int, Tensor, Tensor | None]] = {}
 
-    def receive(self, slot: int, generation: int, columns: Mapping[str, Column], teacher: int | None) -> None:
+    def receive(self, slot: int, generation: int, columns: Mapping[str, Column], teacher: int) -> None:
         """Take a slot's columns, checked against the run's shape.
 
         Raises:
@@ -184,13 +184,13 @@ class OpenedQueueRing(OpenedRing):
         self._heads.clear()
 
 
-def take_columns(columns: MutableMapping[str, Column], teacher: int | None) -> dict[str, Column]:
+def take_columns(columns: MutableMapping[str, Column], teacher: int) -> dict[str, Column]:
     """Take one teacher's signal out of a claim's columns; empty where the signal lies in a ring that both see."""
     names = (field_name(TEACHER_HIDDEN, teacher), field_name(TEACHER_MAXIMA, teacher))
     return {name: columns.pop(name) for name in names if name in columns}
 
 
-def signal_columns(teachers: Sequence[int | None]) -> frozenset[str]:
+def signal_columns(teachers: Sequence[int]) -> frozenset[str]:
     """The names of every column that such a signal may have."""
     return frozenset(field_name(field, i) for i in teachers for field in (TEACHER_HIDDEN, TEACHER_MAXIMA))
 

@@ -74,7 +74,7 @@ class SignalRing(ABC):
         """The head, to be written once, before the ring is announced."""
         return self._memory().head()
 
-    def columns(self, slot: int, rows: int, width: int, teacher: int | None) -> dict[str, Column]:
+    def columns(self, slot: int, rows: int, width: int, teacher: int) -> dict[str, Column]:
         """What is sent along with the slot's `complete`: nothing where the student reads the slot itself."""
         del slot, rows, width, teacher
         return {}

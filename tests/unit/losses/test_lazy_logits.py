@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.losses.loss_cases import V_S, make_case
 from tests.unit.losses.test_vectors import CASES, batch_of, loss_of
+from xtoken_core import schema
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
@@ -61,7 +62,7 @@ def run(case, config, student, teachers, *, whole, rows=5, by_samples=False, **a
         arguments["blocks"] = loss_fn.token_blocks(case.batch, widths, rows=rows)
         if by_samples:
             shape = tuple(case.batch["input_ids"].shape)
-            extents = loss_fn._extents(case.batch, widths)
+            extents = loss_fn._extents(schema.with_numbers(case.batch), widths)
             arguments["blocks"] = blocks_of_samples(shape, extents, 2 * shape[1], torch.device("cpu"))
     loss, metrics = loss_fn(case.batch, head.logits() if whole else head, teachers, **arguments)
     loss.backward()
@@ -273,7 +274,7 @@ def test_blocks_hold_every_needed_position_once_and_cut_no_chunk(monkeypatch):
     loss_fn = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
     T_t = case.teacher_logits[0].shape[1]
     blocks = loss_fn.token_blocks(case.batch, [T_t], rows=8)
-    view, mask = loss_fn.losses[0].chunks(case.batch), case.batch["token_mask"]
+    view, mask = loss_fn.losses[0].chunks(schema.with_numbers(case.batch)), case.batch["token_mask"]
     B, T = mask.shape
     in_chunk = (view.student_chunk_id >= 0) & view.comparable.gather(1, view.student_chunk_id.clamp(min=0))
     needed = in_chunk | torch.cat([mask[:, 1:] > 0, torch.zeros(B, 1, dtype=torch.bool)], dim=1)

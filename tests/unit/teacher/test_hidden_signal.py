@@ -99,15 +99,15 @@ def through_queue():
     ring.slot_view(1, 3, 4).copy_(hidden)
     ring.maxima_view(1, 3).copy_(maxima)
     ring.publish(1, 4)
-    yield opened, ring.columns(1, 3, 4, None), head, hidden, maxima
+    yield opened, ring.columns(1, 3, 4, 0), head, hidden, maxima
     forget_ring(6)
     ring.close()
 
 
 def test_columns_carry_a_slot(through_queue):
     opened, columns, head, hidden, maxima = through_queue
-    assert set(columns) == {"teacher_hidden_states", "teacher_column_maxima"}
-    opened.receive(1, 4, columns, None)
+    assert set(columns) == {"teacher_0_hidden_states", "teacher_0_column_maxima"}
+    opened.receive(1, 4, columns, 0)
     signal = rebuild_teacher_hidden_from_ipc(data(slot_refs(6, 1, 4, 3)))
     assert torch.equal(signal.hidden, hidden) and torch.equal(signal.head, head[:5])
     assert torch.equal(signal.maxima, maxima)
@@ -134,7 +134,7 @@ def test_a_ring_through_the_queue_holds_slots_and_no_head(max_rows):
         if max_rows:
             ring.maxima_view(slot, 4).fill_(8.0 + slot)
     for slot in range(shape.slots):
-        columns = ring.columns(slot, 3, 4, None)
+        columns = ring.columns(slot, 3, 4, 0)
         values = [torch.frombuffer(column.values, dtype=torch.float32).unique().tolist() for column in columns.values()]
         assert values == [[1.0 + slot], *([[8.0 + slot]] if max_rows else [])]
     with pytest.raises(SignalError, match="no slot 2"):
@@ -162,7 +162,7 @@ BAD_HIDDEN = {
 def test_columns_that_do_not_fit_the_run_are_refused(through_queue, column):
     opened, columns, *_ = through_queue
     with pytest.raises(SignalError):
-        opened.receive(1, 4, {**columns, "teacher_hidden_states": column}, None)
+        opened.receive(1, 4, {**columns, "teacher_0_hidden_states": column}, 0)
     with pytest.raises(StaleSignalError):
         opened.check(1, 4)
 
@@ -171,9 +171,9 @@ def test_missing_columns_and_slots_are_refused(through_queue):
     opened, columns, *_ = through_queue
     for name in columns:
         with pytest.raises(SignalError, match=name):
-            opened.receive(1, 4, {other: column for other, column in columns.items() if other != name}, None)
+            opened.receive(1, 4, {other: column for other, column in columns.items() if other != name}, 0)
     with pytest.raises(SignalError, match="no slot 2"):
-        opened.receive(2, 4, columns, None)
+        opened.receive(2, 4, columns, 0)
 
 
 def test_a_head_of_another_shape_is_refused():
