@@ -282,9 +282,10 @@ class CrossTokenizerCollator:
 
     def _unpadded(self, batch: Mapping[str, Tensor]) -> dict[str, Column]:
         """Return the columns of a padded batch without its padding: one copy of each, one set of offsets per axis."""
-        lengths = {("student", None): batch[schema.INPUT_LENGTHS.name].tolist()}
+        student = batch[schema.INPUT_LENGTHS.name].tolist()
+        lengths: dict[tuple[schema.Axis, int | None], list[int]] = {("student", None): student}
         for index, _ in self._teachers:
-            lengths["student", index] = lengths["student", None]
+            lengths["student", index] = student
             lengths["teacher", index] = batch[schema.field_name(schema.TEACHER_INPUT_LENGTHS, index)].tolist()
             lengths["pair", index] = batch[schema.field_name(schema.NUM_CHUNKS, index)].tolist()
         offsets = {axis: offsets_from_lengths(of_axis) for axis, of_axis in lengths.items()}
