@@ -1,6 +1,7 @@
 """Write the reference pages that follow from the code.
 
-`configuration.md` from the models of a run, `cli.md` from the commands, `rest.md` from the control plane's OpenAPI.
+`configuration.md` from the models of a run, `cli.md` from the commands, `rest.md` from the control plane's OpenAPI, the
+index of `decisions.md` from its records.
 
 python docs/generate.py          write them
 python docs/generate.py --check  only say whether they are in step
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 import types
@@ -31,6 +33,7 @@ from services.control.runs import Runs  # noqa: E402
 from xtoken_core.config import RunSpec  # noqa: E402
 
 MAKE = "python docs/generate.py"
+INDEX_MARKS = "<!-- index: written by docs/generate.py -->", "<!-- end of index -->"
 
 CONFIGURATION = """# Configuration
 
@@ -318,7 +321,26 @@ def _json_default(schema: dict[str, Any]) -> str:
     return "-" if default is None or default in ("", []) else f"`{str(default).lower()}`"
 
 
-PAGES = {"configuration.md": configuration, "cli.md": cli, "rest.md": rest}
+def decisions() -> str:
+    """Return the decisions with their index, made from each record's heading and bold first sentence."""
+    page = (DOCS / "decisions.md").read_text(encoding="utf-8")
+    start, end = INDEX_MARKS
+    before, _, rest = page.partition(start)
+    _, _, after = rest.partition(end)
+    rows = [
+        f"| {number} | [{title}](#{anchor(f'{number}. {title}')}) | {' '.join(sentence.split())} |"
+        for number, title, sentence in re.findall(r"^## (\d+)\. (.+)\n\n\*\*([^*]+?)\.?\*\*", after, re.MULTILINE)
+    ]
+    index = "\n".join(["| | decision | in one sentence |", "|---|---|---|", *rows])
+    return f"{before}{start}\n{index}\n{end}{after}"
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+PAGES = {"configuration.md": configuration, "cli.md": cli, "rest.md": rest, "decisions.md": decisions}
 
 
 def out_of_step() -> list[str]:

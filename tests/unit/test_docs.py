@@ -57,6 +57,20 @@ def is_part(annotation: object) -> bool:
     return any(isinstance(part, type) and issubclass(part, Part) for part in inner)
 
 
+def test_decisions_are_numbered_and_indexed() -> None:
+    page = (ROOT / "docs/decisions.md").read_text("utf-8")
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert [heading.partition(". ")[0] for heading in headings] == [str(n + 1) for n in range(len(headings))]
+    assert len(re.findall(r"^\| \d+ \| \[", page, re.MULTILINE)) == len(headings), "begin each with a bold sentence"
+
+
+def test_the_glossary_names_modules_that_exist() -> None:
+    page = (ROOT / "docs/glossary.md").read_text("utf-8")
+    modules = re.findall(r"\| `([\w/]+\.py)` \|$", page, re.MULTILINE)
+    assert len(modules) == len(re.findall(r"^\| (?!term|---)", page, re.MULTILINE)) >= 25
+    assert [name for name in modules if not (ROOT / name).is_file()] == []
+
+
 def test_the_environment_variables_of_options_are_told() -> None:
     page = (ROOT / "docs/cli.md").read_text("utf-8")
     for _, command in generator().commands_of(typer.main.get_command(app), ("xtoken",)):
