@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from services.common.models import load_model
 from services.common.tokenizers import load_tokenizer
-from services.trainer.metrics import combined, floats
+from services.trainer.metrics import floats
 from services.trainer.student import Student
 from xtoken_core import schema
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
 
 REPORTED = ("loss", "kl_loss", "ce_loss", "accuracy", "kl_common", "l1_uncommon", "proj_accuracy", "chunk_mass")
 
@@ -114,7 +114,7 @@ class HeldOutLoss:
             )
             parts.append(metrics)
             progress()
-        found = combined(floats(parts))
+        found = combine_metrics(floats(parts))
         return {f"held_out_{name}": value for name, value in found.items() if name.startswith(REPORTED)}
 
     def _selected_chunks(

@@ -19,13 +19,14 @@ from services.trainer.distributed import Group
 from services.trainer.evaluate import Evaluator
 from services.trainer.jsonl import JsonLines, replace_file
 from services.trainer.loggers import Report, make_reports
-from services.trainer.metrics import combined, floats, flops_per_token, peak_flops, peak_memory
+from services.trainer.metrics import floats, flops_per_token, peak_flops, peak_memory
 from services.trainer.node_reduce import Account, account_of, joined, owned
 from services.trainer.optimizer import StudentOptimizer
 from services.trainer.step import StepRunner
 from services.trainer.student import Student
 from services.trainer.timing import Stopwatch
 from xtoken_core.errors import ConfigError
+from xtoken_core.losses import combine_metrics
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -168,7 +169,7 @@ class TrainerLoop:
         if not self.student.sharded:
             self.group.sum_gradients(self.optimizer.weights.values())
         *parts, last = floats([*metrics, {"grad_norm": self.optimizer.clip()}])
-        row = combined(part for of_rank in self.group.gather(parts) for part in of_rank) | last
+        row = combine_metrics(part for of_rank in self.group.gather(parts) for part in of_rank) | last
         if not (math.isfinite(row.get("loss", 0.0)) and math.isfinite(row["grad_norm"])):
             self._leave_out(step, row)
             return {**row, "nonfinite": True}

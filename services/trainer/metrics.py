@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from services.trainer.student import Student
-from xtoken_core.losses.distillation import RATIOS
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -33,18 +31,6 @@ def floats(parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
     values = [value.double() for part in parts for value in part.values()]
     numbers = iter(torch.stack(values).tolist() if values else [])
     return [{name: next(numbers) for name in part} for part in parts]
-
-
-def combined(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """A step's metrics from its micro-batches': shares and counts are added, ratios averaged."""
-    collected: dict[str, list[float]] = {}
-    for part in parts:
-        for name, value in part.items():
-            collected.setdefault(name, []).append(value)
-    return {
-        name: math.fsum(values) / len(values) if name.startswith(RATIOS) else math.fsum(values)
-        for name, values in collected.items()
-    }
 
 
 def flops_per_token(student: Student) -> float:

@@ -22,7 +22,7 @@ from services.trainer.timing import Stopwatch
 from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import Logits
-from xtoken_core.losses.total import Selection
+from xtoken_core.losses.objective import Selection
 from xtoken_core.plan import MicroBatch
 from xtoken_core.queue.run.protocol import signal_fields
 from xtoken_core.wire import Column

@@ -7,9 +7,10 @@ import torch
 
 from tests.ops.test_losses_on_backends import TRITON
 from tests.unit.losses.test_vectors import CASES, batch_of, loss_of
+from xtoken_core import schema
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
-from xtoken_core.losses.chunked_head import Blockwise
+from xtoken_core.losses.chunked_head import ChunkedHead
 
 CONFIGS = {
     "p_kl": LossConfig(vocab_topk=300),
@@ -133,7 +134,9 @@ def test_axis_a_a_chunk_is_the_same_whatever_shares_the_batch(config, dtype):
             teacher.hidden[chosen], teacher.weight, column_maxima=maxima.expand(len(batch["input_ids"]), -1)
         )
         blocks = loss_fn.token_blocks(host, [other.shape[1]], rows=128).to(case.device)
-        found = Blockwise(batch, own, loss_fn._compared(batch, [other]), blocks, trains_on_kd=True).values()
+        found = ChunkedHead(
+            batch, own, loss_fn._compared(schema.with_numbers(batch), [other]), blocks, trains_on_kd=True
+        ).values()
         return [*found.differentiable, found.hits]
 
     whole = values(slice(None))

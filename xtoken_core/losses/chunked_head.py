@@ -1,4 +1,4 @@
-"""Losses whose student is a head that is never multiplied out: block by block, values and gradients together."""
+"""Losses of a student whose head is multiplied block by block; values and gradients are computed together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtoken_core.losses.common import Divergence, Pairing
-from xtoken_core.losses.comparison import ComparedTeacher, Values, first_with_tokens
-from xtoken_core.losses.cross_entropy import next_token_targets
+from xtoken_core.losses.common import Divergence, EvalOptions, Pairing
 from xtoken_core.losses.lazy_logits import HeadProjection, HeadRows
+from xtoken_core.losses.masks import next_token_targets
+from xtoken_core.losses.objective import ComparedTeacher, Metrics, Objective, Values, first_with_cross_entropy
 from xtoken_core.losses.token_blocks import TeacherBlocks, TokenBlocks
-from xtoken_core.losses.total import Metrics, Total
 from xtoken_core.ops import get_op
 
 HALF = (torch.bfloat16, torch.float16)
@@ -30,8 +29,8 @@ class Gradients(NamedTuple):
     bias: Float[Tensor, " V"] | None
 
 
-class Blockwise:
-    """One micro-batch's comparison of a student's head with its teachers."""
+class ChunkedHead:
+    """One micro-batch's comparison of a student's head with its teachers, in blocks of positions."""
 
     def __init__(
         self,
@@ -42,50 +41,52 @@ class Blockwise:
         *,
         trains_on_kd: bool,
     ) -> None:
-        """Nothing is computed yet.
+        """Keep the operands; nothing is computed yet.
 
         Args:
             batch: Holds the student's own tokens.
-            student: Its head.
-            teachers: What it is compared with.
-            blocks: On the device of the head.
-            trains_on_kd: Whether gradients go through the divergences.
+            student: The student's hidden states `[B, T_s, H]` and head `[V, H]`.
+            teachers: The teachers it is compared with.
+            blocks: Positions of every block, on the device of the head.
+            trains_on_kd: True if gradients go through the divergences.
         """
         self.student, self.teachers, self.blocks, self.trains_on_kd = student, teachers, blocks, trains_on_kd
         self.rows = HeadRows(student.detach())
         self.teacher_rows = [teacher.rows() for teacher in teachers]
         self.targets = next_token_targets(batch)
-        self.with_tokens = first_with_tokens(teachers) if trains_on_kd else None
+        self.with_tokens = first_with_cross_entropy(teachers) if trains_on_kd else None
 
-    def loss(self, total: Total, *, linear: bool) -> tuple[Float[Tensor, ""], Metrics]:
-        """The loss and its metrics; where gradients are wanted they are computed here, and backward scales them.
+    def loss(self, objective: Objective, *, linear: bool) -> tuple[Float[Tensor, ""], Metrics]:
+        """Compute the loss and its metrics, and the gradients of the operands that require one; backward scales these.
 
         Args:
-            total: The loss as a function of the values.
-            linear: Whether its gradient is the same wherever the values are: then one pass gives both.
+            objective: The loss as a function of the values.
+            linear: True if its gradient does not depend on the values: one pass over the blocks is enough then.
         """
         with torch.autocast(self.student.device.type, enabled=False):
-            return self._loss(total, linear)
+            return self._loss(objective, linear)
 
-    def _loss(self, total: Total, linear: bool) -> tuple[Float[Tensor, ""], Metrics]:
+    def _loss(self, objective: Objective, linear: bool) -> tuple[Float[Tensor, ""], Metrics]:
         head = self.student
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in head.operands if x is not None)):
             with torch.no_grad():
-                return total(self.values())
+                return objective(self.values())
+        # The weight of each chunk and token in the loss is the gradient of the reduction by its inputs. A linear
+        # reduction has the same one everywhere, so it is taken at zero and the blocks are multiplied only once.
         with torch.no_grad():
-            start = self.nothing() if linear else self.values()
+            start = self.zeros() if linear else self.values()
         leaves = [x.requires_grad_() for x in start.differentiable]
         with torch.enable_grad():
-            loss, _ = total(start)
+            loss, _ = objective(start)
         upstream = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         with torch.no_grad():
             values, gradients = self.values_and_gradients(upstream)
-            loss, metrics = total(values)
+            loss, metrics = objective(values)
         result: Tensor = WithGradients.apply(*head.operands, loss, gradients)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return result, metrics
 
-    def nothing(self) -> Values:
-        """Values of the right shapes, all zero: a linear loss has the same gradient there as anywhere."""
+    def zeros(self) -> Values:
+        """Return values of the right shapes and dtypes, all zero."""
         dtype = torch.float64 if self.student.dtype == torch.float64 else torch.float32
         device = self.targets.device
         divergences = [
@@ -96,108 +97,105 @@ class Blockwise:
         return Values(tuple(divergences), losses, torch.zeros_like(self.targets, dtype=torch.bool))
 
     def values(self) -> Values:
-        """Every divergence and cross-entropy, without gradients."""
-        found = [self._block(n, self._logits(n), overwrite=False) for n in range(len(self.blocks.rows))]
-        return self._assembled(found)
+        """Compute every divergence and cross-entropy, without gradients."""
+        blocks = [self._block(n, self.rows(rows), overwrite=False) for n, rows in enumerate(self.blocks.rows)]
+        return self._assemble(blocks)
 
     def values_and_gradients(self, upstream: Sequence[Tensor]) -> tuple[Values, Gradients]:
-        """The values, and the gradients of the sum of `upstream` times the differentiable ones.
+        """Compute the values, and the gradients of the sum of `upstream` times the differentiable ones.
 
         Args:
             upstream: One tensor for each of `Values.differentiable`, in their shapes.
         """
         head = self.student
         wanted = [x is not None and x.requires_grad for x in head.operands]
-        total = GradientSums(self.rows, head, wanted)
+        sums = GradientSums(self.rows, head, wanted)
+        # With a single reader its gradient may take the memory of the block's logits.
         only = len(self.teachers) == 1 and self.with_tokens is not None
-        found = []
+        blocks = []
         for n, rows in enumerate(self.blocks.rows):
             states = self.rows.states(rows)
-            logits = self.rows.of(states).requires_grad_()
+            logits = self.rows.of(states).requires_grad_()  # [1, R, V], the same memory for every block
             with torch.enable_grad():
                 values = self._block(n, logits, overwrite=only)
-            total.add(self._gradient(n, logits, values, upstream), states, rows)
-            found.append(_detached(values))
-            del values
-        return self._assembled(found), total.result()
-
-    def _logits(self, n: int) -> Tensor:
-        return self.rows(self.blocks.rows[n])
+            sums.add(self._gradient(n, logits, values, upstream), states, rows)
+            blocks.append(_detached(values))
+            del values  # its graph holds tensors as large as the logits, and the next block needs that memory
+        return self._assemble(blocks), sums.result()
 
     def _block(self, n: int, logits: Tensor, *, overwrite: bool) -> Values:
-        """Values of one block: chunks as the block numbers them, positions in its order."""
+        """Compute the values of one block: chunks as the block numbers them, positions in its order."""
         targets = _at(self.targets, self.blocks.rows[n])
         divergences, tokens = [], None
         for (teacher, side), (rows, gathered) in zip(self._sides(), self.teacher_rows, strict=True):
             with nullcontext() if self.trains_on_kd else torch.no_grad():
-                divergence = teacher.loss.compare(
-                    _pairing(teacher, side, n, targets),
-                    logits,
-                    rows(side.rows[n]),
-                    teacher.columns,
-                    gathered=gathered,
-                    overwrite=overwrite,
-                    with_tokens=teacher is self.with_tokens,
-                )
+                options = EvalOptions(gathered, overwrite, with_tokens=teacher is self.with_tokens)
+                pairing = _pairing(teacher, side, n, targets)
+                divergence = teacher.loss.evaluate(pairing, logits, rows(side.rows[n]), teacher.columns, options)
             tokens = tokens or divergence.tokens
             divergences.append(divergence)
         losses, hits = tokens or get_op("cross_entropy", logits.device)(logits, targets, overwrite=logits.requires_grad)
         return Values(tuple(divergences), losses, hits)
 
     def _gradient(self, n: int, logits: Tensor, values: Values, upstream: Sequence[Tensor]) -> Tensor:
-        """`[R, V]`: the gradient of a block's logits, which may be lost to it."""
-        places = [self._places(side)[n] for teacher, side in self._sides() for _ in range(teacher.loss.parts)]
+        """Compute the gradient `[R, V]` of a block's logits, whose memory it may take."""
+        indices = [self._indices(side)[n] for teacher, side in self._sides() for _ in range(teacher.loss.parts)]
         outputs, weights = [], []
-        for output, whole, rows in zip(values.differentiable, upstream, [*places, self.blocks.rows[n]], strict=True):
-            padded = torch.cat([whole.flatten(), whole.new_zeros(1)])
+        for output, whole, rows in zip(values.differentiable, upstream, [*indices, self.blocks.rows[n]], strict=True):
+            padded = torch.cat([whole.flatten(), whole.new_zeros(1)])  # padding indices read the 0 behind the end
             outputs.append(output)
             weights.append(padded.index_select(0, rows.clamp(max=whole.numel())).unsqueeze(0).to(output.dtype))
         if not self.trains_on_kd:
             return _gradient(outputs[-1:], logits, weights[-1:])
         if self.with_tokens is not None:
             return _gradient(outputs, logits, weights)
-        # The cross-entropy's comes last, over the logits that the divergences have read.
+        # The cross-entropy overwrites the logits with its gradient, so it comes after the divergences have read them.
         of_divergences = _gradient(outputs[:-1], logits, weights[:-1])
         return _gradient(outputs[-1:], logits, weights[-1:]).add_(of_divergences)
 
     def _sides(self) -> list[tuple[ComparedTeacher, TeacherBlocks]]:
         return list(zip(self.teachers, self.blocks.teachers, strict=True))
 
-    def _places(self, side: TeacherBlocks) -> Tensor:
-        """Where the blocks' values belong in the flattened shape of the whole."""
+    def _indices(self, side: TeacherBlocks) -> Tensor:
+        """Return the indices of the blocks' values in the flattened shape of the whole."""
         return self.blocks.rows if side.chunks is None else side.chunks
 
     def _shape(self, teacher: ComparedTeacher) -> tuple[int, int]:
         B, T = self.targets.shape
         return (B, T) if teacher.pairing.student_chunk_id is None else (B, teacher.pairing.max_chunks)
 
-    def _assembled(self, blocks: Sequence[Values]) -> Values:
-        """The values of all blocks, each in its place; 0 where no block has one."""
+    def _assemble(self, blocks: Sequence[Values]) -> Values:
+        """Scatter the values of all blocks to their positions; 0 where no block has one."""
         divergences = []
-        for (teacher, side), found in zip(
-            self._sides(), zip(*(b.divergences for b in blocks), strict=True), strict=True
-        ):
-            places, shape = self._places(side), self._shape(teacher)
-            parts = [_placed(each, places, shape) for each in zip(*(d.parts for d in found), strict=True)]
-            agrees, mass = ([getattr(d, name) for d in found] for name in ("agrees", "mass"))
+        by_teacher = zip(*(b.divergences for b in blocks), strict=True)
+        for (teacher, side), pieces in zip(self._sides(), by_teacher, strict=True):
+            indices, shape = self._indices(side), self._shape(teacher)
+            parts = [_scattered(each, indices, shape) for each in zip(*(d.parts for d in pieces), strict=True)]
+            agrees, mass = ([getattr(d, name) for d in pieces] for name in ("agrees", "mass"))
             divergences.append(
                 Divergence(
                     tuple(parts),
-                    None if agrees[0] is None else _placed(agrees, places, shape),
-                    None if mass[0] is None else _placed(mass, places, shape),
+                    None if agrees[0] is None else _scattered(agrees, indices, shape),
+                    None if mass[0] is None else _scattered(mass, indices, shape),
                 )
             )
         B, T = self.targets.shape
         losses, hits = ([getattr(b, name) for b in blocks] for name in ("losses", "hits"))
         rows = self.blocks.rows
-        return Values(tuple(divergences), _placed(losses, rows, (B, T)), _placed(hits, rows, (B, T)))
+        return Values(tuple(divergences), _scattered(losses, rows, (B, T)), _scattered(hits, rows, (B, T)))
 
 
 class GradientSums:
-    """The gradients of a head's operands, added block by block: the weight's in float32, in the blocks' order."""
+    """The gradients of a head's operands, summed block by block in their order; the weight's and bias's in float32."""
 
     def __init__(self, rows: HeadRows, head: HeadProjection, wanted: Sequence[bool]) -> None:
-        """Args: the head's rows; the head; whether hidden states, weight and bias want a gradient."""
+        """Allocate the sums.
+
+        Args:
+            rows: The head's rows, for the weight in the dtype in which it is multiplied.
+            head: The operands.
+            wanted: True for each of hidden states, weight and bias that requires a gradient.
+        """
         self.head, self.multiplier = head, rows.weight
         exact = torch.float32 if head.dtype in HALF else head.dtype
         H, V = head.weight.shape[1], head.weight.shape[0]
@@ -208,10 +206,17 @@ class GradientSums:
         self.blocks = 0
 
     def add(self, gradient: Float[Tensor, "R V"], states: Float[Tensor, "R H"], rows: Tensor) -> None:
-        """One block's: the gradient by its logits, its hidden states, the places of its positions."""
+        """Add one block.
+
+        Args:
+            gradient: The gradient of its logits.
+            states: Its hidden states.
+            rows: `[R]` int64 indices of its positions in the flattened batch; beyond it: padding.
+        """
         if self.hidden is not None:
-            places = rows.clamp(max=self.hidden.shape[0] - 1)
-            self.hidden.index_copy_(0, places, gradient @ self.multiplier)
+            # A position is in one block only, so a copy is enough; padding rows all write the extra last row.
+            indices = rows.clamp(max=self.hidden.shape[0] - 1)
+            self.hidden.index_copy_(0, indices, gradient @ self.multiplier)
         if self.weight is not None:
             add_product(self.weight, gradient.t(), states, onto=self.blocks > 0)
         if self.bias is not None:
@@ -219,7 +224,7 @@ class GradientSums:
         self.blocks += 1
 
     def result(self) -> Gradients:
-        """The sums."""
+        """Return the sums."""
         hidden = None if self.hidden is None else self.hidden[:-1].view(self.head.hidden.shape)
         return Gradients(hidden, self.weight, self.bias)
 
@@ -227,22 +232,29 @@ class GradientSums:
 def add_product(
     total: Float[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], *, onto: bool = True
 ) -> None:
-    """`total += a @ b`, or `total = a @ b`, in the dtype of `total`, which is float32 for half-precision factors."""
+    """Compute `total += a @ b` (or `total = a @ b`) in place, accumulated in the dtype of `total`.
+
+    Args:
+        total: float32 for half-precision factors, else in their dtype.
+        a: First factor.
+        b: Second factor.
+        onto: False to overwrite `total`, which may be uninitialised.
+    """
     beta = int(onto)
-    if a.is_cuda and a.dtype != total.dtype:
+    if a.is_cuda and a.dtype != total.dtype:  # one product with float32 output, without copies of the factors
         torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
 class WithGradients(torch.autograd.Function):
-    """A scalar whose gradients are known: backward scales them. Once, for they are scaled where they are."""
+    """A scalar with precomputed gradients: backward scales them in place, so it can run only once."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, gradients: Gradients
     ) -> Tensor:
-        """The value."""
+        """Return the value."""
         ctx.gradients = gradients
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         return value.clone()
@@ -250,7 +262,11 @@ class WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients in the dtypes of the operands."""
+        """Return the gradients, scaled, in the dtypes of the operands.
+
+        Raises:
+            RuntimeError: They have been returned before.
+        """
         if ctx.gradients is None:
             raise RuntimeError("a loss from hidden states can be differentiated once: call it again")
         gradients, ctx.gradients = ctx.gradients, None
@@ -280,18 +296,18 @@ def _pairing(teacher: ComparedTeacher, side: TeacherBlocks, n: int, targets: Ten
 
 
 def _at(whole: Tensor, rows: Tensor) -> Tensor:
-    """`[1, R]` entries of a `[B, T]` tensor; the last one beyond it."""
+    """Return `[1, R]` entries of a `[B, T]` tensor; an index beyond it gives the last entry."""
     return whole.flatten().index_select(0, rows.clamp(max=whole.numel() - 1)).unsqueeze(0)
 
 
-def _placed(parts: Sequence[Tensor], places: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Blocks' values in their places of the whole."""
+def _scattered(parts: Sequence[Tensor], indices: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return the blocks' values at their indices of a tensor of zeros; padding goes to an extra last entry."""
     values, size = torch.cat(list(parts)).flatten(), shape[0] * shape[1]
     whole = torch.zeros(size + 1, dtype=values.dtype, device=values.device)
-    return whole.scatter(0, places.flatten().clamp(max=size), values)[:size].view(shape)
+    return whole.scatter(0, indices.flatten().clamp(max=size), values)[:size].view(shape)
 
 
 def _detached(values: Values) -> Values:
-    """The numbers alone, and none that is a view of more."""
+    """Return the values without their graph."""
     divergences = [Divergence(tuple(p.detach() for p in d.parts), d.agrees, d.mass) for d in values.divergences]
     return Values(tuple(divergences), values.losses.detach(), values.hits)

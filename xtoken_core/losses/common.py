@@ -1,4 +1,4 @@
-"""What every loss shares: a teacher's static data, its part of a batch, and how a mean is taken over a step."""
+"""Types and helpers that every loss shares: a teacher's static data, its columns of a batch, means over a step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
+from xtoken_core.errors import ConfigError
 from xtoken_core.losses.masks import comparable_chunks, shifted_chunk_ids
 
 Scalar = int | float | Tensor
@@ -22,28 +23,42 @@ CE_EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class LossTeacher:
-    """What the loss knows about a teacher before any batch.
+    """A teacher's static data. Without a projection it has the student's tokenizer.
 
     Attributes:
-        vocab_size: Its tokenizer's size; a wider head is cut to it.
-        indices: `[V_s, k]` int64 teacher ids of each student token, -1 = empty slot; None: the student's tokenizer.
-        likelihoods: `[V_s, k]` their weights; None likewise.
-        weight: Its static share in the sum over teachers.
+        vocab_size: Size of its tokenizer; a wider head is cut to it.
+        indices: `[V_s, k]` int64 teacher ids of each student token, -1 = empty slot: the dense top-k projection.
+        likelihoods: `[V_s, k]` floating weights of these.
+        weight: Static weight in the sum over teachers.
+        matrix: `[V_s, V_t]` sparse COO weights, for a projection without rows of weights; instead of the two above.
     """
 
     vocab_size: int
     indices: Tensor | None = None
     likelihoods: Tensor | None = None
     weight: float = 1.0
+    matrix: Tensor | None = None
 
     def __post_init__(self) -> None:
         if (self.indices is None) != (self.likelihoods is None):
             raise ValueError("a teacher's projection needs both indices and likelihoods, or neither")
+        if self.indices is not None and self.matrix is not None:
+            raise ValueError("a teacher's projection is either dense top-k or a sparse matrix, not both")
 
     @property
     def same_tokenizer(self) -> bool:
-        """Whether it shares the student's tokenizer: then it has no projection."""
-        return self.indices is None
+        """True if it has the student's tokenizer."""
+        return self.indices is None and self.matrix is None
+
+    def rows(self) -> tuple[Int[Tensor, "rows k"], Float[Tensor, "rows k"]]:
+        """Return the dense top-k projection.
+
+        Raises:
+            ConfigError: The projection is sparse.
+        """
+        if self.indices is None or self.likelihoods is None:
+            raise ConfigError("this loss takes a dense top-k projection, not a sparse one (xtoken projection build)")
+        return self.indices, self.likelihoods
 
 
 @dataclass(frozen=True)
@@ -51,10 +66,10 @@ class ChunkView:
     """A teacher's alignment in a padded batch, moved to the predicting positions.
 
     Attributes:
-        student_chunk_id: Chunk of each student position, -1 = none.
-        teacher_chunk_id: Chunk of each teacher position, -1 = none.
-        comparable: Chunks that could be compared, whatever the sample mask says.
-        valid: Those of them in unmasked samples.
+        student_chunk_id: int64 chunk of each student position, -1 = none.
+        teacher_chunk_id: int64 chunk of each teacher position, -1 = none.
+        comparable: True for chunks with positions on both sides, masked samples included.
+        valid: True for those of them in unmasked samples.
     """
 
     student_chunk_id: Int[Tensor, "B T_s"]
@@ -68,13 +83,13 @@ class ChunkView:
         return self.valid.shape[1]
 
     @classmethod
-    def of(cls, batch: Mapping[str, Tensor], teacher: int | None, *, exact_only: bool) -> ChunkView:
+    def of(cls, batch: Mapping[str, Tensor], teacher: int, *, exact_only: bool) -> ChunkView:
         """Read one teacher's columns.
 
         Args:
             batch: A padded batch.
-            teacher: The index its columns carry; None if it is the only one.
-            exact_only: Leave out pairs whose sides spell different bytes.
+            teacher: The teacher's number.
+            exact_only: True to leave out pairs whose sides spell different bytes.
         """
         student = shifted_chunk_ids(batch[schema.field_name(schema.STUDENT_CHUNK_ID, teacher)])
         of_teacher = shifted_chunk_ids(batch[schema.field_name(schema.TEACHER_CHUNK_ID, teacher)])
@@ -91,7 +106,7 @@ class ChunkView:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which positions of a student and a teacher belong together, and what each of them predicts.
+    """The correspondence of a student's and a teacher's positions, and what each of them predicts.
 
     Attributes:
         student_targets: The id that each student position predicts; any id where it predicts none.
@@ -109,20 +124,39 @@ class Pairing:
 
     @property
     def chunk_ids(self) -> tuple[Int[Tensor, "B T_s"], Int[Tensor, "B T_t"]]:
-        """Both sides' chunks, where the tokenizers differ."""
+        """The student's and the teacher's `chunk_id`.
+
+        Raises:
+            ValueError: The teacher has the student's tokenizer, so there are no chunks.
+        """
         if self.student_chunk_id is None or self.teacher_chunk_id is None:
             raise ValueError("a teacher with the student's tokenizer has no chunks")
         return self.student_chunk_id, self.teacher_chunk_id
 
 
-class Divergence(NamedTuple):
-    """How far a student is from a teacher, per chunk (`[B, P]`) or, with one tokenizer, per position (`[B, T_s]`).
+@dataclass(frozen=True)
+class EvalOptions:
+    """Options of one evaluation of a loss.
 
     Attributes:
-        parts: What is added up, in nats, without the factor `T^2`; with gradients.
-        agrees: Whether both sides' first guess is the same, where the mode has one.
-        mass: The teacher's mass, where the mode has one.
-        tokens: The student's cross-entropy and hits at every position, where they came with it.
+        gathered: True if the teacher's logits are those of the compared tokens only.
+        overwrite: True if the student's logits may be overwritten by their gradient.
+        with_tokens: True if the student's cross-entropy is to be returned too (losses `with_cross_entropy` only).
+    """
+
+    gathered: bool = False
+    overwrite: bool = False
+    with_tokens: bool = False
+
+
+class Divergence(NamedTuple):
+    """The divergence of every chunk (`[B, P]`) or, with one tokenizer, of every position (`[B, T_s]`).
+
+    Attributes:
+        parts: Summands, in nats, without the factor `T^2`; with gradients.
+        agrees: bool, True if both sides' first guess is the same; None: the loss has no guess.
+        mass: The teacher's probability mass; None: the loss does not report it.
+        tokens: The student's cross-entropy (nats) and hits (bool), `[B, T_s]` each; None unless asked for.
     """
 
     parts: tuple[Tensor, ...]
@@ -147,47 +181,24 @@ class TeacherTerm:
 
 
 def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """The sum of the values where the mask is True; what stands elsewhere (NaN, inf) has no effect."""
+    """Return the sum of the values where the mask is True; NaN and inf elsewhere have no effect."""
     return values.masked_fill(~mask, 0.0).sum()
 
 
-def share(total: Float[Tensor, ""], denominator: Scalar) -> Float[Tensor, ""]:
-    """`total` over the step's denominator; a denominator of 0 (nothing valid) gives 0."""
+def partial_mean(total: Float[Tensor, ""], denominator: Scalar) -> Float[Tensor, ""]:
+    """Return `total` over the step's denominator; a denominator of 0 (nothing valid) gives 0.
+
+    Args:
+        total: A sum over this micro-batch.
+        denominator: The step's count.
+    """
     if isinstance(denominator, Tensor):
         return total / denominator.to(total.dtype).clamp(min=1.0)
     return total / max(float(denominator), 1.0)
 
 
-def chunk_shares(
-    chunks: ChunkView,
-    denominator: Scalar | None,
-    *,
-    agrees: Bool[Tensor, "B P"] | None = None,
-    mass: Float[Tensor, "B P"] | None = None,
-) -> tuple[Scalar, Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """The denominator in force, this micro-batch's share of it, and the metrics every chunk loss reports.
-
-    `proj_accuracy` counts masked samples too, over all comparable chunks of the micro-batch, as the method's
-    reference does; against a given denominator it is divided by that, so that a step's shares add up.
-    """
-    count = chunks.valid.sum().float()
-    metrics = {}
-    if agrees is not None:
-        hits, compared = (agrees & chunks.comparable).sum().float(), chunks.comparable.sum().float()
-        metrics["proj_accuracy"] = share(hits, compared if denominator is None else denominator)
-    in_force = count if denominator is None else denominator
-    if mass is not None:
-        metrics["chunk_mass"] = share(masked_sum(mass, chunks.valid), in_force)
-    return in_force, count, metrics
-
-
-def cut(logits: Float[Tensor, "B T V"], vocab_size: int) -> Float[Tensor, "B T W"]:
-    """The first `vocab_size` columns, as a view; a narrower head stays as it is."""
-    return logits if logits.shape[-1] <= vocab_size else logits[..., :vocab_size]
-
-
 def detached(value: Scalar, like: Tensor) -> Tensor:
-    """A metric as a detached float32 tensor on the device of `like`, without a host synchronisation."""
+    """Return a metric as a detached float32 tensor on the device of `like`, without a host synchronisation."""
     if isinstance(value, Tensor):
         return value.detach().float()
     return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from xtoken_core import schema
@@ -15,29 +15,15 @@ from xtoken_core.losses.masks import next_token_mask
 
 
 class CrossEntropy(NamedTuple):
-    """The cross-entropy of a micro-batch as its share of the step's mean.
+    """A micro-batch's part of the step's mean cross-entropy.
 
     Attributes:
         loss: Nats per predicted token.
-        accuracy: Share of predicted tokens that were the first guess; no gradient.
+        accuracy: Fraction of predicted tokens that were the first guess; no gradient.
     """
 
     loss: Float[Tensor, ""]
     accuracy: Float[Tensor, ""]
-
-
-def predicted_ids(ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """The id that each position predicts; the last position predicts none, its 0 has no weight."""
-    return torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
-
-
-def next_token_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, "B T"]:
-    """`predicted_ids` of the student's own tokens.
-
-    Args:
-        batch: Holds `input_ids`.
-    """
-    return predicted_ids(batch[schema.INPUT_IDS.name])
 
 
 def mean_over_tokens(
@@ -46,12 +32,12 @@ def mean_over_tokens(
     hits: Bool[Tensor, "B T"],
     global_valid_toks: Scalar | None = None,
 ) -> CrossEntropy:
-    """This micro-batch's share of the step's mean over the next tokens that the masks leave.
+    """Compute this micro-batch's part of the step's mean over unmasked next tokens.
 
     Args:
         batch: Holds `token_mask`, `sample_mask`.
         losses: Nats at each position.
-        hits: Whether each position's first guess was right.
+        hits: True where the position's first guess was right.
         global_valid_toks: The step's number of predictions; None: this micro-batch's.
     """
     mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name])

@@ -1,7 +1,8 @@
-"""The one public loss: every teacher's divergence and the student's cross-entropy, weighed and reported."""
+"""The one public loss: teachers, weights and reduction; each divergence is computed by a class of its own."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -11,39 +12,45 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.losses.chunked_head import Blockwise
+from xtoken_core.losses.base import Loss
+from xtoken_core.losses.chunked_head import ChunkedHead
 from xtoken_core.losses.common import LossTeacher, Scalar
-from xtoken_core.losses.comparison import ComparedTeacher, compare
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits
 from xtoken_core.losses.masks import next_token_mask
-from xtoken_core.losses.teacher_loss import TeacherLoss
-from xtoken_core.losses.teachers import (
+from xtoken_core.losses.objective import (
+    ComparedTeacher,
+    Denominators,
+    Metrics,
+    Objective,
+    Selection,
+    TeacherWeights,
+    entry,
+    evaluate_whole,
+)
+from xtoken_core.losses.registry import LOSSES, build_loss
+from xtoken_core.losses.teacher_scores import (
     lowest_index_of_minimum,
     masked_cross_entropy,
     teacher_score,
-    teacher_tokens,
     vocabulary_factors,
 )
 from xtoken_core.losses.token_blocks import BLOCK_ROWS, Extent, TokenBlocks, blocks_of_samples, packed_blocks
-from xtoken_core.losses.total import Metrics, Selection, Shares, Total, at
 from xtoken_core.ops import get_op
 
-Denominators = Sequence[Scalar | None]
-
 RATIOS = ("kl_loss_scale", "weight_")
-"""How the names of those metrics begin that do not add up over a step."""
+"""Prefixes of the metrics that are averaged over a step, not added."""
 
 
 class CrossTokenizerDistillationLoss:
     """`kl_loss_weight * KD + ce_loss_scale * CE`, or with dynamic scaling `stop_grad(|CE|/|KD|) * KD + CE`.
 
-    Every part is this micro-batch's share of the *step's* mean, given the step's denominators: the sum of the losses
+    Every term is this micro-batch's part of the *step's* mean, given the step's denominators: the sum of the losses
     (and gradients) over all micro-batches and ranks of a step is the step's. Top-k K, dynamic scaling, dynamic
     teacher weights and the choice of a teacher are decided per micro-batch.
 
     Metrics, detached tensors without dimensions:
 
-    - shares of the step's mean, to be **added** over micro-batches and ranks: `loss`, `kl_loss`, `ce_loss`,
+    - parts of the step's mean, to be **added** over micro-batches and ranks: `loss`, `kl_loss`, `ce_loss`,
       `accuracy`, and per teacher i `kl_loss_t{i}` (without its weight), `proj_accuracy_t{i}`, `chunk_mass_t{i}` (the
       teacher's mean mass per chunk), `kl_common_t{i}` and `l1_uncommon_t{i}` (without `T^2`);
     - counts, to be **added**: `num_valid_samples` (rows, masked or not), `num_valid_pairs_t{i}` (P-KL),
@@ -51,7 +58,7 @@ class CrossTokenizerDistillationLoss:
       `num_selected_chunks` (`select_teacher`);
     - ratios of the micro-batch, to be **averaged**: `kl_loss_scale` and `weight_t{i}`, both as applied.
 
-    `combine_metrics` does just that. Nothing here waits for the device.
+    `combine_metrics` adds and averages them so. No call waits for the device.
     """
 
     def __init__(
@@ -61,14 +68,16 @@ class CrossTokenizerDistillationLoss:
         student_vocab_size: int,
         teachers: Sequence[LossTeacher],
         device: torch.device | str = "cpu",
+        loss_classes: Mapping[str, type[Loss]] = LOSSES,
     ) -> None:
-        """Prepare projections and token maps on the device.
+        """Build every teacher's loss, with its projection or token map on the device.
 
         Args:
             config: The loss's settings.
             student_vocab_size: `V_s`, the size of the student's tokenizer; KD cuts a wider head to it.
             teachers: At least one.
-            device: Where the logits will be.
+            device: Device of the logits.
+            loss_classes: The losses by mode.
 
         Raises:
             ConfigError: These settings are impossible with these teachers.
@@ -86,15 +95,15 @@ class CrossTokenizerDistillationLoss:
         self.config = config
         self.student_vocab_size = student_vocab_size
         self.losses = [
-            TeacherLoss(
+            build_loss(
                 config,
                 teacher,
-                place=place,
                 index=index,
                 student_vocab_size=student_vocab_size,
                 device=torch.device(device),
+                losses=loss_classes,
             )
-            for place, (teacher, index) in enumerate(zip(teachers, schema.teacher_indices(len(teachers)), strict=True))
+            for index, teacher in enumerate(teachers)
         ]
         self.factors = vocabulary_factors(teachers) if config.normalize_teacher_by_vocab else [1.0] * len(teachers)
 
@@ -105,31 +114,32 @@ class CrossTokenizerDistillationLoss:
         teacher_logits: Sequence[Logits],
         *,
         global_valid_toks: Scalar | None = None,
-        global_valid_chunks: Denominators | None = None,
+        global_valid_chunks: Sequence[Scalar | None] | None = None,
         global_selected_chunks: Scalar | None = None,
         selection: Selection | None = None,
         blocks: TokenBlocks | None = None,
     ) -> tuple[Float[Tensor, ""], Metrics]:
-        """The loss of one padded micro-batch.
+        """Compute the loss of one padded micro-batch.
 
-        A student given as a `HeadProjection` is never multiplied out as a whole: blocks of its positions are, one
-        after the other, and the gradients of its hidden states and head are computed with the loss, so that it can be
-        differentiated once. Dynamic scaling needs both losses before either's gradient and goes through all blocks
-        twice. A teacher given so beside a student's logits is multiplied out at the tokens it compares.
+        The head of a student given as a `HeadProjection` is multiplied block by block, and the gradients of its hidden
+        states and head are computed with the loss, so that it can be differentiated once. Dynamic scaling needs both
+        losses before either's gradient and reads all blocks twice. A teacher's `HeadProjection` beside a student's
+        logits is multiplied out for the compared tokens only.
 
         Args:
-            batch: The columns of `xtoken_core.schema` for this run's teachers.
-            student_logits: The student's whole head, any floating dtype: `[B, T_s, V_head]`, or what gives it.
-            teacher_logits: Each teacher's `[B, T_t, V_m]` or what gives it, in order; `[B, T_s, V_m]` with the
+            batch: The columns of `xtoken_core.schema` for this run's teachers; a single teacher's with or without its
+                number.
+            student_logits: The student's whole head, any floating dtype: `[B, T_s, V_head]`, or a `HeadProjection`.
+            teacher_logits: Each teacher's `[B, T_t, V_m]` or `HeadProjection`, in order; `[B, T_s, V_m]` with the
                 student's tokenizer.
             global_valid_toks: The step's next-token predictions; None: this micro-batch's.
             global_valid_chunks: Per teacher the step's valid chunks (unused for one with the student's tokenizer,
                 which divides by `global_valid_toks`); None: this micro-batch's.
-            global_selected_chunks: `select_teacher` only: the step's chunks of the teachers chosen, the sum of what
-                `select` gives, for the loss; None: this micro-batch's. Each teacher's own metrics are over its own.
-            selection: `select_teacher` only: what `select` has given for this micro-batch; None: it is asked again.
-            blocks: For a `HeadProjection`: what `token_blocks` says about this batch. None: that is found out for a
-                batch on the CPU, elsewhere blocks are whole samples.
+            global_selected_chunks: `select_teacher` only: the step's chunks of the chosen teachers, the sum of
+                `select`'s counts, for the loss; None: this micro-batch's. Each teacher's own metrics are over its own.
+            selection: `select_teacher` only: the result of `select` for this micro-batch; None: it is computed again.
+            blocks: For a `HeadProjection`: the result of `token_blocks` for this batch. None: it is computed for a
+                batch on the CPU; on a GPU blocks are whole samples.
 
         Returns:
             The loss, float32 (float64 for float64 logits), and the metrics.
@@ -142,30 +152,30 @@ class CrossTokenizerDistillationLoss:
         frozen = [logits.detach() for logits in teacher_logits]
         denominators = self._denominators(global_valid_toks, global_valid_chunks)
         with torch.no_grad():
-            shares = self._shares(batch, frozen, selection)._replace(selected_chunks=global_selected_chunks)
-            total = Total(self.config, self.losses, self.factors, batch, denominators, global_valid_toks, shares)
+            weights = self._weights(batch, frozen, selection, global_selected_chunks)
+            objective = Objective(self.config, self.losses, batch, denominators, weights)
             compared = self._compared(batch, frozen)
         if isinstance(student_logits, HeadProjection):
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
-            blockwise = Blockwise(batch, student_logits, compared, given, trains_on_kd=self.trains_on_kd)
-            return blockwise.loss(total, linear=not self.config.dynamic_loss_scaling)
-        return total(compare(batch, student_logits, compared, trains_on_kd=self.trains_on_kd))
+            head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=self.trains_on_kd)
+            return head.loss(objective, linear=not self.config.dynamic_loss_scaling)
+        return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=self.trains_on_kd))
 
     @property
     def trains_on_kd(self) -> bool:
-        """Whether the divergence has a gradient; it is reported in any case."""
+        """True if the divergence has a gradient; it is reported in any case."""
         return self.config.dynamic_loss_scaling or self.config.kl_loss_weight > 0
 
     def token_blocks(
         self, batch: Mapping[str, Tensor], teacher_widths: Sequence[int], *, rows: int | None = None
     ) -> TokenBlocks:
-        """The blocks in which a student's head is multiplied out: no chunk is cut, no position is computed in vain.
+        """Pack the needed positions into the blocks in which a student's head is multiplied; no chunk is split.
 
         Args:
             batch: As for the call, on the CPU.
             teacher_widths: Each teacher's `T_t`.
-            rows: Most student positions of a block: memory grows with it, and larger matrix products are faster. None:
-                2,048, or half as many where a mode reads teachers' whole vocabularies.
+            rows: Maximum of student positions per block: memory grows with it, and larger matrix products are faster.
+                None: 2,048, or half as many where a loss reads teachers' whole vocabularies.
         """
         batch = schema.with_numbers(batch)
         mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]) > 0
@@ -174,18 +184,18 @@ class CrossTokenizerDistillationLoss:
 
     @property
     def _block_rows(self) -> int:
-        return BLOCK_ROWS if all(part.compares_some for part in self.losses) else BLOCK_ROWS // 2
+        return BLOCK_ROWS if all(loss.compares_subset for loss in self.losses) else BLOCK_ROWS // 2
 
     @property
     def selects_teacher(self) -> bool:
-        """Whether every micro-batch follows one teacher: then a step's denominator is known by `select` only."""
+        """True if every micro-batch follows one teacher: the step's denominator is then known by `select` only."""
         return self.config.teacher_aggregation == "select_teacher"
 
     def select(self, batch: Mapping[str, Tensor], teacher_logits: Sequence[Logits]) -> Selection:
-        """The teacher that `select_teacher` follows on a micro-batch, and what it adds to the step's denominator.
+        """Select the teacher that `select_teacher` follows on a micro-batch, without any student logits.
 
-        It needs no student: the sum of the chunks over the step's micro-batches and ranks is the
-        `global_selected_chunks` of the call.
+        The sum of the selections' chunks over the step's micro-batches and ranks is the `global_selected_chunks` of
+        the call.
 
         Args:
             batch: As for the call.
@@ -193,66 +203,72 @@ class CrossTokenizerDistillationLoss:
         """
         batch = schema.with_numbers(batch)
         sample_mask = batch[schema.SAMPLE_MASK.name]
-        losses = [
-            masked_cross_entropy(logits.detach(), *teacher_tokens(batch, part.teacher, part.index), sample_mask)
-            for part, logits in zip(self.losses, teacher_logits, strict=True)
+        scores = [
+            masked_cross_entropy(logits.detach(), *loss.tokens(batch), sample_mask)
+            for loss, logits in zip(self.losses, teacher_logits, strict=True)
         ]
-        chosen = lowest_index_of_minimum(torch.stack(losses))
-        return Selection(chosen, at(torch.stack([part.count(batch) for part in self.losses]), chosen))
+        chosen = lowest_index_of_minimum(torch.stack(scores))
+        return Selection(chosen, entry(torch.stack([loss.count(batch) for loss in self.losses]), chosen))
 
     def _compared(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits]) -> list[ComparedTeacher]:
-        """What the student is compared with, each with its tokens."""
+        """Return the teachers to compare with, each with its tokens."""
         if self.config.teacher_aggregation == "averaged_logits":
-            part = self.losses[0]
-            mean = MeanLogits(teachers, list(self._static_shares()), part.vocab_size)
-            return [ComparedTeacher(part, mean, None, part.pairing(batch))]
+            loss = self.losses[0]
+            mean = MeanLogits(teachers, self._normalized_weights(), loss.vocab_size)
+            return [ComparedTeacher(loss, mean, None, loss.pairing(batch))]
         return [
-            ComparedTeacher(part, logits, part.columns(logits), part.pairing(batch))
-            for part, logits in zip(self.losses, teachers, strict=True)
+            ComparedTeacher(loss, logits, loss.columns(logits), loss.pairing(batch))
+            for loss, logits in zip(self.losses, teachers, strict=True)
         ]
 
-    def _static_shares(self) -> Iterable[float]:
-        total = sum(part.teacher.weight for part in self.losses)
-        return (part.teacher.weight / total for part in self.losses)
+    def _normalized_weights(self) -> list[float]:
+        total = sum(loss.teacher.weight for loss in self.losses)
+        return [loss.teacher.weight / total for loss in self.losses]
 
-    def _shares(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits], selection: Selection | None) -> Shares:
-        """How much each teacher counts on this micro-batch: the student has no say in it."""
+    def _weights(
+        self,
+        batch: Mapping[str, Tensor],
+        teachers: Sequence[Logits],
+        selection: Selection | None,
+        selected_chunks: Scalar | None,
+    ) -> TeacherWeights:
+        """Return the teachers' weights on this micro-batch; they do not depend on the student."""
         kind = self.config.dynamic_teacher_weights
         if self.config.teacher_aggregation == "averaged_logits":
-            return Shares(list(self._static_shares()))
+            return TeacherWeights(self._normalized_weights(), self.factors)
         if self.selects_teacher:
-            found = selection or self.select(batch, teachers)
-            return Shares([(found.chosen == place).float() for place in range(len(self.losses))], found)
+            selection = selection or self.select(batch, teachers)
+            chosen = [(selection.chosen == index).float() for index in range(len(self.losses))]
+            return TeacherWeights(chosen, self.factors, selection, selected_chunks)
         if kind is None:
-            return Shares([part.teacher.weight for part in self.losses])
+            return TeacherWeights([loss.teacher.weight for loss in self.losses], self.factors)
         sample_mask = batch[schema.SAMPLE_MASK.name]
         scores = [
-            teacher_score(kind, logits, *teacher_tokens(batch, part.teacher, part.index), sample_mask) * factor
-            for part, logits, factor in zip(self.losses, teachers, self.factors, strict=True)
+            teacher_score(kind, logits, *loss.tokens(batch), sample_mask) * factor
+            for loss, logits, factor in zip(self.losses, teachers, self.factors, strict=True)
         ]
-        return Shares(list(torch.softmax(self.config.dynamic_weight_alpha * torch.stack(scores), dim=0).unbind()))
+        weights = torch.softmax(self.config.dynamic_weight_alpha * torch.stack(scores), dim=0)
+        return TeacherWeights(list(weights.unbind()), self.factors)
 
     def _blocks(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits]) -> TokenBlocks:
         ids, widths = batch[schema.INPUT_IDS.name], [teacher.shape[1] for teacher in teachers]
         if ids.device.type == "cpu":
             return self.token_blocks(batch, widths)
+        # Packing reads values of the batch, which on a GPU would wait for the device.
         return blocks_of_samples(
             (ids.shape[0], ids.shape[1]), self._extents(batch, widths), self._block_rows, ids.device
         )
 
     def _extents(self, batch: Mapping[str, Tensor], widths: Sequence[int]) -> list[Extent]:
-        parts = self.losses[:1] if self.config.teacher_aggregation == "averaged_logits" else self.losses
-        return [
-            Extent(None if part.teacher.same_tokenizer else part.chunks(batch), width)
-            for part, width in zip(parts, widths, strict=False)
-        ]
+        losses = self.losses[:1] if self.config.teacher_aggregation == "averaged_logits" else self.losses
+        return [Extent(loss.chunks(batch), width) for loss, width in zip(losses, widths, strict=False)]
 
-    def _denominators(self, toks: Scalar | None, chunks: Denominators | None) -> Denominators:
+    def _denominators(self, tokens: Scalar | None, chunks: Sequence[Scalar | None] | None) -> Denominators:
         given = chunks if chunks is not None else [None] * len(self.losses)
         if len(given) != len(self.losses):
             raise InputError(f"{len(given)} chunk denominators were given for {len(self.losses)} teachers")
         pairs = zip(self.losses, given, strict=True)
-        return [toks if part.teacher.same_tokenizer else count for part, count in pairs]
+        return Denominators(tokens, [tokens if loss.per_token else count for loss, count in pairs])
 
     def _check_heads(self, student_logits: Logits, teacher_logits: Sequence[Logits]) -> None:
         if len(teacher_logits) != len(self.losses):
@@ -262,19 +278,21 @@ class CrossTokenizerDistillationLoss:
                 f"the student's head gives {student_logits.shape[-1]} logits, its tokenizer has "
                 f"{self.student_vocab_size} tokens: this model and tokenizer do not belong together"
             )
-        for part, logits in zip(self.losses, teacher_logits, strict=True):
-            part.check_head(logits)
+        for loss, logits in zip(self.losses, teacher_logits, strict=True):
+            loss.check_head(logits)
 
 
-def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> Metrics:
-    """A step's metrics from its micro-batches': shares and counts are added, ratios averaged.
+def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return a step's metrics from those of its micro-batches: means and counts are added, ratios averaged.
 
     Args:
-        parts: The metrics of each micro-batch, all under the same step's denominators.
+        parts: The metrics of each micro-batch as numbers, all under the same step's denominators.
     """
-    collected: dict[str, list[Tensor]] = {}
+    collected: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
-            collected.setdefault(name, []).append(value)
-    stacked = {name: torch.stack(values) for name, values in collected.items()}
-    return {name: v.mean() if name.startswith(RATIOS) else v.sum() for name, v in stacked.items()}
+            collected.setdefault(name, []).append(float(value))
+    return {
+        name: math.fsum(values) / len(values) if name.startswith(RATIOS) else math.fsum(values)
+        for name, values in collected.items()
+    }

@@ -1,60 +1,92 @@
-"""gold, H-KL and ULD: KL over common tokens, sorted L1 over the rest; they differ in what counts as common."""
+"""gold, H-KL and ULD: KL over common tokens plus sorted L1 over the rest; they differ in what counts as common."""
 
 from __future__ import annotations
 
-from jaxtyping import Float
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core.config.loss import LossConfig
-from xtoken_core.losses.common import (
-    ChunkView,
-    Divergence,
-    Pairing,
-    Scalar,
-    TeacherTerm,
-    chunk_shares,
-    masked_sum,
-    share,
-)
+from xtoken_core.losses.base import ChunkLoss
+from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
+from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.ops import get_op
 from xtoken_core.ops.gold import GoldOptions, GoldResult, TokenPartition
+from xtoken_core.projection.exact_map import exact_token_map
 
 
-def gold_divergence(
-    student_logits: Float[Tensor, "B T_s V_s"],
-    teacher_logits: Float[Tensor, "B T_t V_t"],
-    pairing: Pairing,
-    partition: TokenPartition,
-    config: LossConfig,
-    *,
-    uncommon_topk: int | None,
-) -> Divergence:
-    """Common KL and uncommon L1 of every chunk.
+class GoldLoss(ChunkLoss):
+    """gold: tokens of the strict exact-token map are common; sorted lists are cut at `uncommon_topk`."""
 
-    Args:
-        student_logits: Cut to the student's vocabulary.
-        teacher_logits: Cut to the teacher's vocabulary.
-        pairing: The chunks.
-        partition: Common pairs and the rest; strict for gold, relaxed for H-KL, without common pairs for ULD.
-        config: The loss's settings.
-        uncommon_topk: Where the sorted lists are cut; None: nowhere (ULD).
-    """
-    options = GoldOptions(pairing.max_chunks, config.temperature, config.reverse_kl, uncommon_topk)
-    op = get_op("gold", student_logits.device)
-    result: GoldResult = op(student_logits, teacher_logits, partition, *pairing.chunk_ids, options)
-    return Divergence((result.kl_common, result.l1_uncommon), result.agrees, result.mass)
+    mode = "gold"
+    parts = 2
+    part_names = ("kl_common", "l1_uncommon")
+    relaxed: ClassVar[bool] = False
+
+    def __init__(
+        self, config: LossConfig, teacher: LossTeacher, *, index: int, student_vocab_size: int, device: torch.device
+    ) -> None:
+        """Split both vocabularies into common pairs and the rest, on the device; arguments as for `Loss`."""
+        super().__init__(config, teacher, index=index, student_vocab_size=student_vocab_size, device=device)
+        self.partition = self.split_vocabularies().to(device)
+
+    def split_vocabularies(self) -> TokenPartition:
+        """Return the common pairs and the uncommon ids of both vocabularies."""
+        V_s = self.student_vocab_size
+        indices, likelihoods = self.teacher.rows()  # [rows, k]; rows is the width of the head the file was built for
+        padded = first_rows(indices, V_s, fill=-1), first_rows(likelihoods, V_s, fill=0)
+        return TokenPartition(
+            **exact_token_map(*padded, relaxed=self.relaxed, teacher_vocab_size=self.teacher.vocab_size)
+        )
+
+    @property
+    def uncommon_topk(self) -> int | None:
+        """Length at which the sorted lists of uncommon tokens are cut; None: not cut."""
+        return self.config.uncommon_topk
+
+    def evaluate(
+        self,
+        pairing: Pairing,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher_logits: Float[Tensor, "B T_t W"],
+        columns: Int[Tensor, " K"] | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the common KL and the uncommon L1 of every chunk."""
+        config = self.config
+        student, teacher = cut(student_logits, self.student_vocab_size), cut(teacher_logits, self.vocab_size)
+        gold_options = GoldOptions(pairing.max_chunks, config.temperature, config.reverse_kl, self.uncommon_topk)
+        op = get_op("gold", student.device)
+        result: GoldResult = op(student, teacher, self.partition, *pairing.chunk_ids, gold_options)
+        return Divergence((result.kl_common, result.l1_uncommon), result.agrees, result.mass)
 
 
-def gold_term(divergence: Divergence, chunks: ChunkView, config: LossConfig, denominator: Scalar | None) -> TeacherTerm:
-    """The mean of both parts over the valid chunks, times `T^2`.
+class HKLLoss(GoldLoss):
+    """H-KL: gold with the relaxed exact-token map, in which near matches are common too."""
 
-    Args:
-        divergence: Of every chunk.
-        chunks: The alignment at predicting positions.
-        config: The loss's settings.
-        denominator: The step's valid chunks; None: this micro-batch's.
-    """
-    in_force, count, metrics = chunk_shares(chunks, denominator, agrees=divergence.agrees, mass=divergence.mass)
-    common, uncommon = (share(masked_sum(part, chunks.valid), in_force) for part in divergence.parts)
-    metrics |= {"kl_common": common.detach(), "l1_uncommon": uncommon.detach(), "num_valid_chunks": count}
-    return TeacherTerm((common + uncommon) * config.temperature**2, count, metrics)
+    mode = "h_kl"
+    relaxed = True
+
+
+class ULDLoss(GoldLoss):
+    """ULD: no token is common; the sorted lists are compared at full length."""
+
+    mode = "uld"
+
+    def split_vocabularies(self) -> TokenPartition:
+        """Return a partition without common pairs."""
+        none = torch.empty(0, dtype=torch.int64)
+        return TokenPartition(none, none, torch.arange(self.student_vocab_size), torch.arange(self.teacher.vocab_size))
+
+    @property
+    def uncommon_topk(self) -> None:
+        """Not cut."""
+        return
+
+
+def first_rows(x: Tensor, count: int, *, fill: int) -> Tensor:
+    """Return the first `count` rows of a `[rows, k]` tensor; missing rows hold `fill`."""
+    missing = count - x.shape[0]
+    return x[:count] if missing <= 0 else torch.cat([x, x.new_full((missing, x.shape[1]), fill)])

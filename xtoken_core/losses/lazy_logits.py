@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from xtoken_core.losses.common import cut
 from xtoken_core.ops.numerics import upcast
 
 RowLogits = Callable[[Tensor], Tensor]
@@ -164,6 +163,11 @@ class MeanLogits:
         for weight, each in zip(self.weights, logits, strict=True):
             mean = mean + weight * upcast(each)
         return mean
+
+
+def cut(logits: Float[Tensor, "B T V"], vocab_size: int) -> Float[Tensor, "B T W"]:
+    """Return the first `vocab_size` columns, as a view; a narrower head is returned as it is."""
+    return logits if logits.shape[-1] <= vocab_size else logits[..., :vocab_size]
 
 
 def multiplied_out(logits: Logits) -> Tensor:

@@ -1,17 +1,20 @@
-"""Which positions and chunks count: the one place that the loss and the collator's counts share."""
+"""Masks and targets: the positions and chunks that count, by one set of rules for the loss and the collator."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.ops.chunk_mean.reference import chunk_sizes
 
 
 def shifted_chunk_ids(chunk_id: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """Chunk ids moved from each token to the position that predicts it: one to the left, the last is -1.
+    """Return chunk ids moved from each token to the position that predicts it: one to the left, the last is -1.
 
     Args:
         chunk_id: Chunk of each token, -1 = none.
@@ -22,7 +25,7 @@ def shifted_chunk_ids(chunk_id: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
 def valid_chunk_mask(
     s_sizes: Float[Tensor, "B P"], t_sizes: Float[Tensor, "B P"], pair_valid: Bool[Tensor, "B P"]
 ) -> Bool[Tensor, "B P"]:
-    """True where both sides of a chunk are non-empty and the pair is valid.
+    """Return True where both sides of a chunk are non-empty and the pair is valid.
 
     Args:
         s_sizes: Student positions of each chunk.
@@ -40,14 +43,14 @@ def comparable_chunks(
     *,
     exact_only: bool,
 ) -> Bool[Tensor, "B P"]:
-    """The chunks a loss compares, whatever the sample mask says.
+    """Return True for the chunks that a loss compares, masked samples included.
 
     Args:
         student_chunk_id: Chunk of each student position after `shifted_chunk_ids`.
         teacher_chunk_id: Likewise.
         pair_valid: False on padding.
-        pair_is_correct: Whether both sides spell the same bytes.
-        exact_only: Leave out pairs that do not.
+        pair_is_correct: True if both sides spell the same bytes.
+        exact_only: True to leave out pairs that do not.
     """
     P = pair_valid.shape[1]
     valid = valid_chunk_mask(chunk_sizes(student_chunk_id, P), chunk_sizes(teacher_chunk_id, P), pair_valid)
@@ -55,7 +58,7 @@ def comparable_chunks(
 
 
 def keeps_exact_only(config: LossConfig, mode: LossMode) -> bool:
-    """Whether incorrect pairs are left out: a setting of P-KL alone."""
+    """Return True if incorrect pairs are left out: a setting of P-KL only."""
     return config.exact_token_match_only and mode == "p_kl"
 
 
@@ -68,15 +71,15 @@ def kd_chunk_counts(
     *,
     teacher: int = 0,
 ) -> Int[Tensor, " B"]:
-    """Each sample's share of a teacher's KD denominator: its chunks valid after the next-token shift.
+    """Count what each sample adds to a teacher's KD denominator: its chunks valid after the next-token shift.
 
     Args:
         student_chunk_id: Chunk of each student token as aligned, not yet shifted.
         teacher_chunk_id: Likewise.
         pair_valid: False on padding.
-        pair_is_correct: Whether both sides spell the same bytes.
+        pair_is_correct: True if both sides spell the same bytes.
         config: The run's loss settings.
-        teacher: The teacher's place in the run's list.
+        teacher: The teacher's number.
 
     Returns:
         int64 counts, with every sample's mask taken as 1.
@@ -94,7 +97,7 @@ def kd_chunk_counts(
 def next_token_mask(
     token_mask: Int[Tensor, "B T"], sample_mask: Float[Tensor, " B"] | None = None
 ) -> Float[Tensor, "B T_minus_1"]:
-    """The weight of each next-token prediction: position i counts if token i + 1 does.
+    """Return the weight of each next-token prediction: position i counts if token i + 1 does.
 
     Args:
         token_mask: 1 for tokens to learn.
@@ -105,7 +108,7 @@ def next_token_mask(
 
 
 def ce_token_counts(token_mask: Int[Tensor, "B T_s"]) -> Int[Tensor, " B"]:
-    """Each sample's share of the cross-entropy's denominator, its sample mask taken as 1.
+    """Count what each sample adds to the cross-entropy's denominator, its sample mask taken as 1.
 
     Args:
         token_mask: 1 for tokens to learn.
@@ -114,3 +117,17 @@ def ce_token_counts(token_mask: Int[Tensor, "B T_s"]) -> Int[Tensor, " B"]:
         int64 counts of next-token predictions.
     """
     return next_token_mask(token_mask).sum(dim=1).long()
+
+
+def predicted_ids(ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """Return the id that each position predicts; the last position predicts none, its 0 has no weight."""
+    return torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
+
+
+def next_token_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, "B T"]:
+    """Return `predicted_ids` of the student's own tokens.
+
+    Args:
+        batch: Holds `input_ids`.
+    """
+    return predicted_ids(batch[schema.INPUT_IDS.name])

@@ -1,77 +1,81 @@
-"""P-KL: the student's distribution projected onto the teacher's vocabulary, compared chunk by chunk."""
+"""P-KL: KL of chunk averages after projecting the student's distribution onto the teacher's vocabulary."""
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core.config.loss import LossConfig
-from xtoken_core.losses.common import (
-    ChunkView,
-    Divergence,
-    Pairing,
-    Scalar,
-    TeacherTerm,
-    chunk_shares,
-    cut,
-    masked_sum,
-    share,
-)
+from xtoken_core.losses.base import ChunkLoss
+from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
+from xtoken_core.losses.lazy_logits import Logits, cut
 from xtoken_core.ops import get_op
 from xtoken_core.ops.p_kl import PKLCrossEntropyResult, PKLOptions, PKLResult
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
 
 
-def p_kl_divergence(
-    student_logits: Float[Tensor, "B T_s V_head"],
-    teacher_logits: Float[Tensor, "B T_t V_t"],
-    pairing: Pairing,
-    projection: ProjectionMatrix,
-    columns: Int[Tensor, " K"],
-    config: LossConfig,
-    *,
-    gathered: bool = False,
-    overwrite: bool = False,
-    with_tokens: bool = False,
-) -> Divergence:
-    """P-KL of every chunk over the compared teacher tokens.
+class PKLLoss(ChunkLoss):
+    """KL over the `K` compared teacher tokens, per chunk: `sum_K exp(L) (L - log Q)`.
 
-    Args:
-        student_logits: The whole head; the divergence is over the projection's rows.
-        teacher_logits: Cut to the teacher's vocabulary.
-        pairing: The chunks.
-        projection: `W [V_s, V_t]`.
-        columns: The compared teacher tokens.
-        config: The loss's settings.
-        gathered: Whether the teacher's logits are those of `columns` alone.
-        overwrite: Whether the student's logits may be lost to their gradient.
-        with_tokens: Whether the cross-entropy comes with it: one reading of the student's rows serves both, and one
-            gradient.
+    `Q` is the chunk average of `softmax(z_s / T) W`, renormalised inside `K`; `L` the chunk average of the teacher's
+    log-probabilities inside `K` (`docs/operators/p_kl.md`).
     """
-    compared = teacher_logits, projection, columns, *pairing.chunk_ids
-    overwrite = overwrite or (with_tokens and config.gradient_in_place)
-    options = PKLOptions(
-        pairing.max_chunks, config.temperature, config.reverse_kl, config.teacher_chunk_average, gathered, overwrite
-    )
-    if not with_tokens:
-        student = cut(student_logits, projection.student_vocab_size)
-        result: PKLResult = get_op("p_kl", student.device)(student, *compared, options)
-        return Divergence((result.kl,), result.agrees, result.mass)
-    op = get_op("p_kl_cross_entropy", student_logits.device)
-    both: PKLCrossEntropyResult = op(student_logits, *compared, pairing.student_targets, options)
-    return Divergence((both.kl,), both.agrees, both.mass, (both.losses, both.hits))
 
+    mode = "p_kl"
+    count_name = "num_valid_pairs"
+    with_cross_entropy = True
+    accuracy_counts_masked = True  # as the public implementation does, for this loss only
 
-def p_kl_term(divergence: Divergence, chunks: ChunkView, config: LossConfig, denominator: Scalar | None) -> TeacherTerm:
-    """The mean over valid chunks, times `T^2`.
+    def __init__(
+        self, config: LossConfig, teacher: LossTeacher, *, index: int, student_vocab_size: int, device: torch.device
+    ) -> None:
+        """Build the projection matrix `W [V_s, V_t]` on the device; arguments as for `Loss`."""
+        super().__init__(config, teacher, index=index, student_vocab_size=student_vocab_size, device=device)
+        size = {"student_vocab_size": student_vocab_size, "teacher_vocab_size": teacher.vocab_size}
+        if teacher.matrix is not None:
+            matrix = ProjectionMatrix.from_sparse(teacher.matrix, **size)
+        else:
+            matrix = ProjectionMatrix.from_topk(*teacher.rows(), **size)
+        self.projection = matrix.to(device)
 
-    Args:
-        divergence: Of every chunk.
-        chunks: The alignment at predicting positions.
-        config: The loss's settings.
-        denominator: The step's valid chunks; None: this micro-batch's.
-    """
-    in_force, count, metrics = chunk_shares(chunks, denominator, agrees=divergence.agrees, mass=divergence.mass)
-    kd = share(masked_sum(divergence.parts[0], chunks.valid), in_force) * config.temperature**2
-    metrics["num_valid_pairs"] = count
-    return TeacherTerm(kd, count, metrics)
+    @property
+    def compares_subset(self) -> bool:
+        """True if `vocab_topk` is smaller than the teacher's vocabulary."""
+        k = self.config.vocab_topk
+        return k is not None and k < self.vocab_size
+
+    def columns(self, teacher_logits: Logits) -> Int[Tensor, " K"]:
+        """Return the `vocab_topk` tokens that the teacher rates highest in the micro-batch."""
+        return self.top_columns(teacher_logits, self.config.vocab_topk)
+
+    def evaluate(
+        self,
+        pairing: Pairing,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher_logits: Float[Tensor, "B T_t W"],
+        columns: Int[Tensor, " K"] | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the KL of every chunk; with `options.with_tokens` the cross-entropy too.
+
+        One reading of the student's rows serves both then, and one gradient.
+        """
+        config = self.config
+        teacher = teacher_logits if options.gathered else cut(teacher_logits, self.vocab_size)
+        compared = teacher, self.projection, columns, *pairing.chunk_ids
+        p_kl_options = PKLOptions(
+            pairing.max_chunks,
+            config.temperature,
+            config.reverse_kl,
+            config.teacher_chunk_average,
+            options.gathered,
+            options.overwrite or (options.with_tokens and config.gradient_in_place),
+        )
+        if not options.with_tokens:
+            student = cut(student_logits, self.student_vocab_size)
+            result: PKLResult = get_op("p_kl", student.device)(student, *compared, p_kl_options)
+            return Divergence((result.kl,), result.agrees, result.mass)
+        op = get_op("p_kl_cross_entropy", student_logits.device)
+        both: PKLCrossEntropyResult = op(student_logits, *compared, pairing.student_targets, p_kl_options)
+        return Divergence((both.kl,), both.agrees, both.mass, (both.losses, both.hits))

@@ -9,52 +9,81 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.config.loss import LossConfig
-from xtoken_core.losses.common import CE_EPSILON, Divergence, Scalar, TeacherTerm
-from xtoken_core.losses.masks import next_token_mask
+from xtoken_core.losses.base import Loss
+from xtoken_core.losses.common import CE_EPSILON, Divergence, EvalOptions, Pairing, Scalar, TeacherTerm
+from xtoken_core.losses.lazy_logits import Logits, cut
+from xtoken_core.losses.masks import next_token_mask, next_token_targets
 from xtoken_core.ops.numerics import kl_terms, upcast
 
 
-def same_tokenizer_divergence(
-    student_logits: Float[Tensor, "B T V_s"],
-    teacher_logits: Float[Tensor, "B T V_t"],
-    columns: Int[Tensor, " K"] | None,
-    config: LossConfig,
-    *,
-    gathered: bool = False,
-) -> Divergence:
+class SameTokenizerLoss(Loss):
     """KL of every position over one set of tokens, both sides renormalised inside it.
 
-    Args:
-        student_logits: Cut to the vocabulary.
-        teacher_logits: Cut to the student's vocabulary.
-        columns: The compared tokens; None: all.
-        config: The loss's settings.
-        gathered: Whether the teacher's logits are those of `columns` alone.
+    Mask, shift and denominator are those of the cross-entropy.
     """
-    student = student_logits if columns is None else student_logits.index_select(-1, columns)
-    teacher = teacher_logits if columns is None or gathered else teacher_logits.index_select(-1, columns)
-    log_q, log_p = (torch.log_softmax(upcast(logits) / config.temperature, dim=-1) for logits in (student, teacher))
-    terms = kl_terms(log_q, log_p) if config.reverse_kl else kl_terms(log_p, log_q)
-    return Divergence((terms.sum(-1),), log_q.detach().argmax(-1) == log_p.argmax(-1))
 
+    per_token = True
 
-def same_tokenizer_term(
-    batch: Mapping[str, Tensor], divergence: Divergence, config: LossConfig, denominator: Scalar | None
-) -> TeacherTerm:
-    """`T^2` times the mean over positions; mask, shift and denominator are the cross-entropy's.
+    @property
+    def vocab_size(self) -> int:
+        """`V_s`: the teacher is cut to the student's vocabulary."""
+        return self.student_vocab_size
 
-    Args:
-        batch: Holds `token_mask` and `sample_mask`.
-        divergence: Of every position.
-        config: The loss's settings.
-        denominator: The step's next-token predictions; None: this micro-batch's.
-    """
-    mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name])
-    count = mask.sum()
-    total = (torch.where(mask > 0, divergence.parts[0][:, :-1], 0.0) * mask).sum()
-    in_force = count if denominator is None else denominator
-    metrics = {"num_valid_toks": count}
-    if divergence.agrees is not None:
-        metrics["proj_accuracy"] = (divergence.agrees[:, :-1] * mask).sum() / (in_force + CE_EPSILON)
-    return TeacherTerm(total / (in_force + CE_EPSILON) * config.temperature**2, count, metrics)
+    @property
+    def compares_subset(self) -> bool:
+        """True if `vocab_topk` is smaller than the vocabulary."""
+        k = self.config.vocab_topk
+        return k is not None and k < self.vocab_size
+
+    def columns(self, teacher_logits: Logits) -> Int[Tensor, " K"] | None:
+        """Return the `vocab_topk` tokens that the teacher rates highest in the micro-batch; None: all."""
+        k = self.config.vocab_topk
+        return None if k is None else self.top_columns(teacher_logits, k)
+
+    def pairing(self, batch: Mapping[str, Tensor]) -> Pairing:
+        """Return the student's targets: both sides have the same positions."""
+        return Pairing(next_token_targets(batch))
+
+    def tokens(self, batch: Mapping[str, Tensor]) -> tuple[Int[Tensor, "B T_s"], Int[Tensor, "B T_s"]]:
+        """Return the student's own token ids and their mask."""
+        return batch[schema.INPUT_IDS.name], batch[schema.TOKEN_MASK.name]
+
+    def count(self, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """Return the micro-batch's number of next-token predictions."""
+        return next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]).sum()
+
+    def evaluate(
+        self,
+        pairing: Pairing,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher_logits: Float[Tensor, "B T_t W"],
+        columns: Int[Tensor, " K"] | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the KL of every position."""
+        config = self.config
+        student = cut(student_logits, self.student_vocab_size)
+        teacher = teacher_logits if options.gathered else cut(teacher_logits, self.vocab_size)
+        if columns is not None:
+            student = student.index_select(-1, columns)  # [B, T_s, K]
+            teacher = teacher if options.gathered else teacher.index_select(-1, columns)
+        log_q, log_p = (torch.log_softmax(upcast(logits) / config.temperature, dim=-1) for logits in (student, teacher))
+        terms = kl_terms(log_q, log_p) if config.reverse_kl else kl_terms(log_p, log_q)
+        return Divergence((terms.sum(-1),), log_q.detach().argmax(-1) == log_p.argmax(-1))
+
+    def reduce(self, batch: Mapping[str, Tensor], divergence: Divergence, denominator: Scalar | None) -> TeacherTerm:
+        """Reduce to the mean over next-token predictions, times `T^2`.
+
+        Args:
+            batch: Holds `token_mask` and `sample_mask`.
+            divergence: One part `[B, T_s]`.
+            denominator: The step's next-token predictions; None: this micro-batch's.
+        """
+        mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name])  # [B, T_s - 1]
+        count = mask.sum()
+        step = count if denominator is None else denominator
+        total = (torch.where(mask > 0, divergence.parts[0][:, :-1], 0.0) * mask).sum()
+        metrics = {"num_valid_toks": count}
+        if divergence.agrees is not None:
+            metrics["proj_accuracy"] = (divergence.agrees[:, :-1] * mask).sum() / (step + CE_EPSILON)
+        return TeacherTerm(total / (step + CE_EPSILON) * self.config.temperature**2, count, metrics)

@@ -94,7 +94,9 @@ def test_a_step_may_be_split_into_micro_batches(config, split):
     combined = combine_metrics(metrics for _, metrics in parts)
     assert combined.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(combined[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            combined[name], value.item(), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_several_teachers_each_have_their_own_denominator():

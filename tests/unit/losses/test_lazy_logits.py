@@ -13,7 +13,7 @@ from xtoken_core import schema
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
-from xtoken_core.losses import teachers as teachers_module
+from xtoken_core.losses import teacher_scores as scores_module
 from xtoken_core.losses import token_blocks as blocks_module
 from xtoken_core.losses.token_blocks import blocks_of_samples
 
@@ -112,8 +112,8 @@ def test_same_tokenizer(k):
 
 @pytest.mark.parametrize("config", SEVERAL.values(), ids=SEVERAL)
 def test_several_teachers(config, monkeypatch):
-    monkeypatch.setattr(teachers_module, "BLOCK_ROWS", 7)
-    monkeypatch.setattr(teachers_module, "FLOAT_ROWS", 3)
+    monkeypatch.setattr(scores_module, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(scores_module, "FLOAT_ROWS", 3)
     case = make_case(same_tokenizer=(False, False, True), teacher_vocab=(31, 19), seed=4, **MASKED)
     check(case, config)
 

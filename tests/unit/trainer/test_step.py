@@ -12,7 +12,7 @@ import torch
 from services.trainer.distributed import Group
 from services.trainer.step import Received, StepRunner
 from tests.support.runs import resolved_run
-from xtoken_core.losses.total import Selection
+from xtoken_core.losses.objective import Selection
 from xtoken_core.plan import MicroBatch
 
 

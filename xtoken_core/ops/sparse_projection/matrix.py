@@ -98,6 +98,19 @@ class ProjectionMatrix:
             teacher_vocab_size=teacher_vocab_size,
         )
 
+    @classmethod
+    def from_sparse(cls, matrix: Tensor, *, student_vocab_size: int, teacher_vocab_size: int) -> ProjectionMatrix:
+        """Build from a sparse COO matrix `[rows, columns]`; entries outside the two vocabularies are dropped.
+
+        Args:
+            matrix: Weights of (student id, teacher id).
+            student_vocab_size: `V_s`.
+            teacher_vocab_size: `V_t`.
+        """
+        matrix = matrix.coalesce()
+        size = {"student_vocab_size": student_vocab_size, "teacher_vocab_size": teacher_vocab_size}
+        return cls.from_entries(*matrix.indices().unbind(), matrix.values(), **size)
+
     def to(self, device: torch.device | str) -> ProjectionMatrix:
         """The same matrix on another device; itself if it is there already."""
         if self.sparse.device == torch.device(device):

@@ -1,37 +1,25 @@
-"""How several teachers are weighed against each other on a micro-batch."""
+"""Scores by which several teachers are weighted, or one of them selected, on a micro-batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from xtoken_core import schema
 from xtoken_core.losses.common import CE_EPSILON, LossTeacher
-from xtoken_core.losses.cross_entropy import predicted_ids
 from xtoken_core.losses.lazy_logits import Logits, map_positions
-from xtoken_core.losses.masks import next_token_mask
+from xtoken_core.losses.masks import next_token_mask, predicted_ids
 from xtoken_core.losses.token_blocks import BLOCK_ROWS
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import kl_terms, upcast
 
 Score = Literal["ce", "entropy", "max_prob"]
 FLOAT_ROWS = 256
-"""Positions of a head whose float32 log-probabilities are held at once."""
-
-
-def teacher_tokens(
-    batch: Mapping[str, Tensor], teacher: LossTeacher, index: int | None
-) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """The ids and token mask that a teacher read: the student's own if they share the tokenizer."""
-    if teacher.same_tokenizer:
-        return batch[schema.INPUT_IDS.name], batch[schema.TOKEN_MASK.name]
-    ids = batch[schema.field_name(schema.TEACHER_INPUT_IDS, index)]
-    return ids, batch[schema.field_name(schema.TEACHER_TOKEN_MASK, index)]
+"""Positions of a head whose float32 log-probabilities are in memory at once."""
 
 
 def masked_cross_entropy(
@@ -40,7 +28,14 @@ def masked_cross_entropy(
     token_mask: Int[Tensor, "B T"],
     sample_mask: Float[Tensor, " B"],
 ) -> Float[Tensor, ""]:
-    """A teacher's mean next-token loss on its own tokens of the micro-batch, at temperature 1 and full width."""
+    """Compute a teacher's mean next-token loss on its own tokens of the micro-batch, at temperature 1 and full width.
+
+    Args:
+        logits: The uncut head, `[B, T, V_m]`.
+        ids: The teacher's tokens.
+        token_mask: 1 for tokens to learn.
+        sample_mask: 0 for samples to leave out.
+    """
     mask = next_token_mask(token_mask, sample_mask)
     op = get_op("cross_entropy", logits.device)
     losses = map_positions(lambda x, targets: op(x, targets)[0], logits, predicted_ids(ids), rows=BLOCK_ROWS)[:, :-1]
@@ -54,7 +49,7 @@ def teacher_score(
     token_mask: Int[Tensor, "B T"],
     sample_mask: Float[Tensor, " B"],
 ) -> Float[Tensor, ""]:
-    """How much a teacher is to be trusted on the micro-batch: the higher, the more. No gradient.
+    """Compute a teacher's score on the micro-batch, higher for a better teacher; no gradient.
 
     Args:
         kind: `ce`: minus its masked next-token loss. `entropy`: minus the mean entropy of its predictions, at every
@@ -78,12 +73,12 @@ def teacher_score(
 
 
 def vocabulary_factors(teachers: Sequence[LossTeacher]) -> list[float]:
-    """`log V_i / log min V`: a uniform guess costs every teacher's loss the same after this."""
+    """Return `log V_i / log min V` per teacher."""
     smallest = min(teacher.vocab_size for teacher in teachers)
     return [math.log(teacher.vocab_size) / math.log(smallest) for teacher in teachers]
 
 
 def lowest_index_of_minimum(values: Float[Tensor, " n"]) -> Int[Tensor, ""]:
-    """The place of the smallest value, the first of equal ones, as a tensor on the same device."""
-    places = torch.arange(values.shape[0], device=values.device)
-    return torch.where(values == values.min(), places, values.shape[0] - 1).min()
+    """Return the index of the smallest value, the lowest on ties, as a tensor on the same device."""
+    indices = torch.arange(values.shape[0], device=values.device)
+    return torch.where(values == values.min(), indices, values.shape[0] - 1).min()

@@ -1,0 +1,232 @@
+"""The interface of a loss: one teacher's divergence as a function of a micro-batch, and its reduction to a number."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from xtoken_core import schema
+from xtoken_core.config.loss import LossConfig, LossMode
+from xtoken_core.errors import InputError
+from xtoken_core.losses.common import (
+    ChunkView,
+    Divergence,
+    EvalOptions,
+    LossTeacher,
+    Pairing,
+    Scalar,
+    TeacherTerm,
+    masked_sum,
+    partial_mean,
+)
+from xtoken_core.losses.lazy_logits import Logits, cut
+from xtoken_core.losses.masks import keeps_exact_only, next_token_targets, predicted_ids
+from xtoken_core.ops import get_op
+
+
+class Loss(ABC):
+    """One teacher's divergence, with everything static about it (matrices, token maps) prepared once on the device.
+
+    Columns of a batch carry the teacher's number, also where there is only one teacher.
+
+    Attributes:
+        parts: Number of tensors that a divergence consists of.
+        per_token: True if the divergence is a mean over next tokens, as the cross-entropy is; False: over chunks.
+        with_cross_entropy: True if `evaluate` can return the cross-entropy from the same reading of the logits.
+    """
+
+    parts: ClassVar[int] = 1
+    per_token: ClassVar[bool] = False
+    with_cross_entropy: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: LossConfig,
+        teacher: LossTeacher,
+        *,
+        index: int,
+        student_vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """Keep the settings; a subclass builds its static tensors here.
+
+        Args:
+            config: The loss's settings.
+            teacher: The teacher's static data.
+            index: The teacher's number, from 0.
+            student_vocab_size: `V_s`.
+            device: Device of the logits.
+        """
+        self.config, self.teacher, self.index = config, teacher, index
+        self.student_vocab_size, self.device = student_vocab_size, device
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of leading columns of the teacher's head that are compared."""
+        return self.teacher.vocab_size
+
+    @property
+    def compares_subset(self) -> bool:
+        """True if only some of the teacher's tokens are compared; memory per position is smaller then."""
+        return False
+
+    def columns(self, teacher_logits: Logits) -> Int[Tensor, " K"] | None:
+        """Return the teacher tokens that are compared; None: the loss makes no choice and takes all.
+
+        Args:
+            teacher_logits: `[B, T_t, V_m]`, the teacher's logits of the whole micro-batch, padding included.
+        """
+        return None
+
+    @abstractmethod
+    def pairing(self, batch: Mapping[str, Tensor]) -> Pairing:
+        """Return which student positions are compared with which teacher positions."""
+
+    @abstractmethod
+    def evaluate(
+        self,
+        pairing: Pairing,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher_logits: Float[Tensor, "B T_t W"],
+        columns: Int[Tensor, " K"] | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the divergence of every chunk (or position), differentiable by the student's logits.
+
+        `B` is 1 and the positions are those of a block where the student's head is multiplied block by block.
+
+        Args:
+            pairing: The chunks, and the tokens that positions predict.
+            student_logits: The uncut head, any floating dtype.
+            teacher_logits: Likewise; only `columns` of it where `options.gathered`.
+            columns: The result of `columns`.
+            options: How to read and what else to return.
+        """
+
+    @abstractmethod
+    def reduce(self, batch: Mapping[str, Tensor], divergence: Divergence, denominator: Scalar | None) -> TeacherTerm:
+        """Reduce a divergence to this micro-batch's part of the step's mean, with its metrics.
+
+        Args:
+            batch: A padded micro-batch.
+            divergence: The result of `evaluate` over the whole micro-batch.
+            denominator: The step's number of valid chunks (tokens if `per_token`); None: this micro-batch's.
+        """
+
+    @abstractmethod
+    def count(self, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """Return what a micro-batch adds to the step's denominator."""
+
+    def chunks(self, batch: Mapping[str, Tensor]) -> ChunkView | None:
+        """Return the teacher's alignment at predicting positions; None if the loss has no chunks."""
+        return None
+
+    def tokens(self, batch: Mapping[str, Tensor]) -> tuple[Int[Tensor, "B T_t"], Int[Tensor, "B T_t"]]:
+        """Return the token ids that the teacher has read, and their mask."""
+        ids, mask = (schema.field_name(f, self.index) for f in (schema.TEACHER_INPUT_IDS, schema.TEACHER_TOKEN_MASK))
+        return batch[ids], batch[mask]
+
+    def check_head(self, teacher_logits: Logits) -> None:
+        """Refuse a head narrower than the vocabulary.
+
+        Raises:
+            InputError: The head, or its column maxima, have fewer columns than the vocabulary has tokens.
+        """
+        if teacher_logits.shape[-1] < self.vocab_size:
+            raise InputError(
+                f"teacher {self.index}: its head gives {teacher_logits.shape[-1]} logits, its tokenizer has "
+                f"{self.vocab_size} tokens: this model and tokenizer do not belong together"
+            )
+        maxima = None if isinstance(teacher_logits, Tensor) else teacher_logits.column_maxima
+        if maxima is not None and maxima.shape[-1] < self.vocab_size:
+            raise InputError(
+                f"teacher {self.index}: column maxima of {maxima.shape[-1]} tokens were given, its tokenizer has "
+                f"{self.vocab_size}"
+            )
+
+    def top_columns(self, teacher_logits: Logits, k: int | None) -> Int[Tensor, " K"]:
+        """Return the `k` tokens with the largest maximum logit over all positions of the micro-batch.
+
+        Args:
+            teacher_logits: `[B, T_t, V_m]`.
+            k: Number of tokens; None, or more than the vocabulary has: all of them.
+        """
+        size = self.vocab_size
+        k = size if k is None else min(k, size)
+        select = get_op("select_topk_columns", teacher_logits.device)
+        if isinstance(teacher_logits, Tensor):
+            ids: Tensor = select(cut(teacher_logits, size), k)
+        elif k < size:
+            ids = select(teacher_logits.column_maximum(size), k)
+        else:  # no reason to multiply the head out
+            ids = torch.arange(size, device=teacher_logits.device)
+        return ids
+
+
+class ChunkLoss(Loss):
+    """A loss between models with different tokenizers: one value per aligned chunk, averaged over valid chunks.
+
+    Attributes:
+        mode: Its name in the settings.
+        count_name: Metric that holds the micro-batch's valid chunks.
+        part_names: Metrics that hold the mean of each part, without `T^2`; empty: they are not reported.
+        reads_teacher_targets: True if `Pairing.teacher_targets` is needed.
+        accuracy_counts_masked: True if `proj_accuracy` counts chunks of masked samples too.
+    """
+
+    mode: ClassVar[LossMode]
+    count_name: ClassVar[str] = "num_valid_chunks"
+    part_names: ClassVar[tuple[str, ...]] = ()
+    reads_teacher_targets: ClassVar[bool] = False
+    accuracy_counts_masked: ClassVar[bool] = False
+
+    @property
+    def scale(self) -> float:
+        """Factor of the mean divergence: `T^2`, which keeps gradients independent of the temperature."""
+        return self.config.temperature**2
+
+    def chunks(self, batch: Mapping[str, Tensor]) -> ChunkView:
+        """Return the teacher's alignment at predicting positions."""
+        return ChunkView.of(batch, self.index, exact_only=keeps_exact_only(self.config, self.mode))
+
+    def pairing(self, batch: Mapping[str, Tensor]) -> Pairing:
+        """Return the chunk of every position on both sides."""
+        chunks = self.chunks(batch)
+        targets = predicted_ids(self.tokens(batch)[0]) if self.reads_teacher_targets else None
+        return Pairing(
+            next_token_targets(batch), targets, chunks.student_chunk_id, chunks.teacher_chunk_id, chunks.max_chunks
+        )
+
+    def count(self, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """Return the micro-batch's number of valid chunks, float32."""
+        return self.chunks(batch).valid.sum().float()
+
+    def reduce(self, batch: Mapping[str, Tensor], divergence: Divergence, denominator: Scalar | None) -> TeacherTerm:
+        """Reduce to the mean over valid chunks, times `scale`.
+
+        `proj_accuracy` is divided by a given denominator, so that the micro-batches of a step add up; without one by
+        the chunks that it counts.
+
+        Args:
+            batch: A padded micro-batch.
+            divergence: `[B, P]` parts.
+            denominator: The step's number of valid chunks; None: this micro-batch's.
+        """
+        chunks = self.chunks(batch)
+        count = chunks.valid.sum().float()
+        step = count if denominator is None else denominator
+        means = [partial_mean(masked_sum(part, chunks.valid), step) for part in divergence.parts]
+        metrics = {self.count_name: count}
+        metrics |= {name: mean.detach() for name, mean in zip(self.part_names, means, strict=False)}
+        if divergence.agrees is not None:
+            counted = chunks.comparable if self.accuracy_counts_masked else chunks.valid
+            hits = (divergence.agrees & counted).sum().float()
+            metrics["proj_accuracy"] = partial_mean(hits, counted.sum().float() if denominator is None else denominator)
+        if divergence.mass is not None:
+            metrics["chunk_mass"] = partial_mean(masked_sum(divergence.mass, chunks.valid), step)
+        return TeacherTerm(sum(means[1:], start=means[0]) * self.scale, count, metrics)

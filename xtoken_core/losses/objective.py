@@ -1,0 +1,238 @@
+"""The objective of a micro-batch: every teacher's divergence and the cross-entropy, weighted into one number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.losses.base import Loss
+from xtoken_core.losses.common import Divergence, EvalOptions, Pairing, Scalar, TeacherTerm, detached
+from xtoken_core.losses.cross_entropy import mean_over_tokens
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, RowLogits, row_logits
+from xtoken_core.losses.masks import next_token_targets
+from xtoken_core.ops import get_op
+
+Metrics = dict[str, Tensor]
+
+
+class Values(NamedTuple):
+    """Everything that a loss reduces: each teacher's divergence, the student's cross-entropy and hits.
+
+    Attributes:
+        divergences: One per teacher.
+        losses: Cross-entropy of every position, in nats.
+        hits: True where the position's first guess is right.
+    """
+
+    divergences: tuple[Divergence, ...]
+    losses: Float[Tensor, "B T_s"]
+    hits: Bool[Tensor, "B T_s"]
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """The tensors through which the loss has gradients."""
+        return [part for divergence in self.divergences for part in divergence.parts] + [self.losses]
+
+
+@dataclass(frozen=True)
+class ComparedTeacher:
+    """One teacher of a micro-batch.
+
+    Attributes:
+        loss: The loss that compares it.
+        logits: Its logits, in any form.
+        columns: `[K]` int64 tokens that are compared; None: all.
+        pairing: Which positions belong together.
+    """
+
+    loss: Loss
+    logits: Logits | MeanLogits
+    columns: Tensor | None
+    pairing: Pairing
+
+    @property
+    def subset(self) -> Tensor | None:
+        """The compared tokens, unless they are the whole vocabulary."""
+        return None if self.columns is None or self.columns.shape[0] == self.loss.vocab_size else self.columns
+
+    def whole(self) -> tuple[Tensor, bool]:
+        """Return the logits of every position, and True if they are those of `columns` only."""
+        if isinstance(self.logits, HeadProjection):
+            return self.logits.logits(self.subset), self.subset is not None
+        return (self.logits if isinstance(self.logits, Tensor) else self.logits.whole()), False
+
+    def rows(self) -> tuple[RowLogits, bool]:
+        """Return a function from positions to logits, and True if they are those of `columns` only."""
+        if isinstance(self.logits, MeanLogits):
+            return self.logits.rows(), False
+        return row_logits(self.logits, self.loss.vocab_size, self.subset), self.subset is not None
+
+
+class Selection(NamedTuple):
+    """The teacher that `select_teacher` follows on a micro-batch.
+
+    Attributes:
+        chosen: Its number, the lowest on ties; int64.
+        chunks: What it adds to the step's denominator, float32.
+    """
+
+    chosen: Int[Tensor, ""]
+    chunks: Float[Tensor, ""]
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> Selection:
+        """Return the selection of a micro-batch without samples."""
+        return cls(torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), device=device))
+
+
+@dataclass(frozen=True)
+class TeacherWeights:
+    """The weights of the teachers on a micro-batch.
+
+    Attributes:
+        weights: One per teacher.
+        factors: Further factors, one per teacher, of the divergence but not of the reported weight.
+        selection: With `select_teacher` the teacher followed.
+        selected_chunks: The step's denominator of the selected divergence; None: this micro-batch's.
+    """
+
+    weights: Sequence[Scalar]
+    factors: Sequence[float]
+    selection: Selection | None = None
+    selected_chunks: Scalar | None = None
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What the means of a step are divided by; None: this micro-batch's own counts.
+
+    Attributes:
+        tokens: The step's next-token predictions.
+        teachers: Per teacher the step's valid chunks, or its tokens.
+    """
+
+    tokens: Scalar | None
+    teachers: Sequence[Scalar | None]
+
+
+def evaluate_whole(
+    batch: Mapping[str, Tensor],
+    student_logits: Float[Tensor, "B T_s V_head"],
+    teachers: Sequence[ComparedTeacher],
+    *,
+    trains_on_kd: bool,
+) -> Values:
+    """Evaluate every loss on the whole micro-batch at once, differentiable by the student's logits.
+
+    Args:
+        batch: Holds the student's own tokens.
+        student_logits: The whole head, any floating dtype.
+        teachers: The teachers it is compared with.
+        trains_on_kd: True if gradients go through the divergences.
+    """
+    with_tokens = first_with_cross_entropy(teachers) if trains_on_kd else None
+    divergences = []
+    with nullcontext() if trains_on_kd else torch.no_grad():
+        for teacher in teachers:
+            logits, gathered = teacher.whole()
+            options = EvalOptions(gathered=gathered, with_tokens=teacher is with_tokens)
+            divergences.append(teacher.loss.evaluate(teacher.pairing, student_logits, logits, teacher.columns, options))
+    tokens = next((each.tokens for each in divergences if each.tokens is not None), None)
+    if tokens is None:
+        tokens = get_op("cross_entropy", student_logits.device)(student_logits, next_token_targets(batch))
+    return Values(tuple(divergences), *tokens)
+
+
+def first_with_cross_entropy(teachers: Sequence[ComparedTeacher]) -> ComparedTeacher | None:
+    """Return the teacher whose loss computes the cross-entropy in the same pass, if there is one."""
+    return next((teacher for teacher in teachers if teacher.loss.with_cross_entropy), None)
+
+
+class Objective:
+    """The loss of a micro-batch as a function of `Values`; linear unless it is scaled dynamically."""
+
+    def __init__(
+        self,
+        config: LossConfig,
+        losses: Sequence[Loss],
+        batch: Mapping[str, Tensor],
+        denominators: Denominators,
+        weights: TeacherWeights,
+    ) -> None:
+        """Keep what the reduction needs.
+
+        Args:
+            config: The loss's settings.
+            losses: One per teacher.
+            batch: A padded micro-batch with numbered teacher columns.
+            denominators: The step's.
+            weights: The teachers' on this micro-batch.
+        """
+        self.config, self.losses, self.batch = config, losses, batch
+        self.denominators, self.weights = denominators, weights
+
+    def __call__(self, values: Values) -> tuple[Float[Tensor, ""], Metrics]:
+        """Return the loss, float32 (float64 for float64 logits), and its metrics, detached float32 scalars."""
+        kd, metrics = self._divergence(values)
+        ce = mean_over_tokens(self.batch, values.losses, values.hits, self.denominators.tokens)
+        scale = self._kl_scale(kd, ce.loss)
+        ce_scale = 1.0 if self.config.dynamic_loss_scaling else self.config.ce_loss_scale
+        loss = scale * kd + ce_scale * ce.loss
+        summary: dict[str, Scalar] = {
+            "loss": loss,
+            "kl_loss": kd,
+            "ce_loss": ce.loss,
+            "kl_loss_scale": scale,
+            "accuracy": ce.accuracy,
+            "num_valid_samples": float(values.losses.shape[0]),
+        }
+        return loss, {name: detached(value, loss) for name, value in (summary | metrics).items()}
+
+    def _divergence(self, values: Values) -> tuple[Tensor, dict[str, Scalar]]:
+        """Return the weighted divergence and its metrics."""
+        weights = self.weights
+        # With averaged logits there is one divergence for all teachers, and zip stops after it.
+        triples = zip(self.losses, values.divergences, self.denominators.teachers, strict=False)
+        terms = [loss.reduce(self.batch, divergence, denominator) for loss, divergence, denominator in triples]
+        metrics: dict[str, Scalar] = {f"weight_t{index}": weight for index, weight in enumerate(weights.weights)}
+        if self.config.teacher_aggregation == "averaged_logits":
+            return terms[0].kd, metrics | terms[0].metrics
+        for index, term in enumerate(terms):
+            metrics[f"kl_loss_t{index}"] = term.kd
+            metrics |= {f"{name}_t{index}": value for name, value in term.metrics.items()}
+        if weights.selection is not None:
+            metrics["num_selected_chunks"] = weights.selection.chunks
+            return self._selected(values, weights.selection), metrics
+        return torch.stack(list(self._weighted(terms))).sum(), metrics
+
+    def _weighted(self, terms: Sequence[TeacherTerm]) -> list[Tensor]:
+        triples = zip(self.weights.weights, self.weights.factors, terms, strict=True)
+        return [weight * factor * term.kd for weight, factor, term in triples]
+
+    def _selected(self, values: Values, selection: Selection) -> Tensor:
+        """Return the chosen teacher's divergence over the step's one denominator for all choices."""
+        pairs = zip(self.losses, values.divergences, strict=True)
+        step = self.weights.selected_chunks
+        kds = [loss.reduce(self.batch, divergence, step).kd for loss, divergence in pairs]
+        return entry(torch.stack(kds), selection.chosen)
+
+    def _kl_scale(self, kd: Tensor, ce: Tensor) -> Scalar:
+        if not self.config.dynamic_loss_scaling:
+            return self.config.kl_loss_weight
+        kd, ce = kd.detach().abs(), ce.detach().abs()
+        # Both branches of a where are computed: the inner one keeps 0 / 0 out of it.
+        scale = torch.where(kd == 0, 1.0, ce / torch.where(kd == 0, 1.0, kd))
+        cap = self.config.dynamic_loss_scale_cap
+        return scale if cap is None else scale.clamp(max=cap)
+
+
+def entry(values: Float[Tensor, " n"], index: Int[Tensor, ""]) -> Float[Tensor, ""]:
+    """Return one entry of a vector; the index stays on the device."""
+    return values.gather(0, index.unsqueeze(0)).squeeze(0)

@@ -1,0 +1,44 @@
+"""The losses by `loss.mode`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.losses.alm import ALMLoss
+from xtoken_core.losses.base import Loss
+from xtoken_core.losses.common import LossTeacher
+from xtoken_core.losses.gold import GoldLoss, HKLLoss, ULDLoss
+from xtoken_core.losses.p_kl import PKLLoss
+from xtoken_core.losses.same_tokenizer import SameTokenizerLoss
+
+LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
+    {cls.mode: cls for cls in (PKLLoss, GoldLoss, HKLLoss, ULDLoss, ALMLoss)}
+)
+"""Every loss between different tokenizers, by its mode."""
+
+
+def build_loss(
+    config: LossConfig,
+    teacher: LossTeacher,
+    *,
+    index: int,
+    student_vocab_size: int,
+    device: torch.device,
+    losses: Mapping[str, type[Loss]] = LOSSES,
+) -> Loss:
+    """Build the loss that compares the student with one teacher.
+
+    Args:
+        config: The loss's settings.
+        teacher: The teacher's static data; one with the student's tokenizer is compared token by token.
+        index: The teacher's number, from 0.
+        student_vocab_size: `V_s`.
+        device: Device of the logits.
+        losses: The losses by mode.
+    """
+    loss = SameTokenizerLoss if teacher.same_tokenizer else losses[config.mode_of(index)]
+    return loss(config, teacher, index=index, student_vocab_size=student_vocab_size, device=device)
