@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from xtoken_core.config.loss import LossMode
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import Divergence, EvalOptions, Pairing
 from xtoken_core.losses.lazy_logits import cut
@@ -20,7 +23,7 @@ class ALMLoss(ChunkLoss):
     `p_t^(1/tau)` and `p_s^(1/tau)`, `tau = alm_temperature`.
     """
 
-    mode = "alm"
+    mode: ClassVar[LossMode] = "alm"
     reads_teacher_targets = True
 
     @property

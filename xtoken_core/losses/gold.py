@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from xtoken_core.config.loss import LossConfig
+from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
 from xtoken_core.losses.lazy_logits import cut
@@ -20,7 +20,7 @@ from xtoken_core.projection.exact_map import exact_token_map
 class GoldLoss(ChunkLoss):
     """gold: tokens of the strict exact-token map are common; sorted lists are cut at `uncommon_topk`."""
 
-    mode = "gold"
+    mode: ClassVar[LossMode] = "gold"
     parts = 2
     part_names = ("kl_common", "l1_uncommon")
     relaxed: ClassVar[bool] = False
@@ -66,14 +66,14 @@ class GoldLoss(ChunkLoss):
 class HKLLoss(GoldLoss):
     """H-KL: gold with the relaxed exact-token map, in which near matches are common too."""
 
-    mode = "h_kl"
+    mode: ClassVar[LossMode] = "h_kl"
     relaxed = True
 
 
 class ULDLoss(GoldLoss):
     """ULD: no token is common; the sorted lists are compared at full length."""
 
-    mode = "uld"
+    mode: ClassVar[LossMode] = "uld"
 
     def split_vocabularies(self) -> TokenPartition:
         """Return a partition without common pairs."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from xtoken_core.config.loss import LossConfig
+from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
 from xtoken_core.losses.lazy_logits import Logits, cut
@@ -22,7 +24,7 @@ class PKLLoss(ChunkLoss):
     log-probabilities inside `K` (`docs/operators/p_kl.md`).
     """
 
-    mode = "p_kl"
+    mode: ClassVar[LossMode] = "p_kl"
     count_name = "num_valid_pairs"
     with_cross_entropy = True
     accuracy_counts_masked = True  # as the public implementation does, for this loss only
@@ -32,12 +34,13 @@ class PKLLoss(ChunkLoss):
     ) -> None:
         """Build the projection matrix `W [V_s, V_t]` on the device; arguments as for `Loss`."""
         super().__init__(config, teacher, index=index, student_vocab_size=student_vocab_size, device=device)
-        size = {"student_vocab_size": student_vocab_size, "teacher_vocab_size": teacher.vocab_size}
+        V_s, V_t = student_vocab_size, teacher.vocab_size
         if teacher.matrix is not None:
-            matrix = ProjectionMatrix.from_sparse(teacher.matrix, **size)
+            projection = ProjectionMatrix.from_sparse(teacher.matrix, student_vocab_size=V_s, teacher_vocab_size=V_t)
         else:
-            matrix = ProjectionMatrix.from_topk(*teacher.rows(), **size)
-        self.projection = matrix.to(device)
+            rows = teacher.rows()
+            projection = ProjectionMatrix.from_topk(*rows, student_vocab_size=V_s, teacher_vocab_size=V_t)
+        self.projection = projection.to(device)
 
     @property
     def compares_subset(self) -> bool:

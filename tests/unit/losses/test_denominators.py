@@ -94,9 +94,7 @@ def test_a_step_may_be_split_into_micro_batches(config, split):
     combined = combine_metrics(metrics for _, metrics in parts)
     assert combined.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(
-            combined[name], value.item(), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert combined[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
 
 
 def test_several_teachers_each_have_their_own_denominator():

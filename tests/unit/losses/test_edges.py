@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
+from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher, kd_chunk_counts
 from xtoken_core.ops.select_topk_columns import select_topk_columns
 
 CONFIGS = {
@@ -186,6 +186,34 @@ def test_nothing_is_mutated_and_no_gradient_reaches_the_teacher(config):
     assert all(torch.equal(case.batch[name], column) for name, column in before.items())
     assert torch.equal(case.teacher_logits[0].detach(), teacher_before)
     assert case.teacher_logits[0].grad is None
+
+
+@pytest.mark.parametrize(
+    ("config", "counts_masked"),
+    [
+        (LossConfig(vocab_topk=None), True),
+        (LossConfig(gold_loss=True), False),
+        (LossConfig(gold_loss=True, xtoken_loss=True), False),
+    ],
+    ids=["p_kl", "gold", "h_kl"],
+)
+def test_accuracy_counts_masked_samples_for_p_kl_only(config, counts_masked):
+    case = self_case()  # equal models: every guess agrees, in the masked sample too
+    case.batch["sample_mask"] = torch.tensor([1.0, 0.0])
+    sizes = kd_chunk_counts(
+        *(case.batch[f"alignment_{n}_chunk_id"] for n in ("student", "teacher")),
+        *(case.batch[f"alignment_pair_{n}"] for n in ("valid", "is_correct")),
+        config,
+    )
+    every, unmasked = sizes.sum().item(), (sizes * case.batch["sample_mask"]).sum().item()
+    assert 0 < unmasked < every
+    assert run(case, config)[2]["proj_accuracy_t0"] == 1.0
+    metrics = run(case, config, global_valid_chunks=[2 * every])[2]
+    hits = every if counts_masked else unmasked
+    assert metrics["proj_accuracy_t0"].item() == pytest.approx(hits / (2 * every))
+    case.student_logits[1] = -case.student_logits[1]  # the masked sample's guesses are wrong now
+    accuracy = run(case, config)[2]["proj_accuracy_t0"].item()
+    assert accuracy == pytest.approx(unmasked / every if counts_masked else 1.0)
 
 
 def test_padding_and_masked_samples_take_part_in_choosing_k():

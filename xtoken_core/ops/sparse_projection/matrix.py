@@ -108,8 +108,14 @@ class ProjectionMatrix:
             teacher_vocab_size: `V_t`.
         """
         matrix = matrix.coalesce()
-        size = {"student_vocab_size": student_vocab_size, "teacher_vocab_size": teacher_vocab_size}
-        return cls.from_entries(*matrix.indices().unbind(), matrix.values(), **size)
+        student_ids, teacher_ids = matrix.indices()
+        return cls.from_entries(
+            student_ids,
+            teacher_ids,
+            matrix.values(),
+            student_vocab_size=student_vocab_size,
+            teacher_vocab_size=teacher_vocab_size,
+        )
 
     def to(self, device: torch.device | str) -> ProjectionMatrix:
         """The same matrix on another device; itself if it is there already."""
