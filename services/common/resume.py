@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, and whether that is this run: asked before anything is started. No torch."""
+"""Resuming from checkpoints: finds the newest one and refuses another run's, before anything is started. No torch."""
 
 from __future__ import annotations
 
@@ -7,81 +7,101 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from xtoken_core.config.complaints import describe
+from xtoken_core.config.identity import RunIdentity
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError
 
 CHECKPOINTS, RUN, RESOLVED = "checkpoints", "run.json", "resolved.json"
+VERSION = 3
+"""Of the form of a checkpoint, `version` in its `run.json`; the one that is written and read."""
 SETTINGS = {
     "samples_per_step": "train.samples_per_step",
     "records": "the number of records in data.path",
     "positions": "the run's length (train.max_steps, data.epochs)",
     "shuffle": "data.shuffle",
     "append_eos": "data.append_eos",
-    "student length": "student.context_length",
-    "student dtype": "student.dtype",
-    "weights in float32": "train.master_weights",
-    "student model": "student.model",
+    "float32_weights": "train.master_weights",
     "micro_batch_tokens": "train.micro_batch_tokens",
-    "lora": "train.lora",
     "data": "the text",
 }
-"""What a part of a run's identity is called where it differs, if not by its own name."""
+"""What messages call a field of the identity, if not by its own name."""
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The one with the highest step in a directory of checkpoints."""
-    found = sorted(directory.glob("step-????????")) if directory.is_dir() else []
-    return found[-1] if found else None
+    """Return the checkpoint with the highest step; None without one."""
+    checkpoints = sorted(directory.glob("step-????????")) if directory.is_dir() else []
+    return checkpoints[-1] if checkpoints else None
 
 
-def run_document(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run: `identity` and `cursor`.
+def write_run_document(run: ResolvedRun, cursor: Mapping[str, Any]) -> str:
+    """Return the content of a checkpoint's `run.json`."""
+    return json.dumps({"version": VERSION, "identity": run.identity().model_dump(mode="json"), "cursor": cursor})
+
+
+def read_run_document(path: Path) -> tuple[RunIdentity, dict[str, Any]]:
+    """Read a checkpoint's `run.json`.
+
+    Returns:
+        The identity of its run, fields that are newer than the checkpoint at their defaults; and the cursor.
 
     Raises:
-        InputError: It cannot be read.
+        InputError: It cannot be read, or is of another version.
     """
     try:
         document = json.loads((path / RUN).read_text(encoding="utf-8"))
-        return {"identity": dict(document["identity"]), "cursor": dict(document["cursor"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version = document.get("version", document.get("format"))  # `format` until version 2
+        if version is not None and version != VERSION:
+            raise InputError(
+                f"the checkpoint {path} has version {version}, this xtoken reads version {VERSION}: resume with the "
+                "xtoken that wrote it, or choose another output directory"
+            )
+        return RunIdentity.model_validate(document["identity"]), dict(document["cursor"])
+    except ValidationError as error:
+        raise unreadable(path, ValueError(describe(error, RunIdentity))) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise unreadable(path, error) from error
 
 
-def check_identity(path: Path, identity: Mapping[str, Any], run: ResolvedRun) -> None:
+def check_identity(path: Path, identity: RunIdentity, run: ResolvedRun) -> None:
     """Refuse a checkpoint of another run.
 
     Raises:
-        ConfigError: It was made with other data, tokenizers or settings; the text names what differs.
+        ConfigError: It was made with other data, models or settings; the text names what differs.
     """
-    mine = run.identity()
-    every = dict.fromkeys([*mine, *identity])  # a teacher that was taken away is in the checkpoint's only
-    differ = [SETTINGS.get(name, name) for name in every if identity.get(name) != mine.get(name)]
-    if differ:
+    different = [_setting(name) for name in identity.differences(run.identity())]
+    if different:
         raise ConfigError(
-            f"the checkpoint {path} belongs to another run: what differs is {', '.join(differ)}; choose another "
+            f"the checkpoint {path} belongs to another run: what differs is {', '.join(different)}; choose another "
             "output directory, or restore it"
         )
 
 
 def check_output(run: ResolvedRun) -> int:
-    """Refuse an output whose newest checkpoint is another run's.
+    """Refuse an output directory whose newest checkpoint is another run's.
 
     Returns:
-        The step at which the run goes on: the newest checkpoint's, 0 without one.
+        The step at which the run resumes: the newest checkpoint's, 0 without one.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: It is another run's.
         InputError: The checkpoint cannot be read.
     """
     path = newest_checkpoint(run.spec.output / CHECKPOINTS)
     if path is None:
         return 0
-    document = run_document(path)
-    check_identity(path, document["identity"], run)
-    return int(document["cursor"].get("step", 0))
+    identity, cursor = read_run_document(path)
+    check_identity(path, identity, run)
+    return int(cursor.get("step", 0))
 
 
 def unreadable(path: Path, error: BaseException) -> InputError:
-    """The one line for a damaged checkpoint."""
+    """Return the error of a damaged checkpoint."""
     first = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
-    return InputError(f"cannot read the checkpoint {path}: {first}: remove it to go on from an older one")
+    return InputError(f"cannot read the checkpoint {path}: {first}: remove it to resume from an older one")
+
+
+def _setting(name: str) -> str:
+    return f"train.{name}" if name.partition(".")[0] == "lora" else SETTINGS.get(name, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -22,7 +21,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from services.common.resume import RUN, check_identity, newest_checkpoint, run_document, unreadable
+from services.common.resume import (
+    RUN,
+    check_identity,
+    newest_checkpoint,
+    read_run_document,
+    unreadable,
+    write_run_document,
+)
 from services.trainer.distributed import Group
 from services.trainer.staging import Stage
 from xtoken_core.atomic import atomic_rename, atomic_write
@@ -35,7 +41,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", modul
 
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)  # it prints what is raised as well
 
-FORMAT = 2
 PRIVATE = 0o700
 
 
@@ -101,7 +106,7 @@ class Checkpoints:
         """
         self.settle()
         target = self.directory / f"step-{cursor.step:08d}"
-        document = {"format": FORMAT, "identity": self.run.identity(), "cursor": asdict(cursor)}
+        document = write_run_document(self.run, asdict(cursor))
         self.stage.copy(state)
         self._writer = threading.Thread(target=self._write, args=(target, document), name="checkpoint")
         self._writer.start()
@@ -144,19 +149,19 @@ class Checkpoints:
             ConfigError: It belongs to a run with other data, tokenizers or settings; the text names what differs.
         """
         check_private(self.directory)
-        document = run_document(path)
+        identity, document = read_run_document(path)
         try:
-            cursor = cursor_from(document["cursor"])
+            cursor = cursor_from(document)
         except (ValueError, KeyError, TypeError) as error:
             raise unreadable(path, error) from error
-        check_identity(path, document["identity"], self.run)
+        check_identity(path, identity, self.run)
         try:
             load_state(dict(state), storage_reader=FileSystemReader(path), no_dist=self.group.size == 1)
         except (Exception, CheckpointException) as error:  # the second is no Exception
             raise unreadable(path, first_failure(error)) from error
         return cursor
 
-    def _write(self, target: Path, document: dict[str, Any]) -> None:
+    def _write(self, target: Path, document: str) -> None:
         """A temporary directory, fsync of every rank's file, rename, fsync of the parent: the body of the thread."""
         scratch = target.with_name(f".{target.name}.tmp")
         try:
@@ -186,8 +191,8 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def _publish(self, scratch: Path, target: Path, document: dict[str, Any]) -> None:
-        atomic_write(scratch / RUN, json.dumps(document))
+    def _publish(self, scratch: Path, target: Path, document: str) -> None:
+        atomic_write(scratch / RUN, document)
         if target.exists():
             shutil.rmtree(target)
         atomic_rename(scratch, target)

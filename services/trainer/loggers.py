@@ -148,7 +148,8 @@ def wandb_id(run: ResolvedRun) -> str:
         OutputError: It cannot be written down.
     """
     path = run.spec.output / WANDB_ID
-    identity = hashlib.sha256(json.dumps(run.identity(), sort_keys=True).encode()).hexdigest()[:8]
+    values = run.identity().model_dump(mode="json", exclude_defaults=True)  # a new field at its default changes nothing
+    identity = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     known = path.read_bytes().decode("ascii", "replace").strip() if path.exists() else ""
     if re.fullmatch(identity + "-[0-9a-f]{8}", known):
         return known

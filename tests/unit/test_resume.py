@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from services.common.resolve import remarks
-from services.common.resume import CHECKPOINTS, check_output
+from services.common.resume import CHECKPOINTS, VERSION, check_output
 from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.train import LoraSpec
 from xtoken_core.errors import ConfigError, InputError
 
 
@@ -47,7 +49,7 @@ def test_the_setting_that_differs_is_named(saved: ResolvedRun) -> None:
         check_output(saved.model_copy(update={"student": other}))
     heavier = saved.spec.teacher[0].model_copy(update={"weight": 9.0, "context_length": 48})
     spec = saved.spec.model_copy(update={"teacher": (heavier,)})
-    with pytest.raises(ConfigError, match="what differs is length of teacher 0, weight of teacher 0; choose"):
+    with pytest.raises(ConfigError, match=r"what differs is teacher\.0\.context_length, teacher\.0\.weight; choose"):
         check_output(saved.model_copy(update={"spec": spec}))
 
 
@@ -62,7 +64,7 @@ def test_another_precision_is_another_run(saved: ResolvedRun) -> None:
     with pytest.raises(ConfigError, match=r"what differs is student\.dtype, train\.master_weights; choose another"):
         check_output(with_student(with_train(saved, master_weights=False), dtype="bfloat16"))
     small = saved.spec.teacher[0].model_copy(update={"dtype": "bfloat16", "fp8": True})
-    with pytest.raises(ConfigError, match="what differs is dtype of teacher 0, fp8 of teacher 0; choose"):
+    with pytest.raises(ConfigError, match=r"what differs is teacher\.0\.dtype, teacher\.0\.fp8; choose"):
         check_output(saved.model_copy(update={"spec": saved.spec.model_copy(update={"teacher": (small,)})}))
 
 
@@ -71,7 +73,7 @@ def test_a_teacher_that_was_taken_away_makes_another_run(tmp_path: Path) -> None
     checkpoints = Checkpoints(run.spec.output / CHECKPOINTS, run)
     checkpoints.save(Cursor(step=1), {"w": torch.ones(1)})
     checkpoints.settle()
-    with pytest.raises(ConfigError, match="what differs is length of teacher 1, weight of teacher 1"):
+    with pytest.raises(ConfigError, match=r"what differs is teacher\.1; choose"):
         check_output(resolved_run(tmp_path))
 
 
@@ -83,9 +85,47 @@ def test_how_it_is_computed_may_change(saved: ResolvedRun) -> None:
     assert check_output(saved.model_copy(update={"spec": saved.spec.model_copy(update={"workers": workers})})) == 1
 
 
+def run_document(run: ResolvedRun) -> Path:
+    return run.spec.output / CHECKPOINTS / "step-00000001" / "run.json"
+
+
+def test_a_field_newer_than_the_checkpoint_has_its_default(saved: ResolvedRun) -> None:
+    document = json.loads(run_document(saved).read_text())
+    identity = document["identity"]
+    del (
+        identity["lora"],
+        identity["teacher"][0]["fp8"],
+        identity["teacher"][0]["weight"],
+        identity["loss"]["reverse_kl"],
+    )
+    run_document(saved).write_text(json.dumps(document))
+    assert check_output(saved) == 1
+    loss = saved.spec.loss.model_copy(update={"reverse_kl": True})
+    with pytest.raises(ConfigError, match=r"what differs is loss\.reverse_kl; choose another"):
+        check_output(saved.model_copy(update={"spec": saved.spec.model_copy(update={"loss": loss})}))
+    with pytest.raises(ConfigError, match=r"what differs is train\.lora; choose another"):
+        check_output(with_train(saved, lora=LoraSpec()))
+
+
+@pytest.mark.parametrize(("name", "version"), [("format", 2), ("version", VERSION - 1), ("version", VERSION + 1)])
+def test_another_version_of_the_form_is_refused(saved: ResolvedRun, name: str, version: int) -> None:
+    document = json.loads(run_document(saved).read_text())
+    del document["version"]
+    run_document(saved).write_text(json.dumps(document | {name: version}))
+    with pytest.raises(InputError, match=f"step-00000001 has version {version}, this xtoken reads version {VERSION}"):
+        check_output(saved)
+
+
+def test_an_unknown_field_is_named(saved: ResolvedRun) -> None:
+    document = json.loads(run_document(saved).read_text())
+    document["identity"]["loss"]["colour"] = "red"
+    run_document(saved).write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"cannot read the checkpoint .*loss\.colour"):
+        check_output(saved)
+
+
 def test_a_checkpoint_that_says_nothing_is_named(saved: ResolvedRun) -> None:
-    file = saved.spec.output / CHECKPOINTS / "step-00000001" / "run.json"
-    file.write_text("{}")
+    run_document(saved).write_text("{}")
     with pytest.raises(InputError, match=r"step-00000001.*remove it"):
         check_output(saved)
 

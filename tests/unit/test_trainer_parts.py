@@ -67,7 +67,7 @@ def test_a_checkpoint_of_another_run_names_what_differs(tmp_path: Path) -> None:
     path = saved(tmp_path)
     other = resolved_run(tmp_path, positions=64).model_copy(update={"data_fingerprint": "e"})
     with pytest.raises(
-        ConfigError, match=r"what differs is the number of records in data.path, the run's length .*, the text;"
+        ConfigError, match=r"what differs is the text, the number of records in data.path, the run's length .*;"
     ):
         Checkpoints(tmp_path / "c", other).load(path, WEIGHTS)
 

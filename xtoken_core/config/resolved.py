@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from xtoken_core.config.base import Part
 from xtoken_core.config.complaints import describe
+from xtoken_core.config.identity import ModelIdentity, RunIdentity, TeacherIdentity
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 
@@ -68,46 +69,45 @@ class ResolvedRun(Part):
         per_step = self.spec.train.samples_per_step
         return position % per_step * self.spec.workers.nodes // per_step == self.group
 
-    def identity(self) -> dict[str, str | int | float | bool]:
-        """What makes it this run and no other: a checkpoint is resumed by a run that has all of it and nothing more.
-
-        It is what is trained, on what, and in which precision. How the optimiser goes about it (rates, clipping, decay)
-        and how the work is spread over processes and GPUs may change from one start to the next.
-        """
+    def identity(self) -> RunIdentity:
+        """Return what a checkpoint must have in common with this run."""
         spec = self.spec
-        return {
-            "name": spec.name,
-            "samples_per_step": spec.train.samples_per_step,
-            "records": self.records,
-            "positions": self.positions,
-            "seed": spec.seed,
-            "shuffle": spec.data.shuffle,
-            "append_eos": spec.data.append_eos,
-            "student length": spec.student.context_length,
-            "student dtype": spec.student.dtype,
-            "weights in float32": spec.train.master_weights or spec.student.dtype == "float32",
-            **{f"length of teacher {i}": teacher.context_length for i, teacher in enumerate(spec.teacher)},
-            **{f"weight of teacher {i}": teacher.weight for i, teacher in enumerate(spec.teacher)},
-            **{f"dtype of teacher {i}": teacher.dtype for i, teacher in enumerate(spec.teacher)},
-            **{f"fp8 of teacher {i}": teacher.fp8 for i, teacher in enumerate(spec.teacher)},
-            "micro_batch_tokens": spec.train.micro_batch_tokens,
-            "loss": spec.loss.model_dump_json(),
-            "lora": spec.train.lora.model_dump_json(exclude={"export"}) if spec.train.lora else "",
-            **self.fingerprints(),
-        }
-
-    def fingerprints(self) -> dict[str, str]:
-        """Of the text, the models, the tokenizers and the projections."""
-        found = {
-            "data": self.data_fingerprint,
-            "student model": self.student.weights_fingerprint,
-            "student tokenizer": self.student.tokenizer_fingerprint,
-        }
-        for index, (teacher, projection) in enumerate(zip(self.teachers, self.projection_fingerprints, strict=True)):
-            found[f"model of teacher {index}"] = teacher.weights_fingerprint
-            found[f"tokenizer of teacher {index}"] = teacher.tokenizer_fingerprint
-            found[f"projection of teacher {index}"] = projection
-        return found
+        student = ModelIdentity(
+            model=self.student.weights_fingerprint,
+            tokenizer=self.student.tokenizer_fingerprint,
+            context_length=spec.student.context_length,
+            dtype=spec.student.dtype,
+        )
+        teachers = tuple(
+            TeacherIdentity(
+                model=files.weights_fingerprint,
+                tokenizer=files.tokenizer_fingerprint,
+                context_length=teacher.context_length,
+                dtype=teacher.dtype,
+                projection=projection,
+                weight=teacher.weight,
+                fp8=teacher.fp8,
+            )
+            for teacher, files, projection in zip(
+                spec.teacher, self.teachers, self.projection_fingerprints, strict=True
+            )
+        )
+        return RunIdentity(
+            name=spec.name,
+            seed=spec.seed,
+            data=self.data_fingerprint,
+            records=self.records,
+            positions=self.positions,
+            shuffle=spec.data.shuffle,
+            append_eos=spec.data.append_eos,
+            samples_per_step=spec.train.samples_per_step,
+            micro_batch_tokens=spec.train.micro_batch_tokens,
+            student=student,
+            float32_weights=spec.train.master_weights or spec.student.dtype == "float32",
+            lora=spec.train.lora.model_copy(update={"export": "merged"}) if spec.train.lora else None,
+            teacher=teachers,
+            loss=spec.loss,
+        )
 
 
 def parse_resolved_run(document: bytes, *, source: str) -> ResolvedRun:

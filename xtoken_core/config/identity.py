@@ -1,0 +1,84 @@
+"""The identity of a run: what a checkpoint has in common with every run that may resume it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from xtoken_core.config.base import Part
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.config.train import LoraSpec
+
+
+class ModelIdentity(Part):
+    """The student, or a teacher.
+
+    Attributes:
+        model: Fingerprint of its configuration and weights.
+        tokenizer: Fingerprint of its tokenizer.
+        context_length: Tokens of a text beyond this are cut off.
+        dtype: Of its weights.
+    """
+
+    model: str
+    tokenizer: str
+    context_length: int
+    dtype: str
+
+
+class TeacherIdentity(ModelIdentity):
+    """A teacher.
+
+    Attributes:
+        projection: Fingerprint of its projection.
+        weight: Static weight in the loss.
+        fp8: Its matrix products are in float8.
+    """
+
+    projection: str
+    weight: float = 1.0
+    fp8: bool = False
+
+
+class RunIdentity(Part):
+    """What is trained, on what and in which precision.
+
+    How the optimiser goes about it (rates, clipping, decay) and how the work is spread over processes and GPUs is no
+    part of it. A field that is added later needs a default that means what runs did before: a checkpoint without the
+    field is read with it, and stays a checkpoint of the same run.
+
+    Attributes:
+        data: Fingerprint of the text.
+        float32_weights: The optimiser's weights are float32.
+    """
+
+    name: str
+    seed: int
+    data: str
+    records: int
+    positions: int
+    shuffle: bool
+    append_eos: bool
+    samples_per_step: int
+    micro_batch_tokens: int
+    student: ModelIdentity
+    float32_weights: bool
+    lora: LoraSpec | None = None
+    teacher: tuple[TeacherIdentity, ...]
+    loss: LossConfig
+
+    def differences(self, other: RunIdentity) -> list[str]:
+        """Return the paths of the values that differ, such as `teacher.0.weight`."""
+        return list(_differences(self.model_dump(mode="json"), other.model_dump(mode="json"), ""))
+
+
+def _differences(mine: Any, other: Any, path: str) -> Iterator[str]:
+    """Yield the path of every leaf that differs; of a part that one side lacks, the part's own."""
+    if isinstance(mine, list) and isinstance(other, list):
+        mine, other = dict(enumerate(mine)), dict(enumerate(other))
+    if not (isinstance(mine, dict) and isinstance(other, dict)):
+        if mine != other:
+            yield path
+        return
+    for key in dict.fromkeys([*mine, *other]):
+        yield from _differences(mine.get(key), other.get(key), f"{path}.{key}" if path else str(key))
