@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from services.cli import app
+from services.cli.app import app
 from tests.doc_blocks import PAGES, ROOT, commands_of, shell_commands
 
 GUIDES = [ROOT / "README.md", ROOT / "docs/quickstart.md", ROOT / "docs/gpu-run.md"]
