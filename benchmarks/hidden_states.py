@@ -21,11 +21,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from benchmarks.operator_pages import HIDDEN_JSON, HIDDEN_TESTS
 from torch import Tensor
 
 from benchmarks.gpu_tests import RESULTS, machine
 from benchmarks.kernel_hash import kernel_hash
-from benchmarks.operator_pages import HIDDEN_JSON, HIDDEN_TESTS
 from benchmarks.ops import timed_by_events
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
@@ -156,7 +156,7 @@ CONFIGS: dict[str, tuple[LossConfig, bool]] = {
     "p_kl_without_maxima": (LossConfig(), False),
     "p_kl_dynamic_scaling": (LossConfig(dynamic_loss_scaling=True), True),
     "p_kl_full_vocabulary": (LossConfig(vocab_topk=None), False),
-    "gold": (LossConfig(gold_loss=True), False),
+    "gold": (LossConfig(mode="gold"), False),
     "cross_entropy_alone": (LossConfig(kl_loss_weight=0.0, ce_loss_scale=1.0), True),
 }
 """Settings, and whether the teacher sends its column maxima."""

@@ -16,8 +16,8 @@ CONFIGS = {
     "p_kl_loss": LossConfig(vocab_topk=8192),
     "p_kl_loss_in_place": LossConfig(vocab_topk=8192, gradient_in_place=True),
     "p_kl_full_vocabulary_loss": LossConfig(vocab_topk=None),
-    "gold_loss": LossConfig(gold_loss=True),
-    "h_kl_loss": LossConfig(gold_loss=True, xtoken_loss=True),
+    "gold_loss": LossConfig(mode="gold"),
+    "h_kl_loss": LossConfig(mode="h_kl"),
 }
 """The settings of every row."""
 OPS_OF = {

@@ -10,8 +10,8 @@ from xtoken_core.config.loss import LossConfig
 
 LOSSES = {
     "p_kl": LossConfig(),
-    "gold": LossConfig(gold_loss=True),
-    "h_kl": LossConfig(gold_loss=True, xtoken_loss=True),
+    "gold": LossConfig(mode="gold"),
+    "h_kl": LossConfig(mode="h_kl"),
 }
 
 

@@ -16,7 +16,7 @@ CONFIGS = {
     "p_kl": LossConfig(vocab_topk=300),
     "p_kl_full": LossConfig(vocab_topk=None),
     "p_kl_dynamic": LossConfig(vocab_topk=300, dynamic_loss_scaling=True),
-    "gold": LossConfig(gold_loss=True, uncommon_topk=200),
+    "gold": LossConfig(mode="gold", uncommon_topk=200),
     "cross_entropy": LossConfig(vocab_topk=300, kl_loss_weight=0.0, ce_loss_scale=1.0),
 }
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 1e-2}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from xtoken_core.config.base import NoneWord, Part
 
@@ -13,25 +13,30 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm"]
-"""How a chunk of the student is compared with its teacher's, by short name."""
+"""The losses between different tokenizers, by short name."""
+
+FLAGS = ("gold_loss", "xtoken_loss", "uld_loss", "alm_loss")
+FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
+    "p_kl": frozenset(),
+    "gold": frozenset({"gold_loss"}),
+    "h_kl": frozenset({"gold_loss", "xtoken_loss"}),
+    "uld": frozenset({"uld_loss"}),
+    "alm": frozenset({"alm_loss"}),
+}
+"""The flags of the method's public configuration that select a mode."""
 
 
 class LossConfig(Part):
-    """Which loss compares student and teacher, and how its parts are weighed.
+    """The loss between student and teacher, and the weights of its terms.
 
-    The default is P-KL. `gold_loss` compares common tokens by KL and the rest by sorted L1; `xtoken_loss` on top
-    of it (H-KL) widens what counts as common; `uld_loss` compares everything by sorted L1; `alm_loss` compares the
-    likelihoods of the chunks' own tokens. A teacher with the student's own tokenizer is compared token by token.
+    `gold_loss`, `xtoken_loss`, `uld_loss` and `alm_loss`, the flags of the method's public configuration, are accepted
+    instead of `mode`. A teacher with the student's own tokenizer is compared token by token, whatever the mode.
     """
 
-    gold_loss: bool = False
-    """gold: common tokens by KL, the others by sorted L1."""
-    xtoken_loss: bool = False
-    """H-KL: gold with a wider notion of common tokens; needs `gold_loss`."""
-    uld_loss: bool = False
-    """ULD: all tokens by sorted L1."""
-    alm_loss: bool = False
-    """ALM: the likelihoods of each chunk's own tokens."""
+    mode: LossMode = "p_kl"
+    """`p_kl`: the student's distribution, projected onto the teacher's vocabulary, by KL. `gold`: common tokens by KL,
+    the others by sorted L1. `h_kl`: gold with near matches among the common tokens. `uld`: all tokens by sorted L1.
+    `alm`: the likelihoods of each chunk's own tokens."""
     temperature: Positive = 1.0
     """Divides both sides' logits; the KD term is multiplied by its square."""
     vocab_topk: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = 8192
@@ -56,7 +61,7 @@ class LossConfig(Part):
     dynamic_loss_scale_cap: Positive | None = None
     """The largest scale that `dynamic_loss_scaling` may apply."""
     gradient_in_place: bool = False
-    """P-KL from one teacher, Triton kernels: write the gradient over the student's logits, which are lost to it."""
+    """P-KL from one teacher, Triton kernels: write the gradient into the memory of the student's logits."""
 
     teacher_aggregation: Literal["sum", "averaged_logits", "select_teacher"] = "sum"
     """Several teachers: add their losses, average their logits, or follow on each micro-batch the one with the lowest
@@ -70,25 +75,26 @@ class LossConfig(Part):
     normalize_teacher_by_vocab: bool = False
     """`sum`: weigh a teacher's loss and score by the logarithm of its vocabulary relative to the smallest."""
 
-    @property
-    def mode(self) -> LossMode:
-        """The short name of the mode that the flags select."""
-        if self.uld_loss:
-            return "uld"
-        if self.alm_loss:
-            return "alm"
-        if self.gold_loss:
-            return "h_kl" if self.xtoken_loss else "gold"
-        return "p_kl"
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_of_flags(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not (given := [flag for flag in FLAGS if flag in value]):
+            return value
+        is_set = {flag: _flag(flag, value[flag]) for flag in given}
+        own = {name: item for name, item in value.items() if name not in FLAGS}
+        if "mode" in own:
+            _check_flags(own["mode"], is_set)
+            return own
+        return own | {"mode": _mode_by_flags({flag for flag in given if is_set[flag]})}
 
     def mode_of(self, teacher: int) -> LossMode:
-        """The mode of one teacher, by its place in the run's list."""
+        """Return the mode of one teacher, by its number."""
         own = self.teacher_modes[teacher] if teacher < len(self.teacher_modes) else None
         return own or self.mode
 
     @property
     def modes(self) -> frozenset[LossMode]:
-        """Every mode that some teacher uses."""
+        """Every mode that some teacher may use."""
         return frozenset(own or self.mode for own in self.teacher_modes or (None,))
 
     def check_teachers(self, weights: Sequence[float], same_tokenizer: Sequence[bool]) -> None:
@@ -96,7 +102,7 @@ class LossConfig(Part):
 
         Args:
             weights: Each teacher's static weight.
-            same_tokenizer: Whether each teacher has the student's own tokenizer.
+            same_tokenizer: True for each teacher with the student's own tokenizer.
 
         Raises:
             ValueError: With the reason and what to change.
@@ -129,15 +135,14 @@ class LossConfig(Part):
         used = {self.mode_of(teacher) for teacher, same in enumerate(same_tokenizer) if not same}
         why = "every teacher has the student's tokenizer or a mode of its own"
         if self.mode not in {*used, "p_kl"}:
-            flag = {"gold": "gold_loss", "h_kl": "xtoken_loss", "uld": "uld_loss", "alm": "alm_loss"}[self.mode]
-            raise ValueError(f"{flag} is used by no teacher: {why}; unset it")
+            raise ValueError(f'mode = "{self.mode}" is used by no teacher: {why}; unset it')
         if "p_kl" not in used:
             for name, is_set in self._settings_of_p_kl().items():
                 if is_set:
                     raise ValueError(f"{name} belongs to P-KL, which compares no teacher: {why}; unset it")
 
     def _settings_of_p_kl(self) -> dict[str, bool]:
-        """The settings that no other mode reads, and whether they are set."""
+        """Return the settings that no other mode reads, True for those that are set."""
         return {
             "gradient_in_place": self.gradient_in_place,
             "exact_token_match_only": self.exact_token_match_only,
@@ -146,16 +151,12 @@ class LossConfig(Part):
 
     @model_validator(mode="after")
     def _refuse_impossible(self) -> LossConfig:
-        reason = self._conflict_of_flags() or self._option_without_its_mode() or self._conflict_of_teachers()
+        reason = self._conflict_of_weights() or self._option_without_its_mode() or self._conflict_of_teachers()
         if reason:
             raise ValueError(reason)
         return self
 
-    def _conflict_of_flags(self) -> str | None:
-        if self.xtoken_loss and not self.gold_loss:
-            return "xtoken_loss widens the gold loss's common tokens: set gold_loss = true as well"
-        if self.gold_loss + self.uld_loss + self.alm_loss > 1:
-            return "gold_loss, uld_loss and alm_loss exclude each other: set one of them"
+    def _conflict_of_weights(self) -> str | None:
         if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
             return "dynamic_loss_scale_cap needs dynamic_loss_scaling = true"
         for name in ("kl_loss_weight", "ce_loss_scale"):
@@ -171,11 +172,11 @@ class LossConfig(Part):
                 if is_set:
                     return f"{name} belongs to P-KL, the mode is {self.mode}: unset one of them"
         if self.modes == {"uld"} and self.reverse_kl:
-            return "reverse_kl has no meaning for uld_loss, which compares sorted probabilities: unset it"
+            return 'reverse_kl has no meaning for mode = "uld", which compares sorted probabilities: unset it'
         if self.modes == {"alm"} and self.temperature != 1.0:
-            return "alm_loss compares likelihoods at temperature 1: use alm_temperature"
+            return 'mode = "alm" compares likelihoods at temperature 1: use alm_temperature'
         if "alm" not in self.modes and self.alm_temperature != 100.0:
-            return "alm_temperature belongs to alm_loss: set alm_loss = true or unset it"
+            return 'alm_temperature belongs to ALM: set mode = "alm" or unset it'
         return None
 
     def _conflict_of_teachers(self) -> str | None:
@@ -184,7 +185,30 @@ class LossConfig(Part):
                 if getattr(self, name):
                     return f'{name} belongs to teacher_aggregation = "sum", not "{self.teacher_aggregation}"'
         if self.teacher_aggregation == "averaged_logits" and self.mode != "p_kl":
-            return 'teacher_aggregation = "averaged_logits" compares token by token: unset the mode\'s flag'
+            return 'teacher_aggregation = "averaged_logits" compares token by token: unset mode'
         if self.dynamic_weight_alpha != 1.0 and self.dynamic_teacher_weights is None:
             return "dynamic_weight_alpha needs dynamic_teacher_weights"
         return None
+
+
+def _flag(name: str, value: Any) -> bool:
+    try:
+        return bool(TypeAdapter(bool).validate_python(value))
+    except ValidationError as error:
+        raise ValueError(f"{name} takes true or false") from error
+
+
+def _mode_by_flags(flags: set[str]) -> LossMode:
+    if flags == {"xtoken_loss"}:
+        raise ValueError("xtoken_loss widens the gold loss's common tokens: set gold_loss = true as well")
+    for mode, own in FLAGS_OF_MODE.items():
+        if flags == own:
+            return mode
+    raise ValueError("gold_loss, uld_loss and alm_loss exclude each other: set one of them, or mode")
+
+
+def _check_flags(mode: Any, is_set: dict[str, bool]) -> None:
+    own = FLAGS_OF_MODE.get(mode, frozenset())
+    for flag, value in is_set.items():
+        if value != (flag in own):
+            raise ValueError(f'mode = "{mode}" and {flag} = {str(value).lower()} exclude each other: unset {flag}')

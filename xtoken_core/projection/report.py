@@ -177,7 +177,7 @@ def _warnings(categories: Mapping[str, tuple[int, int]]) -> tuple[str, ...]:
         if total and uncommon / total > CRITICAL_SHARE:
             found.append(
                 f"{uncommon} of {total} student tokens of the category {name} have no exact counterpart: "
-                "gold and H-KL compare them by sorted probabilities only; P-KL (gold_loss = false) suits better"
+                'gold and H-KL compare them by sorted probabilities only; P-KL (loss.mode = "p_kl") suits better'
             )
     return tuple(found)
 

@@ -91,7 +91,7 @@ def test_a_run_is_the_same_by_fields_and_by_file(tmp_path: Path) -> None:
         pytest.param({"teacher.1.model": "/t"}, "teacher.1.context_length", "This is needed.", id="second-teacher"),
         pytest.param({"train.betas": "0.9"}, "train.betas", "Field required", id="half-a-pair"),
         pytest.param({"queue.block_size": "5"}, "queue.block_size", "must divide", id="two-parts-at-odds"),
-        pytest.param({"loss.xtoken_loss": "on"}, "loss.xtoken_loss", "set gold_loss", id="flags-at-odds"),
+        pytest.param({"loss.alm_temperature": "7"}, "loss.alm_temperature", "belongs to ALM", id="settings-at-odds"),
     ],
 )
 def test_a_complaint_is_at_its_field(tmp_path: Path, change: dict[str, str], field: str, said: str) -> None:

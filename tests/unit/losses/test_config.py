@@ -9,6 +9,11 @@ from xtoken_core.config import LossConfig
 
 REFUSED = {
     "xtoken_without_gold": ({"xtoken_loss": True}, "set gold_loss = true"),
+    "mode_and_flag": ({"mode": "alm", "gold_loss": True}, "exclude each other: unset gold_loss"),
+    "mode_and_unset_flag": ({"mode": "gold", "gold_loss": False}, "gold_loss = false exclude each other"),
+    "mode_and_half_of_h_kl": ({"mode": "gold", "gold_loss": True, "xtoken_loss": True}, "unset xtoken_loss"),
+    "flag_of_another_type": ({"gold_loss": "perhaps"}, "gold_loss takes true or false"),
+    "unknown_mode": ({"mode": "kl"}, "mode"),
     "two_modes": ({"gold_loss": True, "uld_loss": True}, "exclude each other"),
     "alm_and_gold": ({"gold_loss": True, "alm_loss": True}, "exclude each other"),
     "cap_without_scaling": ({"dynamic_loss_scale_cap": 2.0}, "needs dynamic_loss_scaling"),
@@ -19,9 +24,9 @@ REFUSED = {
     "ce_scale_with_scaling": ({"dynamic_loss_scaling": True, "ce_loss_scale": 1.0}, "ce_loss_scale is not used with"),
     "exact_only_gold": ({"gold_loss": True, "exact_token_match_only": True}, "belongs to P-KL, the mode is gold"),
     "prob_gold": ({"gold_loss": True, "teacher_chunk_average": "prob"}, "belongs to P-KL, the mode is gold"),
-    "reverse_uld": ({"uld_loss": True, "reverse_kl": True}, "no meaning for uld_loss"),
+    "reverse_uld": ({"uld_loss": True, "reverse_kl": True}, 'no meaning for mode = "uld"'),
     "temperature_alm": ({"alm_loss": True, "temperature": 2.0}, "use alm_temperature"),
-    "alm_temperature_elsewhere": ({"alm_temperature": 10.0}, "set alm_loss = true"),
+    "alm_temperature_elsewhere": ({"alm_temperature": 10.0}, 'set mode = "alm"'),
     "modes_select": ({"teacher_aggregation": "select_teacher", "teacher_modes": ("gold",)}, "teacher_modes belongs to"),
     "dynamic_weights_averaged": (
         {"teacher_aggregation": "averaged_logits", "dynamic_teacher_weights": "ce"},
@@ -57,7 +62,11 @@ def test_impossible_settings_are_refused(settings, reason):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_flags_name_one_mode(settings, mode):
+    every = dict.fromkeys(("gold_loss", "xtoken_loss", "uld_loss", "alm_loss"), False)
     assert LossConfig(**settings).mode == mode
+    assert LossConfig(**settings) == LossConfig(**every | settings) == LossConfig(mode=mode, **settings)
+    assert LossConfig(**settings) == LossConfig(mode=mode)
+    assert LossConfig(**settings).model_dump()["mode"] == mode
 
 
 def test_a_setting_of_one_teachers_mode_is_allowed():

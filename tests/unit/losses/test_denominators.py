@@ -22,10 +22,10 @@ CONFIGS = {
     "p_kl": LossConfig(vocab_topk=None),
     "exact_only": LossConfig(vocab_topk=None, exact_token_match_only=True, temperature=2.0),
     "prob": LossConfig(vocab_topk=None, teacher_chunk_average="prob", reverse_kl=True),
-    "gold": LossConfig(gold_loss=True, uncommon_topk=5),
-    "h_kl": LossConfig(gold_loss=True, xtoken_loss=True),
-    "uld": LossConfig(uld_loss=True),
-    "alm": LossConfig(alm_loss=True),
+    "gold": LossConfig(mode="gold", uncommon_topk=5),
+    "h_kl": LossConfig(mode="h_kl"),
+    "uld": LossConfig(mode="uld"),
+    "alm": LossConfig(mode="alm"),
 }
 
 

@@ -17,12 +17,12 @@ CONFIGS = {
     "p_kl": LossConfig(vocab_topk=6),
     "p_kl_prob": LossConfig(teacher_chunk_average="prob"),
     "p_kl_reverse_dynamic": LossConfig(reverse_kl=True, dynamic_loss_scaling=True),
-    "gold": LossConfig(gold_loss=True),
-    "gold_reverse": LossConfig(gold_loss=True, reverse_kl=True),
-    "h_kl_dynamic": LossConfig(gold_loss=True, xtoken_loss=True, dynamic_loss_scaling=True),
-    "uld": LossConfig(uld_loss=True),
-    "alm": LossConfig(alm_loss=True),
-    "alm_reverse": LossConfig(alm_loss=True, reverse_kl=True),
+    "gold": LossConfig(mode="gold"),
+    "gold_reverse": LossConfig(mode="gold", reverse_kl=True),
+    "h_kl_dynamic": LossConfig(mode="h_kl", dynamic_loss_scaling=True),
+    "uld": LossConfig(mode="uld"),
+    "alm": LossConfig(mode="alm"),
+    "alm_reverse": LossConfig(mode="alm", reverse_kl=True),
 }
 every_mode = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -160,7 +160,7 @@ def test_alm_of_a_text_that_one_side_rules_out_is_the_other_sides_certainty(side
     logits = case.teacher_logits[0] if side == "teacher" else case.student_logits
     ids = case.batch["teacher_input_ids" if side == "teacher" else "input_ids"]
     logits[:, :-1].scatter_(2, ids[:, 1:, None], -torch.inf)
-    metrics = run(case, LossConfig(alm_loss=True, reverse_kl=reverse))[2]
+    metrics = run(case, LossConfig(mode="alm", reverse_kl=reverse))[2]
     assert 0 < metrics["kl_loss"] < torch.inf
 
 
@@ -192,8 +192,8 @@ def test_nothing_is_mutated_and_no_gradient_reaches_the_teacher(config):
     ("config", "counts_masked"),
     [
         (LossConfig(vocab_topk=None), True),
-        (LossConfig(gold_loss=True), False),
-        (LossConfig(gold_loss=True, xtoken_loss=True), False),
+        (LossConfig(mode="gold"), False),
+        (LossConfig(mode="h_kl"), False),
     ],
     ids=["p_kl", "gold", "h_kl"],
 )

@@ -66,8 +66,8 @@ GOLD = {
     "strict": ({}, {}),
     "cut": ({"uncommon_topk": 4}, {"topk": 4}),
     "reverse_T2": ({"reverse_kl": True, "temperature": 2.0}, {"reverse": True, "T": 2.0}),
-    "relaxed": ({"xtoken_loss": True}, {"relaxed": True}),
-    "relaxed_cut": ({"xtoken_loss": True, "uncommon_topk": 3}, {"relaxed": True, "topk": 3}),
+    "relaxed": ({"mode": "h_kl"}, {"relaxed": True}),
+    "relaxed_cut": ({"mode": "h_kl", "uncommon_topk": 3}, {"relaxed": True, "topk": 3}),
 }
 
 
@@ -76,7 +76,7 @@ def test_gold_and_h_kl_with_padded_heads(settings, arguments):
     case = make_case(**MASKED)
     check(
         case,
-        LossConfig(gold_loss=True, **KD_ONLY, **settings),
+        LossConfig(**{"mode": "gold", **KD_ONLY, **settings}),
         lambda z: loops.gold(case.batch, z, case.teacher_logits[0], case.teachers[0], V_S, **arguments),
     )
 
@@ -86,7 +86,7 @@ def test_uld_compares_everything(teacher_vocab):
     case = make_case(teacher_vocab=(teacher_vocab,), **MASKED)
     check(
         case,
-        LossConfig(uld_loss=True, temperature=2.0, **KD_ONLY),
+        LossConfig(mode="uld", temperature=2.0, **KD_ONLY),
         lambda z: loops.gold(case.batch, z, case.teacher_logits[0], case.teachers[0], V_S, empty=True, T=2.0),
     )
 
@@ -97,7 +97,7 @@ def test_alm(tau, reverse):
     case = make_case(**MASKED)
     check(
         case,
-        LossConfig(alm_loss=True, alm_temperature=tau, reverse_kl=reverse, **KD_ONLY),
+        LossConfig(mode="alm", alm_temperature=tau, reverse_kl=reverse, **KD_ONLY),
         lambda z: loops.alm(case.batch, z, case.teacher_logits[0], case.teachers[0], V_S, tau=tau, reverse=reverse),
     )
 
