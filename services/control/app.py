@@ -16,23 +16,24 @@ from services.control.api.telemetry import RequestMetrics, Telemetry
 from services.control.auth import Auth, AuthMiddleware
 from services.control.runs import Runs
 from services.control.views import Views
-from services.control.web import install, opened
+from services.control.web import mount
 
-DESCRIPTION = """Starts, watches, stops and resumes distillation runs.
+DESCRIPTION = """Start, monitor, stop and resume distillation runs.
 
-Errors are `application/problem+json` and name the fields they are about. Where the control plane is served to other
-machines, every request but the probes carries `Authorization: Bearer TOKEN`."""
+Errors are `application/problem+json` and name the invalid fields. If the control plane is served to other machines,
+every request except the probes needs the header `Authorization: Bearer TOKEN`."""
 
 
 def create_app(runs: Runs, auth: Auth | None = None) -> FastAPI:
-    """The application over these runs.
+    """Create the application.
 
     Args:
-        runs: The runs.
-        auth: Who may ask; this machine, if left out.
+        runs: Runs to serve.
+        auth: Authentication settings; by default only this machine has access, without a token.
     """
     views = Views(runs)
-    context = AppContext(runs, views, opened(auth or Auth()), Telemetry(runs, views))
+    context = AppContext(runs, views, mount.with_open_paths(auth or Auth()))
+    telemetry = Telemetry(runs, views)
     app = FastAPI(
         title="xtoken control plane",
         version=version("xtoken"),
@@ -41,19 +42,19 @@ def create_app(runs: Runs, auth: Auth | None = None) -> FastAPI:
         docs_url=None,  # FastAPI's page loads scripts from a CDN; `web.pages` serves Swagger UI from here
         redoc_url=None,
     )
-    app.state.context = context
+    app.state.context, app.state.telemetry = context, telemetry
     problems.install(app)
     for router in (runs_api.router, files.router, health.router):
         app.include_router(router)
-    app.add_middleware(RequestMetrics, telemetry=context.telemetry)
+    app.add_middleware(RequestMetrics, telemetry=telemetry)
     app.add_middleware(AuthMiddleware, auth=context.auth)
-    install(app)
+    mount.install(app)
     _describe(app)
     return app
 
 
 def _describe(app: FastAPI) -> None:
-    """Say in the interface's description that there may be a token, and of what type errors are."""
+    """Add the bearer token and the media type of errors to the OpenAPI description."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -62,13 +63,11 @@ def _describe(app: FastAPI) -> None:
             )  # fmt: skip
             schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"token": []}, {}]
-            answers = [
-                a for path in schema["paths"].values() for way in path.values() for a in way["responses"].values()
-            ]
-            for answer in answers:
-                content = answer.get("content", {})
+            operations = [operation for path in schema["paths"].values() for operation in path.values()]
+            for response in [r for operation in operations for r in operation["responses"].values()]:
+                content = response.get("content", {})
                 if content.get("application/json", {}).get("schema", {}).get("$ref", "").endswith("/Problem"):
-                    answer["content"] = {problems.MEDIA_TYPE: content["application/json"]}
+                    response["content"] = {problems.MEDIA_TYPE: content["application/json"]}
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -1,4 +1,4 @@
-"""Who may ask: by a name of our own, from no foreign page, with the token if there is one, in a bounded body."""
+"""Auth middleware: Host and Origin check, bearer token, limit of the body size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_BODY_BYTES = 1 << 20
 LOCAL_NAME = "localhost"
 COOKIE = "xtoken_session"
 PROBES = ("/livez", "/readyz")
-"""What may be asked without the token, and tells nothing about runs."""
+"""Paths that need no token, as they reveal nothing about runs."""
 SHORTEST_TOKEN = 16
 POLICY_VIOLATION = 1008
 BEARER = "Bearer "
@@ -31,13 +31,13 @@ BEARER = "Bearer "
 
 @dataclass(frozen=True)
 class Auth:
-    """Who may ask.
+    """Authentication and authorization of requests.
 
     Attributes:
-        token: What a request must carry; None where only this machine can reach the control plane.
-        names: Host names, beyond this machine's addresses, under which it may be asked for.
-        remote: Whether it is served to other machines, and so may be asked for by any address.
-        open_paths: Paths that need no token, beyond the probes: a page's own log-in.
+        token: Token that requests must carry; None for a control plane that listens on a loopback address only.
+        names: Host names accepted in the Host header, in addition to addresses of this machine.
+        remote: True if other machines can reach the control plane, in which case the Host header may be any address.
+        open_paths: Paths that need no token in addition to the probes: the login page and static files.
     """
 
     token: str | None = None
@@ -47,47 +47,47 @@ class Auth:
 
     @classmethod
     def of(cls, host: str, token_file: Path | None, names: Iterable[str] = ()) -> Auth:
-        """The access to a control plane served at `host`.
+        """Return the settings for a control plane that listens on `host`.
 
         Raises:
-            ConfigError: Other machines could reach it and it has no token, or the token's file is not private.
+            ConfigError: Other machines can reach the host and there is no token, or the token file is not private.
         """
         remote = not is_loopback(host)
         if remote and token_file is None:
-            raise ConfigError(f"--host {host}: other machines can reach it: give a --token-file")
+            raise ConfigError(f"--host {host}: other machines can reach it: set --token-file")
         token = read_token(token_file) if token_file is not None else None
         return cls(token, frozenset(name.lower() for name in names), remote)
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """The status and the reason why a request is refused; None if it is not."""
+        """Return status and reason of a refusal, or None if the request is accepted."""
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "")
         if not self._is_own(_host_of(f"//{host}")):
-            return 403, f"the Host header names {host!r}: this control plane is not asked for under that name"
+            return 403, f"the Host header {host!r} is not a name of this control plane"
         origin = headers.get(b"origin")
         if origin is not None and not self._same_origin(origin, host):
-            return 403, f"a page of {origin!r} may not use this control plane"
+            return 403, f"cross-origin request from {origin!r}"
         if self.token is not None and not self._has_token(scope["path"], headers):
-            return 401, "a bearer token is needed: Authorization: Bearer TOKEN"
+            return 401, "bearer token required: Authorization: Bearer TOKEN"
         return None
 
     @property
     def cookie(self) -> str:
-        """The value of the cookie that stands for the token, for pages that a browser asks for."""
+        """Session cookie: an HMAC of the token, so that the browser does not store the token itself."""
         return hmac.new((self.token or "").encode(), COOKIE.encode(), hashlib.sha256).hexdigest()
 
     def accepts(self, token: str) -> bool:
-        """Whether this is the token."""
+        """Return True if `token` is the control plane's token."""
         return self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
 
     def _is_own(self, name: str) -> bool:
         return is_loopback(name) or name.lower() in self.names or (self.remote and _is_address(name))
 
     def _same_origin(self, origin: str, host: str) -> bool:
-        theirs, ours = urlsplit_safely(origin), urlsplit_safely(f"//{host}")
-        if theirs is None or ours is None or theirs[0] not in ("http", "https") or theirs[2] != ours[2]:
+        remote, own = urlsplit_safely(origin), urlsplit_safely(f"//{host}")
+        if remote is None or own is None or remote[0] not in ("http", "https") or remote[2] != own[2]:
             return False
-        return theirs[1] == ours[1] or (is_loopback(theirs[1]) and is_loopback(ours[1]))
+        return remote[1] == own[1] or (is_loopback(remote[1]) and is_loopback(own[1]))
 
     def _has_token(self, path: str, headers: dict[bytes, str]) -> bool:
         if path in PROBES or path in self.open_paths:
@@ -96,20 +96,20 @@ class Auth:
         if given[: len(BEARER)].lower() == BEARER.lower():
             return self.accepts(given[len(BEARER) :].strip())
         try:
-            found = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
+            cookie = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
         except CookieError:
             return False
-        return found is not None and hmac.compare_digest(found.value.encode(), self.cookie.encode())
+        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self.cookie.encode())
 
 
 class AuthMiddleware:
-    """Middleware that refuses what `Auth` refuses, and bodies that are too long."""
+    """Middleware that applies `Auth` to every request and limits the size of its body."""
 
     def __init__(self, app: ASGIApp, auth: Auth) -> None:
         self._app, self._auth = app, auth
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401, 403 or 413, or let the request through."""
+        """Respond with 401, 403 or 413, or pass the request on."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -122,18 +122,18 @@ class AuthMiddleware:
                 await self._app(scope, receive, send)
             return
         if refusal is not None:
-            answer = problem(*refusal)
+            response = problem(*refusal)
             if refusal[0] == 401:
-                answer.headers["WWW-Authenticate"] = "Bearer"
-            await answer(scope, receive, send)
+                response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
         elif _length(scope) > MAX_BODY_BYTES:
-            await problem(413, f"a request has at most {MAX_BODY_BYTES} bytes")(scope, receive, send)
+            await problem(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")(scope, receive, send)
         else:
             await self._app(scope, _bounded(receive), send)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own."""
+    """Return True if a host name or address is a loopback one."""
     if host.lower() == LOCAL_NAME:
         return True
     try:
@@ -143,10 +143,10 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(file: Path) -> str:
-    """The token in a file; a missing file is made, with a token that nobody could guess.
+    """Return the token in a file; create the file with a random token if it does not exist.
 
     Raises:
-        ConfigError: It cannot be read or made, others may read it, or it is too short.
+        ConfigError: The file cannot be read or created, other users can read it, or the token is too short.
     """
     try:
         try:
@@ -156,22 +156,22 @@ def read_token(file: Path) -> str:
         else:
             with os.fdopen(handle, "w", encoding="ascii") as new:
                 new.write(secrets.token_urlsafe(32) + "\n")
-        with file.open("rb") as found:
-            status = os.fstat(found.fileno())
+        with file.open("rb") as opened:
+            status = os.fstat(opened.fileno())
             if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid != os.geteuid():
-                raise ConfigError(f"the token file {file} must be yours alone: chmod 600 {file}")
-            token = found.read(4096).decode("ascii").strip()
+                raise ConfigError(f"the token file {file} must be readable by you only: chmod 600 {file}")
+            token = opened.read(4096).decode("ascii").strip()
     except OSError as error:
         raise ConfigError(f"cannot read the token file {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the token file {file} holds no text") from error
+        raise ConfigError(f"the token file {file} is not a text file") from error
     if len(token) < SHORTEST_TOKEN:
         raise ConfigError(f"the token in {file} is shorter than {SHORTEST_TOKEN} characters")
     return token
 
 
 def urlsplit_safely(url: str) -> tuple[str, str, int] | None:
-    """A URL's scheme, host and port, the port being the scheme's own if there is none; None if it is no URL."""
+    """Return scheme, host and port (the scheme's default if none is given) of a URL, or None if it is malformed."""
     try:
         parts = urlsplit(url)
         scheme = parts.scheme or "http"
@@ -181,8 +181,8 @@ def urlsplit_safely(url: str) -> tuple[str, str, int] | None:
 
 
 def _host_of(url: str) -> str:
-    found = urlsplit_safely(url)
-    return found[1] if found else ""
+    parts = urlsplit_safely(url)
+    return parts[1] if parts else ""
 
 
 def _is_address(name: str) -> bool:
@@ -194,12 +194,12 @@ def _is_address(name: str) -> bool:
 
 
 def _length(scope: Scope) -> float:
-    given = dict(scope["headers"]).get(b"content-length", b"0")
-    return int(given) if given.isdigit() and len(given) < 20 else float("inf")
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(length) if length.isdigit() and len(length) < 20 else float("inf")
 
 
 def _bounded(receive: Receive) -> Receive:
-    """The request's body, cut off where it becomes too long without having said so."""
+    """Return a `receive` that disconnects once a body without a Content-Length becomes too large."""
     seen = 0
 
     async def bounded() -> Message:

@@ -1,4 +1,4 @@
-"""Writer of a supervisor's events to the database, from which another control plane can take over at any moment."""
+"""Writer of a supervisor's events to the database, from which another control plane can recover the run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class DatabaseEvents(SupervisorEvents):
 
     Args:
         store: The database.
-        run_id: The run.
-        life: Number of this start of the run, from 1.
+        run_id: Id of the run.
+        launch: Number of the run's current launch.
     """
 
-    def __init__(self, store: Store, run_id: str, life: int) -> None:
-        self._store, self._run_id, self._life = store, run_id, life
+    def __init__(self, store: Store, run_id: str, launch: int) -> None:
+        self._store, self._run_id, self._launch = store, run_id, launch
         self._written: dict[str, Any] = {}
 
     def state_changed(self, state: RunState) -> None:
@@ -42,20 +42,21 @@ class DatabaseEvents(SupervisorEvents):
         """Insert a row for each attempt, without an identity yet."""
         rows = [
             AttemptRow(
-                run_id=self._run_id, life=self._life, worker=a.worker, kind=a.kind, incarnation=a.incarnation,
+                run_id=self._run_id, launch=self._launch, worker=a.worker, kind=a.kind, incarnation=a.incarnation,
                 log=str(a.log), started=now(),
             )
             for a in attempts
         ]  # fmt: skip
-        self._write(lambda: self._store.intend(rows))
+        self._write(lambda: self._store.add_attempts(rows))
 
     def started(self, worker: str, incarnation: int, identity: dict[str, Any]) -> None:
         """Store the identity of the attempt's process."""
-        self._write(lambda: self._store.attempt(self._run_id, worker, incarnation, identity=identity))
+        self._write(lambda: self._store.change_attempt(self._run_id, worker, incarnation, identity=identity))
 
     def exited(self, worker: str, incarnation: int, exit_code: int | None) -> None:
         """Store the time and status of the attempt's exit."""
-        self._write(lambda: self._store.attempt(self._run_id, worker, incarnation, ended=now(), exit_code=exit_code))
+        end = {"ended": now(), "exit_code": exit_code}
+        self._write(lambda: self._store.change_attempt(self._run_id, worker, incarnation, **end))
 
     def failures_counted(self, group: str, restarts: int, failures: int, highest_step: int) -> None:
         """Replace the group's row."""
@@ -66,7 +67,7 @@ class DatabaseEvents(SupervisorEvents):
 
     def message(self, text: str, *, worker: str = "") -> None:
         """Insert a note."""
-        self._write(lambda: self._store.note(self._run_id, text, worker=worker))
+        self._write(lambda: self._store.add_note(self._run_id, text, worker=worker))
 
     def ended(self, state: RunState, error: str, exit_code: int) -> None:
         """Store how the run ended, as columns and as a note."""

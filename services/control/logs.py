@@ -1,4 +1,4 @@
-"""The logs of a run's workers: one file per start, read from the end, followed as they grow."""
+"""Log files of a run's workers: one per attempt; read from the end, merged, followed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 NAME = re.compile(r"(?P<worker>[A-Za-z0-9._-]+)\.(?P<attempt>\d+)\.log")
 STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 TAIL_BYTES = 1 << 16
-MOST_BYTES = 1 << 23
-"""Of one log, to tell of its last lines; of its growth, at one look."""
+MAX_BYTES = 1 << 23
+"""Largest part of a log that is read at once, for its last lines or for what was added."""
 
 
 @dataclass(frozen=True)
 class Log:
-    """The log of one start of a worker."""
+    """Log file of one attempt of a worker."""
 
     worker: str
     attempt: int
@@ -24,7 +24,7 @@ class Log:
 
     @property
     def size(self) -> int:
-        """Its length in bytes; 0 if it is gone."""
+        """Size in bytes; 0 if the file is gone."""
         try:
             return self.path.stat().st_size
         except OSError:
@@ -32,19 +32,19 @@ class Log:
 
 
 def logs_in(output: Path) -> list[Log]:
-    """Every log of a run, by worker and start."""
-    found = ((NAME.fullmatch(path.name), path) for path in (output / "logs").glob("*.log"))
-    logs = [Log(match["worker"], int(match["attempt"]), path) for match, path in found if match]
+    """Return all logs of a run, ordered by worker and attempt."""
+    matches = ((NAME.fullmatch(path.name), path) for path in (output / "logs").glob("*.log"))
+    logs = [Log(match["worker"], int(match["attempt"]), path) for match, path in matches if match]
     return sorted(logs, key=lambda log: (log.worker, log.attempt))
 
 
 def last_attempts(logs: Iterable[Log]) -> list[Log]:
-    """The last start's log of every worker."""
+    """Return the log of the last attempt of each worker."""
     return list({log.worker: log for log in logs}.values())
 
 
 def tail(log: Log, lines: int) -> tuple[list[bytes], int]:
-    """A log's last whole lines, and where they end in the file, in bytes."""
+    """Return the last complete lines of a log, and the byte offset of their end."""
     size, wanted = log.size, TAIL_BYTES
     try:
         with log.path.open("rb") as file:
@@ -52,42 +52,45 @@ def tail(log: Log, lines: int) -> tuple[list[bytes], int]:
                 start = max(0, size - wanted)
                 file.seek(start)
                 whole, _, torn = file.read(size - start).rpartition(b"\n")
-                found = whole.split(b"\n") if whole else []
-                if start == 0 or len(found) > lines or wanted >= MOST_BYTES:
-                    found = found if start == 0 else found[1:]
-                    return found[-lines:] if lines else [], size - len(torn)
+                tail_lines = whole.split(b"\n") if whole else []
+                if start == 0 or len(tail_lines) > lines or wanted >= MAX_BYTES:
+                    tail_lines = tail_lines if start == 0 else tail_lines[1:]  # the first may be cut
+                    return tail_lines[-lines:] if lines else [], size - len(torn)
                 wanted *= 4
     except OSError:
         return [], 0
 
 
 def merged(logs: Iterable[Log], lines: int) -> Iterator[bytes]:
-    """The last lines of several logs by their time, each behind its worker's name; a line without a time stays put."""
+    """Merge the last lines of several logs by time stamp, each prefixed by its worker.
+
+    A line without a time stamp, as in a traceback, stays behind the line before it.
+    """
     stamped: list[tuple[bytes, int, bytes]] = []
     for log in logs:
         time = b""
         for line in tail(log, lines)[0]:
-            found = STAMP.match(line)
-            time = found[0] if found else time
+            stamp = STAMP.match(line)
+            time = stamp[0] if stamp else time
             stamped.append((time, len(stamped), b"%s | %s" % (log.worker.encode(), line)))
     for _, _, line in sorted(stamped)[-lines:] if lines else []:
         yield line
 
 
 class Follower:
-    """What is added to a run's logs from now on, those of later starts included.
+    """Reader of the lines added to a run's logs from now on, including logs of later attempts.
 
     Args:
-        output: The run's directory.
-        worker: Only this one's; all, each line behind its worker's name, if empty.
+        output: Output directory of the run.
+        worker: Follow only this worker; if empty follow all, and prefix each line by its worker.
     """
 
     def __init__(self, output: Path, worker: str) -> None:
         self._output, self._worker = output, worker
         self._read_to = {log.path: tail(log, 0)[1] for log in self._logs()}
 
-    def news(self) -> bytes:
-        """Whole lines that have been added since the last call."""
+    def read(self) -> bytes:
+        """Return the complete lines added since the last call."""
         return b"".join(self._lines())
 
     def _logs(self) -> list[Log]:
@@ -100,7 +103,7 @@ class Follower:
                 continue
             with log.path.open("rb") as file:
                 file.seek(start)
-                whole, newline, _ = file.read(MOST_BYTES).rpartition(b"\n")
+                whole, newline, _ = file.read(MAX_BYTES).rpartition(b"\n")
             self._read_to[log.path] = start + len(whole) + len(newline)
             prefix = b"" if self._worker else log.worker.encode() + b" | "
             yield from (prefix + line + b"\n" for line in (whole.split(b"\n") if newline else ()))

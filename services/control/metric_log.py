@@ -1,4 +1,4 @@
-"""A run's curves, read once: the JSON lines that its trainer writes, kept as columns, thinned out for who asks."""
+"""Metrics of a run: a growing file of JSON lines, read incrementally and kept as columns."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from typing import Any
 import numpy as np
 
 LISTS_OF_IDS = ("ids", "skipped", "dead")
-LOOK_S = 0.5
+POLL_S = 0.5
 RECENT = 20
-MOST_COLUMNS = 256
+MAX_COLUMNS = 256
 CHUNK_BYTES = 1 << 22
 
 
 class MetricLog:
-    """One file of JSON lines, each with a `step`, in their order; what a resumed run cuts back is dropped here too.
+    """A file of JSON lines with a `step` each, in order.
+
+    A resumed run truncates its file to the checkpoint's step; the file is then read again from the beginning.
 
     Attributes:
-        recent: The last lines as they are, without their lists of sample ids.
+        recent: The last lines, without lists of sample ids.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._looked_at = -math.inf
+        self._read_at = -math.inf
         self._reset()
 
     def _reset(self) -> None:
@@ -43,41 +45,46 @@ class MetricLog:
 
     @property
     def last(self) -> dict[str, Any] | None:
-        """The last line; None if there is none."""
+        """The last line, or None if the file is empty."""
         return self.recent[-1] if self.recent else None
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def refresh(self) -> None:
-        """Read the lines added since the last call; looks at the file at most every half second."""
+        """Read the lines added since the last call; does nothing within half a second of it."""
         with self._lock:
-            if time.monotonic() - self._looked_at < LOOK_S:
+            if time.monotonic() - self._read_at < POLL_S:
                 return
             try:
                 self._read()
             except OSError:
                 if self._offset:
                     self._reset()
-            self._looked_at = time.monotonic()
+            self._read_at = time.monotonic()
 
     def sample(self, after: int, points: int) -> list[dict[str, Any]]:
-        """Lines of steps beyond `after`; means of equal stretches of lines if there are more than `points` of them.
+        """Return the lines after a step, averaged over equal intervals if there are more than `points`.
+
+        Args:
+            after: Only steps greater than this.
+            points: Largest number of rows.
 
         Returns:
-            Per point its columns, `step` being its last line's; what is missing or no finite number is left out.
+            One row per interval: the mean of every metric, and the `step` of the interval's last line. Missing and
+            non-finite values are left out.
         """
         with self._lock:
             first = bisect_right(self._steps, after)
             count = len(self._steps) - first
             bounds = first + np.unique(np.linspace(0, count, min(points, count) + 1).astype(np.int64))
             starts, ends = bounds[:-1], bounds[1:]
-            found = [{"step": self._steps[end - 1]} for end in ends]
+            rows = [{"step": self._steps[end - 1]} for end in ends]
             for name, column in self._columns.items():
                 values = np.frombuffer(column, dtype=np.float64)
-                _fill(found, name, values, starts, ends, whole=name in self._whole and count <= points)
-                del values  # or the column could not grow
-        return found
+                _fill(rows, name, values, starts, ends, whole=name in self._whole and count <= points)
+                del values  # an array cannot grow while a buffer of it is exported
+        return rows
 
     def _read(self) -> None:
         with self._path.open("rb") as file:
@@ -105,7 +112,7 @@ class MetricLog:
         self.recent.append({k: _plain(v) for k, v in line.items() if k not in LISTS_OF_IDS})
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
         for name in numbers.keys() - self._columns.keys() - {"step"}:
-            if len(self._columns) < MOST_COLUMNS:
+            if len(self._columns) < MAX_COLUMNS:
                 self._columns[name] = array("d", [math.nan]) * len(self._steps)
                 self._whole.add(name)
         self._steps.append(line["step"])
@@ -119,7 +126,7 @@ class MetricLog:
 def _fill(
     rows: list[dict[str, Any]], name: str, values: Any, starts: Any, ends: Any, *, whole: bool
 ) -> None:  # fmt: skip
-    """Put the means of a column's stretches into the rows."""
+    """Write the mean of each interval of a column into the rows."""
     if not rows:
         return
     finite = np.isfinite(values[: ends[-1]])

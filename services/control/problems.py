@@ -1,4 +1,4 @@
-"""Errors as `application/problem+json` (RFC 9457): one line in `detail`, and the fields it is about in `errors`."""
+"""Error responses as `application/problem+json` (RFC 9457): one line in `detail`, field errors in `errors`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MEDIA_TYPE = "application/problem+json"
 
 
 class FieldError(BaseModel):
-    """What is wrong with one field of a request."""
+    """Error in one field of a request."""
 
     field: str
     message: str
 
 
 class Problem(BaseModel):
-    """An error."""
+    """Error response."""
 
     type: str = "about:blank"
     title: str
@@ -35,13 +35,13 @@ class Problem(BaseModel):
     detail: str
     errors: list[FieldError] = []
     exit_code: int | None = None
-    """What a command that meets this error exits with."""
+    """Exit code of a command that fails with this error."""
     run: str | None = None
-    """The run that is in the way."""
+    """Id of the run that conflicts with the request."""
 
 
 class ProblemResponse(JSONResponse):
-    """A response with a problem's media type."""
+    """JSON response with the media type of a problem."""
 
     media_type = MEDIA_TYPE
 
@@ -50,15 +50,15 @@ def problem(
     status: int, detail: str, *, errors: list[FieldError] | None = None, exit_code: int | None = None,
     run: str | None = None,
 ) -> ProblemResponse:  # fmt: skip
-    """The response for an error."""
-    found = Problem(
+    """Return the response for an error."""
+    body = Problem(
         title=HTTPStatus(status).phrase, status=status, detail=detail, errors=errors or [], exit_code=exit_code, run=run
     )
-    return ProblemResponse(found.model_dump(), status_code=status)
+    return ProblemResponse(body.model_dump(), status_code=status)
 
 
 def install(app: FastAPI) -> None:
-    """Make an application answer every error as a problem."""
+    """Register the exception handlers that turn every error into a problem response."""
 
     async def invalid(_: Request, error: Exception) -> ProblemResponse:
         assert isinstance(error, RequestValidationError)
@@ -82,7 +82,7 @@ def install(app: FastAPI) -> None:
 
     async def unexpected(request: Request, error: Exception) -> ProblemResponse:
         log.error("%s %s", request.method, request.url.path, exc_info=error)
-        return problem(500, "this is an error in xtoken: see the control plane's log")
+        return problem(500, "internal error: see the control plane's log")
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(XtokenError, expected)

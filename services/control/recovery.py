@@ -1,4 +1,4 @@
-"""After a control plane has gone: what has become of the processes of its runs."""
+"""Recovery of runs after a restart of the control plane: find their processes again, or infer how they ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.control.store import AttemptRow, GroupRow
+from services.control.tables import AttemptRow, GroupRow
 from services.supervisor.launchers.local import Handle, Launcher, read_status
 from services.supervisor.os_process import mark_of
 from services.supervisor.process_group import TakenGroup, describe_exit, last_line, status_of_log
@@ -15,48 +15,50 @@ from services.supervisor.run_record import SUMMARY, RunState
 from services.supervisor.supervisor import RunResult
 from xtoken_core.errors import ConfigError
 
-GO_ON = "resume it to go on from its last checkpoint"
+RESUME = "resume the run to continue from its last checkpoint"
 
 
 @dataclass(frozen=True)
 class RecoveredRun:
-    """What was found of a run.
+    """State of a run's processes as found after a restart.
 
     Attributes:
-        groups: Where each group of its processes stands, by name.
-        living: The workers that live.
-        gone: The workers that have ended since they were last heard of, each with how.
+        groups: State of each process group, by name.
+        running: Workers whose processes are still running.
+        exited: Workers whose processes exited while no control plane was running, with the reason.
     """
 
     groups: dict[str, TakenGroup] = field(default_factory=dict)
-    living: tuple[str, ...] = ()
-    gone: dict[str, str] = field(default_factory=dict)
+    running: tuple[str, ...] = ()
+    exited: dict[str, str] = field(default_factory=dict)
 
-    def told(self) -> str:
-        """One line on it."""
-        found = f"found again: {', '.join(self.living)}" if self.living else "none of its processes lives"
-        lost = "; ".join(f"{worker} {how}" for worker, how in self.gone.items())
-        return f"{found}; in the meantime {lost}" if lost else found
+    def summary(self) -> str:
+        """Return one line for the run's history."""
+        running = f"recovered: {', '.join(self.running)}" if self.running else "no process is running"
+        exited = "; ".join(f"{worker} {reason}" for worker, reason in self.exited.items())
+        return f"{running}; meanwhile {exited}" if exited else running
 
 
 def recover(
     run_id: str, members: Sequence[Member], attempts: Sequence[AttemptRow], counts: dict[str, GroupRow],
     launcher: Launcher,
 ) -> RecoveredRun:  # fmt: skip
-    """Look for every process that a run's last life has started.
+    """Find the processes of a run's last launch.
+
+    A group of which a process failed, or was never started, is killed and restarted as a whole.
 
     Args:
-        run_id: The run.
-        members: The run's processes, as they would be started now.
-        attempts: Starts of its last life, the oldest first.
-        counts: How often its groups had failed.
-        launcher: Finds them.
+        run_id: Id of the run.
+        members: Process specs of the run.
+        attempts: Attempts of its last launch, oldest first.
+        counts: Failure counts of its groups.
+        launcher: Launcher that started the processes.
     """
     last = {attempt.worker: attempt for attempt in attempts}
     nodes = {member.name: member.node for member in members}
     groups: dict[str, TakenGroup] = {}
-    living: list[str] = []
-    gone: dict[str, str] = {}
+    running: list[str] = []
+    exited: dict[str, str] = {}
     for name in dict.fromkeys(member.group for member in members):
         starts = [last[m.name] for m in members if m.group == name and m.name in last]
         if not starts:
@@ -71,12 +73,12 @@ def recover(
             for start in starts
             if start.ended is None
         }
-        living += [worker for worker, handle in handles.items() if handle.poll() is None]
-        gone |= {
+        running += [worker for worker, handle in handles.items() if handle.poll() is None]
+        exited |= {
             worker: describe_exit(handle.poll()) for worker, handle in handles.items() if handle.poll() is not None
         }
         groups[name] = _group(starts, handles, counts.get(name), complete=len(starts) == _size(members, name))
-    return RecoveredRun(groups, tuple(living), gone)
+    return RecoveredRun(groups, tuple(running), exited)
 
 
 def _size(members: Iterable[Member], group: str) -> int:
@@ -100,8 +102,14 @@ def _group(
     )
 
 
-def infer_ending(output: Path, attempts: Sequence[AttemptRow], gone: dict[str, str]) -> RunResult:
-    """How a run has ended none of whose processes lives, and whose end nobody has seen."""
+def infer_ending(output: Path, attempts: Sequence[AttemptRow], exited: dict[str, str]) -> RunResult:
+    """Infer how a run ended while no control plane was running, from its files and exit statuses.
+
+    Args:
+        output: Output directory of the run.
+        attempts: Attempts of its last launch, oldest first.
+        exited: Reasons why its workers exited, by worker.
+    """
     last = {attempt.worker: attempt for attempt in attempts}
     statuses = {
         worker: start.exit_code if start.ended is not None else read_status(status_of_log(Path(start.log)))
@@ -112,11 +120,11 @@ def infer_ending(output: Path, attempts: Sequence[AttemptRow], gone: dict[str, s
         return RunResult(RunState.COMPLETED)
     for worker, status in statuses.items():
         if status == ConfigError.exit_code:
-            said = last_line(Path(last[worker].log)).removeprefix("error: ")
-            return RunResult(RunState.FAILED, f"{worker}: {said}", ConfigError.exit_code)
+            message = last_line(Path(last[worker].log)).removeprefix("error: ")
+            return RunResult(RunState.FAILED, f"{worker}: {message}", ConfigError.exit_code)
     if not last:
-        error = f"its control plane ended before it had started anything: {GO_ON}"
+        error = f"the control plane exited before it had started any process: {RESUME}"
         return RunResult(RunState.INTERRUPTED, error, 1)
-    how = "; ".join(f"{worker} {end}" for worker, end in gone.items())
-    error = f"all its processes ended while no control plane lived{f' ({how})' if how else ''}: {GO_ON}"
+    reasons = "; ".join(f"{worker} {reason}" for worker, reason in exited.items())
+    error = f"all processes exited while no control plane was running{f' ({reasons})' if reasons else ''}: {RESUME}"
     return RunResult(RunState.INTERRUPTED, error, 1)

@@ -8,7 +8,8 @@ from pathlib import Path
 from services.common.allowed_paths import Roots
 from services.control.db_events import DatabaseEvents
 from services.control.recovery import infer_ending, recover
-from services.control.store import RunRow, Store
+from services.control.store import Store
+from services.control.tables import RunRow
 from services.supervisor.launchers.local import read_status
 from services.supervisor.process_group import status_of_log
 from services.supervisor.run_directory import QueuePlace
@@ -21,32 +22,32 @@ log = logging.getLogger("xtoken.control")
 
 
 class Run(SupervisedRun):
-    """One start of a run in the database.
+    """One launch of a run in the database.
 
     Args:
-        row: The run's row.
+        row: Row of the run.
         store: The database.
-        roots: Directories that its workers may read and write; None for no limit.
-        launchers: Creates its launcher.
-        adopt: Whether an earlier control plane may have started its processes.
+        roots: Directories that its workers may read and write; None for no restriction.
+        launchers: Creates the launcher of its processes.
+        recovered: True if an earlier control plane may have started its processes.
     """
 
     def __init__(
-        self, row: RunRow, store: Store, roots: Roots | None, launchers: LauncherFactory, *, adopt: bool = False
+        self, row: RunRow, store: Store, roots: Roots | None, launchers: LauncherFactory, *, recovered: bool = False
     ) -> None:  # fmt: skip
-        events = DatabaseEvents(store, row.id, row.life)
+        events = DatabaseEvents(store, row.id, row.launch)
         environment = roots.environment if roots is not None else {}
         spec = RunSpec.model_validate(row.spec)
         super().__init__(spec, row.id, launchers, events=events, environment=environment)
-        self._row, self._store, self._adopt = row, store, adopt
+        self._row, self._store, self._recovered = row, store, recovered
 
     def _run(self) -> RunResult | None:
-        return self._recover() if self._adopt else super()._run()
+        return self._recover() if self._recovered else super()._run()
 
     def _recover(self) -> RunResult | None:
-        """Supervise the processes that an earlier control plane has started, or find out how they ended."""
+        """Supervise the processes that an earlier control plane started, or infer how the run ended."""
         output, row = self.spec.output, self._row
-        attempts = self._store.attempts(self.id, life=row.life)
+        attempts = self._store.attempts(self.id, launch=row.launch)
         if row.queue is None:
             return infer_ending(output, attempts, {})
         queues = QueuePlace.of_document(row.queue)
@@ -54,12 +55,12 @@ class Run(SupervisedRun):
         source = output / "resolved.json"
         resolved = parse_resolved_run(source.read_bytes(), source=str(source))
         members = self._process_specs(resolved, queues)
-        found = recover(self.id, members, attempts, self._store.groups(self.id), launcher)
-        self._events.message(found.told())
-        log.info("run %s: %s", self.id, found.told())
-        if found.living:
-            return self._supervise(resolved, queues, launcher, found.groups, row.step or 0)
-        result = infer_ending(output, attempts, found.gone)
+        recovered = recover(self.id, members, attempts, self._store.groups(self.id), launcher)
+        self._events.message(recovered.summary())
+        log.info("run %s: %s", self.id, recovered.summary())
+        if recovered.running:
+            return self._supervise(resolved, queues, launcher, recovered.groups, row.step or 0)
+        result = infer_ending(output, attempts, recovered.exited)
         for attempt in attempts:
             if attempt.ended is None:
                 status = read_status(status_of_log(Path(attempt.log)))

@@ -1,4 +1,4 @@
-"""All runs of a control plane: started, found again, resumed, stopped, forgotten."""
+"""All runs of a control plane: start, recover, resume, stop and remove them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ log = logging.getLogger("xtoken.control")
 
 LOCK = ".control.lock"
 TICK_LIMIT_S = 90.0
-ROUND_S = 1.0
+HOUSEKEEPING_S = 1.0
 KEPT_S = 60.0
-"""How long a run that has ended is kept in memory; after that the database tells of it."""
+"""Seconds for which a run that has ended is kept in memory; after that it is read from the database."""
 
 
 class ConflictError(XtokenError):
-    """The run is not in a state for what is asked."""
+    """The run's state does not allow the request."""
 
     status = 409
 
@@ -42,7 +42,7 @@ class TakenOutputError(TakenError):
     """Another run has this output directory.
 
     Attributes:
-        run_id: Which.
+        run_id: Id of the other run.
     """
 
     field = "output"
@@ -53,13 +53,13 @@ class TakenOutputError(TakenError):
 
 
 class Runs:
-    """The runs of a control plane, those of earlier ones in the same directory included.
+    """Runs of a control plane, including those that an earlier control plane started in the same directory.
 
     Args:
-        directory: Where they are remembered; None forgets them with this object.
-        tied: Should this process die in any way, its runs' processes die with it.
-        validator: Which runs it takes; all, if left out, with a relative `output` below the directory.
-        starters: Makes what starts a run's processes; what its settings name, if left out.
+        directory: Directory of the database; None keeps it in memory.
+        tied: True if the runs' processes are to be killed with this process.
+        validator: Rules for specifications; by default everything is accepted, and `output` is relative to `directory`.
+        starters: Creates the launchers of runs; by default the launcher that the specification names.
 
     Raises:
         XtokenError: The directory cannot be used, or another control plane uses it.
@@ -70,54 +70,54 @@ class Runs:
         starters: LauncherFactory | None = None,
     ) -> None:  # fmt: skip
         self.directory = directory.resolve() if directory is not None else None
-        self._lock_file = _hold(self.directory) if self.directory is not None else None
+        self._lock_file = _lock_directory(self.directory) if self.directory is not None else None
         self.store = Store(self.directory)
         self.validator = validator or SpecValidator(base=self.directory)
         self._launchers = starters or launcher_factory(tied=tied)
         self._here: dict[str, Run] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self.worked_at = time.monotonic()
+        self.housekeeping_at = time.monotonic()
         self._recover()
-        self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
-        self._keeper.start()
+        self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
+        self._housekeeper.start()
 
-    # Changing them
+    # Changes
 
     def start(self, spec: RunSpec, *, key: str | None = None) -> tuple[Run | None, RunRow]:
-        """Begin a run.
+        """Start a run.
 
         Args:
-            spec: What to run.
-            key: With the same key and specification the same run is returned again instead of another one begun.
+            spec: Specification of the run.
+            key: Idempotency key: a second call with the same key and specification returns the first run.
 
         Returns:
-            The run, None if it is an earlier one; and its row.
+            The run, or None if the key was used before; and its row in the database.
 
         Raises:
-            RefusedError, OutsideError: This control plane does not take it.
-            TakenError: Its output or key is another run's.
+            RefusedError, OutsideError: The specification is not accepted.
+            TakenError: Another run has the same output, or the key was used with another specification.
         """
         digest = _digest(spec) if key is not None else None
         with self._lock:
             earlier = self.store.run_with_key(key) if key is not None else None
             if earlier is not None:
                 if earlier.digest != digest:
-                    raise TakenError(f"Idempotency-Key: {key!r} was sent before, with another run")
+                    raise TakenError(f"Idempotency-Key: {key!r} was used with another specification")
                 return None, earlier
-            spec = self.vet(spec)
+            spec = self.validate(spec)
             row = RunRow(
                 id=f"{spec.name}-{secrets.token_hex(4)}", name=spec.name, output=str(spec.output), created=now(),
                 began=now(), spec=spec.model_dump(mode="json"), state=RunState.STARTING, key=key, digest=digest,
             )  # fmt: skip
-            run = self._live(self.store.add(row))
+            run = self._launch(self.store.add(row))
         return run, row
 
-    def vet(self, spec: RunSpec) -> RunSpec:
-        """The run as it would be begun; its files are not looked into.
+    def validate(self, spec: RunSpec) -> RunSpec:
+        """Validate a specification without reading the run's files; return it with an absolute `output`.
 
         Raises:
-            RefusedError, OutsideError, TakenOutputError: This control plane would not take it.
+            RefusedError, OutsideError, TakenOutputError: The specification is not accepted.
         """
         spec = self.validator.validate(spec)
         check_launch(spec)
@@ -125,61 +125,61 @@ class Runs:
         return spec
 
     def resume(self, run_id: str) -> Run:
-        """Begin a run again that has been stopped, has failed or was interrupted: it goes on from its last checkpoint.
+        """Resume a stopped, failed or interrupted run from its last checkpoint.
 
         Raises:
-            ConflictError: It goes on, or is complete.
-            RefusedError, OutsideError: This control plane does not take it any more, or cannot start its processes.
+            ConflictError: The run is active or complete.
+            RefusedError, OutsideError: The specification is no longer accepted, or its processes cannot be started.
         """
         with self._lock:
-            row = self._over(run_id, "resumed")
+            row = self._ended(run_id, "resumed")
             if row.state == RunState.COMPLETED:
-                raise ConflictError(f"the run {run_id!r} is complete: there is nothing left to do")
+                raise ConflictError(f"the run {run_id!r} is complete")
             spec = self.validator.validate(RunSpec.model_validate(row.spec))
             if str(spec.output) != row.output:
-                raise ConflictError(f"{row.output} leads elsewhere now, to {spec.output}")
+                raise ConflictError(f"{row.output} is now a link to {spec.output}")
             check_launch(spec)
             fresh = {
-                "state": RunState.STARTING, "error": "", "exit_code": None, "life": row.life + 1, "began": now(),
+                "state": RunState.STARTING, "error": "", "exit_code": None, "launch": row.launch + 1, "began": now(),
                 "ended": None, "queue": None,
             }  # fmt: skip
             self.store.change(run_id, **fresh)
-            self.store.drop_groups(run_id)
-            self.store.note(run_id, "resumed")
-            found = self.store.run(run_id)
-            assert found is not None
-            return self._live(found)
+            self.store.remove_groups(run_id)
+            self.store.add_note(run_id, "resumed")
+            resumed = self.store.run(run_id)
+            assert resumed is not None
+            return self._launch(resumed)
 
     def stop(self, run_id: str, *, now: bool = False) -> None:
-        """Stop a run in order, or at once; nothing happens if it is over."""
+        """Stop a run gracefully, or immediately if `now`; does nothing if it is over."""
         run = self.get(run_id)
         if run is not None:
             run.stop(now=now)
 
     def remove(self, run_id: str, *, files: bool = False) -> None:
-        """Forget a run that is over.
+        """Remove a run that is over.
 
         Args:
-            run_id: Which.
-            files: Whether to remove its output directory as well.
+            run_id: Id of the run.
+            files: True to delete its output directory as well.
 
         Raises:
-            ConflictError: It goes on, or the directory is not this run's alone.
+            ConflictError: The run is active, or the directory does not belong to it.
         """
         with self._lock:
-            row = self._over(run_id, "removed")
+            row = self._ended(run_id, "removed")
             output = Path(row.output)
             if files and output.exists():
                 if output.is_symlink() or read_record(output).get("run", run_id) != run_id:
-                    raise ConflictError(f"{output} is not this run's alone: remove it by hand")
+                    raise ConflictError(f"{output} does not belong to the run {run_id}: delete it yourself")
                 if self.validator.roots is not None:
                     self.validator.roots.check(output, "output", write=True)
                 shutil.rmtree(output)
             self.store.remove(run_id)
             self._here.pop(run_id, None)
 
-    def forget(self, run: Run) -> None:
-        """Drop a run that has never come to anything, and the empty directory that was made for it."""
+    def discard(self, run: Run) -> None:
+        """Remove a run that failed validation, and the empty directory that was created for it."""
         run.join()
         with self._lock:
             self.store.remove(run.id)
@@ -188,62 +188,62 @@ class Runs:
         if ours and not (run.spec.output / "resolved.json").exists():
             shutil.rmtree(run.spec.output, ignore_errors=True)
 
-    # Looking at them
+    # Queries
 
     def get(self, run_id: str) -> Run | None:
-        """A run that goes on here, or has ended here."""
+        """Return a run that is in memory: active, or just ended."""
         with self._lock:
             return self._here.get(run_id)
 
     def here(self) -> list[Run]:
-        """Runs that go on here, or have ended here."""
+        """Return all runs in memory: active, or just ended."""
         with self._lock:
             return list(self._here.values())
 
     def stuck(self) -> dict[str, float]:
-        """Runs whose supervisor has not completed a round for too long, and for how many seconds."""
+        """Return the runs whose supervisor is stuck, with the seconds since its last iteration."""
         running = [run for run in self.here() if not run.over.is_set()]
         return {run.id: run.tick_age_s for run in running if run.tick_age_s > TICK_LIMIT_S}
 
     @property
-    def round_age_s(self) -> float:
-        """Seconds since the control plane last read its database and looked through its runs."""
-        return time.monotonic() - self.worked_at
+    def housekeeping_age_s(self) -> float:
+        """Seconds since the last successful housekeeping, which reads the database."""
+        return time.monotonic() - self.housekeeping_at
 
     def busy(self) -> bool:
-        """Whether any run goes on here."""
+        """Return True if any run is active."""
         return any(not run.over.is_set() for run in self.here())
 
-    # Its end
+    # Shutdown
 
     def stop_all(self, *, now: bool = False) -> None:
-        """End every run that goes on here; does not wait."""
+        """Stop all active runs; does not wait."""
         for run in self.here():
             run.stop(now=now)
 
-    def leave_all(self) -> None:
-        """Let every run go on without this control plane; a later one will find it."""
+    def detach_all(self) -> None:
+        """Stop supervising all runs; their processes keep running, and the next control plane recovers them."""
         for run in self.here():
             run.leave()
 
     def join(self) -> None:
-        """Wait until nothing is done about any run."""
+        """Wait until every run is over or detached."""
         for run in self.here():
             run.join()
 
     def close(self) -> None:
-        """Let the database go; nothing may be going on any more."""
+        """Close the database; no run may be active."""
         self._closing.set()
-        self._keeper.join()
+        self._housekeeper.join()
         self.store.close()
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
 
-    # Within
+    # Internals
 
-    def _live(self, row: RunRow, *, adopt: bool = False) -> Run:
-        run = Run(row, self.store, self.validator.roots, self._launchers, adopt=adopt)
+    def _launch(self, row: RunRow, *, recovered: bool = False) -> Run:
+        run = Run(row, self.store, self.validator.roots, self._launchers, recovered=recovered)
         self._here[run.id] = run
         run.start()
         return run
@@ -251,59 +251,61 @@ class Runs:
     def _recover(self) -> None:
         rows = self.store.unfinished()
         for row in rows:
-            self._live(row, adopt=True)
+            self._launch(row, recovered=True)
         for row in rows:
             self._here[row.id].started.wait()
             if row.state == RunState.STOPPING:
                 self._here[row.id].stop()
 
-    def _keep(self) -> None:
-        """Rounds of housekeeping, by which `/readyz` judges: the database answers, ended runs are let go."""
-        while not self._closing.wait(ROUND_S):
+    def _keep_house(self) -> None:
+        """Check the database, which `/readyz` reports, and drop ended runs from memory."""
+        while not self._closing.wait(HOUSEKEEPING_S):
             with contextlib.suppress(XtokenError):
                 self.store.counts()
                 with self._lock:
-                    past = [run_id for run_id, run in self._here.items() if run.over_for_s > KEPT_S]
-                    for run_id in past:
+                    ended = [run_id for run_id, run in self._here.items() if run.over_for_s > KEPT_S]
+                    for run_id in ended:
                         del self._here[run_id]
-                self.worked_at = time.monotonic()
+                self.housekeeping_at = time.monotonic()
 
-    def _over(self, run_id: str, what: str) -> RunRow:
+    def _ended(self, run_id: str, action: str) -> RunRow:
         row, run = self.store.run(run_id), self._here.get(run_id)
         if row is None:
             raise ConflictError(f"there is no run {run_id!r}")
         if not RunState(row.state).over or (run is not None and not run.over.is_set()):
-            raise ConflictError(f"the run {run_id!r} is {row.state}: it can be {what} once it is over")
+            raise ConflictError(f"the run {run_id!r} is {row.state}: it can be {action} once it is over")
         return row
 
     def _check_output(self, output: Path) -> None:
         other = self.store.run_around(output)
         if other is not None:
             where = "belongs to" if other.output == str(output) else f"overlaps {other.output}, which belongs to"
-            raise TakenOutputError(f"{output} {where} the run {other.id}: resume that, or name another", other.id)
+            raise TakenOutputError(
+                f"{output} {where} the run {other.id}: resume that run, or choose another output", other.id
+            )
         if self.validator.roots is not None and output.is_dir() and any(output.iterdir()):
-            raise RefusedError("output", f"{output} is not empty: a new run begins in a directory of its own")
+            raise RefusedError("output", f"{output} is not empty: a new run needs a new directory")
 
 
 def _digest(spec: RunSpec) -> str:
     return hashlib.sha256(json.dumps(spec.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
-def _hold(directory: Path) -> int:
-    """Make the runs' directory this control plane's own.
+def _lock_directory(directory: Path) -> int:
+    """Create the runs' directory and lock it for this control plane; return the lock's file descriptor.
 
     Raises:
-        XtokenError: It cannot be made.
-        ConfigError: Another control plane serves it.
+        XtokenError: The directory cannot be created.
+        ConfigError: Another control plane holds the lock.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise XtokenError(f"cannot make the runs' directory {directory}: {error.strerror}") from error
+        raise XtokenError(f"cannot create the runs' directory {directory}: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
-        raise ConfigError(f"another control plane serves the runs in {directory}: name another --runs-dir") from error
+        raise ConfigError(f"another control plane serves the runs in {directory}: choose another --runs-dir") from error
     return handle

@@ -1,4 +1,4 @@
-"""Serving the control plane: in a thread for a run in place, or as `xtoken control`."""
+"""HTTP server of the control plane, and the loop of `xtoken control`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from xtoken_core.errors import XtokenError
 log = logging.getLogger("xtoken.control")
 
 BACKLOG = 1024
-GOODBYE_S = 2
+SHUTDOWN_S = 2
 
 
 class HttpServer:
-    """The control plane's server, in a thread of its own.
+    """HTTP server in a thread of its own.
 
     Args:
-        runs: What it serves.
-        host: Where to listen.
-        port: 0 takes any free one.
-        auth: Who may ask.
-        listening: A socket that listens there already.
+        runs: Runs to serve.
+        host: Address to listen on.
+        port: Port to listen on; 0 for any free port.
+        auth: Authentication settings.
+        listening: Socket that already listens on the address.
 
     Raises:
         XtokenError: The port is in use.
@@ -45,7 +45,7 @@ class HttpServer:
         self.host, self.port = host, int(self._socket.getsockname()[1])
         config = uvicorn.Config(
             create_app(runs, auth), log_level="warning", lifespan="off", access_log=False, log_config=None,
-            timeout_graceful_shutdown=GOODBYE_S, server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S, server_header=False,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
@@ -53,12 +53,12 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Base URL of the server."""
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
     @property
     def alive(self) -> bool:
-        """Whether it serves."""
+        """True while the server is running."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -75,20 +75,20 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        host: Where to listen; any address but a loopback one needs a token file.
-        port: 0 takes any free one.
-        runs_dir: Where runs are remembered and written.
-        roots: Where runs may read, beside the runs' directory.
-        token_file: The file with the token that requests must carry.
-        names: Host names under which it may be asked for.
-        stop_on_exit: Whether it then stops its runs in order, at a second signal at once; otherwise they go on alone
-            until the next control plane finds them.
+        host: Address to listen on; addresses other than loopback need a token file.
+        port: Port to listen on; 0 for any free port.
+        runs_dir: Directory of the database and of the runs' outputs.
+        roots: Directories that runs may read, in addition to `runs_dir`.
+        token_file: File with the bearer token.
+        names: Host names accepted in the Host header.
+        stop_on_exit: True to stop all runs on exit, gracefully at the first signal and immediately at the second;
+            otherwise they keep running until the next control plane recovers them.
 
     Raises:
-        XtokenError: The address cannot be served, or the runs' directory cannot be made.
+        XtokenError: The address cannot be served, or the runs' directory cannot be created.
     """
     auth = Auth.of(host, token_file, names)
-    Roots.of(roots, [])  # what is refused leaves no directory behind, and touches no run
+    Roots.of(roots, [])  # checked first: an invalid root must not create the directory or touch a run
     with Interrupts() as interrupts, _listen(host, port) as listening:
         runs_dir.mkdir(parents=True, exist_ok=True)
         runs = Runs(runs_dir, validator=SpecValidator(Roots.of(roots, [runs_dir]), runs_dir.resolve()))
@@ -101,8 +101,8 @@ def serve(
                 _stop(runs, interrupts)
         finally:
             server.close()
-            _say_what_goes_on(runs)
-            runs.leave_all()
+            _log_active(runs)
+            runs.detach_all()
             runs.join()
             runs.close()
 
@@ -114,15 +114,15 @@ def _stop(runs: Runs, interrupts: Interrupts) -> None:
             runs.stop_all(now=True)
 
 
-def _say_what_goes_on(runs: Runs) -> None:
-    going = [run.id for run in runs.here() if not run.over.is_set()]
-    if going:
-        log.info("left to go on alone, until a control plane is started for the same directory: %s", ", ".join(going))
+def _log_active(runs: Runs) -> None:
+    active = [run.id for run in runs.here() if not run.over.is_set()]
+    if active:
+        log.info("still running, to be recovered by the next control plane: %s", ", ".join(active))
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP, or asyncio leaves Nagle's algorithm on, which holds every answer back for 40 ms.
+    # The protocol must be TCP, or asyncio does not set TCP_NODELAY, and every response is delayed by 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -24,7 +24,7 @@ VERSION = 1
 BUSY_S = 10.0
 SUMMARY = (
     RunRow.seq, RunRow.id, RunRow.name, RunRow.output, RunRow.created, RunRow.state, RunRow.error, RunRow.exit_code,
-    RunRow.step, RunRow.steps, RunRow.life, RunRow.began, RunRow.ended,
+    RunRow.step, RunRow.steps, RunRow.launch, RunRow.began, RunRow.ended,
 )  # fmt: skip
 SUMMARY_NAMES = tuple(column.key for column in SUMMARY)
 
@@ -36,33 +36,32 @@ class StoreError(XtokenError):
 
 
 class TakenError(XtokenError):
-    """Another run has this output directory or idempotency key."""
+    """Another run has the same output directory or idempotency key."""
 
     status = 409
 
 
 def now() -> str:
-    """The time, as the database writes it: UTC, milliseconds."""
+    """Return the current UTC time as an ISO 8601 string with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 class Store:
-    """Runs, attempts, groups and notes.
+    """Access to the tables of runs, attempts, groups and notes.
 
-    Its methods may be called from any thread. Rows that they return are the caller's own: changing them changes nothing
-    here.
+    Thread-safe. Returned rows are detached: changing them does not change the database.
 
     Args:
-        directory: Where the database is; None keeps it in memory.
+        directory: Directory of the database file; None keeps the database in memory.
 
     Raises:
-        StoreError: It cannot be opened, or a later version of xtoken has written it.
+        StoreError: The database cannot be opened, or has another schema version.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._guard: AbstractContextManager[Any]
         if directory is None:
-            # One connection for all threads, so one at a time.
+            # An in-memory database belongs to one connection, which all threads share, one at a time.
             self._guard = threading.RLock()
             shared = {"check_same_thread": False}
             self._engine = create_engine("sqlite://", poolclass=StaticPool, connect_args=shared)
@@ -74,54 +73,54 @@ class Store:
             _create_or_check(self._engine)
 
     def close(self) -> None:
-        """Let its connections go."""
+        """Close all connections."""
         self._engine.dispose()
 
     # Runs
 
     def add(self, row: RunRow) -> RunRow:
-        """Remember a run.
+        """Insert a run.
 
         Raises:
-            TakenError: Its output or key is another run's.
+            TakenError: Another run has the same output or key.
         """
         try:
             with self._session() as session:
                 session.add(row)
         except IntegrityError as error:
-            raise TakenError(f"output: {row.output} belongs to another run, or is being given to one") from error
+            raise TakenError(f"output: {row.output} belongs to another run") from error
         return row
 
     def run(self, run_id: str) -> RunRow | None:
-        """A run by its id."""
+        """Return the run with this id."""
         return self._one(RunRow.id == run_id)
 
     def run_with_key(self, key: str) -> RunRow | None:
-        """The run that was started with this idempotency key."""
+        """Return the run with this idempotency key."""
         return self._one(RunRow.key == key)
 
     def run_around(self, output: Path) -> RunRow | None:
-        """A run whose output is this directory, lies in it, or holds it."""
+        """Return a run whose output is this directory, one below it, or one above it."""
         below = str(output).replace("\\", "\\\\").replace("%", r"\%").replace("_", r"\_") + "/%"
         above = [str(parent) for parent in (output, *output.parents)]
         return self._one(or_(RunRow.output.in_(above), RunRow.output.like(below, escape="\\")))
 
     def unfinished(self) -> list[RunRow]:
-        """Runs that are not over, the oldest first."""
-        over = [state for state in RunState if state.over]
+        """Return the runs that are not over, oldest first."""
+        finished = [state for state in RunState if state.over]
         with self._reading() as session:
-            return list(session.scalars(select(RunRow).where(RunRow.state.not_in(over)).order_by(RunRow.seq)))
+            return list(session.scalars(select(RunRow).where(RunRow.state.not_in(finished)).order_by(RunRow.seq)))
 
     def page(
         self, limit: int, *, before: int | None = None, states: Sequence[RunState] = (), name: str = ""
     ) -> list[dict[str, Any]]:
-        """Summaries of runs, the newest first.
+        """Return one page of run summaries, newest first.
 
         Args:
-            limit: How many at most.
-            before: Only runs with a smaller `seq`.
-            states: Only runs in one of these states; all if empty.
-            name: Only runs of this name; all if empty.
+            limit: Largest number of runs.
+            before: Select runs with a smaller `seq`.
+            states: Select runs in these states; all if empty.
+            name: Select runs with this name; all if empty.
         """
         query = select(*SUMMARY).order_by(RunRow.seq.desc()).limit(limit)
         if before is not None:
@@ -134,10 +133,10 @@ class Store:
             return [dict(zip(SUMMARY_NAMES, row, strict=True)) for row in connection.execute(query)]
 
     def counts(self) -> dict[str, int]:
-        """How many runs are in each state."""
+        """Return the number of runs by state."""
         with self._reading() as session:
-            found = session.execute(select(RunRow.state, func.count()).group_by(RunRow.state))
-            return dict(found.all())
+            rows = session.execute(select(RunRow.state, func.count()).group_by(RunRow.state))
+            return dict(rows.all())
 
     def change(self, run_id: str, **values: Any) -> None:
         """Set columns of a run."""
@@ -145,58 +144,58 @@ class Store:
             session.execute(update(RunRow).where(RunRow.id == run_id).values(**values))
 
     def remove(self, run_id: str) -> None:
-        """Forget a run and everything about it."""
+        """Delete a run; its attempts, groups and notes are deleted with it."""
         with self._session() as session:
             session.execute(delete(RunRow).where(RunRow.id == run_id))
 
-    # What a run's processes did
+    # Attempts, groups and notes
 
-    def intend(self, rows: Sequence[AttemptRow]) -> None:
-        """Processes are about to be started."""
+    def add_attempts(self, rows: Sequence[AttemptRow]) -> None:
+        """Insert attempts, before their processes are started."""
         with self._session() as session:
             session.add_all(rows)
 
-    def attempt(self, run_id: str, worker: str, incarnation: int, **values: Any) -> None:
-        """Set columns of one start."""
+    def change_attempt(self, run_id: str, worker: str, incarnation: int, **values: Any) -> None:
+        """Set columns of an attempt."""
         of = (AttemptRow.run_id == run_id, AttemptRow.worker == worker, AttemptRow.incarnation == incarnation)
         with self._session() as session:
             session.execute(update(AttemptRow).where(*of).values(**values))
 
-    def attempts(self, run_id: str, *, life: int | None = None) -> list[AttemptRow]:
-        """Starts of a run's processes, the oldest first; of one of its lives if that is given."""
+    def attempts(self, run_id: str, *, launch: int | None = None) -> list[AttemptRow]:
+        """Return the attempts of a run, oldest first; of one launch only if given."""
         query = select(AttemptRow).where(AttemptRow.run_id == run_id).order_by(AttemptRow.id)
-        if life is not None:
-            query = query.where(AttemptRow.life == life)
+        if launch is not None:
+            query = query.where(AttemptRow.launch == launch)
         with self._reading() as session:
             return list(session.scalars(query))
 
     def set_group(self, row: GroupRow) -> None:
-        """Renew a group's counts."""
+        """Insert or replace the counts of a group."""
         with self._session() as session:
             session.merge(row)
 
     def groups(self, run_id: str) -> dict[str, GroupRow]:
-        """The groups of a run by name."""
+        """Return the groups of a run by name."""
         with self._reading() as session:
             return {row.name: row for row in session.scalars(select(GroupRow).where(GroupRow.run_id == run_id))}
 
-    def drop_groups(self, run_id: str) -> None:
-        """Begin to count anew."""
+    def remove_groups(self, run_id: str) -> None:
+        """Delete all groups of a run, which resets their counts."""
         with self._session() as session:
             session.execute(delete(GroupRow).where(GroupRow.run_id == run_id))
 
-    def note(self, run_id: str, message: str, *, worker: str = "") -> None:
-        """Something has happened."""
+    def add_note(self, run_id: str, message: str, *, worker: str = "") -> None:
+        """Insert a note about a run."""
         with self._session() as session:
             session.add(NoteRow(run_id=run_id, at=now(), worker=worker, message=message))
 
     def notes(self, run_id: str, *, after: int = 0, limit: int = 1000) -> list[NoteRow]:
-        """What has happened to a run: the last `limit` notes with an id beyond `after`, in order."""
+        """Return the last `limit` notes of a run with an id above `after`, oldest first."""
         query = select(NoteRow).where(NoteRow.run_id == run_id, NoteRow.id > after)
         with self._reading() as session:
             return list(reversed(session.scalars(query.order_by(NoteRow.id.desc()).limit(limit)).all()))
 
-    # Plumbing
+    # Sessions
 
     def _one(self, condition: Any) -> RunRow | None:
         with self._reading() as session:
@@ -226,7 +225,7 @@ class Store:
 
 
 def _configure(connection: Any, _record: object) -> None:
-    # Readers never wait for the writer; a commit survives the death of this process, though not every power cut.
+    # With WAL, readers never wait for the writer; NORMAL commits survive a killed process, though not every power cut.
     for line in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {line}")
 

@@ -1,4 +1,4 @@
-"""What the control plane keeps in its database: runs, every start of a process, and what has happened."""
+"""Tables of the control plane's database: runs, attempts (process starts), process groups and notes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = {
 
 
 class Base(DeclarativeBase):
-    """The declarative base: constraints have names, so that a migration can change them."""
+    """Declarative base. Constraints are named, so that a later migration can alter them."""
 
     metadata = MetaData(naming_convention=NAMES)
     type_annotation_map = {dict[str, Any]: JSON}  # noqa: RUF012 - read by SQLAlchemy, never changed
@@ -26,12 +26,12 @@ class RunRow(Base):
     """A run.
 
     Attributes:
-        seq: Its place in the order of creation: what pages go by.
-        spec: The specification as JSON, its paths absolute.
-        life: How often it has been started, from 1.
-        queue: Where its queue is (`url`, `token_file`) and its private directory (`private`), once it has one.
-        key: The idempotency key it was started with.
-        digest: Of the request that was sent with the key.
+        seq: Sequence number in order of creation; the cursor of pages.
+        spec: Specification as JSON, with absolute paths.
+        launch: Number of the current launch: 1 for the first, one more with every resume.
+        queue: Address of the queue (`url`, `token_file`) and the run's private directory (`private`), once assigned.
+        key: Idempotency key of the request that created the run.
+        digest: SHA-256 of that request's specification.
     """
 
     __tablename__ = "runs"
@@ -48,7 +48,7 @@ class RunRow(Base):
     exit_code: Mapped[int | None]
     step: Mapped[int | None]
     steps: Mapped[int | None]
-    life: Mapped[int] = mapped_column(default=1)
+    launch: Mapped[int] = mapped_column(default=1)
     began: Mapped[str | None]
     ended: Mapped[str | None]
     queue: Mapped[dict[str, Any] | None]
@@ -57,11 +57,12 @@ class RunRow(Base):
 
 
 class AttemptRow(Base):
-    """One start of one process.
+    """One start of a worker process.
 
     Attributes:
-        identity: What its launcher finds it by; None between the intention to start it and its start.
-        exit_code: Its status, -N for a death by signal N; None while it lives, and where nobody saw it end.
+        launch: Launch of the run that the attempt belongs to.
+        identity: Identifies the process to its launcher; None until the process has been started.
+        exit_code: Exit status, -N after signal N; None while the process runs, or if the status is unknown.
     """
 
     __tablename__ = "attempts"
@@ -69,7 +70,7 @@ class AttemptRow(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), index=True)
-    life: Mapped[int]
+    launch: Mapped[int]
     worker: Mapped[str]
     kind: Mapped[str]
     incarnation: Mapped[int]
@@ -81,7 +82,7 @@ class AttemptRow(Base):
 
 
 class GroupRow(Base):
-    """How often a group of processes has failed, so that a new control plane counts on."""
+    """Failure counts of a process group, which a restarted control plane continues."""
 
     __tablename__ = "groups"
 
@@ -93,7 +94,7 @@ class GroupRow(Base):
 
 
 class NoteRow(Base):
-    """Something that has happened to a run."""
+    """An event in a run's history."""
 
     __tablename__ = "notes"
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 - read by SQLAlchemy, never changed

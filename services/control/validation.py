@@ -1,6 +1,6 @@
-"""Which runs a control plane takes: paths under its roots, sizes that a machine can have, an address of its own choice.
+"""Validation of submitted specifications: paths under the allowed roots, bounded sizes, no addresses.
 
-The specification itself has no field that names a command, an environment or code; what it has is bounded here.
+A specification has no field for a command, an environment or code; the values it does have are bounded here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from services.common.allowed_paths import OutsideError, Roots, paths_of
 from services.supervisor.launch_check import RefusedError, check_launch
 from xtoken_core.config.spec import RunSpec
 
-LARGEST_NUMBER = 2**53
-LONGEST_TEXT = 4096
-MOST_ITEMS = 1024
+MAX_NUMBER = 2**53
+MAX_TEXT = 4096
+MAX_ITEMS = 1024
 BOUNDS = {
     "workers.collators": 256,
     "workers.ranks": 64,
@@ -30,82 +30,80 @@ BOUNDS = {
     "queue.span_steps": 10_000,
     "queue.memory_limit": 1 << 44,
 }
-MOST_TEACHERS = 16
+MAX_TEACHERS = 16
 
 
 @dataclass(frozen=True)
 class SpecValidator:
-    """What is taken.
+    """Rules for the specifications that a control plane accepts.
 
     Attributes:
-        roots: Where runs may read and write; None for the user's own run, which may do what its user may.
-        base: What a relative `output` is relative to; None if it must be absolute.
+        roots: Directories that runs may read and write; None for no restriction.
+        base: Directory that a relative `output` is resolved against; None if `output` must be absolute.
     """
 
     roots: Roots | None = None
     base: Path | None = None
 
     def validate(self, spec: RunSpec) -> RunSpec:
-        """The run with its output's place filled in.
+        """Return the specification with an absolute `output`.
 
         Raises:
-            RefusedError: A path is relative or unusable, or something is out of bounds.
-            OutsideError: A path leads out of the roots.
+            RefusedError: A path is relative or unusable, or a value is out of bounds.
+            OutsideError: A path is outside the roots.
         """
         if self.roots is not None:
             _check_sizes(spec.model_dump())
             if spec.queue.address is not None:
-                raise RefusedError("queue.address", "a control plane gives every run an address of its own: unset it")
+                raise RefusedError("queue.address", "the control plane assigns an address to every run: unset it")
             if spec.ray.address != "auto":
-                raise RefusedError(
-                    "ray.address", "a control plane uses the cluster that its own machine is in: unset it"
-                )
-        output = self._placed(spec.output)
+                raise RefusedError("ray.address", "the control plane uses the cluster of its own machine: unset it")
+        output = self._resolved(spec.output)
         for name, path in paths_of(spec.model_dump(exclude={"output"})):
             if not path.is_absolute():
-                raise RefusedError(name, f"{path} is relative: a control plane takes absolute paths")
+                raise RefusedError(name, f"{path} is relative: a control plane needs absolute paths")
         spec = spec.model_copy(update={"output": output})
         if self.roots is not None:
             self.roots.check_run(spec)
         return spec
 
-    def _placed(self, output: Path) -> Path:
+    def _resolved(self, output: Path) -> Path:
         if self.base is None:
             if not output.is_absolute():
-                raise RefusedError("output", f"{output} is relative: this control plane takes absolute paths")
+                raise RefusedError("output", f"{output} is relative: a control plane needs absolute paths")
             return output
         if ".." in output.parts:
-            raise RefusedError("output", f"{output} climbs up by '..': name the directory itself")
+            raise RefusedError("output", f"{output} contains '..': name the directory itself")
         try:
-            # The directory's real name, so that no run is known by two.
-            place = (self.base / output).resolve()
+            # Without symbolic links, so that two runs cannot have the same directory under two names.
+            resolved = (self.base / output).resolve()
         except (OSError, ValueError, RuntimeError) as error:
-            raise RefusedError("output", f"{str(output)!r} cannot be looked up: {error}") from error
+            raise RefusedError("output", f"{str(output)!r} cannot be resolved: {error}") from error
         for root in self.roots.write if self.roots else ():
-            inside = place.relative_to(root).parts if place.is_relative_to(root) else ()
-            if place == root or any(part.startswith(".") for part in inside):
-                raise RefusedError("output", f"{output} must name a directory of the run's own, not a hidden one")
-        return place
+            inside = resolved.relative_to(root).parts if resolved.is_relative_to(root) else ()
+            if resolved == root or any(part.startswith(".") for part in inside):
+                raise RefusedError("output", f"{output} must be a directory below {root}, not a hidden one")
+        return resolved
 
 
 def _check_sizes(document: dict[str, Any]) -> None:
-    if len(document["teacher"]) > MOST_TEACHERS:
-        raise RefusedError("teacher", f"at most {MOST_TEACHERS} of them")
+    if len(document["teacher"]) > MAX_TEACHERS:
+        raise RefusedError("teacher", f"at most {MAX_TEACHERS} teachers")
     for name, value in _leaves(document):
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         if isinstance(value, int) and not isinstance(value, bool):
-            largest = BOUNDS.get(pattern, LARGEST_NUMBER if name != "seed" else 2**63)
+            largest = BOUNDS.get(pattern, MAX_NUMBER if name != "seed" else 2**63)
             if value > largest:
-                raise RefusedError(name, f"{str(value)[:40]} is more than {largest}")
+                raise RefusedError(name, f"{str(value)[:40]} is larger than {largest}")
         elif isinstance(value, (str, Path)):
             _check_text(name, str(value))
 
 
 def _check_text(name: str, text: str) -> None:
-    if len(text) > LONGEST_TEXT:
-        raise RefusedError(name, f"longer than {LONGEST_TEXT} characters")
+    if len(text) > MAX_TEXT:
+        raise RefusedError(name, f"longer than {MAX_TEXT} characters")
     if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text):
-        raise RefusedError(name, "control characters are not taken")
+        raise RefusedError(name, "contains control characters")
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -113,8 +111,8 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             yield from _leaves(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
-        if len(value) > MOST_ITEMS:
-            raise RefusedError(name, f"a list of more than {MOST_ITEMS}")
+        if len(value) > MAX_ITEMS:
+            raise RefusedError(name, f"longer than {MAX_ITEMS} items")
         for index, item in enumerate(value):
             yield from _leaves(item, f"{name}.{index}")
     else:

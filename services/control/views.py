@@ -19,14 +19,15 @@ from services.supervisor.run_record import SUMMARY, RunState
 
 KEPT_VIEWS = 128
 HIDDEN = ("seq", "spec", "queue", "key", "digest")
+"""Columns that a summary leaves out."""
 
 
 class View:
-    """One run, as readers see it.
+    """Read-only view of one run.
 
     Attributes:
-        steps: Its optimiser steps.
-        eval: Its readings of the held-out text.
+        steps: Metrics of the optimiser steps.
+        eval: Metrics of the evaluations.
     """
 
     def __init__(self, runs: Runs, run_id: str, output: Path) -> None:
@@ -45,11 +46,11 @@ class View:
         if row is None:
             return None
         self.refresh()
-        told = run.status() if run is not None else {}
-        if not told.get("workers"):
-            told["workers"] = workers_of(self._runs.store.attempts(self.run_id, life=row.life))
-        state = RunState(told.get("state", row.state))
-        return summary_of(row) | {name: value for name, value in told.items() if value is not None} | {
+        live = run.status() if run is not None else {}
+        if not live.get("workers"):
+            live["workers"] = workers_of(self._runs.store.attempts(self.run_id, launch=row.launch))
+        state = RunState(live.get("state", row.state))
+        return summary_of(row) | {name: value for name, value in live.items() if value is not None} | {
             "spec": row.spec,
             "last": self.steps.last,
             "evaluation": self.eval.last,
@@ -63,7 +64,7 @@ class View:
 
 
 class Views:
-    """The views of the runs that somebody has looked at of late."""
+    """Cache of views, so that metric files are read incrementally; holds the most recently used."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -71,7 +72,7 @@ class Views:
         self._lock = threading.Lock()
 
     def of(self, run_id: str) -> View | None:
-        """The view of a run; None if there is no such run."""
+        """Return the view of a run, or None if there is no such run."""
         with self._lock:
             view = self._views.get(run_id)
             if view is not None:
@@ -87,18 +88,18 @@ class Views:
             return view
 
     def drop(self, run_id: str) -> None:
-        """A run has been removed."""
+        """Discard the view of a removed run."""
         with self._lock:
             self._views.pop(run_id, None)
 
 
 def summary_of(row: RunRow) -> dict[str, Any]:
-    """A run's row, as a list shows it."""
+    """Return the columns of a run that the API shows in lists."""
     return {column.name: getattr(row, column.name) for column in RunRow.__table__.columns if column.name not in HIDDEN}
 
 
 def workers_of(attempts: list[AttemptRow]) -> list[dict[str, Any]]:
-    """The workers of a run that is over, by their last starts."""
+    """Return the workers of a run without a supervisor, from the last attempt of each."""
     last = {attempt.worker: attempt for attempt in attempts}
     starts = {worker: sum(a.worker == worker for a in attempts) for worker in last}
     return [

@@ -71,7 +71,7 @@ class ThreeNodes:
 
     def next_control_plane(self) -> None:
         """Leave the run to itself, and have another control plane find it."""
-        self.runs.leave_all()
+        self.runs.detach_all()
         self.runs.join()
         self.runs.close()
         self.runs = Runs(self.runs.directory)

@@ -259,7 +259,7 @@ def test_a_killed_control_plane_is_replaced_while_training_goes_on(
         shown = httpx.get(url + path, timeout=60).json()
         assert all(w["restarts"] >= 1 for w in shown["workers"] if w["name"] in killed)
         notes = [note["message"] for note in httpx.get(f"{url}{path}/notes", timeout=60).json()]
-        assert any(note.startswith("found again: queue, collator-0, teacher-0-0, trainer-0") for note in notes)
+        assert any(note.startswith("recovered: queue, collator-0, teacher-0-0, trainer-0") for note in notes)
         second.process.terminate()
         assert second.ended() == 0
         assert gone(workers_of(spec.output)) and list(second.temporary.iterdir()) == []

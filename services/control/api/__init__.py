@@ -1,5 +1,5 @@
-"""The control plane's HTTP interface: models of what goes in and out, and the routes by what they are about.
+"""HTTP API of the control plane: routes by topic, and the models of requests and responses.
 
-Every route that only reads is answered from the database, the supervisors' last words and the runs' files
-(`services.control.views`): no reader's request reaches a worker or the queue.
+Read-only routes use the database, the supervisors' last status and the runs' files (`services.control.views`); they
+send no request to a worker or a queue.
 """

@@ -1,4 +1,4 @@
-"""What the routes stand on."""
+"""Dependencies of the routes: the application's context and the type of a run's id."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from fastapi import Depends, HTTPException, Path, Request
 
-from services.control.api.telemetry import Telemetry
 from services.control.auth import Auth
 from services.control.problems import Problem
 from services.control.runs import Runs
@@ -16,18 +15,17 @@ from services.control.views import View, Views
 
 @dataclass(frozen=True)
 class AppContext:
-    """A control plane: its runs, their views, who has access, and its metrics."""
+    """State shared by all routes: the runs, read-only views of them, and the authentication settings."""
 
     runs: Runs
     views: Views
     auth: Auth
-    telemetry: Telemetry
 
     def view(self, run_id: str) -> View:
-        """A run as readers see it.
+        """Return the view of a run.
 
         Raises:
-            HTTPException: 404, there is none.
+            HTTPException: 404, there is no such run.
         """
         view = self.views.of(run_id)
         if view is None:
@@ -35,10 +33,10 @@ class AppContext:
         return view
 
     def status(self, run_id: str) -> dict[str, Any]:
-        """Where a run stands.
+        """Return the status of a run.
 
         Raises:
-            HTTPException: 404, there is none.
+            HTTPException: 404, there is no such run.
         """
         status = self.view(run_id).status()
         if status is None:
@@ -47,19 +45,19 @@ class AppContext:
 
 
 def context_of(request: Request) -> AppContext:
-    """The control plane that serves a request."""
+    """Return the context of the application that serves a request."""
     context: AppContext = request.app.state.context
     return context
 
 
-async def _depended_on(request: Request) -> AppContext:
-    return context_of(request)  # a coroutine, since FastAPI sends plain functions to a thread
+async def _context(request: Request) -> AppContext:
+    return context_of(request)  # a coroutine, as FastAPI runs plain functions in a thread
 
 
-Context = Annotated[AppContext, Depends(_depended_on)]
+Context = Annotated[AppContext, Depends(_context)]
 RunId = Annotated[str, Path(max_length=128, pattern=r"^[A-Za-z0-9._-]+$", examples=["first-5f0e9c1a"])]
 
 
 def problems_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may refuse with these statuses."""
+    """Return the `responses` argument of a route that may respond with these error statuses."""
     return {status: {"model": Problem} for status in statuses}

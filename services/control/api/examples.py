@@ -1,4 +1,4 @@
-"""Examples of what the interface takes, for its description."""
+"""Request examples for the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MINIMAL: dict[str, Any] = {
     "data": {"path": "/data/text/train.jsonl"},
 }
 RUNS: dict[str, Any] = {
-    "minimal": {"summary": "What must be said; everything else has a default", "value": MINIMAL},
+    "minimal": {"summary": "Required settings; everything else has a default", "value": MINIMAL},
     "cpu": {
         "summary": "A short run on a CPU",
         "value": MINIMAL

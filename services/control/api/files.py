@@ -1,4 +1,4 @@
-"""A run's curves, logs, files and history, as its trainer and workers have written them."""
+"""Routes for a run's metrics, history, logs and files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from starlette.types import Receive, Scope, Send
 
 from services.control.api.dependencies import Context, RunId, problems_of
 from services.control.api.models import Artifacts, LogFile, Note, RunMetrics
-from services.control.artifacts import listed, open_file
+from services.control.artifacts import list_files, open_file
 from services.control.logs import Follower, last_attempts, logs_in, merged, tail
 from services.control.views import View
 from services.supervisor.run_record import RunState
 
-MOST_POINTS = 10_000
-MOST_LINES = 10_000
-MOST_FILES = 10_000
-FOLLOW_S = 0.5
-FARTHEST_STEP = 2**62
+MAX_POINTS = 10_000
+MAX_LINES = 10_000
+MAX_FILES = 10_000
+FOLLOW_POLL_S = 0.5
+MAX_STEP = 2**62
 FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 router = APIRouter(prefix="/v1/runs/{run_id}", tags=["files"])
@@ -35,12 +35,13 @@ router = APIRouter(prefix="/v1/runs/{run_id}", tags=["files"])
 def show_metrics(
     run_id: RunId,
     context: Context,
-    after: Annotated[int, Query(ge=-1, le=FARTHEST_STEP, description="Only steps beyond this one.")] = -1,
+    after: Annotated[int, Query(ge=-1, le=MAX_STEP, description="Only steps after this one.")] = -1,
     points: Annotated[
-        int, Query(ge=1, le=MOST_POINTS, description="How many of each kind at most; more are thinned out to means.")
+        int,
+        Query(ge=1, le=MAX_POINTS, description="Largest number of rows of each kind; more are averaged."),
     ] = 1000,
 ) -> RunMetrics:
-    """Return a run's curves, thinned out evenly to at most `points` points each."""
+    """Return the metrics of a run, averaged over equal intervals if there are more than `points`."""
     view = context.view(run_id)
     view.refresh()
     return RunMetrics(
@@ -51,16 +52,16 @@ def show_metrics(
 
 @router.get("/notes", responses=problems_of(404, 422))
 def show_notes(
-    run_id: RunId, context: Context, after: Annotated[int, Query(ge=0, le=FARTHEST_STEP)] = 0
+    run_id: RunId, context: Context, after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0
 ) -> list[Note]:  # fmt: skip
-    """What has happened to a run: workers restarted and why, control planes that took it over, how it ended."""
+    """Return the history of a run: restarts of workers with the reason, recoveries, and how it ended."""
     context.view(run_id)
     return [Note.model_validate(note, from_attributes=True) for note in context.runs.store.notes(run_id, after=after)]
 
 
 @router.get("/logs/files", responses=problems_of(404, 422))
 def list_logs(run_id: RunId, context: Context) -> list[LogFile]:
-    """Every log of a run: one per start of a worker."""
+    """List the logs of a run: one per attempt of a worker."""
     output = context.view(run_id).output
     return [LogFile(worker=log.worker, attempt=log.attempt, bytes=log.size) for log in logs_in(output)]
 
@@ -71,12 +72,12 @@ def list_logs(run_id: RunId, context: Context) -> list[LogFile]:
 def show_logs(
     run_id: RunId,
     context: Context,
-    worker: Annotated[str, Query(max_length=64, description="One worker; all, merged by time, if left out.")] = "",
-    attempt: Annotated[int | None, Query(ge=0, le=FARTHEST_STEP, description="Which start; the last.")] = None,
-    lines: Annotated[int, Query(alias="tail", ge=0, le=MOST_LINES, description="How many last lines.")] = 200,
-    follow: Annotated[bool, Query(description="Go on with what is added, until the run is over.")] = False,
+    worker: Annotated[str, Query(max_length=64, description="Only this worker; by default all, merged by time.")] = "",
+    attempt: Annotated[int | None, Query(ge=0, le=MAX_STEP, description="Attempt; by default the last.")] = None,
+    lines: Annotated[int, Query(alias="tail", ge=0, le=MAX_LINES, description="Number of last lines.")] = 200,
+    follow: Annotated[bool, Query(description="Keep sending new lines until the run is over.")] = False,
 ) -> Response:
-    """The last lines of a run's logs as text."""
+    """Return the last lines of a run's logs as text."""
     view = context.view(run_id)
     logs = [log for log in logs_in(view.output) if not worker or log.worker == worker]
     if attempt is not None:
@@ -85,8 +86,8 @@ def show_logs(
         raise HTTPException(404, f"the run {run_id!r} has no such log: see /v1/runs/{run_id}/logs/files")
     logs = last_attempts(logs)
     follower = Follower(view.output, worker) if follow else None
-    found = tail(logs[0], lines)[0] if worker else list(merged(logs, lines))
-    first = b"".join(line + b"\n" for line in found)
+    selected = tail(logs[0], lines)[0] if worker else list(merged(logs, lines))
+    first = b"".join(line + b"\n" for line in selected)
     if follower is None:
         return Response(first, media_type="text/plain; charset=utf-8")
     return StreamingResponse(_followed(view, first, follower), media_type="text/plain; charset=utf-8")
@@ -97,27 +98,27 @@ async def _followed(view: View, first: bytes, follower: Follower) -> AsyncIterat
     while True:
         status = await run_in_threadpool(view.status)
         over = status is None or RunState(status["state"]).over
-        news = await run_in_threadpool(follower.news)
-        if news:
-            yield news
+        added = await run_in_threadpool(follower.read)
+        if added:
+            yield added
         if over:
             return
-        await anyio.sleep(FOLLOW_S)
+        await anyio.sleep(FOLLOW_POLL_S)
 
 
 @router.get("/artifacts", responses=problems_of(404, 422))
 def list_artifacts(run_id: RunId, context: Context) -> Artifacts:
-    """The files of a run: checkpoints, curves, logs, the exported model. Hidden files and caches are left out."""
-    found, more = listed(context.view(run_id).output, MOST_FILES)
-    return Artifacts.model_validate({"artifacts": found, "truncated": more})
+    """List the files of a run: checkpoints, metrics, logs, the exported model; no hidden files or caches."""
+    files, more = list_files(context.view(run_id).output, MAX_FILES)
+    return Artifacts.model_validate({"artifacts": files, "truncated": more})
 
 
 @router.get("/artifacts/{path:path}", response_class=FileResponse, responses={
-    200: {"content": FILE}, 206: {"content": FILE}, 416: {"description": "No such range of the file."},
+    200: {"content": FILE}, 206: {"content": FILE}, 416: {"description": "Range not satisfiable."},
     **problems_of(404, 422),
 })  # fmt: skip
 def get_artifact(run_id: RunId, path: Annotated[str, PathParameter(max_length=4096)], context: Context) -> Response:
-    """One file, whole or in ranges."""
+    """Return a file, complete or in ranges."""
     output = context.view(run_id).output
     try:
         return OpenFileResponse(open_file(output, path), Path(path).name)
@@ -126,7 +127,7 @@ def get_artifact(run_id: RunId, path: Annotated[str, PathParameter(max_length=40
 
 
 class OpenFileResponse(FileResponse):
-    """A file by its descriptor, which is closed afterwards: nothing is looked up by name a second time."""
+    """Response with an open file, so that the name is not resolved a second time; closes the descriptor."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor = descriptor

@@ -1,4 +1,4 @@
-"""What the control plane's interface takes and gives, beside the RunSpec."""
+"""Request and response models of the API, besides the RunSpec."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 
 
-class Answer(BaseModel):
-    """What an answer is made of: strings after fields describe them."""
+class ApiModel(BaseModel):
+    """Base of the response models, whose fields are described by the strings after them."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
-class WorkerStatus(Answer):
-    """One process of a run."""
+class WorkerStatus(ApiModel):
+    """A worker process of a run."""
 
     name: str
     kind: str
@@ -27,96 +27,98 @@ class WorkerStatus(Answer):
     """`waiting`, `running`, `finished` or `stopped`."""
     pid: int | None
     incarnation: int
-    """The number of its last start; its log is named by it."""
+    """Number of its last attempt, which names its log file."""
     restarts: int
     exit_code: int | None
     phase: str
-    """What it says it does: `load` or `run`."""
+    """Phase that it reports: `load` or `run`."""
     progress: int
-    """Units of work it has finished."""
+    """Units of work finished by the current attempt."""
     heartbeat_age_s: float | None
-    """Seconds from its last heartbeat to the supervisor's last look."""
+    """Age of its last heartbeat at the supervisor's last check."""
     where: str = ""
-    """The machine that it is on, if that is not the control plane's."""
+    """Machine that it runs on, if not the control plane's."""
 
 
-class QueueStatus(Answer):
-    """What a run's queue holds."""
+class QueueStatus(ApiModel):
+    """Contents of a run's queue."""
 
     samples: int
     bytes: int
     memory_limit: int
     tasks: dict[str, dict[str, int]]
-    """Per task, how many samples are in which state."""
+    """Number of samples by task and state."""
 
 
-class RunSummary(Answer):
-    """A run, as the list shows it."""
+class RunSummary(ApiModel):
+    """Summary of a run."""
 
     id: str
     name: str
     output: Path
     created: str
-    """UTC, like every time here."""
+    """UTC, as all times."""
     began: str | None = None
-    """When it was last started or resumed."""
+    """Time of the last start or resume."""
     ended: str | None = None
-    life: int = 1
-    """How often it has been started."""
+    launch: int = 1
+    """Number of its current launch: 1, and one more with every resume."""
     state: RunState
     error: str = ""
     exit_code: int | None = None
     step: int | None = None
     """Optimiser steps taken."""
     steps: int | None = None
-    """Optimiser steps of the whole run."""
+    """Optimiser steps of the complete run."""
 
 
 class RunStatus(RunSummary):
-    """A run."""
+    """Status of a run."""
 
     text_read: float | None = None
-    """While the run's files are checked: the share of its text that has been looked through, 0 to 1."""
+    """Fraction (0 to 1) of the text that has been read, while the run's files are validated."""
     skipped: int | None = None
+    """Positions without a sample."""
     dead: int | None = None
+    """Positions abandoned after repeated failures."""
     queue: QueueStatus | None = None
     workers: list[WorkerStatus] = []
     last: dict[str, Any] | None = None
-    """The metrics of its last step."""
+    """Metrics of the last step."""
     evaluation: dict[str, Any] | None = None
-    """Its last reading of the held-out text."""
+    """Metrics of the last evaluation."""
     checkpoint: int | None = None
-    """The step that its newest checkpoint goes on from."""
+    """Step of the newest checkpoint."""
     summary: dict[str, Any] | None = None
-    """Its account of every position, once it is complete."""
+    """Number of positions by outcome, once the run is complete."""
     spec: dict[str, Any] = {}
-    """What was asked for, with absolute paths."""
+    """Specification, with absolute paths."""
 
 
-class RunPage(Answer):
-    """Runs, the newest first."""
+class RunPage(ApiModel):
+    """Page of runs, newest first."""
 
     runs: list[RunSummary]
     next: str | None = None
-    """The `cursor` of the next page; null on the last."""
+    """`cursor` of the next page; null on the last page."""
 
 
-class DryRun(Answer):
-    """What a run would be; nothing was started and nothing is left of the check."""
+class DryRun(ApiModel):
+    """Result of a dry run, which validates a run without starting it."""
 
     spec: RunSpec
-    """As it would run, with absolute paths."""
+    """Specification, with absolute paths."""
     records: int
     positions: int
-    """Samples of the whole run, repetitions included."""
+    """Samples of the complete run, over all epochs."""
     steps: int
     queue_bytes: int
-    """What the samples between collators and trainer can take at most."""
+    """Upper bound of the samples between collators and trainer, in bytes."""
     processes: list[str]
 
 
-class RunMetrics(Answer):
-    """A run's curves: one object per step, and one per reading of the held-out text."""
+class RunMetrics(ApiModel):
+    """Metrics of a run: one object per step, and one per evaluation."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={
         "examples": [{
@@ -126,40 +128,40 @@ class RunMetrics(Answer):
     })  # fmt: skip
 
     steps: list[dict[str, Any]]
-    """If there were more than `points`, each is the mean of a stretch, under its last step."""
+    """If there were more than `points`, each is the mean over an interval, at its last step."""
     eval: list[dict[str, Any]]
     steps_total: int
-    """Lines that the trainer has written."""
+    """Number of steps that the trainer has recorded."""
     eval_total: int
 
 
-class Artifact(Answer):
-    """A file that a run has written."""
+class Artifact(ApiModel):
+    """File of a run."""
 
     path: str
-    """Relative to the run's output; what `GET /v1/runs/{id}/artifacts/{path}` takes."""
+    """Path relative to the run's output, as in `GET /v1/runs/{id}/artifacts/{path}`."""
     bytes: int
     modified: str
 
 
-class Artifacts(Answer):
-    """The files of a run, by path."""
+class Artifacts(ApiModel):
+    """Files of a run, ordered by path."""
 
     artifacts: list[Artifact]
     truncated: bool = False
-    """Whether there are more than are listed."""
+    """True if the list is incomplete."""
 
 
-class LogFile(Answer):
-    """One start of one worker, as far as it has a log."""
+class LogFile(ApiModel):
+    """Log of one attempt of a worker."""
 
     worker: str
     attempt: int
     bytes: int
 
 
-class Note(Answer):
-    """Something that has happened to a run."""
+class Note(ApiModel):
+    """Event in the history of a run."""
 
     id: int
     at: str
@@ -167,17 +169,16 @@ class Note(Answer):
     message: str
 
 
-class Live(Answer):
-    """The process answers."""
+class Live(ApiModel):
+    """Liveness."""
 
     live: bool = Field(default=True)
 
 
-class Ready(Answer):
-    """Whether the control plane works."""
+class Ready(ApiModel):
+    """Readiness."""
 
     ready: bool
     age_s: float
-    """Seconds since the oldest piece of work that must recur was last completed: a round of housekeeping, or of a run's
-    supervisor."""
+    """Largest number of seconds since the last housekeeping or the last iteration of a supervisor."""
     reason: str = ""

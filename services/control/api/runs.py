@@ -1,4 +1,4 @@
-"""Starting, listing, showing, stopping, resuming and removing runs."""
+"""Routes that start, list, show, stop, resume and remove runs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 
-CHECK_WITHIN_S = 3.0
-DRY_RUNS_AT_ONCE = 2
-LONGEST_PAGE = 200
-LARGEST_CURSOR = 2**62
-NOWHERE = "ipc:///tmp/queue"
+VALIDATION_WAIT_S = 3.0
+"""Seconds to wait for the validation of a run's files before responding."""
+MAX_DRY_RUNS = 2
+MAX_PAGE = 200
+MAX_CURSOR = 2**62
+UNUSED_ADDRESS = "ipc:///tmp/queue"
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
-_dry_runs = threading.BoundedSemaphore(DRY_RUNS_AT_ONCE)
+_dry_runs = threading.BoundedSemaphore(MAX_DRY_RUNS)
 
 Key = Annotated[
     str | None,
     Header(
         alias="Idempotency-Key", min_length=1, max_length=255, pattern=r"^[!-~]+$",
-        description="Sent again with the same run, it returns the run that was started the first time.",
+        description="A second request with the same key and specification returns the first run.",
     ),
 ]  # fmt: skip
 Specification = Annotated[RunSpec, Body(openapi_examples=RUNS)]
@@ -45,19 +46,21 @@ Specification = Annotated[RunSpec, Body(openapi_examples=RUNS)]
 def start_run(
     spec: Specification, context: Context, response: Response, dry_run: bool = False, key: Key = None
 ) -> RunStatus | DryRun:
-    """Start a run: a run file's fields as JSON, with absolute paths; a relative `output` is below the runs' directory.
+    """Start a run.
 
-    Its files are checked first; that may go on after this has been answered, and then shows in the run's state. With
-    `dry_run` they are only checked. Answers 200 to a dry run, and to a key that was used before.
+    The body has the fields of a run file as JSON, with absolute paths; a relative `output` is below the runs'
+    directory. The run's files are validated first; if that takes long, the response is sent before, and an error shows
+    in the run's state. With `dry_run` they are only validated. The status is 200 for a dry run and for a key that was
+    used before.
     """
     if dry_run:
         response.status_code = 200
-        return check(context, spec)
+        return dry_run_of(context, spec)
     run, row = context.runs.start(spec, key=key)
     if run is None:
         response.status_code = 200
     else:
-        refuse_if_unfit(context, run)
+        discard_if_invalid(context, run)
     response.headers["Location"] = f"/v1/runs/{row.id}"
     return RunStatus.model_validate(context.status(row.id))
 
@@ -65,9 +68,9 @@ def start_run(
 @router.get("", responses=problems_of(422))
 def list_runs(
     context: Context,
-    limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 50,
-    cursor: Annotated[int | None, Query(ge=0, le=LARGEST_CURSOR, description="`next` of the page before.")] = None,
-    state: Annotated[list[RunState], Query(max_length=16, description="Only these; may be given again.")] = [],  # noqa: B006
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
+    cursor: Annotated[int | None, Query(ge=0, le=MAX_CURSOR, description="`next` of the previous page.")] = None,
+    state: Annotated[list[RunState], Query(max_length=16, description="Only this state; may be repeated.")] = [],  # noqa: B006
     name: Annotated[str, Query(max_length=64)] = "",
 ) -> RunPage:
     """Return a page of runs, newest first."""
@@ -84,7 +87,7 @@ def show_run(run_id: RunId, context: Context) -> RunStatus:
 
 @router.post("/{run_id}/stop", status_code=202, responses=problems_of(404, 422))
 def stop_run(run_id: RunId, context: Context, now: bool = False) -> RunStatus:
-    """Stop a run in order: it writes a checkpoint first; with `now` at once. It is over when its state says so."""
+    """Stop a run gracefully, after a checkpoint; with `now` immediately. Responds before the run is over."""
     context.view(run_id)
     context.runs.stop(run_id, now=now)
     return RunStatus.model_validate(context.status(run_id))
@@ -92,45 +95,45 @@ def stop_run(run_id: RunId, context: Context, now: bool = False) -> RunStatus:
 
 @router.post("/{run_id}/resume", status_code=202, responses=problems_of(404, 409, 422, 503))
 def resume_run(run_id: RunId, context: Context) -> RunStatus:
-    """Go on with a run that was stopped, failed or interrupted, from its last checkpoint and as it was begun."""
+    """Resume a stopped, failed or interrupted run from its last checkpoint, with its original settings."""
     context.view(run_id)
     run = context.runs.resume(run_id)
-    run.started.wait(CHECK_WITHIN_S)
+    run.started.wait(VALIDATION_WAIT_S)
     return RunStatus.model_validate(context.status(run_id))
 
 
 @router.delete("/{run_id}", status_code=204, responses=problems_of(404, 409, 422))
 def remove_run(run_id: RunId, context: Context, files: bool = False) -> Response:
-    """Forget a run that is over; with `files` remove its output directory, checkpoints and model too."""
+    """Remove a run that is over; with `files` delete its output directory, checkpoints and model too."""
     context.view(run_id)
     context.runs.remove(run_id, files=files)
     context.views.drop(run_id)
     return Response(status_code=204)
 
 
-def refuse_if_unfit(context: AppContext, run: Run) -> None:
-    """Forget a run whose files or settings are unfit before anything was started, and say why.
+def discard_if_invalid(context: AppContext, run: Run) -> None:
+    """Remove a run that failed validation before any process was started.
 
     Raises:
-        XtokenError: What the check has found.
+        XtokenError: The validation error.
     """
-    run.started.wait(CHECK_WITHIN_S)
+    run.started.wait(VALIDATION_WAIT_S)
     if run.refusal is not None:
-        context.runs.forget(run)
+        context.runs.discard(run)
         context.views.drop(run.id)
         raise run.refusal
 
 
-def check(context: AppContext, spec: RunSpec) -> DryRun:
-    """Check a run's settings and files as for a start.
+def dry_run_of(context: AppContext, spec: RunSpec) -> DryRun:
+    """Validate a run's settings and files as for a start.
 
     Raises:
-        XtokenError: What is wrong with it.
-        HTTPException: 503, too many are being checked.
+        XtokenError: The run is invalid.
+        HTTPException: 503, too many dry runs are in progress.
     """
-    spec = context.runs.vet(spec)
+    spec = context.runs.validate(spec)
     if not _dry_runs.acquire(blocking=False):
-        raise HTTPException(503, "other runs are being checked: try again in a moment", {"Retry-After": "5"})
+        raise HTTPException(503, "too many dry runs are in progress: retry in a moment", {"Retry-After": "5"})
     scratch = Path(tempfile.mkdtemp(prefix="xtoken-dry-"))
     try:
         resolved = resolve_run(spec.model_copy(update={"output": scratch}))
@@ -144,6 +147,6 @@ def check(context: AppContext, spec: RunSpec) -> DryRun:
         steps=resolved.steps,
         queue_bytes=resolved.span * largest_row(spec),
         processes=[
-            member.name for member in fleet_of(resolved, scratch, [Address.parse(NOWHERE)] * spec.workers.nodes)
+            member.name for member in fleet_of(resolved, scratch, [Address.parse(UNUSED_ADDRESS)] * spec.workers.nodes)
         ],
     )

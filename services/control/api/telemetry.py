@@ -1,4 +1,7 @@
-"""What Prometheus reads of a control plane: its requests, its runs and their workers. Nothing is asked for it."""
+"""Prometheus metrics of a control plane: its requests, its runs and their workers.
+
+All values come from the views, so that a scrape sends no request to a worker or a queue.
+"""
 
 from __future__ import annotations
 
@@ -16,54 +19,54 @@ from services.supervisor.run_record import RunState
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 PREFIX = "xtoken_"
 STREAMED = "/logs"
-"""Follows a log for as long as its run lasts, so its duration says nothing."""
+"""Route whose duration is not recorded: with `follow` it lasts as long as the run."""
 
 
 class Telemetry:
-    """A registry of a control plane's own.
+    """Registry of a control plane's metrics.
 
     Args:
-        runs: What is told of.
-        views: Their last metrics.
+        runs: Runs to report.
+        views: Views of the runs.
     """
 
     def __init__(self, runs: Runs, views: Views) -> None:
         self._registry = CollectorRegistry()
         self.requests = Counter(
-            f"{PREFIX}control_requests", "Requests answered.", ["method", "route", "status"], registry=self._registry
+            f"{PREFIX}control_requests", "HTTP requests.", ["method", "route", "status"], registry=self._registry
         )
         self.seconds = Histogram(
-            f"{PREFIX}control_request_seconds", "How long an answer took.", ["method", "route"], buckets=BUCKETS_S,
+            f"{PREFIX}control_request_seconds", "Duration of HTTP requests.", ["method", "route"], buckets=BUCKETS_S,
             registry=self._registry,
         )  # fmt: skip
         self._registry.register(_Collector(runs, views))
 
     def text(self) -> bytes:
-        """Everything, in the text format."""
+        """Return all metrics in the text format."""
         return generate_latest(self._registry)
 
 
 class RequestMetrics:
-    """Middleware that counts and times requests by route, never by their own path: a scanner would make one each."""
+    """Middleware that counts and times requests by route, not by path, of which a scanner would create any number."""
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
         self._app, self._telemetry = app, telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, and note how it was answered."""
+        """Pass the request on and record status and duration."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         began, status = time.perf_counter(), 500
 
-        async def noting(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, record_status)
         finally:
             route = getattr(scope.get("route"), "path", "none")
             self._telemetry.requests.labels(scope["method"][:16], route, str(status)).inc()
@@ -72,27 +75,27 @@ class RequestMetrics:
 
 
 class _Collector:
-    """The runs, as metrics."""
+    """Collector of the metrics of all runs."""
 
     def __init__(self, runs: Runs, views: Views) -> None:
         self._runs, self._views = runs, views
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is known before it is asked for."""
+        """Return nothing, as the metrics depend on the runs."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Counts of all runs, and the figures of those that go on."""
+        """Yield the number of runs by state, and the metrics of active runs."""
         runs = GaugeMetricFamily(f"{PREFIX}runs", "Runs by state.", labels=["state"])
         counts = self._runs.store.counts()
         for state in RunState:
             runs.add_metric([state], counts.get(state, 0))
         yield runs
         yield _single(
-            "control_round_age_seconds", "Seconds since the last round of housekeeping.", self._runs.round_age_s
+            "control_round_age_seconds", "Seconds since the last housekeeping.", self._runs.housekeeping_age_s
         )
-        going = [run.id for run in self._runs.here() if not run.over.is_set()]
-        yield from _of_runs({run_id: status for run_id in going if (status := self._status(run_id)) is not None})
+        active = [run.id for run in self._runs.here() if not run.over.is_set()]
+        yield from _of_runs({run_id: status for run_id in active if (status := self._status(run_id)) is not None})
 
     def _status(self, run_id: str) -> dict[str, object] | None:
         view = self._views.of(run_id)
@@ -103,12 +106,12 @@ RUN_GAUGES = {
     "run_step": ("step", "Optimiser steps taken."),
     "run_steps": ("steps", "Optimiser steps of the whole run."),
     "run_skipped_positions": ("skipped", "Positions without a row."),
-    "run_dead_positions": ("dead", "Positions given up."),
+    "run_dead_positions": ("dead", "Positions abandoned after repeated failures."),
 }
 WORKER_GAUGES = {
-    "worker_restarts": ("restarts", "Starts beyond the first."),
-    "worker_heartbeat_age_seconds": ("heartbeat_age_s", "Seconds from its last heartbeat to the last look."),
-    "worker_progress": ("progress", "Units of work that its present start has finished."),
+    "worker_restarts": ("restarts", "Restarts."),
+    "worker_heartbeat_age_seconds": ("heartbeat_age_s", "Age of the last heartbeat."),
+    "worker_progress": ("progress", "Units of work finished by the current attempt."),
 }
 
 
@@ -119,11 +122,11 @@ def _of_runs(statuses: dict[str, dict[str, object]]) -> Iterator[Metric]:
     for key, help_text in (("samples", "Samples held."), ("bytes", "Bytes held."), ("memory_limit", "Bytes at most.")):
         yield _family(f"run_queue_{key}", help_text, ["run"], (([r], q[key]) for r, q in queues.items()))  # type: ignore[index]
     last = {r: s["last"] for r, s in statuses.items() if isinstance(s.get("last"), dict)}
-    figures = (([r, str(k)], v) for r, line in last.items() for k, v in line.items() if k != "step")  # type: ignore[attr-defined]
-    yield _family("run_metric", "A figure of the last step's line, by its name.", ["run", "metric"], figures)
-    read = {r: s["evaluation"] for r, s in statuses.items() if isinstance(s.get("evaluation"), dict)}
-    figures = (([r, str(k)], v) for r, line in read.items() for k, v in line.items() if k != "step")  # type: ignore[attr-defined]
-    yield _family("run_evaluation", "A figure of the last reading of held-out text.", ["run", "metric"], figures)
+    values = (([r, str(k)], v) for r, line in last.items() for k, v in line.items() if k != "step")  # type: ignore[attr-defined]
+    yield _family("run_metric", "Metric of the last optimiser step.", ["run", "metric"], values)
+    evaluated = {r: s["evaluation"] for r, s in statuses.items() if isinstance(s.get("evaluation"), dict)}
+    values = (([r, str(k)], v) for r, line in evaluated.items() for k, v in line.items() if k != "step")  # type: ignore[attr-defined]
+    yield _family("run_evaluation", "Metric of the last evaluation.", ["run", "metric"], values)
     yield from _of_workers(statuses)
 
 
@@ -131,14 +134,14 @@ def _of_workers(statuses: dict[str, dict[str, object]]) -> Iterator[Metric]:
     workers = [(r, w) for r, s in statuses.items() for w in s.get("workers", ())]  # type: ignore[attr-defined]
     labels = ["run", "worker", "kind"]
     up = (([r, w["name"], w["kind"]], int(w["state"] == "running")) for r, w in workers)
-    yield _family("worker_up", "Whether its process runs.", labels, up)
+    yield _family("worker_up", "1 if the process is running.", labels, up)
     for name, (key, help_text) in WORKER_GAUGES.items():
         yield _family(name, help_text, labels, (([r, w["name"], w["kind"]], w.get(key)) for r, w in workers))
 
 
-def _family(name: str, help_text: str, labels: list[str], found: Iterable[tuple[list[str], object]]) -> Metric:
+def _family(name: str, help_text: str, labels: list[str], rows: Iterable[tuple[list[str], object]]) -> Metric:
     family = GaugeMetricFamily(PREFIX + name, help_text, labels=labels)
-    for values, value in found:
+    for values, value in rows:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             family.add_metric(values, value)
     return family

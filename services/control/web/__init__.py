@@ -1,10 +1,5 @@
-"""The web page: runs, their curves, workers, logs and files, a form that starts one, and an aligner for two tokenizers.
+"""Web interface: the list of runs, a run's charts, workers, logs and files, a form for new runs, and the aligner.
 
-Pages are rendered here and brought up to date by fragments (htmx); only curves are drawn by the browser (uPlot). All
-that a page needs is served from `static/`, so it works without internet. Nothing asks a worker: pages read the same
-views as the interface.
+Pages are rendered on the server and updated by fragments (htmx); charts are drawn in the browser (uPlot). Everything is
+served from `static/`, so the pages work offline. They read the same views as the API.
 """
-
-from services.control.web.mount import install, opened
-
-__all__ = ["install", "opened"]

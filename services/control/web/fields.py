@@ -1,4 +1,4 @@
-"""The fields of a run's form, read off the configuration's models: their kinds, defaults and descriptions."""
+"""Fields of the form for new runs, from the configuration models: kinds, defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from xtoken_core.config.base import Part
 from xtoken_core.config.spec import RunSpec
 
 TEACHER = "teacher"
-NOT_ASKED = ("queue.address", "ray.address")
-"""What a control plane sets itself."""
-SPELLED = {word: word.upper() for word in ("alm", "ce", "eos", "fp8", "gpu", "kl", "tflops", "uld")} | {
+EXCLUDED = ("queue.address", "ray.address")
+"""Settings that the control plane assigns."""
+SPELLING = {word: word.upper() for word in ("alm", "ce", "eos", "fp8", "gpu", "kl", "tflops", "uld")} | {
     "s": "(s)",
     "topk": "top k",
     "xtoken": "H-KL",
     "tensorboard": "TensorBoard",
     "wandb": "Weights & Biases",
 }
-"""Words of names that are written otherwise in a sentence."""
+"""Spelling of words of setting names in labels."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field.
+    """A form field.
 
     Attributes:
-        name: Its place in a run file, by dots; a teacher's begins with `teacher.`, without its number.
+        name: Dotted name of the setting; a teacher's begins with `teacher.`, without an index.
         kind: `text`, `path`, `paths`, `integer`, `number`, `choice`, `switch` or `list`.
-        default: As the form shows it; empty if there is none.
-        help: What the configuration says about it.
-        choices: What a `choice` takes.
+        default: Default as text; empty if there is none.
+        help: Description from the configuration model.
+        required: True if the setting has no default.
+        choices: Values of a `choice`.
     """
 
     name: str
@@ -51,18 +52,20 @@ class Field:
 
     @property
     def label(self) -> str:
-        """Its last name, spelled out."""
-        words = [SPELLED.get(word, word) for word in self.name.rpartition(".")[2].split("_")]
+        """Label: the last part of the name, as words."""
+        words = [SPELLING.get(word, word) for word in self.name.rpartition(".")[2].split("_")]
         return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
 
 
 @dataclass(frozen=True)
 class Section:
-    """The fields of a part.
+    """Form fields of a section of the run file.
 
     Attributes:
-        name: The part's, as in a run file; empty for the run itself.
-        optional: Whether a run may do without the part.
+        name: Name of the section; empty for the top level.
+        optional: True if a run file may omit the section.
+        help: Description from the configuration model.
+        fields: Fields of the section, without those of its subsections.
     """
 
     name: str
@@ -73,40 +76,40 @@ class Section:
 
 @cache
 def sections() -> dict[str, Section]:
-    """Every part of a run by its name, in the order of the models."""
-    found: dict[str, Section] = {}
-    _collect(RunSpec, "", False, found)
-    return found
+    """Return all sections by name, in the order of the models."""
+    collected: dict[str, Section] = {}
+    _collect(RunSpec, "", False, collected)
+    return collected
 
 
 @cache
 def field_names() -> frozenset[str]:
-    """The names of all fields, a teacher's without its number."""
+    """Return the names of all fields, a teacher's without an index."""
     return frozenset(field.name for section in sections().values() for field in section.fields)
 
 
-def _collect(model: type[Part], name: str, optional: bool, found: dict[str, Section]) -> None:
-    told = _docstrings(model)
+def _collect(model: type[Part], name: str, optional: bool, collected: dict[str, Section]) -> None:
+    docs = _docstrings(model)
     own: list[Field] = []
-    found[name] = Section(name, optional, "", ())
+    collected[name] = Section(name, optional, "", ())  # reserves the place in the order
     for key, info in model.model_fields.items():
-        place = f"{name}.{key}" if name else key
+        path = f"{name}.{key}" if name else key
         part, absent = _part_of(info.annotation)
         if part is not None:
-            _collect(part, place, absent, found)
-        elif place not in NOT_ASKED:
-            own.append(_field(place, info, told.get(key, "")))
-    found[name] = Section(name, optional, (inspect.getdoc(model) or "").partition("\n")[0], tuple(own))
+            _collect(part, path, absent, collected)
+        elif path not in EXCLUDED:
+            own.append(_field(path, info, docs.get(key, "")))
+    collected[name] = Section(name, optional, (inspect.getdoc(model) or "").partition("\n")[0], tuple(own))
 
 
-def _field(place: str, info: FieldInfo, told: str) -> Field:
+def _field(name: str, info: FieldInfo, doc: str) -> Field:
     kind, choices = _kind(info.annotation)
-    default = "" if info.default is PydanticUndefined else shown(info.default, kind)
-    return Field(place, kind, default, told, info.is_required(), choices)
+    default = "" if info.default is PydanticUndefined else format_value(info.default, kind)
+    return Field(name, kind, default, doc, info.is_required(), choices)
 
 
-def shown(value: Any, kind: str) -> str:
-    """A value as its field shows it."""
+def format_value(value: Any, kind: str) -> str:
+    """Format a value as the text of its field."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -119,7 +122,7 @@ def shown(value: Any, kind: str) -> str:
 
 
 def _part_of(annotation: Any) -> tuple[type[Part] | None, bool]:
-    """The part that a field holds, and whether it may be left out; a tuple of parts is one part, several times."""
+    """Return the model of a section field, or of the items of a tuple of sections; and True if it is optional."""
     options = [option for option in _options(annotation) if option is not type(None)]
     if get_origin(options[0]) is tuple:
         options = [get_args(options[0])[0]]
@@ -143,7 +146,7 @@ def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def _options(annotation: Any) -> list[Any]:
-    """What a union takes, without what annotations say of it."""
+    """Return the members of a union, without annotations."""
     if get_origin(annotation) is Annotated:
         return _options(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -152,8 +155,8 @@ def _options(annotation: Any) -> list[Any]:
 
 
 def _docstrings(model: type[Part]) -> dict[str, str]:
-    """What stands below a model's fields, those of its bases included."""
-    told: dict[str, str] = {}
+    """Return the docstrings below a model's fields, including those of its bases."""
+    docs: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if not (issubclass(base, Part) and base is not Part):
             continue
@@ -163,5 +166,5 @@ def _docstrings(model: type[Part]) -> dict[str, str]:
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                 text = following.value if isinstance(following, ast.Expr) else None
                 if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                    told[line.target.id] = " ".join(text.value.split())
-    return told
+                    docs[line.target.id] = " ".join(text.value.split())
+    return docs

@@ -1,4 +1,4 @@
-"""A run's form: from what a browser sends to a specification and back, with every complaint at its field."""
+"""Conversion between a submitted form, a run file and a specification, with errors by field."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from urllib.parse import parse_qsl
 import tomli_w
 from pydantic import ValidationError
 
-from services.control.web.fields import TEACHER, Field, field_names, sections, shown
+from services.control.web.fields import TEACHER, Field, field_names, format_value, sections
 from xtoken_core.config.spec import RunSpec
 
-MOST_FIELDS = 2000
-MOST_TEACHERS = 16
+MAX_FIELDS = 2000
+MAX_TEACHERS = 16
 NUMBERED = re.compile(rf"{TEACHER}\.(\d+)")
 NAMED = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)*")
 
 Errors = dict[str, list[str]]
-"""Complaints by the field's name; those under the empty name are about no single field."""
+"""Messages by field name; those under the empty name belong to no single field."""
 
 
-def posted(body: bytes) -> dict[str, str]:
-    """What a browser has sent, by name.
+def parse_form(body: bytes) -> dict[str, str]:
+    """Parse a form-encoded body.
 
     Raises:
-        ValueError: It is no form, or has too many fields.
+        ValueError: The body is malformed, or has too many fields.
     """
-    pairs = parse_qsl(body.decode("utf-8"), keep_blank_values=True, max_num_fields=MOST_FIELDS)
+    pairs = parse_qsl(body.decode("utf-8"), keep_blank_values=True, max_num_fields=MAX_FIELDS)
     return {name: value.replace("\r\n", "\n") for name, value in pairs}
 
 
 def teachers_in(values: Mapping[str, str]) -> int:
-    """How many teachers a form has; one at least."""
+    """Return the number of teachers in a form, at least one."""
     numbers = [int(match[1]) for name in values if (match := NUMBERED.match(name))]
-    return min(MOST_TEACHERS, max(numbers, default=0) + 1)
+    return min(MAX_TEACHERS, max(numbers, default=0) + 1)
 
 
 def document_of(values: Mapping[str, str]) -> dict[str, Any]:
-    """The run file that a form stands for; fields that are empty or hold their default are left out."""
+    """Convert form values to a run file's document, without fields that are empty or have their default."""
     document: dict[str, Any] = {}
     for section in sections().values():
         if section.optional and values.get(section.name) != "on":
@@ -49,15 +49,15 @@ def document_of(values: Mapping[str, str]) -> dict[str, Any]:
             numbers = range(teachers_in(values))
             document[TEACHER] = [_part(values, section.fields, f"{TEACHER}.{number}") for number in numbers]
             continue
-        found = _part(values, section.fields, section.name)
-        needed = any(field.required for field in section.fields)
-        if found or needed or section.optional:
-            _place(document, section.name).update(found)
+        part = _part(values, section.fields, section.name)
+        required = any(field.required for field in section.fields)
+        if part or required or section.optional:
+            _subtable(document, section.name).update(part)
     return document
 
 
 def values_of(document: Mapping[str, Any]) -> dict[str, str]:
-    """How a form shows a run file, which need not be a valid one."""
+    """Convert a run file's document, which may be invalid, to form values."""
     values: dict[str, str] = {}
     teachers = document.get(TEACHER, [{}])
     for section in sections().values():
@@ -65,7 +65,7 @@ def values_of(document: Mapping[str, Any]) -> dict[str, str]:
             for number, teacher in enumerate(teachers if isinstance(teachers, list) else [teachers]):
                 values |= _values(teacher, section.fields, f"{TEACHER}.{number}")
             continue
-        part = _look(document, section.name)
+        part = _lookup(document, section.name)
         if section.optional:
             values[section.name] = "on" if part is not None else ""
         values |= _values(part or {}, section.fields, section.name)
@@ -73,11 +73,11 @@ def values_of(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_toml(text: str) -> tuple[dict[str, Any], Errors]:
-    """A run file's text as a document; or why it is none."""
+    """Parse the text of a run file; return the document, or the errors."""
     try:
         return tomllib.loads(text), {}
     except tomllib.TOMLDecodeError as error:
-        return {}, {"": [f"This is not TOML: {error}"]}
+        return {}, {"": [f"Invalid TOML: {error}"]}
 
 
 def to_toml(document: Mapping[str, Any]) -> str:
@@ -101,7 +101,7 @@ def _without_none(value: Any) -> Any:
 
 
 def validated(document: Mapping[str, Any]) -> tuple[RunSpec | None, Errors]:
-    """The specification; or what is wrong with it, by field."""
+    """Validate a document; return the specification, or the errors by field."""
     try:
         return RunSpec.model_validate(document), {}
     except ValidationError as error:
@@ -110,16 +110,16 @@ def validated(document: Mapping[str, Any]) -> tuple[RunSpec | None, Errors]:
             name = ".".join(str(part) for part in item["loc"])
             message = item["msg"].removeprefix("Value error, ")
             if item["type"] == "missing":
-                message = "This is needed."
-            place(errors, name, message[:1].upper() + message[1:] if item["type"] != "value_error" else message)
+                message = "Required."
+            add_error(errors, name, message[:1].upper() + message[1:] if item["type"] != "value_error" else message)
         return None, errors
 
 
-def place(errors: Errors, name: str, message: str) -> None:
-    """Put a complaint where its field is: the one it is about, or else the first that it names."""
+def add_error(errors: Errors, name: str, message: str) -> None:
+    """Add an error to its field; an error of a section goes to the first field that its message names."""
     if not _is_field(name):
         named = next((_full(name, word) for word in NAMED.findall(message) if _is_field(_full(name, word))), "")
-        # Within a tuple the complaint belongs to the whole of it.
+        # An error in an item of a tuple belongs to the field of the tuple.
         above = name.rpartition(".")[0]
         name = named or (above if _is_field(above) else "" if name in ("", TEACHER) else name)
     errors.setdefault(name, []).append(message)
@@ -134,17 +134,17 @@ def _is_field(name: str) -> bool:
 
 
 def _part(values: Mapping[str, str], fields: tuple[Field, ...], prefix: str) -> dict[str, Any]:
-    found = {}
+    part = {}
     for field in fields:
         key = field.name.rpartition(".")[2]
         text = values.get(f"{prefix}.{key}" if prefix else key, "").strip()
         if (text or field.kind == "switch") and text != field.default:
-            found[key] = _typed(text, field)
-    return found
+            part[key] = _typed(text, field)
+    return part
 
 
 def _typed(text: str, field: Field) -> Any:
-    """A field's text as a run file would hold it; what is no such value stays text, and is refused with its name."""
+    """Convert a field's text to its type; invalid text is kept, so that validation reports it with the field's name."""
     if field.kind == "switch":
         return text == "on"
     if field.kind == "paths" and "\n" in text:
@@ -165,25 +165,25 @@ def _number(text: str, kinds: tuple[type, ...]) -> Any:
 
 
 def _values(part: Any, fields: tuple[Field, ...], prefix: str) -> dict[str, str]:
-    given = part if isinstance(part, Mapping) else {}
+    values = part if isinstance(part, Mapping) else {}
     names = ((field, field.name.rpartition(".")[2]) for field in fields)
 
     def text(field: Field, key: str) -> str:
-        if given.get(key, "") is None:
+        if values.get(key, "") is None:
             return "none" if field.default else ""
-        return shown(given[key], field.kind) if key in given else field.default
+        return format_value(values[key], field.kind) if key in values else field.default
 
     return {f"{prefix}.{key}" if prefix else key: text(field, key) for field, key in names}
 
 
-def _place(document: dict[str, Any], name: str) -> dict[str, Any]:
+def _subtable(document: dict[str, Any], name: str) -> dict[str, Any]:
     for key in name.split(".") if name else ():
         document = document.setdefault(key, {})
     return document
 
 
-def _look(document: Mapping[str, Any], name: str) -> Any:
-    found: Any = document
+def _lookup(document: Mapping[str, Any], name: str) -> Any:
+    value: Any = document
     for key in name.split(".") if name else ():
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

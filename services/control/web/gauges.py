@@ -1,4 +1,4 @@
-"""What is sampled by time while somebody watches a run: its queue, and the GPUs of this machine."""
+"""Time series of runs whose pages are open: queue depth, and the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from services.control.api.dependencies import AppContext
 from services.control.web.gpus import Gpus
 from services.supervisor.run_record import RunState
 
-EVERY_S = 2.0
-KEPT = 3600
-MOST_RUNS = 32
+INTERVAL_S = 2.0
+MAX_SAMPLES = 3600
+MAX_RUNS = 32
 
 
 class Gauges:
-    """Samples of the runs that somebody watches, the last two hours of each.
+    """Samples of watched runs over the last two hours.
 
-    A run is sampled from the first time its page is opened, until it is over; a thread lives while there is one.
+    A run is sampled from the first time its page is opened until it is over, by one thread for all runs. The samples
+    come from the runs' views; no request is sent to a worker or a queue.
 
     Args:
-        context: The control plane that is asked; neither workers nor queues are.
+        context: The application's context.
     """
 
     def __init__(self, context: AppContext) -> None:
@@ -35,20 +36,20 @@ class Gauges:
         self._thread: threading.Thread | None = None
 
     def watch(self, run_id: str) -> None:
-        """Sample a run from now on."""
+        """Start sampling a run."""
         with self._lock:
-            if run_id in self._watched or len(self._watched) >= MOST_RUNS or not self._goes_on(run_id):
+            if run_id in self._watched or len(self._watched) >= MAX_RUNS or not self._is_active(run_id):
                 return
             self._watched.add(run_id)
-            while len(self._samples) >= MOST_RUNS and (past := next(iter(self._samples.keys() - self._watched), None)):
+            while len(self._samples) >= MAX_RUNS and (past := next(iter(self._samples.keys() - self._watched), None)):
                 del self._samples[past]
-            self._samples.setdefault(run_id, deque(maxlen=KEPT))
+            self._samples.setdefault(run_id, deque(maxlen=MAX_SAMPLES))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="gauges", daemon=True)
                 self._thread.start()
 
     def since(self, run_id: str, after: float) -> list[dict[str, Any]]:
-        """A run's samples taken after a time, in seconds since 1970."""
+        """Return the samples of a run taken after a Unix time."""
         with self._lock:
             return [sample for sample in self._samples.get(run_id, ()) if sample["time"] > after]
 
@@ -58,7 +59,7 @@ class Gauges:
             while True:
                 machine = gpus.sample()
                 with self._lock:
-                    self._watched = {run_id for run_id in self._watched if self._goes_on(run_id)}
+                    self._watched = {run_id for run_id in self._watched if self._is_active(run_id)}
                     if not self._watched:
                         self._thread = None
                         return
@@ -66,11 +67,11 @@ class Gauges:
                         queue = self._status(run_id).get("queue") or {}
                         depth = {"queue_samples": queue["samples"]} if queue else {}
                         self._samples[run_id].append({"time": round(time.time(), 1), **depth, **machine})
-                time.sleep(EVERY_S)
+                time.sleep(INTERVAL_S)
         finally:
             gpus.close()
 
-    def _goes_on(self, run_id: str) -> bool:
+    def _is_active(self, run_id: str) -> bool:
         state = self._status(run_id).get("state")
         return state is not None and not RunState(state).over
 
@@ -80,6 +81,6 @@ class Gauges:
 
 
 def gauges_of(request: Request) -> Gauges:
-    """The gauges of the control plane that serves a request."""
+    """Return the gauges of the application that serves a request."""
     gauges: Gauges = request.app.state.gauges
     return gauges

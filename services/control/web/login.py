@@ -1,4 +1,4 @@
-"""The token, asked for once: a cookie stands for it that a form sets, no script reads and no other site is sent."""
+"""Login page and session cookie, for browsers. The cookie is HttpOnly and SameSite=Strict."""
 
 from __future__ import annotations
 
@@ -15,84 +15,86 @@ from services.control.auth import COOKIE
 from services.control.web.render import PageRoute, page
 
 LOGIN = "/login"
-KEPT_S = 30 * 24 * 3600
-OURS = ("/v1/", "/metrics", "/livez", "/readyz", "/static/", "/openapi.json")
-"""What is no page, and is answered as it is."""
+SESSION_S = 30 * 24 * 3600
+NOT_PAGES = ("/v1/", "/metrics", "/livez", "/readyz", "/static/", "/openapi.json")
+"""Paths whose 401 is not redirected to the login page."""
 
 router = APIRouter(route_class=PageRoute)
 
 
 @router.get(LOGIN)
-def ask(request: Request, context: Context, to: Annotated[str, Query(alias="next", max_length=2000)] = "/") -> Response:
-    """Ask for the token."""
+def show_login(
+    request: Request, context: Context, to: Annotated[str, Query(alias="next", max_length=2000)] = "/"
+) -> Response:
+    """Show the login form."""
     if context.auth.token is None:
         return RedirectResponse("/", 303)
     return page(request, "login.html", next=own_path(to), wrong=False)
 
 
 @router.post(LOGIN)
-async def enter(request: Request, context: Context) -> Response:
-    """Compare the token, and remember the browser."""
-    given = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=4)
-    token, to = (given.get(name, [""])[0] for name in ("token", "next"))
+async def log_in(request: Request, context: Context) -> Response:
+    """Check the token and set the session cookie."""
+    fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=4)
+    token, to = (fields.get(name, [""])[0] for name in ("token", "next"))
     if not context.auth.accepts(token.strip()):
         return page(request, "login.html", status=403, next=own_path(to), wrong=True)
-    answer = RedirectResponse(own_path(to), 303)
-    answer.set_cookie(
-        COOKIE, context.auth.cookie, max_age=KEPT_S, httponly=True, samesite="strict",
+    response = RedirectResponse(own_path(to), 303)
+    response.set_cookie(
+        COOKIE, context.auth.cookie, max_age=SESSION_S, httponly=True, samesite="strict",
         secure=request.url.scheme == "https",
     )  # fmt: skip
-    return answer
+    return response
 
 
 @router.post("/logout")
-def leave() -> Response:
-    """Forget the browser's cookie."""
-    answer = RedirectResponse(LOGIN, 303)
-    answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
-    return answer
+def log_out() -> Response:
+    """Delete the session cookie."""
+    response = RedirectResponse(LOGIN, 303)
+    response.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    return response
 
 
 def own_path(path: str) -> str:
-    r"""A path of this site, whatever was asked for.
+    r"""Return a path of this site, or `/` for anything else, so that a login redirects to no other site.
 
     >>> [own_path(p) for p in ("/runs/a?b=c", "//evil.example", "https://evil.example", "/\\evil", "")]
     ['/runs/a?b=c', '/', '/', '/', '/']
     """
-    fine = path.startswith("/") and not path.startswith("//") and "\\" not in path and path.isprintable()
-    return path if fine else "/"
+    own = path.startswith("/") and not path.startswith("//") and "\\" not in path and path.isprintable()
+    return path if own else "/"
 
 
 class LoginRedirect:
-    """Middleware that turns the refusal of a page for want of a token into the way to where it is asked for."""
+    """Middleware that redirects a page's 401 to the login page."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let everything through but a 401 to a page."""
-        if scope["type"] != "http" or scope["path"].startswith(OURS):
+        """Pass the request on; replace a 401 by a redirect."""
+        if scope["type"] != "http" or scope["path"].startswith(NOT_PAGES):
             await self._app(scope, receive, send)
             return
-        leading = False
+        redirected = False
 
-        async def leads(message: Message) -> None:
-            nonlocal leading
+        async def redirect_401(message: Message) -> None:
+            nonlocal redirected
             if message["type"] == "http.response.start" and message["status"] == 401:
-                leading = True
-                await _lead(scope, receive, send)
-            elif not leading:
+                redirected = True
+                await _redirect(scope, receive, send)
+            elif not redirected:
                 await send(message)
 
-        await self._app(scope, receive, leads)
+        await self._app(scope, receive, redirect_401)
 
 
-async def _lead(scope: Scope, receive: Receive, send: Send) -> None:
+async def _redirect(scope: Scope, receive: Receive, send: Send) -> None:
     headers = Headers(scope=scope)
     if "hx-request" in headers:
-        answer = Response(status_code=401)
-        MutableHeaders(raw=answer.raw_headers)["HX-Redirect"] = LOGIN
+        response = Response(status_code=401)
+        MutableHeaders(raw=response.raw_headers)["HX-Redirect"] = LOGIN
     else:
-        there = quote(scope["path"]) if scope["method"] == "GET" else "/"
-        answer = RedirectResponse(f"{LOGIN}?{urlencode({'next': there})}", 303)
-    await answer(scope, receive, send)
+        path = quote(scope["path"]) if scope["method"] == "GET" else "/"
+        response = RedirectResponse(f"{LOGIN}?{urlencode({'next': path})}", 303)
+    await response(scope, receive, send)

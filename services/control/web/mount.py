@@ -1,4 +1,4 @@
-"""Where the web page joins the control plane's application."""
+"""Installation of the web interface in the application."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from services.control.web.gauges import Gauges
 STATIC = Path(__file__).parent / "static"
 
 
-def opened(auth: Auth) -> Auth:
-    """The access, with what a browser needs to ask for the token."""
+def with_open_paths(auth: Auth) -> Auth:
+    """Return settings that also allow the login page and static files without a token."""
     files = (f"/static/{path.relative_to(STATIC).as_posix()}" for path in STATIC.rglob("*") if path.is_file())
     return replace(auth, open_paths=(*auth.open_paths, login.LOGIN, *files))
 
 
 def install(app: FastAPI) -> None:
-    """Serve the pages; whoever lacks the token is led to where it is asked for."""
+    """Add the pages, static files and the redirect to the login page."""
     app.state.gauges = Gauges(app.state.context)
     for router in (new_run.router, pages.router, align_page.router, login.router):
         app.include_router(router, include_in_schema=False)

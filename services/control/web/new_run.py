@@ -1,4 +1,4 @@
-"""The form that starts a run: by fields or as a run file, checked before anything is started."""
+"""Form for a new run, by fields or as a run file, validated before anything is started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from services.control.api.dependencies import AppContext, Context
 from services.control.api.models import DryRun
-from services.control.api.runs import check, refuse_if_unfit
+from services.control.api.runs import discard_if_invalid, dry_run_of
 from services.control.web import form
 from services.control.web.fields import TEACHER, sections
 from services.control.web.render import PageRoute, page
@@ -21,7 +21,7 @@ from services.control.web.suggestions import suggestions_under
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 
-FIRST = {
+MAIN_FIELDS = {
     "": ("name", "output"),
     "student": ("model", "context_length", "dtype"),
     TEACHER: ("model", "projection", "context_length", "dtype"),
@@ -29,75 +29,76 @@ FIRST = {
     "train": ("max_steps", "samples_per_step", "micro_batch_tokens", "learning_rate", "warmup_steps"),
     "workers": ("device", "collators", "ranks"),
 }
-"""What every run is asked for; the other fields are folded away."""
+"""Fields that are always visible; the others are collapsed."""
 TITLES = {
-    "": "Run", "student": "Student", TEACHER: "Teacher", "data": "Text", "eval": "Held-out text", "loss": "Loss",
-    "train": "Training", "train.lora": "Low-rank adapters", "report": "Reports", "queue": "Queue",
+    "": "Run", "student": "Student", TEACHER: "Teacher", "data": "Data", "eval": "Evaluation", "loss": "Loss",
+    "train": "Training", "train.lora": "LoRA", "report": "Reporting", "queue": "Queue",
     "workers": "Workers", "ray": "Ray",
 }  # fmt: skip
 ORDER = ("", "student", TEACHER, "data", "train", "workers", "eval", "loss", "train.lora", "queue", "ray", "report")
 REMOVED = re.compile(r"remove-(\d+)")
-UNKNOWN = "Extra inputs"
+UNKNOWN_FIELD = "Extra inputs"
 
 router = APIRouter(route_class=PageRoute)
 
 
 @router.get("/runs/new")
-def new(
+def show_form(
     request: Request, context: Context, like: Annotated[str, Query(alias="from", max_length=128)] = ""
 ) -> Response:  # fmt: skip
-    """An empty form, or one with another run's settings and no output."""
+    """Show an empty form, or one with the settings of another run but no output."""
     document: dict[str, Any] = {}
     if like:
         document = RunSpec.model_validate(context.status(like)["spec"]).model_dump(mode="json", exclude_defaults=True)
         document.pop("output")
-    return _shown(request, context, form.values_of(document))
+    return _render(request, context, form.values_of(document))
 
 
 @router.post("/runs/new")
-async def act(request: Request, context: Context) -> Response:
-    """Start or check what the form says, or show it the other way."""
+async def submit(request: Request, context: Context) -> Response:
+    """Start or validate the run, or switch between fields and run file."""
     try:
-        values = form.posted(await request.body())
+        values = form.parse_form(await request.body())
     except ValueError as error:
-        raise HTTPException(400, "This is no form.") from error
-    return await run_in_threadpool(_act, request, context, values)
+        raise HTTPException(400, "Malformed form.") from error
+    return await run_in_threadpool(_submit, request, context, values)
 
 
-def _act(request: Request, context: AppContext, values: dict[str, str]) -> Response:
+def _submit(request: Request, context: AppContext, values: dict[str, str]) -> Response:
     action = values.get("action", "start")
     by_file = values.get("mode") == "toml"
     document, errors = form.read_toml(values.get("toml", "")) if by_file else (form.document_of(values), {})
     if errors:
-        return _shown(request, context, values, errors)
+        return _render(request, context, values, errors)
     if action == "as-toml":
-        return _shown(request, context, {**values, "mode": "toml", "toml": form.to_toml(document)})
+        return _render(request, context, {**values, "mode": "toml", "toml": form.to_toml(document)})
     if action == "as-fields":
-        _, found = form.validated(document)
-        strange = {name: said for name, said in found.items() if any(text.startswith(UNKNOWN) for text in said)}
-        return _shown(request, context, values if strange else form.values_of(document), strange)
+        _, errors = form.validated(document)
+        # Other errors can be corrected in the form; an unknown field would be lost there.
+        unknown = {name: texts for name, texts in errors.items() if any(t.startswith(UNKNOWN_FIELD) for t in texts)}
+        return _render(request, context, values if unknown else form.values_of(document), unknown)
     if action == "add" or REMOVED.fullmatch(action):
-        return _shown(request, context, form.values_of(_with_teachers(document, action)))
+        return _render(request, context, form.values_of(_with_teachers(document, action)))
     spec, errors = form.validated(document)
     if spec is None:
-        return _shown(request, context, values, errors)
+        return _render(request, context, values, errors)
     try:
         if action == "check":
-            return _shown(request, context, values, checked=check(context, spec))
+            return _render(request, context, values, checked=dry_run_of(context, spec))
         return _start(context, spec, values.get("key", ""))
     except XtokenError as error:
-        form.place(errors, getattr(error, "field", None) or "", getattr(error, "message", str(error)))
+        form.add_error(errors, getattr(error, "field", None) or "", getattr(error, "message", str(error)))
     except HTTPException as error:
         errors[""] = [str(error.detail)]
-    return _shown(request, context, values, errors)
+    return _render(request, context, values, errors)
 
 
 def _start(context: AppContext, spec: RunSpec, nonce: str) -> Response:
-    """Start a run once, however often its button was pressed."""
+    """Start a run; submitting the same form again returns the same run."""
     digest = hashlib.sha256((nonce + spec.model_dump_json()).encode()).hexdigest()
     run, row = context.runs.start(spec, key=f"page-{digest}")
     if run is not None:
-        refuse_if_unfit(context, run)
+        discard_if_invalid(context, run)
     return RedirectResponse(f"/runs/{row.id}", 303)
 
 
@@ -108,14 +109,14 @@ def _with_teachers(document: dict[str, Any], action: str) -> dict[str, Any]:
         teachers.append({})
     elif int(removed[1]) < len(teachers) > 1:
         del teachers[int(removed[1])]
-    return {**document, TEACHER: teachers[: form.MOST_TEACHERS]}
+    return {**document, TEACHER: teachers[: form.MAX_TEACHERS]}
 
 
-def _shown(
+def _render(
     request: Request, context: AppContext, values: dict[str, str], errors: form.Errors | None = None,
     checked: DryRun | None = None,
 ) -> Response:  # fmt: skip
-    """The form with these values and complaints; answered 200, as browsers count other answers among their errors."""
+    """Render the form; with status 200 even if there are errors, as browsers log other statuses as failures."""
     errors, validator = errors or {}, context.runs.validator
     return page(
         request, "new.html", values=values, errors=errors, checked=checked,
@@ -126,7 +127,7 @@ def _shown(
 
 
 def _blocks(values: dict[str, str], errors: form.Errors) -> list[dict[str, Any]]:
-    """The form's blocks: a part's title, the fields that are shown and those that are folded away."""
+    """Return the blocks of the form: a section's title, its visible fields and its collapsed ones."""
     blocks = []
     for name in ORDER:
         section = sections()[name]
@@ -134,7 +135,7 @@ def _blocks(values: dict[str, str], errors: form.Errors) -> list[dict[str, Any]]
         for number in range(count):
             prefix = f"{TEACHER}.{number}" if name == TEACHER else name
             named = [(f"{prefix}.{f.name.rpartition('.')[2]}" if prefix else f.name, f) for f in section.fields]
-            first = [(n, f) for wanted in FIRST.get(name, ()) for n, f in named if n.rpartition(".")[2] == wanted]
+            first = [(n, f) for main in MAIN_FIELDS.get(name, ()) for n, f in named if n.rpartition(".")[2] == main]
             rest = [pair for pair in named if pair not in first]
             used = values.get(name) == "on" if section.optional else False
             touched = any(n in errors or values.get(n, f.default) != f.default for n, f in rest)

@@ -1,4 +1,4 @@
-"""A run as its page shows it: what follows from its status, so that templates only place it."""
+"""View model of a run: what its page shows, derived from its status."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.control.web.render import TONES, figure, percent, seconds_since, size
+from services.control.web.formatting import number, percent, seconds_since, size
 from services.supervisor.run_record import RunState
 
 RECENT_STEPS = 20
+"""Steps whose mean duration gives the remaining time."""
+TONES = {
+    RunState.STARTING: "busy",
+    RunState.RUNNING: "good",
+    RunState.STOPPING: "busy",
+    RunState.COMPLETED: "done",
+    RunState.FAILED: "bad",
+    RunState.STOPPED: "idle",
+    RunState.INTERRUPTED: "warn",
+}
 
 
 class RunView:
-    """A run.
+    """View model of a run.
 
     Args:
-        status: Its fields, of a list or of its own.
-        steps: The last lines of its curves.
+        status: Its status, or its summary in a list.
+        steps: Metrics of its last steps.
     """
 
     def __init__(self, status: Mapping[str, Any], steps: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -27,9 +37,9 @@ class RunView:
         self.output = str(status["output"])
         self.state = RunState(status["state"])
         self.tone = TONES[self.state]
-        self.going = not self.state.over
+        self.active = not self.state.over
         self.error: str = status.get("error") or ""
-        self.life: int = status.get("life") or 1
+        self.launch: int = status.get("launch") or 1
         self.began: str | None = status.get("began") or status["created"]
         self.ended: str | None = status.get("ended")
         self.step: int | None = status.get("step")
@@ -41,64 +51,64 @@ class RunView:
 
     @property
     def seconds(self) -> float | None:
-        """How long it has gone on, or went on, since it was last started."""
+        """Duration in seconds since its last start, up to its end."""
         if self.began is None:
             return None
         return seconds_since(self.began) - (seconds_since(self.ended) if self.ended else 0.0)
 
     @property
     def left_s(self) -> float | None:
-        """How long it will still take at the pace of its last steps; None if that cannot be told."""
-        paces = [line["seconds"] for line in self._steps[-RECENT_STEPS:] if line.get("seconds")]
-        if self.state != RunState.RUNNING or not paces or self.step is None or self.steps is None:
+        """Estimated remaining seconds from the duration of the last steps; None if unknown."""
+        durations = [line["seconds"] for line in self._steps[-RECENT_STEPS:] if line.get("seconds")]
+        if self.state != RunState.RUNNING or not durations or self.step is None or self.steps is None:
             return None
-        return (self.steps - self.step) * float(sum(paces)) / len(paces)
+        return (self.steps - self.step) * float(sum(durations)) / len(durations)
 
     @property
-    def share(self) -> float | None:
-        """How much of it is done."""
+    def progress(self) -> float | None:
+        """Fraction of the steps that are done."""
         return self.step / self.steps if self.step is not None and self.steps else None
 
     @property
     def resumable(self) -> bool:
-        """Whether it can be gone on with."""
+        """True if the run can be resumed."""
         return self.state.over and self.state != RunState.COMPLETED
 
     @property
     def tiles(self) -> list[tuple[str, str, str]]:
-        """Its last figures: what, how much, and of what."""
-        last, read = self._status.get("last") or {}, self._status.get("evaluation") or {}
-        queue = (self._status.get("queue") or {}) if self.going else {}
+        """Latest metrics as title, value and unit or description."""
+        last, evaluation = self._status.get("last") or {}, self._status.get("evaluation") or {}
+        queue = (self._status.get("queue") or {}) if self.active else {}
         masses = _masses(last)
         waits = {name: last[key] for name, key in (("teacher", "teacher_wait"), ("data", "data_wait")) if key in last}
-        found = [
-            ("Loss", figure(last.get("loss")), _parts(last)),
-            ("Held-out text", figure(read.get("bits_per_byte")), f"bits per byte after {read['step']:,} steps"
-             if "bits_per_byte" in read else ""),
-            ("Held-out KL", figure(read.get("held_out_kl_loss")), "nats"),
-            ("Held-out accuracy", percent(read.get("next_token_accuracy")), "of the next tokens"),
-            ("Throughput", figure(last.get("tokens_per_second")), "tokens/s"),
-            ("Waiting", percent(max(waits.values(), default=None)), _waiting(waits)),
-            ("Chunk mass", figure(min(masses.values(), default=None)), _lowest(masses)),
-            ("Queue", figure(queue.get("samples")), f"samples, {size(queue['bytes'])}" if queue else "samples"),
-            ("Memory", size(last.get("memory_peak_bytes")), "highest of a step, trainer"),
+        tiles = [
+            ("Loss", number(last.get("loss")), _parts(last)),
+            ("Evaluation", number(evaluation.get("bits_per_byte")), f"bits per byte at step {evaluation['step']:,}"
+             if "bits_per_byte" in evaluation else ""),
+            ("Evaluation KL", number(evaluation.get("held_out_kl_loss")), "nats"),
+            ("Evaluation accuracy", percent(evaluation.get("next_token_accuracy")), "next token"),
+            ("Throughput", number(last.get("tokens_per_second")), "tokens/s"),
+            ("Wait time", percent(max(waits.values(), default=None)), _waiting(waits)),
+            ("Chunk mass", number(min(masses.values(), default=None)), _lowest(masses)),
+            ("Queue", number(queue.get("samples")), f"samples, {size(queue['bytes'])}" if queue else "samples"),
+            ("Memory", size(last.get("memory_peak_bytes")), "trainer, peak per step"),
         ]  # fmt: skip
-        return [tile for tile in found if tile[1] != "–"]
+        return [tile for tile in tiles if tile[1] != "–"]
 
 
 def _parts(last: Mapping[str, Any]) -> str:
     named = (("KL", last.get("kl_loss")), ("CE", last.get("ce_loss")))
-    return ", ".join(f"{name} {figure(v)}" for name, v in named if v is not None and math.isfinite(v))
+    return ", ".join(f"{name} {number(v)}" for name, v in named if v is not None and math.isfinite(v))
 
 
 def _waiting(waits: Mapping[str, float]) -> str:
     if not waits:
         return ""
-    return f"of a step, for its {max(waits, key=lambda name: waits[name])}"
+    return f"of a step, for the {max(waits, key=lambda name: waits[name])}"
 
 
 def _masses(last: Mapping[str, Any]) -> dict[str, float]:
-    """By teacher; averaged logits have one in common."""
+    """Return the chunk mass by teacher; with averaged logits there is a single one."""
     masses = {name: value for name, value in last.items() if name.startswith("chunk_mass") and value is not None}
     return {name.removeprefix("chunk_mass_t"): value for name, value in masses.items()}
 
@@ -106,4 +116,4 @@ def _masses(last: Mapping[str, Any]) -> dict[str, float]:
 def _lowest(masses: Mapping[str, float]) -> str:
     if len(masses) < 2:
         return "mean per chunk"
-    return f"per chunk, of teacher {min(masses, key=lambda name: masses[name])}"
+    return f"per chunk, teacher {min(masses, key=lambda name: masses[name])}"

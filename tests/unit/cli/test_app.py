@@ -190,7 +190,7 @@ def test_a_server_that_is_told_to_leave_is_done(server: str, number: signal.Sign
 def test_a_control_plane_serves_other_machines_only_with_a_token(tmp_path: Path) -> None:
     done = xtoken("control", "--host", "0.0.0.0", "--runs-dir", str(tmp_path / "runs"))
     assert (done.returncode, done.stderr.splitlines()) == (
-        2, ["error: --host 0.0.0.0: other machines can reach it: give a --token-file"],
+        2, ["error: --host 0.0.0.0: other machines can reach it: set --token-file"],
     )  # fmt: skip
     assert not (tmp_path / "runs").exists()
 

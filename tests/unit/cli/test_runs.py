@@ -134,7 +134,7 @@ def test_a_start_that_is_refused(command: Command, tmp_path: Path) -> None:
 
 def test_a_wrong_token_is_one_line(url: str, tmp_path: Path) -> None:
     client = ControlClient(url, "another-token-of-some-length")
-    with pytest.raises(XtokenError, match="a bearer token is needed"):
+    with pytest.raises(XtokenError, match="bearer token required"):
         client.page()
     client.close()
     with pytest.raises(XtokenError, match=r"no control plane answers at http://\["):

@@ -38,7 +38,7 @@ def main() -> None:
         runs.start(resolved_run(runs.directory / "one", options.steps).spec)
     while runs.busy():
         if options.leave and (state / "steps").exists():
-            runs.leave_all()
+            runs.detach_all()
         time.sleep(0.05)
     runs.join()
     runs.close()

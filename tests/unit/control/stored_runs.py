@@ -53,8 +53,8 @@ def put(runs: Runs, name: str = "old-1", state: RunState = RunState.COMPLETED, *
     )  # fmt: skip
     runs.store.add(row)
     log = str(output / "logs" / "trainer-0.1.log")
-    runs.store.intend(
-        [AttemptRow(run_id=name, life=1, worker="trainer-0", kind="trainer", incarnation=1, log=log, started=now())]
+    runs.store.add_attempts(
+        [AttemptRow(run_id=name, launch=1, worker="trainer-0", kind="trainer", incarnation=1, log=log, started=now())]
     )
-    runs.store.attempt(name, "trainer-0", 1, ended=now(), exit_code=0)
+    runs.store.change_attempt(name, "trainer-0", 1, ended=now(), exit_code=0)
     return output

@@ -1,4 +1,4 @@
-"""The HTTP interface, as far as it goes without starting a run: refusals, and runs that are over."""
+"""HTTP API without starting a run: validation errors, and runs that are over."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_health(client: TestClient, runs: Runs) -> None:
     assert 0 <= client.get("/readyz").json()["age_s"] < 30
 
 
-def test_readiness_is_the_age_of_work_not_a_constant(client: TestClient, runs: Runs) -> None:
+def test_readiness_without_database(client: TestClient, runs: Runs) -> None:
     runs.store.close()
     runs.store.counts = broken  # type: ignore[method-assign]
-    runs.worked_at -= 60
+    runs.housekeeping_at -= 60
     answer = client.get("/readyz")
     assert answer.status_code == 503
-    assert answer.json()["age_s"] >= 60 and "the database has not answered" in answer.json()["reason"]
+    assert answer.json()["age_s"] >= 60 and "the database has not responded" in answer.json()["reason"]
 
 
 def broken() -> dict[str, int]:
@@ -61,23 +61,23 @@ def broken() -> dict[str, int]:
         ({"queue": {"block_size": 5}}, "the run", "queue.block_size = 5 must divide"),
         ({"student": {"model": "/m", "context_length": 8, "trust_remote_code": True}}, "student.trust_remote_code",
          "Extra inputs are not permitted"),
-        ({"workers": {"collators": 10**6}}, "workers.collators", "1000000 is more than 256"),
-        ({"train": {"max_steps": 10**30}}, "train.max_steps", "is more than"),
-        ({"queue": {"address": "ipc:///etc/x"}}, "queue.address", "an address of its own"),
-        ({"ray": {"address": "elsewhere:6379"}}, "ray.address", "the cluster that its own machine is in"),
-        ({"output": "../out"}, "output", "climbs up"),
+        ({"workers": {"collators": 10**6}}, "workers.collators", "1000000 is larger than 256"),
+        ({"train": {"max_steps": 10**30}}, "train.max_steps", "is larger than"),
+        ({"queue": {"address": "ipc:///etc/x"}}, "queue.address", "assigns an address"),
+        ({"ray": {"address": "elsewhere:6379"}}, "ray.address", "the cluster of its own machine"),
+        ({"output": "../out"}, "output", "contains '..'"),
         ({"output": ".hidden"}, "output", "hidden"),
         ({"output": "a\0b"}, "output", "control characters"),
         ({"output": "x" * 5000}, "output", "longer than"),
-        ({"output": "."}, "output", "a directory of the run's own"),
+        ({"output": "."}, "output", "must be a directory below"),
         ({"output": "/tmp/elsewhere"}, "output", "is written: it must lie under"),
-        ({"data": {"path": "data.txt"}}, "data.path", "data.txt is relative: a control plane takes absolute paths"),
+        ({"data": {"path": "data.txt"}}, "data.path", "data.txt is relative: a control plane needs absolute paths"),
         ({"data": {"path": "/etc/passwd"}}, "data.path", "lies under none of this control plane's roots"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 @pytest.mark.parametrize("dry", [False, True], ids=["start", "dry run"])
-def test_a_refused_field_is_named(
+def test_validation_error(
     client: TestClient, tmp_path: Path, changes: dict[str, Any], field: str, message: str, dry: bool
 ) -> None:
     answer = client.post("/v1/runs", json=spec(tmp_path, **changes), params={"dry_run": dry})
@@ -90,7 +90,7 @@ def test_a_refused_field_is_named(
     assert client.get("/v1/runs").json() == {"runs": [], "next": None}
 
 
-def test_unfit_files_are_refused_and_the_run_forgotten(client: TestClient, tmp_path: Path) -> None:
+def test_invalid_files_leave_no_run(client: TestClient, tmp_path: Path) -> None:
     for params in ({}, {"dry_run": True}):
         answer = client.post("/v1/runs", json=spec(tmp_path), params=params)
         assert answer.status_code == 422, answer.text
@@ -111,7 +111,7 @@ def test_unfit_files_are_refused_and_the_run_forgotten(client: TestClient, tmp_p
     ],
     ids=["file", "dots", "file of a model", "directory of a model", "output", "parent of the output"],
 )
-def test_links_do_not_lead_out_of_the_roots(
+def test_links_out_of_the_roots(
     client: TestClient, tmp_path: Path, link: str | None, target: str, changes: dict[str, Any], field: str
 ) -> None:
     (tmp_path / "secret").write_text("secret")
@@ -125,7 +125,7 @@ def test_links_do_not_lead_out_of_the_roots(
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_new_run_needs_a_directory_of_its_own(client: TestClient, runs: Runs, tmp_path: Path) -> None:
+def test_output_conflicts(client: TestClient, runs: Runs, tmp_path: Path) -> None:
     output = put(runs)
     answer = client.post("/v1/runs", json=spec(tmp_path, output="old-1"))
     assert (answer.status_code, answer.json()["run"]) == (409, "old-1")
@@ -136,7 +136,7 @@ def test_a_new_run_needs_a_directory_of_its_own(client: TestClient, runs: Runs, 
     assert answer.status_code == 422 and "is not empty" in answer.json()["detail"]
 
 
-def test_an_idempotency_key_names_one_run(client: TestClient, runs: Runs, tmp_path: Path) -> None:
+def test_idempotency_key(client: TestClient, runs: Runs, tmp_path: Path) -> None:
     from services.control.runs import _digest
     from xtoken_core.config.spec import RunSpec
 
@@ -145,22 +145,22 @@ def test_an_idempotency_key_names_one_run(client: TestClient, runs: Runs, tmp_pa
     again = client.post("/v1/runs", json=body, headers={"Idempotency-Key": "k"})
     assert (again.status_code, again.json()["id"]) == (200, "old-1")
     other = client.post("/v1/runs", json=spec(tmp_path, seed=1), headers={"Idempotency-Key": "k"})
-    assert other.status_code == 409 and "was sent before" in other.json()["detail"]
+    assert other.status_code == 409 and "was used with another specification" in other.json()["detail"]
     assert client.post("/v1/runs", json=body, headers={"Idempotency-Key": "x" * 300}).status_code == 422
 
 
 @pytest.mark.parametrize("path", ["/v1/runs/none", "/v1/runs/none/metrics", "/v1/runs/none/artifacts/a", "/nowhere"])
-def test_what_is_not_there(client: TestClient, path: str) -> None:
+def test_not_found(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 404
     assert answer.json()["status"] == 404
 
 
-def test_a_body_too_long_is_refused(client: TestClient) -> None:
+def test_body_too_large(client: TestClient) -> None:
     assert client.post("/v1/runs", content=b" " * (MAX_BODY_BYTES + 1), headers=JSON).status_code == 413
 
 
-def test_a_body_that_hides_its_length_is_refused_too(client: TestClient) -> None:
+def test_chunked_body_too_large(client: TestClient) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(MAX_BODY_BYTES // (1 << 16) + 2):
             yield b" " * (1 << 16)
@@ -170,11 +170,11 @@ def test_a_body_that_hides_its_length_is_refused_too(client: TestClient) -> None
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'"x"', b"[" * 100_000, b'{"seed": ' + b"1" * 5000 + b"}"])
-def test_garbage_is_no_server_error(client: TestClient, body: bytes) -> None:
+def test_malformed_body(client: TestClient, body: bytes) -> None:
     assert client.post("/v1/runs", content=body, headers=JSON).status_code in (400, 422)
 
 
-def test_pages_of_runs(client: TestClient, runs: Runs) -> None:
+def test_list_runs_by_page(client: TestClient, runs: Runs) -> None:
     for number in range(7):
         put(runs, f"r-{number}", RunState.STOPPED if number % 2 else RunState.COMPLETED)
     seen, cursor = [], None
@@ -191,7 +191,7 @@ def test_pages_of_runs(client: TestClient, runs: Runs) -> None:
     assert client.get("/v1/runs", params={"name": "other"}).json()["runs"] == []
 
 
-def test_a_run_that_is_over(client: TestClient, runs: Runs) -> None:
+def test_show_finished_run(client: TestClient, runs: Runs) -> None:
     put(runs)
     shown = client.get("/v1/runs/old-1").json()
     assert (shown["state"], shown["last"], shown["summary"]) == ("completed", {"step": 1, "loss": 1.0}, {"trained": 2})
@@ -216,7 +216,7 @@ def test_logs(client: TestClient, runs: Runs) -> None:
     assert [(item["worker"], item["attempt"]) for item in files] == [("queue", 1), ("trainer-0", 1)]
 
 
-def test_artifacts_are_listed_and_fetched_in_ranges(client: TestClient, runs: Runs) -> None:
+def test_artifacts(client: TestClient, runs: Runs) -> None:
     put(runs)
     listed = client.get("/v1/runs/old-1/artifacts").json()
     assert "steps.jsonl" in [item["path"] for item in listed["artifacts"]] and not listed["truncated"]
@@ -225,7 +225,7 @@ def test_artifacts_are_listed_and_fetched_in_ranges(client: TestClient, runs: Ru
     assert (part.status_code, part.text) == (206, '"trained"')
 
 
-def test_artifacts_stay_in_their_directory(client: TestClient, runs: Runs, tmp_path: Path) -> None:
+def test_artifacts_outside_the_directory(client: TestClient, runs: Runs, tmp_path: Path) -> None:
     output = put(runs)
     (tmp_path / "secret").write_text("secret")
     (output / "link").symlink_to(tmp_path / "secret")
@@ -243,7 +243,7 @@ def test_artifacts_stay_in_their_directory(client: TestClient, runs: Runs, tmp_p
     assert not {"link", "up/secret", ".hidden", "cache/index"} & set(listed)
 
 
-def test_removing_a_run(client: TestClient, runs: Runs) -> None:
+def test_remove_run(client: TestClient, runs: Runs) -> None:
     kept, gone = put(runs, "kept"), put(runs, "gone")
     assert client.delete("/v1/runs/kept").status_code == 204
     assert client.delete("/v1/runs/gone", params={"files": True}).status_code == 204
@@ -252,14 +252,14 @@ def test_removing_a_run(client: TestClient, runs: Runs) -> None:
     assert client.delete("/v1/runs/kept").status_code == 404
 
 
-def test_a_directory_of_another_run_is_not_removed(client: TestClient, runs: Runs) -> None:
+def test_directory_of_another_run_is_kept(client: TestClient, runs: Runs) -> None:
     output = put(runs)
     (output / "run.json").write_text('{"run": "somebody-else"}')
     assert client.delete("/v1/runs/old-1", params={"files": True}).status_code == 409
     assert output.exists()
 
 
-def test_what_prometheus_reads(client: TestClient, runs: Runs) -> None:
+def test_prometheus_metrics(client: TestClient, runs: Runs) -> None:
     put(runs)
     client.get("/v1/runs/old-1")
     client.get("/v1/runs/scanned-for")

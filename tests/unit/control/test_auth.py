@@ -1,4 +1,4 @@
-"""Who may ask: tokens, names, pages of others."""
+"""Authentication: tokens, host names, origins."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def status(runs: Runs, auth: Auth, headers: dict, path: str = "/v1/runs", method
     ],
     ids=str,
 )
-def test_foreign_names_and_pages_are_refused(runs: Runs, headers: dict[str, str], expected: int) -> None:
+def test_host_and_origin(runs: Runs, headers: dict[str, str], expected: int) -> None:
     assert status(runs, Auth(), headers) == expected
 
 
@@ -70,11 +70,11 @@ def test_foreign_names_and_pages_are_refused(runs: Runs, headers: dict[str, str]
     ],
     ids=str,
 )
-def test_a_token_is_asked_for(runs: Runs, headers: dict, expected: int) -> None:
+def test_token(runs: Runs, headers: dict, expected: int) -> None:
     assert status(runs, Auth(TOKEN), headers) == expected
 
 
-def test_every_route_but_the_probes_needs_the_token(runs: Runs) -> None:
+def test_every_route_needs_the_token(runs: Runs) -> None:
     app = create_app(runs, Auth(TOKEN))
     client = TestClient(app, base_url=HERE)
     for path, item in [*app.openapi()["paths"].items(), ("/openapi.json", {"get": {}})]:
@@ -87,12 +87,12 @@ def test_every_route_but_the_probes_needs_the_token(runs: Runs) -> None:
     ("host", "expected"),
     [("192.168.1.7:8400", 200), ("gpu-1.lab:8400", 200), ("GPU-1.lab", 200), ("evil.example", 403)],
 )
-def test_names_of_a_control_plane_that_others_reach(runs: Runs, host: str, expected: int) -> None:
+def test_names_of_a_remote_control_plane(runs: Runs, host: str, expected: int) -> None:
     auth = Auth(TOKEN, frozenset({"gpu-1.lab"}), remote=True)
     assert status(runs, auth, {"host": host, "authorization": f"Bearer {TOKEN}"}) == expected
 
 
-def test_a_web_socket_is_guarded_like_a_request(runs: Runs) -> None:
+def test_web_socket(runs: Runs) -> None:
     app = create_app(runs, Auth(TOKEN))
 
     @app.websocket("/socket")
@@ -108,8 +108,8 @@ def test_a_web_socket_is_guarded_like_a_request(runs: Runs) -> None:
         assert refused.value.code == 1008
 
 
-def test_other_machines_need_a_token(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines can reach it: give a --token-file"):
+def test_remote_address_needs_a_token(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines can reach it: set --token-file"):
         Auth.of("0.0.0.0", None)
     assert Auth.of("127.0.0.1", None).token is None
     auth = Auth.of("0.0.0.0", tmp_path / "token")
@@ -117,11 +117,11 @@ def test_other_machines_need_a_token(tmp_path: Path) -> None:
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_token_that_others_can_read_is_none(tmp_path: Path) -> None:
+def test_token_file_must_be_private(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
     file.chmod(0o640)
-    with pytest.raises(ConfigError, match="must be yours alone: chmod 600"):
+    with pytest.raises(ConfigError, match="must be readable by you only: chmod 600"):
         read_token(file)
     file.chmod(0o600)
     assert read_token(file) == TOKEN
@@ -131,10 +131,10 @@ def test_a_token_that_others_can_read_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost", "LOCALHOST"])
-def test_addresses_of_this_machine(host: str) -> None:
+def test_loopback_addresses(host: str) -> None:
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", ""])
-def test_addresses_that_others_reach(host: str) -> None:
+def test_other_addresses(host: str) -> None:
     assert not is_loopback(host)

@@ -1,4 +1,4 @@
-"""Curves: read once while they grow, thinned out to means, cut back where a resumed run has cut them."""
+"""Metric files: incremental reads, means over intervals, rewinds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.control.metric_log import MetricLog
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_log, "LOOK_S", 0.0)
+    monkeypatch.setattr(metric_log, "POLL_S", 0.0)
 
 
 def write(file: Path, rows: list[dict[str, Any]], *, mode: str = "w") -> None:
@@ -22,7 +22,7 @@ def write(file: Path, rows: list[dict[str, Any]], *, mode: str = "w") -> None:
         out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def test_means_of_equal_stretches(tmp_path: Path) -> None:
+def test_means_of_intervals(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     write(file, [{"step": n, "loss": float(n), "tokens": n, "ids": [n]} for n in range(1000)])
     curve = MetricLog(file)
@@ -35,7 +35,7 @@ def test_means_of_equal_stretches(tmp_path: Path) -> None:
     assert len(curve) == 1000 and curve.last == {"step": 999, "loss": 999.0, "tokens": 999}
 
 
-def test_growth_and_torn_lines(tmp_path: Path) -> None:
+def test_growth_and_incomplete_lines(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     curve = MetricLog(file)
     curve.refresh()
@@ -51,7 +51,7 @@ def test_growth_and_torn_lines(tmp_path: Path) -> None:
     assert curve.sample(-1, 5) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 2.0, "late": 3}]
 
 
-def test_a_resumed_run_cuts_its_curve_back(tmp_path: Path) -> None:
+def test_rewind(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     write(file, [{"step": n, "loss": 1.0} for n in range(6)])
     curve = MetricLog(file)
@@ -65,7 +65,7 @@ def test_a_resumed_run_cuts_its_curve_back(tmp_path: Path) -> None:
     assert [row["loss"] for row in curve.sample(-1, 10)] == [1.0] * 3 + [2.0] * 5
 
 
-def test_what_is_no_number_is_left_out_of_the_means(tmp_path: Path) -> None:
+def test_non_finite_values(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     write(file, [{"step": 0, "loss": float("nan"), "why": "x", "ok": True}, {"step": 1, "loss": 3.0}])
     curve = MetricLog(file)

@@ -1,4 +1,4 @@
-"""However many read: no request of theirs reaches a worker or the queue."""
+"""Read-only requests send none to a worker or the queue."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STEPS, HELD = 8, 4
 ROUNDS = 30
 
 
-def test_readers_ask_neither_workers_nor_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request that this process sends to a queue is counted while it is read from; it can reach no worker."""
+def test_reading_sends_no_requests_to_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count all requests of this process to the queue, which is its only way to the workers."""
     state = tmp_path / "state"
     state.mkdir()
     sent: list[str] = []
@@ -42,7 +42,7 @@ def test_readers_ask_neither_workers_nor_the_queue(tmp_path: Path, monkeypatch: 
             assert {answer.status_code for answer in answers} == {200}
         looks = (time.monotonic() - began) / LOOK_S + 2
         assert len(sent) - before <= 3 * looks, "a look is one `stats` and two `list_samples`"
-        assert set(sent[before:]) <= {"stats", "list_samples"}, "nobody has connected anew"
+        assert set(sent[before:]) <= {"stats", "list_samples"}, "no new connection"
         (state / "go").touch()
         until(lambda: client.get(path).json()["state"] == "completed")
     finally:
@@ -53,7 +53,7 @@ def test_readers_ask_neither_workers_nor_the_queue(tmp_path: Path, monkeypatch: 
 
 
 def counted(method: Any, name: str, sent: list[str]) -> Any:
-    """The method, its calls being written down."""
+    """Return the method, wrapped to record its calls."""
 
     def counting(self: Any, *arguments: Any, **options: Any) -> Any:
         sent.append(name)
@@ -65,5 +65,5 @@ def counted(method: Any, name: str, sent: list[str]) -> Any:
 def until(condition: Any) -> None:
     deadline = time.monotonic() + 90
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)

@@ -97,7 +97,7 @@ class Planes:
     def take_over(self) -> None:
         """Another one, until it has looked what is there."""
         self.start()
-        self.until(lambda: "found again" in self.notes())
+        self.until(lambda: "recovered" in self.notes())
 
 
 @pytest.fixture
@@ -124,10 +124,10 @@ def dead(pid: int) -> bool:
     return found is None or not found.alive
 
 
-EVERYBODY = "found again: queue, collator-0, teacher-0-0, trainer-0"
+ALL_WORKERS = "recovered: queue, collator-0, teacher-0-0, trainer-0"
 
 
-def test_a_killed_control_plane_leaves_its_run_to_the_next(planes: Planes) -> None:
+def test_killed_control_plane(planes: Planes) -> None:
     planes.begin_and_kill()
     before = {name: attempt.identity for name, attempt in planes.last().items()}
     planes.until_trained(HELD)  # training goes on with nobody to look after it
@@ -135,13 +135,13 @@ def test_a_killed_control_plane_leaves_its_run_to_the_next(planes: Planes) -> No
     planes.until_completed()
     assert planes.steps() == list(range(STEPS))
     assert {name: attempt.identity for name, attempt in planes.last().items()} == before, "nothing was started twice"
-    assert EVERYBODY in planes.notes()
+    assert ALL_WORKERS in planes.notes()
     assert {name: a.exit_code for name, a in planes.last().items()} == dict.fromkeys(before, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", ["collator-0", "teacher-0-0", "trainer-0"])
-def test_a_worker_that_died_in_between_is_started_again(planes: Planes, worker: str) -> None:
+def test_worker_killed_without_control_plane(planes: Planes, worker: str) -> None:
     planes.begin_and_kill()
     pid = planes.pid(worker)
     os.kill(pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_a_worker_that_died_in_between_is_started_again(planes: Planes, worker: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", ["queue", "trainer-0"])
-def test_a_worker_that_dies_after_the_takeover_is_started_again(planes: Planes, worker: str) -> None:
+def test_worker_killed_after_recovery(planes: Planes, worker: str) -> None:
     planes.begin_and_kill()
     planes.take_over()
     os.kill(planes.pid(worker), signal.SIGKILL)
@@ -165,18 +165,18 @@ def test_a_worker_that_dies_after_the_takeover_is_started_again(planes: Planes, 
 
 
 @pytest.mark.slow
-def test_a_control_plane_that_leaves_lets_its_run_go_on(planes: Planes) -> None:
+def test_detached_run(planes: Planes) -> None:
     assert planes.start("--start", "--leave").wait(DEADLINE_S) == 0, planes.said()
     assert planes.run().state == "running"
     planes.until_trained(HELD)
     planes.take_over()
     planes.until_completed()
     assert planes.steps() == list(range(STEPS))
-    assert EVERYBODY in planes.notes()
+    assert ALL_WORKERS in planes.notes()
 
 
 @pytest.mark.slow
-def test_a_run_that_ended_while_nobody_looked_is_completed(planes: Planes) -> None:
+def test_run_completed_without_control_plane(planes: Planes) -> None:
     planes.begin_and_kill()
     (planes.directory / "state" / "go").touch()
     planes.until(lambda: dead(planes.pid("trainer-0")))
@@ -185,19 +185,21 @@ def test_a_run_that_ended_while_nobody_looked_is_completed(planes: Planes) -> No
     assert planes.last()["trainer-0"].exit_code == 0
 
 
-def test_a_run_none_of_whose_processes_lives_is_interrupted(planes: Planes) -> None:
+def test_run_without_processes_is_interrupted(planes: Planes) -> None:
     planes.begin_and_kill()
     os_process.kill_marked(f"{planes.run().id}/")
     planes.until(lambda: os_process.marked(f"{planes.run().id}/") == [])
     planes.start().wait(DEADLINE_S)
     run = planes.run()
     assert run.state == "interrupted"
-    assert run.error.startswith("all its processes ended while no control plane lived (") and "trainer-0" in run.error
+    assert (
+        run.error.startswith("all processes exited while no control plane was running (") and "trainer-0" in run.error
+    )
     assert all(attempt.ended for attempt in planes.last().values())
 
 
 @pytest.mark.slow
-def test_a_run_that_was_being_stopped_is_stopped_by_the_next(planes: Planes) -> None:
+def test_stop_is_continued(planes: Planes) -> None:
     planes.begin_and_kill()
     planes.store.change(planes.run().id, state="stopping")
     planes.start().wait(DEADLINE_S)
@@ -205,7 +207,7 @@ def test_a_run_that_was_being_stopped_is_stopped_by_the_next(planes: Planes) -> 
 
 
 @pytest.mark.slow
-def test_two_control_planes_cannot_share_a_directory(planes: Planes) -> None:
+def test_directory_lock(planes: Planes) -> None:
     planes.start("--start")
     planes.until_trained(1)
     assert planes.start().wait(DEADLINE_S) != 0
@@ -214,17 +216,17 @@ def test_two_control_planes_cannot_share_a_directory(planes: Planes) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_that_was_not_written_down_is_found_by_its_mark(planes: Planes) -> None:
+def test_unrecorded_process_is_found_by_its_mark(planes: Planes) -> None:
     planes.begin_and_kill()
     pid = planes.pid("teacher-0-0")
-    planes.store.attempt(planes.run().id, "teacher-0-0", 1, identity=None)
+    planes.store.change_attempt(planes.run().id, "teacher-0-0", 1, identity=None)
     planes.take_over()
     planes.until_completed()
-    assert EVERYBODY in planes.notes()
+    assert ALL_WORKERS in planes.notes()
     assert dead(pid)
 
 
-def test_a_number_that_another_process_has_got_is_not_the_process() -> None:
+def test_reused_pid() -> None:
     own = os_process.identify(os.getpid())
     assert own is not None and own.alive
     other = Identity(own.pid, own.ticks - 1, own.boot, own.namespace)
@@ -237,7 +239,7 @@ def test_a_number_that_another_process_has_got_is_not_the_process() -> None:
     os.close(handle)
 
 
-def test_a_run_remembers_how_often_it_has_failed(tmp_path: Path) -> None:
+def test_failure_counts_continue(tmp_path: Path) -> None:
     from services.supervisor.restart_policy import RestartPolicy
 
     policy = RestartPolicy(2, failures=2, highest=5)
@@ -245,6 +247,6 @@ def test_a_run_remembers_how_often_it_has_failed(tmp_path: Path) -> None:
     assert RestartPolicy(2, failures=2, highest=5).failed(6) is not None
 
 
-def test_the_runs_directory_is_let_go(tmp_path: Path) -> None:
+def test_close_releases_the_lock(tmp_path: Path) -> None:
     for _ in range(2):
         Runs(tmp_path / "runs").close()

@@ -29,11 +29,11 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Roots:
     return found
 
 
-def test_a_worker_gets_the_roots_of_its_control_plane(roots: Roots) -> None:
+def test_worker_environment(roots: Roots) -> None:
     assert Roots.of_environment() == roots
 
 
-def test_what_was_a_file_may_be_a_link_by_the_time_it_is_opened(roots: Roots, tmp_path: Path) -> None:
+def test_file_replaced_by_a_link(roots: Roots, tmp_path: Path) -> None:
     text = tmp_path / "data" / "text.txt"
     text.write_text("one\n")
     run = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "runs" / "out"), data={"path": str(text)}))
@@ -46,7 +46,7 @@ def test_what_was_a_file_may_be_a_link_by_the_time_it_is_opened(roots: Roots, tm
         roots.check_run(run)
 
 
-def test_a_link_in_a_models_directory_is_followed(roots: Roots, tmp_path: Path) -> None:
+def test_link_within_a_model_directory(roots: Roots, tmp_path: Path) -> None:
     model = tmp_path / "data" / "model"
     (model / "inner").mkdir(parents=True)
     (model / "inner" / "tokenizer.json").symlink_to(tmp_path / "data" / "blob")
@@ -56,7 +56,7 @@ def test_a_link_in_a_models_directory_is_followed(roots: Roots, tmp_path: Path) 
         load_tokenizer(model, "student")
 
 
-def test_a_trainer_opens_no_projection_outside(roots: Roots, tmp_path: Path) -> None:
+def test_trainer_checks_the_projection(roots: Roots, tmp_path: Path) -> None:
     from services.trainer.main import make_loss
 
     file = tmp_path / "data" / "projection.safetensors"
@@ -72,20 +72,18 @@ def test_a_trainer_opens_no_projection_outside(roots: Roots, tmp_path: Path) -> 
         make_loss(resolved, torch.device("cpu"))
 
 
-def test_what_is_read_may_lie_where_runs_write_but_not_the_other_way_round(roots: Roots, tmp_path: Path) -> None:
+def test_read_and_write_roots(roots: Roots, tmp_path: Path) -> None:
     roots.check(tmp_path / "runs" / "other" / "model", "student.model")
     with pytest.raises(OutsideError, match="is written: it must lie under"):
         roots.check(tmp_path / "data" / "out", "output", write=True)
 
 
-def test_a_worker_started_by_hand_has_no_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_roots_without_control_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert confined(tmp_path / "anything", "x") == tmp_path / "anything"
 
 
-def test_roots_are_directories_and_their_variable_is_what_it_should_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is no directory"):
         Roots.of([tmp_path / "none"], [])
     monkeypatch.setenv(VARIABLE, "/a:/b")
@@ -112,7 +110,7 @@ def parts_of(annotation: object) -> list[object]:
     return inner or [annotation]
 
 
-def test_no_field_of_a_run_names_a_command_or_an_environment_or_a_path_unseen() -> None:
+def test_every_path_of_a_specification_is_checked() -> None:
     """A new field that takes text must be looked at here: a path is a `Path`, which the roots hold."""
     assert texts_of(RunSpec) == {
         "name", "data.field", "eval.field", "queue.address", "report.wandb_project", "train.lora.targets",

@@ -1,4 +1,4 @@
-"""The web page without a browser: what its form makes of fields, who is let in, what its answers carry."""
+"""Web pages without a browser: form conversion, login, headers, page contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.control.auth import COOKIE, Auth
 from services.control.runs import Runs
 from services.control.web import form
 from services.control.web.charts import CHARTS
-from services.control.web.fields import NOT_ASKED, field_names, sections
+from services.control.web.fields import EXCLUDED, field_names, sections
 from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, make_runs, put, spec
 from xtoken_core.config.spec import RunSpec
@@ -59,7 +59,7 @@ def full(tmp_path: Path) -> RunSpec:
     )
 
 
-def test_the_form_asks_for_every_field_of_a_run(tmp_path: Path) -> None:
+def test_form_has_every_setting(tmp_path: Path) -> None:
     def leaves(value: object, place: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             for key, item in value.items():
@@ -69,12 +69,12 @@ def test_the_form_asks_for_every_field_of_a_run(tmp_path: Path) -> None:
         else:
             yield place
 
-    asked = field_names() | set(NOT_ASKED)
-    assert set(leaves(full(tmp_path).model_dump(mode="json"))) == asked
+    fields = field_names() | set(EXCLUDED)
+    assert set(leaves(full(tmp_path).model_dump(mode="json"))) == fields
     assert all(field.help for section in sections().values() for field in section.fields)
 
 
-def test_a_run_is_the_same_by_fields_and_by_file(tmp_path: Path) -> None:
+def test_form_round_trip(tmp_path: Path) -> None:
     run = full(tmp_path)
     whole = run.model_dump(mode="json")
     short = run.model_dump(mode="json", exclude_defaults=True)
@@ -85,46 +85,44 @@ def test_a_run_is_the_same_by_fields_and_by_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "field", "said"),
+    ("change", "field", "message"),
     [
         pytest.param({"student.context_length": "many"}, "student.context_length", "valid integer", id="no-number"),
-        pytest.param({"teacher.1.model": "/t"}, "teacher.1.context_length", "This is needed.", id="second-teacher"),
+        pytest.param({"teacher.1.model": "/t"}, "teacher.1.context_length", "Required.", id="second-teacher"),
         pytest.param({"train.betas": "0.9"}, "train.betas", "Field required", id="half-a-pair"),
         pytest.param({"queue.block_size": "5"}, "queue.block_size", "must divide", id="two-parts-at-odds"),
         pytest.param({"loss.alm_temperature": "7"}, "loss.alm_temperature", "belongs to ALM", id="settings-at-odds"),
     ],
 )
-def test_a_complaint_is_at_its_field(tmp_path: Path, change: dict[str, str], field: str, said: str) -> None:
+def test_errors_by_field(tmp_path: Path, change: dict[str, str], field: str, message: str) -> None:
     values = form.values_of(spec(tmp_path)) | change
     found, errors = form.validated(form.document_of(values))
     assert found is None
     assert list(errors) == [field]
-    assert said in errors[field][0] or errors[field][0] == "This is needed."
+    assert message in errors[field][0] or errors[field][0] == "Required."
 
 
-def test_every_page_answers_and_lets_no_foreign_code_in(client: TestClient, runs: Runs, tmp_path: Path) -> None:
-    put(runs, "old-1")
+RUN_PAGES = ["", "/log", "/log?worker=trainer-0", "/configuration", "/files", "/live"]
+PAGES = ["/", "/runs/new", "/runs/new?from=odd-1", "/align", "/docs", *(f"/runs/odd-1{page}" for page in RUN_PAGES)]
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_page(client: TestClient, runs: Runs, path: str) -> None:
     put(runs, "odd-1", RunState.FAILED, error="<script>alert(1)</script>")
-    places = ["", "/log", "/log?worker=trainer-0", "/configuration", "/files", "/live"]
-    for path in [
-        "/",
-        "/runs/new",
-        "/runs/new?from=old-1",
-        "/align",
-        "/docs",
-        *(f"/runs/odd-1{place}" for place in places),
-    ]:
-        answer = client.get(path)
-        assert answer.status_code == 200, path
-        assert "script-src 'self'" in answer.headers["content-security-policy"]
-        assert answer.headers["referrer-policy"] == "same-origin", "else a form's Origin is null"
-        assert "<script>alert" not in answer.text
-        assert " style=" not in answer.text and " onclick=" not in answer.text
-    assert client.get("/runs/nothing").status_code == 404
-    assert "There is no such page" in client.get("/runs/not%20an%20id").text
+    page = client.get(path)
+    assert page.status_code == 200
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert page.headers["referrer-policy"] == "same-origin", "with no-referrer, forms are sent with Origin: null"
+    assert "<script>alert" not in page.text, "values are escaped"
+    assert " style=" not in page.text and " onclick=" not in page.text, "the policy forbids both"
 
 
-def test_all_that_a_page_names_is_served_from_here(client: TestClient) -> None:
+@pytest.mark.parametrize("path", ["/runs/nothing", "/runs/not%20an%20id", "/nowhere"])
+def test_missing_page(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+def test_assets_are_served_from_here(client: TestClient) -> None:
     page = client.get("/runs/new").text + client.get("/static/base.css").text.replace('url("', 'src="/static/')
     named = set(re.findall(r'(?:src|href)="([^"#]+)', page))
     assert not [name for name in named if name.startswith(("http", "//"))]
@@ -132,7 +130,7 @@ def test_all_that_a_page_names_is_served_from_here(client: TestClient) -> None:
         assert client.get(name).status_code in (200, 303), name
 
 
-def test_api_reference_is_served_from_here(client: TestClient) -> None:
+def test_api_reference(client: TestClient) -> None:
     text = client.get("/docs").text
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', text)
     for name in re.findall(r'(?:src|href)="(/static/[^"]+)', text):
@@ -142,7 +140,7 @@ def test_api_reference_is_served_from_here(client: TestClient) -> None:
     assert client.get("/redoc").status_code == 404
 
 
-def test_a_form_of_a_foreign_page_is_refused(client: TestClient, runs: Runs) -> None:
+def test_cross_origin_forms_are_refused(client: TestClient, runs: Runs) -> None:
     put(runs, "old-1", RunState.STOPPED)
     for path in ("/runs/new", "/runs/old-1/resume", "/runs/old-1/remove", "/align"):
         assert client.post(path, headers={"Origin": "http://evil.example"}).status_code == 403
@@ -150,7 +148,7 @@ def test_a_form_of_a_foreign_page_is_refused(client: TestClient, runs: Runs) -> 
     assert runs.store.run("old-1") is not None
 
 
-def test_the_form_says_what_the_control_plane_refuses(client: TestClient, tmp_path: Path) -> None:
+def test_form_shows_validation_errors(client: TestClient, tmp_path: Path) -> None:
     values = form.values_of(spec(tmp_path)) | {"action": "start", "output": "/etc/out"}
     page = client.post("/runs/new", data=values).text
     assert re.search(r'id="f-output-error">[^<]*it must lie under', page)
@@ -159,16 +157,16 @@ def test_the_form_says_what_the_control_plane_refuses(client: TestClient, tmp_pa
     assert client.get("/v1/runs").json()["runs"] == []
 
 
-def test_a_browser_is_led_to_the_token_and_back(guarded: TestClient, runs: Runs) -> None:
+def test_login_redirects_back(guarded: TestClient, runs: Runs) -> None:
     put(runs, "old-1")
-    led = guarded.get("/runs/old-1/files")
-    assert (led.status_code, led.headers["location"]) == (303, "/login?next=%2Fruns%2Fold-1%2Ffiles")
+    redirect = guarded.get("/runs/old-1/files")
+    assert (redirect.status_code, redirect.headers["location"]) == (303, "/login?next=%2Fruns%2Fold-1%2Ffiles")
     assert guarded.get("/", headers={"HX-Request": "true"}).headers["hx-redirect"] == "/login"
-    assert guarded.get("/v1/runs").headers["www-authenticate"] == "Bearer", "programs are told, not led"
+    assert guarded.get("/v1/runs").headers["www-authenticate"] == "Bearer", "API clients get a 401, not a redirect"
     assert guarded.get("/static/base.css").status_code == 200
 
     wrong = guarded.post("/login", data={"token": "wrong", "next": "/"})
-    assert wrong.status_code == 403 and "This is not the token" in wrong.text
+    assert wrong.status_code == 403 and "Wrong token" in wrong.text
     assert "set-cookie" not in wrong.headers
     entered = guarded.post("/login", data={"token": TOKEN, "next": "/runs/old-1/files"})
     assert (entered.status_code, entered.headers["location"]) == (303, "/runs/old-1/files")
@@ -181,11 +179,11 @@ def test_a_browser_is_led_to_the_token_and_back(guarded: TestClient, runs: Runs)
 
 
 @pytest.mark.parametrize("there", ["https://evil.example", "//evil.example", "/\\evil.example", "javascript:alert(1)"])
-def test_signing_in_leads_nowhere_else(guarded: TestClient, there: str) -> None:
+def test_login_redirects_to_no_other_site(guarded: TestClient, there: str) -> None:
     assert guarded.post("/login", data={"token": TOKEN, "next": there}).headers["location"] == "/"
 
 
-def test_removing_and_listing(client: TestClient, runs: Runs) -> None:
+def test_list_pages_and_remove(client: TestClient, runs: Runs) -> None:
     for number in range(55):
         put(runs, f"r-{number}", RunState.STOPPED)
     page = client.get("/")
@@ -193,23 +191,28 @@ def test_removing_and_listing(client: TestClient, runs: Runs) -> None:
     (older,) = set(re.findall(r"cursor=(\d+)", page.text))
     assert client.get(f"/?cursor={older}").text.count('id="row-') == 5
     assert client.get("/", headers={"HX-Request": "true"}).text.lstrip().startswith("<div")
-    assert client.get("/?group=going").text.count('id="row-') == 0
+    assert client.get("/?tab=active").text.count('id="row-') == 0
     assert client.post("/runs/r-3/remove").headers["location"] == "/"
     assert runs.store.run("r-3") is None
 
 
-def test_aligning_stays_below_the_roots_and_within_bounds(client: TestClient, tmp_path: Path) -> None:
-    inside = tmp_path / "data" / "tokenizer"
-    inside.mkdir()
-    fields = {"student": str(inside), "teacher": str(inside), "text": "a"}
-    for change, said in (
-        ({"student": "/etc"}, "lies under none of"),
-        ({"teacher": "relative"}, "absolute path"),
-        ({"teacher": str(inside / "missing")}, "no such directory"),
-        ({"text": "x" * 20_001}, "At most 20,000 characters"),
-        ({"text": ""}, "Write something"),
-    ):
-        assert said in client.post("/align", data=fields | change).text
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"student": "/etc"}, "lies under none of", id="outside"),
+        pytest.param({"teacher": "relative"}, "absolute path", id="relative"),
+        pytest.param({"teacher": "missing"}, "No such directory", id="missing"),
+        pytest.param({"text": "x" * 20_001}, "At most 20,000 characters", id="too-long"),
+        pytest.param({"text": ""}, "Enter a text", id="no-text"),
+    ],
+)
+def test_align_form_errors(client: TestClient, tmp_path: Path, change: dict[str, str], message: str) -> None:
+    tokenizer = tmp_path / "data" / "tokenizer"
+    tokenizer.mkdir()
+    if change.get("teacher") == "missing":
+        change = {"teacher": str(tokenizer / "missing")}
+    fields = {"student": str(tokenizer), "teacher": str(tokenizer), "text": "a"}
+    assert message in client.post("/align", data=fields | change).text
 
 
 ONE_TEACHER = {
@@ -223,7 +226,7 @@ MEASURED = BITS | {f"held_out_{name}": value for name, value in ONE_TEACHER.item
 
 
 def page_of(client: TestClient, runs: Runs, name: str, step: dict[str, float], read: dict[str, float]) -> str:
-    """The page of a run whose curves end so."""
+    """Return the page of a run with these last metrics."""
     output = put(runs, name)
     (output / "steps.jsonl").write_text(json.dumps(step) + "\n")
     (output / "eval.jsonl").write_text(json.dumps(read) + "\n")
@@ -231,39 +234,39 @@ def page_of(client: TestClient, runs: Runs, name: str, step: dict[str, float], r
 
 
 def tiles(page: str) -> dict[str, tuple[str, str]]:
-    """The figures at the top of a run's page."""
+    """Return the tiles of a run's page by title."""
     found = re.findall(r"<dt>(.*?)</dt><dd><b>(.*?)</b><span>(.*?)</span>", page)
     return {what: (figure, of) for what, figure, of in found}
 
 
-def test_the_last_figures_are_those_that_there_are(client: TestClient, runs: Runs) -> None:
+def test_tiles_show_available_metrics(client: TestClient, runs: Runs) -> None:
     bare = tiles(page_of(client, runs, "bare-1", {"step": 3, "loss": 2.5}, {"step": 4, "bits_per_byte": 1.5}))
-    assert {"Held-out KL", "Held-out accuracy", "Chunk mass"} & set(bare) == set()
-    assert bare["Held-out text"] == ("1.5", "bits per byte after 4 steps")
+    assert {"Evaluation KL", "Evaluation accuracy", "Chunk mass"} & set(bare) == set()
+    assert bare["Evaluation"] == ("1.5", "bits per byte at step 4")
     one = tiles(page_of(client, runs, "one-1", ONE_TEACHER, BITS))
     assert one["Chunk mass"] == ("0.98", "mean per chunk")
-    assert one["Held-out accuracy"] == ("31.2 %", "of the next tokens")
-    assert "Held-out KL" not in one, "it was not measured"
+    assert one["Evaluation accuracy"] == ("31.2 %", "next token")
+    assert "Evaluation KL" not in one, "it was not measured"
     two = tiles(page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED))
-    assert two["Chunk mass"] == ("0.875", "per chunk, of teacher 1"), "the lowest"
-    assert two["Held-out KL"] == ("2.25", "nats")
+    assert two["Chunk mass"] == ("0.875", "per chunk, teacher 1"), "the lowest"
+    assert two["Evaluation KL"] == ("2.25", "nats")
     mean = tiles(page_of(client, runs, "mean-1", {"step": 3, "chunk_mass": 0.5}, BITS | {"next_token_accuracy": None}))
     assert mean["Chunk mass"] == ("0.5", "mean per chunk")
-    assert "Held-out accuracy" not in mean
+    assert "Evaluation accuracy" not in mean
 
 
-def test_every_curve_is_on_the_page_with_what_it_draws(client: TestClient, runs: Runs) -> None:
+def test_page_has_every_chart(client: TestClient, runs: Runs) -> None:
     page = page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED)
     figures = dict(re.findall(r'<figure [^>]*id="curve-([^"]+)"(.*?)</figure>', page, re.DOTALL))
     assert list(figures) == [chart.name for chart in CHARTS]
     for chart in CHARTS:
         keys = re.findall(r'data-key="([^"]+)"', figures[chart.name])
         assert keys == [line.key for line in chart.lines]
-        assert f'data-least="{chart.least}"' in figures[chart.name]
+        assert f'data-min-lines="{chart.min_lines}"' in figures[chart.name]
 
 
 def drawn(source: str, row: dict[str, float]) -> dict[str, list[str]]:
-    """The figures of a line by the graph that draws them, as the page's script chooses them."""
+    """Return the metrics of a row by chart, as the page's script selects them."""
     found: dict[str, list[str]] = {}
     for chart in CHARTS:
         if chart.source == source:
@@ -273,11 +276,11 @@ def drawn(source: str, row: dict[str, float]) -> dict[str, list[str]]:
                 for name in sorted(row)
                 if name == line.key or (line.key.endswith("*") and name.startswith(line.key[:-1]))
             ]
-            found |= {chart.name: names} if len(names) >= chart.least else {}
+            found |= {chart.name: names} if len(names) >= chart.min_lines else {}
     return found
 
 
-def test_teachers_and_held_out_figures_are_drawn_where_there_are_any() -> None:
+def test_charts_of_teachers_and_evaluations() -> None:
     one, two = drawn("steps", ONE_TEACHER), drawn("steps", TWO_TEACHERS)
     assert one["chunk-mass"] == ["chunk_mass_t0"] and "teachers" not in one, "a single one's KL is the loss's"
     assert two["chunk-mass"] == ["chunk_mass_t0", "chunk_mass_t1"]

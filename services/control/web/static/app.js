@@ -1,19 +1,19 @@
-// What htmx leaves to do: one clock for everything that is brought up to date, colours, confirmations, copying.
+// Behaviour beside htmx: one timer for all updates, colours, confirmations, copying.
 "use strict";
 
-const UNSEEN_MS = 500;
+const TIMER_MS = 500;
 let last = 0;
 let busy = 0;
 
-/** Ask for news as often as the page says, while somebody looks at it. */
+/** Fire an update at the interval that the page sets, while it is visible. */
 function tick() {
   const every = 1000 * Number(document.querySelector("[data-every]")?.dataset.every ?? 5);
-  if (!document.hidden && busy === 0 && performance.now() - last >= every - UNSEEN_MS / 2) {
+  if (!document.hidden && busy === 0 && performance.now() - last >= every - TIMER_MS / 2) {
     last = performance.now();
     document.body.dispatchEvent(new CustomEvent("tick"));
   }
 }
-setInterval(tick, UNSEEN_MS);
+setInterval(tick, TIMER_MS);
 document.addEventListener("visibilitychange", tick);
 document.body.addEventListener("htmx:beforeRequest", () => { busy += 1; });
 document.body.addEventListener("htmx:afterRequest", (event) => {
@@ -21,12 +21,12 @@ document.body.addEventListener("htmx:afterRequest", (event) => {
   document.getElementById("unreachable").hidden = Boolean(event.detail.xhr?.status);
 });
 
-// Morphing leaves alone what the reader has opened or is typing.
+// Morphing keeps opened details and focused fields.
 Idiomorph.defaults.ignoreActiveValue = true;
 Idiomorph.defaults.callbacks.beforeAttributeUpdated = (name, node) => !(name === "open" && node.tagName === "DETAILS");
 
 const THEMES = ["", "light", "dark"];
-const THEME_NAMES = { "": "as the system has them", light: "light", dark: "dark" };
+const THEME_NAMES = { "": "system", light: "light", dark: "dark" };
 
 function showTheme() {
   const theme = document.documentElement.dataset.theme ?? "";
@@ -62,7 +62,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-/** Copy a text; selecting it is what remains where pages may not write to the clipboard. */
+/** Copy a text; select it where pages have no access to the clipboard. */
 async function copy(button) {
   const text = document.querySelector(button.dataset.copy);
   try {
@@ -75,7 +75,7 @@ async function copy(button) {
   }
 }
 
-// A form is sent once, and its button says what is done meanwhile.
+// A form is submitted once; its button shows that it is busy.
 document.addEventListener("submit", (event) => {
   if (event.target.hasAttribute("hx-post")) return;
   if (event.target.dataset.sent) event.preventDefault();
@@ -86,7 +86,7 @@ addEventListener("pageshow", () => {
   for (const form of document.forms) delete form.dataset.sent;
 });
 
-// A log stays at its end, unless the reader has scrolled up.
+// Keep a log scrolled to its end, unless the reader has scrolled up.
 let followed = true;
 const atEnd = (log) => log.scrollHeight - log.scrollTop - log.clientHeight < 24;
 const toEnd = () => { const log = document.getElementById("log"); if (log && followed) log.scrollTop = log.scrollHeight; };
@@ -94,13 +94,13 @@ document.addEventListener("scroll", (event) => { if (event.target.id === "log") 
 document.body.addEventListener("htmx:afterSettle", toEnd);
 toEnd();
 
-// The first field with a complaint is where to go on.
-const complained = document.querySelector('[aria-invalid="true"]');
-complained?.focus({ preventScroll: true });
+// Focus the first invalid field.
+const invalid = document.querySelector('[aria-invalid="true"]');
+invalid?.focus({ preventScroll: true });
 document.getElementById("errors")?.scrollIntoView({ block: "center" });
-if (complained?.id !== "toml") complained?.closest(".field")?.scrollIntoView({ block: "nearest" });
+if (invalid?.id !== "toml") invalid?.closest(".field")?.scrollIntoView({ block: "nearest" });
 
-// A chunk is shown on both sides when its token is pointed at.
+// Highlight a chunk on both sides while the pointer is on one of its tokens.
 document.addEventListener("pointerover", (event) => {
   const chunk = event.target.closest?.(".aligned .token")?.dataset.chunk;
   for (const token of document.querySelectorAll(".aligned .token")) {

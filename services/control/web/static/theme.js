@@ -1,3 +1,3 @@
-// Before anything is painted: the colours that were chosen here last.
+// Apply the saved theme before the first paint.
 const chosen = localStorage.getItem("theme");
 if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
