@@ -53,13 +53,7 @@ def list_runs(
     rows = context.runs.store.page(PAGE_SIZE + 1, before=cursor, states=TABS[tab], name=name.strip())
     counts = context.runs.store.counts()
     tabs = [
-        (key, label, sum(counts.get(state, 0) for state in TABS[key] or RunState))
-        for key, label in (
-            ("", "All"),
-            ("active", "Active"),
-            ("completed", "Completed"),
-            ("ended", "Stopped or failed"),
-        )
+        (key, label, sum(counts.get(state, 0) for state in TABS[key] or RunState)) for key, label in TAB_LABELS.items()
     ]
     following = rows[PAGE_SIZE - 1]["seq"] if len(rows) > PAGE_SIZE else None
     part = "runs_table.html" if "hx-request" in request.headers else "runs.html"
