@@ -14,11 +14,17 @@ from services.common.input_files import check_input_files, read_model_config
 from services.common.step_plan import ring_shape
 from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import weight_files, weights_fingerprint
+from xtoken_core.config.loss import DENSE_ONLY, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, padded_length
 from xtoken_core.dataset import DataIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
-from xtoken_core.projection.fingerprint import check_projection_pair, file_fingerprint, tokenizer_fingerprint
+from xtoken_core.projection.fingerprint import (
+    check_projection_pair,
+    file_fingerprint,
+    is_sparse,
+    tokenizer_fingerprint,
+)
 
 STUDENT_TOKEN_BYTES = 25  # id and mask int64, exact bool, chunk id int64
 TEACHER_TOKEN_BYTES = 25
@@ -46,6 +52,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     for place, teacher in enumerate(spec.teacher):
         if teacher.projection is not None:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
+            _check_projection_form(place, teacher.projection, spec.loss.mode_of(place))
         elif teachers[place].tokenizer_fingerprint != student.tokenizer_fingerprint:
             raise ConfigError(
                 f"teacher.{place}.projection: this teacher's tokenizer is not the student's: build a projection by "
@@ -75,6 +82,19 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     _check_signal(resolved)
     _check_memory(resolved)
     return resolved
+
+
+def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
+    """Refuse a sparse projection for a loss that reads rows of weights.
+
+    Raises:
+        ConfigError: It is sparse.
+    """
+    if mode in DENSE_ONLY and is_sparse(file):
+        raise ConfigError(
+            f'teacher.{teacher}.projection: {file} is sparse, loss.mode = "{mode}" takes a dense top-k file: build one '
+            "with xtoken projection build"
+        )
 
 
 def remarks(run: ResolvedRun) -> Iterator[str]:

@@ -26,8 +26,8 @@ from services.trainer.step import StepRunner
 from services.trainer.student import Student, load_student
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError, XtokenError
-from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
-from xtoken_core.projection import get_topk_projection
+from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.losses.registry import load_teacher
 from xtoken_core.queue.run.protocol import TRAINER
 
 log = logging.getLogger("xtoken.trainer")
@@ -120,11 +120,16 @@ def make_loss(run: ResolvedRun, device: torch.device) -> CrossTokenizerDistillat
     """
     teachers = []
     for place, (spec, resolved) in enumerate(zip(run.spec.teacher, run.teachers, strict=True)):
-        indices, likelihoods = None, None
-        if spec.projection is not None:
-            file = confined(spec.projection, f"teacher.{place}.projection")
-            indices, likelihoods = get_topk_projection(file, device)
-        teachers.append(LossTeacher(resolved.vocab_size, indices, likelihoods, spec.weight))
+        name = f"teacher.{place}.projection"
+        teachers.append(
+            load_teacher(
+                confined(spec.projection, name) if spec.projection is not None else None,
+                vocab_size=resolved.vocab_size,
+                student_vocab_size=run.student.vocab_size,
+                device=device,
+                weight=spec.weight,
+            )
+        )
     return CrossTokenizerDistillationLoss(
         run.spec.loss, student_vocab_size=run.student.vocab_size, teachers=teachers, device=device
     )

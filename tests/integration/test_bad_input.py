@@ -148,6 +148,11 @@ def impossible_loss(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
     return {"loss.xtoken_loss": True}
 
 
+def sparse_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    torch.save({(0, 1): 1.0}, tmp / "sparse.pt")
+    return {"teacher.projection": str(tmp / "sparse.pt"), "loss.mode": "h_kl"}
+
+
 CASES: list[tuple[Change, list[str]]] = [
     (missing_tokenizer, ["tokenizer", "nowhere"]),
     (damaged_tokenizer, ["tokenizer", "damaged"]),
@@ -162,6 +167,7 @@ CASES: list[tuple[Change, list[str]]] = [
     ),
     (only_messages, ["chat.jsonl:1", "student's tokenizer has no chat template"]),
     (damaged_projection, ["damaged.safetensors"]),
+    (sparse_projection, ["teacher.0.projection", "sparse.pt is sparse", "h_kl", "xtoken projection build"]),
     (foreign_projection, ["to-other.safetensors", "xtoken projection build"]),
     (narrow_head, ["head", "100"]),
     (unknown_field, ["train.learning_rat"]),

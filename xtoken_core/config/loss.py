@@ -15,6 +15,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm"]
 """The losses between different tokenizers, by short name."""
 
+DENSE_ONLY: frozenset[LossMode] = frozenset({"gold", "h_kl"})
+"""Modes that read a projection row by row: a sparse file has no rows of weights."""
 FLAGS = ("gold_loss", "xtoken_loss", "uld_loss", "alm_loss")
 FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "p_kl": frozenset(),

@@ -1,8 +1,9 @@
-"""The losses by `loss.mode`."""
+"""The losses by `loss.mode`, and how one is built for a teacher."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -14,6 +15,8 @@ from xtoken_core.losses.common import LossTeacher
 from xtoken_core.losses.gold import GoldLoss, HKLLoss, ULDLoss
 from xtoken_core.losses.p_kl import PKLLoss
 from xtoken_core.losses.same_tokenizer import SameTokenizerLoss
+from xtoken_core.projection.cache import get_sparse_projection_matrix, get_topk_projection
+from xtoken_core.projection.fingerprint import is_sparse
 
 LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
     {cls.mode: cls for cls in (PKLLoss, GoldLoss, HKLLoss, ULDLoss, ALMLoss)}
@@ -42,3 +45,34 @@ def build_loss(
     """
     loss = SameTokenizerLoss if teacher.same_tokenizer else losses[config.mode_of(index)]
     return loss(config, teacher, index=index, student_vocab_size=student_vocab_size, device=device)
+
+
+def load_teacher(
+    projection: Path | None,
+    *,
+    vocab_size: int,
+    student_vocab_size: int,
+    device: torch.device,
+    weight: float = 1.0,
+) -> LossTeacher:
+    """Read a teacher's projection, dense top-k or sparse.
+
+    Args:
+        projection: The file; None: the teacher has the student's tokenizer.
+        vocab_size: `V_t`, size of the teacher's tokenizer.
+        student_vocab_size: `V_s`.
+        device: Device of the logits.
+        weight: Static weight of the teacher.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is in no recognized format, or damaged.
+    """
+    if projection is None:
+        return LossTeacher(vocab_size, weight=weight)
+    if is_sparse(projection):
+        matrix = get_sparse_projection_matrix(
+            projection, device, student_vocab_size=student_vocab_size, teacher_vocab_size=vocab_size
+        )
+        return LossTeacher(vocab_size, weight=weight, matrix=matrix)
+    return LossTeacher(vocab_size, *get_topk_projection(projection, device), weight=weight)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,31 @@ def check_projection_pair(path: str | Path, student: Any, teacher: Any) -> None:
                 f"the projection {path} was built for another {name}'s tokenizer than {where}: "
                 "build it again with xtoken projection build"
             )
+
+
+def is_sparse(path: str | Path) -> bool:
+    """Return True if a projection file is of the public sparse form, `{(student id, teacher id): weight}`.
+
+    Only the archive's directory and its pickle are searched, for the names of the dense form's tensors; nothing is
+    unpickled. A file that is no archive, xtoken's own form among them, is not sparse.
+
+    Args:
+        path: The projection file.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            if not names:
+                return False
+            with archive.open(names[0]) as stream:  # of a dense file some hundred bytes: its tensors are other members
+                return b"likelihoods" not in stream.read(_MAX_HEADER)
+    except zipfile.BadZipFile:
+        return False
+    except (OSError, RuntimeError, NotImplementedError, zlib.error) as error:
+        raise InputError(f"cannot read the projection {path}: {error}") from error
 
 
 def _of_directory(path: Path) -> str:

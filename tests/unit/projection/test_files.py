@@ -11,6 +11,7 @@ from tests.support import vocabularies as v
 from xtoken_core import projection as p
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.projection.files import read_topk, write_sparse
+from xtoken_core.projection.fingerprint import is_sparse
 
 CPU = torch.device("cpu")
 
@@ -147,6 +148,25 @@ def test_a_missing_file_is_a_file_not_found(read, tmp_path):
     with pytest.raises(FileNotFoundError, match="xtoken projection build") as caught:
         read(tmp_path / "none.pt")
     assert isinstance(caught.value, InputError)
+
+
+def test_the_sparse_matrix_keeps_teacher_id_0(tmp_path):
+    path = tmp_path / "p.pt"
+    torch.save(
+        {"indices": torch.tensor([[0, -1], [2, 0]]), "likelihoods": torch.tensor([[1.0, 0.0], [0.5, 0.5]])}, path
+    )
+    matrix = p.get_sparse_projection_matrix(path, CPU, student_vocab_size=2, teacher_vocab_size=3)
+    assert matrix.to_dense().tolist() == [[1.0, 0.0, 0.0], [0.5, 0.0, 0.5]]
+
+
+def test_the_sparse_form_is_recognized_without_unpickling(built, tmp_path):
+    for name in ("dense.pt", "own.safetensors"):
+        p.write_projection(built, tmp_path / name)
+        assert not is_sparse(tmp_path / name)
+    torch.save({(0, 1): 2.0}, tmp_path / "sparse.pt")
+    assert is_sparse(tmp_path / "sparse.pt")
+    with pytest.raises(InputError, match=r"cannot read the projection .*none\.pt"):
+        is_sparse(tmp_path / "none.pt")
 
 
 def test_the_sparse_matrix_drops_empty_slots_grows_and_is_cached(built, tmp_path):
