@@ -49,11 +49,11 @@ CLI = """# Commands
 `xtoken --help` shows the commands, `xtoken COMMAND --help` one of them. With `--debug` before the command, or
 `XTOKEN_DEBUG=1` in the environment, an error shows its traceback, and workers log more.
 
-With `--json` every command that answers something prints it as JSON: one document, or an object a line where it goes on
-(`--watch`, `--follow`, `xtoken run`). Bars and signs of life go to standard error, and only on a terminal.
+With `--json` every command that has a result prints it as JSON: one document, or one object per line for a stream
+(`--watch`, `--follow`, `xtoken run`). Progress goes to standard error, and only on a terminal.
 
-`xtoken --install-completion` teaches your shell (bash, zsh, fish, PowerShell) the commands and their options; where a
-run is asked for it then offers the ids of the control plane's.
+`xtoken --install-completion` installs completion for your shell (bash, zsh, fish, PowerShell): commands, options, and
+the run ids of the control plane.
 
 <!-- Written by `{make}` from services/cli: change that, not this. -->
 
@@ -63,18 +63,18 @@ run is asked for it then offers the ids of the control plane's.
 
 | status | meaning |
 |---|---|
-| 0 | done, or told to leave (SIGINT, SIGTERM) and left in order: `xtoken queue`, `xtoken control`, the workers |
-| 1 | failed, for the reason in the last line; an address that is in use is one |
-| 2 | a setting or a file is wrong: starting again cannot mend it |
-| 3 | the queue at the address does not answer, or refuses the client: its token or key may be another |
-| 75 | the queue has ended this worker's session: start it again |
+| 0 | done, or shut down gracefully after SIGINT or SIGTERM: `xtoken queue`, `xtoken control`, the workers |
+| 1 | failed, for the reason in the last line, such as an address in use |
+| 2 | a setting or a file is wrong: a restart cannot fix it |
+| 3 | the queue at the address does not answer, or refuses the client: check token and key |
+| 75 | the queue has ended this worker's session: restart it |
 | 129, 130, 143 | stopped by SIGHUP, SIGINT (Ctrl-C), SIGTERM before it was done: `xtoken run`, `xtoken demo` |
 """
 
 REST = """# REST interface
 
-What `xtoken control` answers. It describes itself at `/openapi.json`, and shows that at `/docs`. Who may ask, and where
-a token is needed, is told in [operations](operations.md#who-may-ask). Times are ISO 8601 with a zone, sizes bytes.
+Requests of `xtoken control`, generated from its OpenAPI description (`/openapi.json`, browsable at `/docs`).
+Authentication is described in [operations](operations.md#access-control). Times are ISO 8601 with a zone, sizes bytes.
 
 <!-- Written by `{make}` from the control plane's OpenAPI: change services/control, not this. -->
 

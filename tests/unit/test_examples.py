@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,22 @@ def test_an_image_is_built_from_its_stage_as_nobody_in_particular(
     assert 'ENTRYPOINT ["xtoken"]' in instructions
     declared = {line.split()[1].partition("=")[0] for line in stages()[""] if line.startswith("ARG")}
     assert set(build["args"]) <= declared
+
+
+def test_the_image_s_requirements_are_those_of_the_extras(tmp_path: Path) -> None:
+    """Run the image's own line over pyproject.toml."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (line,) = (line for line in stages()["requirements"] if line.startswith("RUN python3 -c"))
+    code = shlex.split(line.partition("RUN ")[2].partition("&&")[0])
+    subprocess.run([sys.executable, *code[1:]], cwd=tmp_path, check=True)
+    names = {
+        name: {re.split(r"[^\w-]", requirement)[0] for requirement in (tmp_path / name).read_text("utf-8").splitlines()}
+        for name in ("requirements.txt", "requirements-gpu.txt")
+    }
+    assert {"torch", "ray", "triton", "tensorboard", "peft"} <= names["requirements.txt"]
+    assert names["requirements-gpu.txt"] == {"cuda-bindings", "wandb"}
+    pinned = (ROOT / "constraints.txt").read_text("utf-8")
+    assert all(f"\n{name}==" in pinned for name in ("ray", "triton", "tensorboard", "peft"))
 
 
 def test_the_cpu_image_is_pinned() -> None:
