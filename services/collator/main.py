@@ -11,7 +11,7 @@ from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.dataset import BadRecord, DataIndex, record_at
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.queue.run.protocol import COLLATOR, SUPERVISOR
+from xtoken_core.queue.run.names import COLLATOR, SUPERVISOR
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block
 

@@ -10,9 +10,9 @@ from types import FrameType
 
 from setproctitle import setproctitle
 
-from services.queue.journal import Journal
 from services.queue.memory import one_heap
 from services.queue.server import Server
+from services.queue.write_ahead_log import WriteAheadLog
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import load_run_spec
 from xtoken_core.data_plane.address import Address
@@ -49,7 +49,7 @@ def serve(
     resolved = None if run is None else of_group(load_resolved(run), group)
     limit = memory_limit or (resolved.spec.queue.memory_limit if resolved else DEFAULT_MEMORY)
     engine = Engine(memory_limit=limit, clock=time.monotonic)
-    kept = None if journal is None else Journal(journal, engine, fsync=fsync)
+    kept = None if journal is None else WriteAheadLog(journal, engine, fsync=fsync)
     if resolved is not None:
         open_run(engine, resolved)
     server = Server(engine, address, journal=kept, metrics_port=metrics_port)

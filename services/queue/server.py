@@ -12,12 +12,12 @@ from copy import copy
 
 import zmq
 
+from services.queue.connection_guard import SPARE_BYTES, Guard, cut
 from services.queue.endpoint import Endpoint
-from services.queue.guard import SPARE_BYTES, Guard, cut
-from services.queue.journal import Journal
 from services.queue.memory import Returned, settle
 from services.queue.metrics import Exporter, Latencies, prometheus_text
 from services.queue.waiting import Parked, Waiting
+from services.queue.write_ahead_log import WriteAheadLog
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.frames import MORE_AT_ONCE, readable, receive_frames, send_frames
 from xtoken_core.errors import XtokenError
@@ -54,7 +54,7 @@ class Server:
     """
 
     def __init__(
-        self, engine: Engine, address: Address, *, journal: Journal | None = None, metrics_port: int | None = None
+        self, engine: Engine, address: Address, *, journal: WriteAheadLog | None = None, metrics_port: int | None = None
     ) -> None:
         self.engine = engine
         self.address = address

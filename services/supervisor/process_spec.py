@@ -13,7 +13,7 @@ from typing import Literal
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
-from xtoken_core.queue.run.protocol import TRAIN, teacher_task
+from xtoken_core.queue.run.names import TRAIN, teacher_task
 
 Kind = Literal["queue", "collator", "teacher", "trainer"]
 STOP_ORDER: tuple[Kind, ...] = ("trainer", "teacher", "collator", "queue")

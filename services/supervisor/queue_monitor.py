@@ -12,7 +12,7 @@ from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError, XtokenError
-from xtoken_core.queue.run.protocol import SUPERVISOR
+from xtoken_core.queue.run.names import SUPERVISOR
 from xtoken_core.wire import QueueError
 
 PATIENCE_S = 1.0

@@ -17,7 +17,7 @@ from services.teacher.model import TeacherModel
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
-from xtoken_core.queue.run.protocol import TEACHER
+from xtoken_core.queue.run.names import TEACHER
 from xtoken_core.transports import sweep
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
 from xtoken_core.transports.factory import pick_transport

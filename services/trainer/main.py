@@ -28,7 +28,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.registry import load_teacher
-from xtoken_core.queue.run.protocol import TRAINER
+from xtoken_core.queue.run.names import TRAINER
 
 log = logging.getLogger("xtoken.trainer")
 

@@ -24,7 +24,7 @@ from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import Logits
 from xtoken_core.losses.objective import Selection
 from xtoken_core.plan import MicroBatch
-from xtoken_core.queue.run.protocol import signal_fields
+from xtoken_core.queue.run.names import signal_fields
 from xtoken_core.wire import Column
 from xtoken_core.wire.messages import Claimed
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from services.queue.journal import Journal
+from services.queue.write_ahead_log import WriteAheadLog
 from services.queue.server import Server
 from tests.contract.oracle import Answer
 from tests.contract.peers import column_from, neutral_from
@@ -54,7 +54,7 @@ class Driven:
 
     def __init__(self, limit: int, kept: Path | None) -> None:
         self.limit, self.kept, self.clock = limit, kept, Clock()
-        self.journal: Journal | None = None
+        self.journal: WriteAheadLog | None = None
         self.clients: dict[str, DataPlaneClient] = {}
         self.sessions: dict[str, str] = {}
         self.leases: dict[tuple[str, int], int] = {}
@@ -66,7 +66,7 @@ class Driven:
         """An engine, with what its journal says."""
         self.engine = engine = Engine(memory_limit=self.limit, clock=self.clock)
         if self.kept is not None:
-            self.journal = Journal(self.kept, engine)
+            self.journal = WriteAheadLog(self.kept, engine)
         self.counted = {
             name: {"rows_put": part.rows_put, "given_back": part.samples.given_back}
             for name, part in engine.partitions.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.queue.journal import LARGE_BYTES, Journal
+from services.queue.write_ahead_log import LARGE_BYTES, WriteAheadLog
 from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
 from xtoken_core.data_plane.memory_client import MemoryQueue
@@ -28,7 +28,7 @@ class Kept:
 
     def start(self) -> None:
         self.queue = MemoryQueue()
-        self.journal = Journal(self.directory, self.queue.engine, **self.options)
+        self.journal = WriteAheadLog(self.directory, self.queue.engine, **self.options)
 
     def worker(self, role: str = "worker") -> LibraryPeer:
         peer = LibraryPeer(self.queue.connect())
@@ -154,7 +154,7 @@ def test_a_disk_that_refuses_to_flush_stops_the_queue(kept: Kept, monkeypatch: p
     def refuse(_file: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("services.queue.journal.os.fdatasync", refuse)
+    monkeypatch.setattr("services.queue.write_ahead_log.os.fdatasync", refuse)
     peer.call("put", partition="p", ids=[0], columns={"x": ints([0])})
     with pytest.raises(XtokenError, match="cannot flush the journal in"):
         kept.journal.sync()
@@ -285,6 +285,6 @@ def test_a_damaged_segment_is_named(tmp_path: Path, where: str) -> None:
 
 def test_one_queue_per_journal(kept: Kept) -> None:
     with pytest.raises(InputError, match="in use"):
-        Journal(kept.directory, MemoryQueue().engine)
+        WriteAheadLog(kept.directory, MemoryQueue().engine)
     with pytest.raises(ConfigError, match="sometimes"):
-        Journal(kept.directory, MemoryQueue().engine, fsync="sometimes")
+        WriteAheadLog(kept.directory, MemoryQueue().engine, fsync="sometimes")

@@ -12,7 +12,7 @@ import msgpack
 import psutil
 import pytest
 
-from services.queue.guard import HELD_SHARE, SPARE_BYTES
+from services.queue.connection_guard import HELD_SHARE, SPARE_BYTES
 from tests.contract.attacker import Attacker
 from tests.contract.peers import Place, ints
 from tests.contract.processes import ipc_address, queue_process, tcp_address

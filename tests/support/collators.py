@@ -17,7 +17,7 @@ from tests.contract.processes import ROOT, UP_S, ipc_address, start_queue
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
-from xtoken_core.queue.run.protocol import TRAINER
+from xtoken_core.queue.run.names import TRAINER
 
 DEADLINE_S = 900.0
 

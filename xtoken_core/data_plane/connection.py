@@ -1,4 +1,4 @@
-"""One DEALER socket to a queue, and what happens to it: a connection that breaks or is refused is noticed at once."""
+"""One DEALER socket with a monitor, so that a broken or refused connection is noticed at once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from xtoken_core.wire.columns import Buffer
 SEND_S = 5.0
 HANDSHAKE_MS = 5000
 SOON_S = 0.02
-"""An answer that comes as soon as this is taken without looking whether the connection still stands."""
+"""How long a reply is awaited without checking the connection."""
 BROKEN = zmq.EVENT_DISCONNECTED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Connection:
-    """A socket that belongs to one thread.
+    """Socket that belongs to one thread.
 
     Args:
-        context: The client's.
-        address: Where the queue is; its token or keys are read anew.
+        context: Context of the transport.
+        address: Address of the queue; its token or keys are read again.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> None:
@@ -50,15 +50,15 @@ class Connection:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def send(self, header: bytes, buffers: Sequence[Buffer]) -> None:
-        """Send one message; large buffers are not copied, and must stay as they are until it is answered.
+        """Send one message; large buffers are not copied and must not change until it is answered.
 
         Raises:
-            zmq.Again: The queue takes nothing more for now.
+            zmq.Again: The queue accepts no more for now.
         """
         send_frames(self._socket, header, buffers)
 
     def receive(self, request: str, deadline: float) -> tuple[m.AnyReply, list[Buffer]] | None:
-        """The reply to a request; None once the connection has broken or the deadline (monotonic clock) has passed.
+        """Return the reply to a request; None once the connection is broken or the deadline (monotonic clock) has passed.
 
         Raises:
             QueueUnreachableError: The queue refuses the token or key.
@@ -78,7 +78,7 @@ class Connection:
         return None
 
     def close(self) -> None:
-        """Close the socket; what was not sent is dropped."""
+        """Close the socket and drop unsent messages."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from xtoken_core.wire import Column, QueueError
 
 if TYPE_CHECKING:
-    from xtoken_core.data_plane.client import DataPlaneClient
+    from xtoken_core.data_plane.task_client import TaskClient
 
 T = TypeVar("T")
 LOOK_S = 1.0
@@ -27,37 +27,37 @@ class Delivery(Generic[T]):
         lease: Their lease.
     """
 
-    def __init__(self, client: DataPlaneClient, partition: str, task: str, lease: int, ids: list[int], value: T):
+    def __init__(self, client: TaskClient, partition: str, task: str, lease: int, ids: list[int], value: T):
         self.ids = ids
         self.value = value
         self.lease = lease
         self._client, self._partition, self._task = client, partition, task
-        self._settled = False
+        self._finished = False
 
     def complete(self, columns: Mapping[str, Column]) -> None:
         """Put a result for these samples and be done with them, in one request."""
-        self._settled = True
+        self._finished = True
         self._client.complete(self._partition, self.lease, columns)
 
     def nack(self, ids: Sequence[int], reason: str) -> None:
         """Some of these samples could not be done; the others go back uncounted."""
-        self._settled = True
+        self._finished = True
         self._client.nack(self._partition, self.lease, ids, reason)
 
     def ack(self) -> None:
         """Be done with these samples, if nothing was said of them yet."""
-        if not self._settled:
-            self._settled = True
+        if not self._finished:
+            self._finished = True
             self._client.ack(self._partition, self._task, self.ids)
 
     def give_back(self) -> None:
         """Let somebody else have them, if nothing was said of them yet."""
-        if not self._settled:
+        if not self._finished:
             self.nack([], "given back")
 
 
 class Stream(Generic[T]):
-    """What `DataPlaneClient.stream` returns; leaving its `for` loop, or `close`, gives back what is not done.
+    """What `TaskClient.stream` returns; leaving its `for` loop, or `close`, gives back what is not done.
 
     Args:
         client: Whose session holds the leases.
@@ -65,7 +65,7 @@ class Stream(Generic[T]):
     """
 
     def __init__(
-        self, client: DataPlaneClient, partition: str, task: str, *, count: int, fields: Sequence[str],
+        self, client: TaskClient, partition: str, task: str, *, count: int, fields: Sequence[str],
         wait_s: float | None, prefetch: int, make: Callable[[list[int], dict[str, Column]], T],
     ) -> None:  # fmt: skip
         self._client, self._partition, self._task = client, partition, task

@@ -1,4 +1,5 @@
-"""The queue's rules as pure bookkeeping: sessions, samples and tasks, blocks, rings, and the protocol of a run.
+"""The queue's state without sockets, clocks or tensors: the server, the in-memory client and the state model run it.
 
-No sockets, clocks or tensors: the server, the in-memory client and the explicit-state model all run this very code.
+`engine` answers requests. A partition is either the queue of one training run (`queue.run`) or a generic task queue
+(`queue.tasks`); the two share `partition`, `samples`, `store` and `sessions`, and know nothing of each other.
 """

@@ -1,22 +1,20 @@
-"""The queue itself, without a socket: a request goes in, an answer comes out, or None while it has to wait.
+"""Engine of the queue, without a socket: takes a request, returns a response, or None while the request has to wait.
 
-The server and the in-memory client both drive this class; time is whatever their clock says.
+The server and the in-memory transport both drive this class; time is whatever their clock says.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from xtoken_core.queue.partition import Partition
+from xtoken_core.queue.partition import Partition, PriorLease
 from xtoken_core.queue.reply_cache import ReplyCache
 from xtoken_core.queue.response import Response
-from xtoken_core.queue.run import handlers as run_handlers
+from xtoken_core.queue.run.partition import RunPartition
 from xtoken_core.queue.sessions import Session, Sessions
 from xtoken_core.queue.stats import stats_document
-from xtoken_core.queue.tasks import handlers as task_handlers
+from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import QueueError, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
@@ -25,22 +23,13 @@ MAX_PARTITIONS = 1024
 MAX_SESSIONS = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class Touched:
-    """The lease that a request named, as it was before: its samples and task, or its block; of an ack, what it ends."""
-
-    ids: tuple[int, ...] = ()
-    task: str = ""
-    block: int | None = None
-
-
 class Engine:
     """All partitions and sessions of one queue.
 
     Attributes:
-        changes: Grows with every request that may let a waiting one go on.
-        journal: Told of every change before it is answered; None if there is none.
-        waiting: Says how many requests wait for a change; whoever keeps them sets it.
+        changes: Number of requests so far that may let a waiting one proceed.
+        on_change: Callback with every change before it is answered, for the write-ahead log.
+        waiting: Callback for the number of requests that wait for a change.
     """
 
     def __init__(self, *, memory_limit: int, clock: Callable[[], float]) -> None:
@@ -51,23 +40,27 @@ class Engine:
         self.changes = 0
         self.started = clock()
         self.counts: dict[str, int] = {}
-        self.journal: Callable[[m.Request, Sequence[Buffer], Touched], None] | None = None
+        self.on_change: Callable[[m.Request, Sequence[Buffer], PriorLease], None] | None = None
         self.waiting: Callable[[], int] = lambda: 0
         self.leased_at: dict[tuple[str, int], float] = {}
         self._replies = ReplyCache()
         self._hellos: dict[str, str] = {}
-        self.sessions.on_end.append(self._forget)
+        self.sessions.on_end.append(self._session_ended)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers held."""
+        """Return the bytes of all buffers held."""
         return sum(part.store.nbytes for part in self.partitions.values())
 
     def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer], *, waited: bool = False) -> Response | None:
-        """Response a request, or None if it has to wait for a change.
+        """Answer a request; None if it has to wait for a change.
 
-        The last request of a lane (see `xtoken_core.queue.reply_cache`) gets the same answer again and changes nothing.
-        One that is tried again after it has `waited` is no sign of life of its session.
+        The last request of a lane (see `xtoken_core.queue.reply_cache`) gets the same reply again and changes nothing.
+
+        Args:
+            request: The request.
+            buffers: Buffers of its columns.
+            waited: The request is tried again after it has waited, so it is no sign of life of its session.
 
         Raises:
             QueueError: The request is refused.
@@ -77,57 +70,56 @@ class Engine:
         session = self.sessions.get(request.session)
         if not waited:
             session.last_seen = self.clock()
-        known = self._replies.recall(session.id, request.id)
-        if known is not None:
-            return self._again(request, known)
-        touched = Touched() if self.journal is None else self._touched(request)
-        answer = self._dispatch(request, session, buffers)
-        if answer is not None:
-            kind = type(request)
-            tag = str(kind.__struct_config__.tag)
-            self.counts[tag] = self.counts.get(tag, 0) + 1
-            if kind not in READS:
-                self.changes += 1
-                self._settle()
-                if self.journal is not None:
-                    self.journal(request, buffers, touched)
-                self._note_lease(request, answer)
-                if kind not in NATURAL:
-                    self._replies.remember(session.id, request.id, answer)
-        return answer
+        cached = self._replies.get(session.id, request.id)
+        if cached is not None:
+            return self._repeated(request, cached)
+        prior = PriorLease() if self.on_change is None else self._prior_lease(request)
+        response = self._dispatch(request, session, buffers)
+        if response is not None:
+            self._record(request, response, session, buffers, prior)
+        return response
 
     def tick(self) -> None:
         """End the sessions that have been silent for too long."""
         for session in self.sessions.silent(self.clock()):
             self.sessions.end(session.id, f"no sign of life for {session.silence:g} s")
             self.changes += 1
-            self._settle()
+            self._drop_stale()
         if len(self.leased_at) > 2 * sum(len(part.lease_ids()) for part in self.partitions.values()):
             live = {(name, lease) for name, part in self.partitions.items() for lease in part.lease_ids()}
             self.leased_at = {key: since for key, since in self.leased_at.items() if key in live}
 
-    def _settle(self) -> None:
-        """After a change no columns are held of signals that are gone by it."""
-        for part in self.partitions.values():
-            if part.signals is not None:
-                part.signals.settle()
+    def _record(
+        self, request: m.AnyRequest, response: Response, session: Session, buffers: Sequence[Buffer], prior: PriorLease
+    ) -> None:
+        """Count an answered request; log and cache it if it has changed something."""
+        kind = type(request)
+        tag = str(kind.__struct_config__.tag)
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        if kind in READS:
+            return
+        self.changes += 1
+        self._drop_stale()
+        if self.on_change is not None:
+            self.on_change(request, buffers, prior)
+        self._note_lease(request, response)
+        if kind not in NATURALLY_IDEMPOTENT:
+            self._replies.put(session.id, request.id, response)
 
-    def _touched(self, request: m.AnyRequest) -> Touched:
+    def _drop_stale(self) -> None:
+        for part in self.partitions.values():
+            if isinstance(part, RunPartition):
+                part.drop_stale()
+
+    def _prior_lease(self, request: m.AnyRequest) -> PriorLease:
         part = self.partitions.get(getattr(request, "partition", ""))
         if part is None or not isinstance(request, (m.Ack, m.Complete, m.Nack)):
-            return Touched()
-        if isinstance(request, m.Ack):
-            known = request.task in part.samples.tasks
-            mine = part.samples.held_by(request.session, request.task, request.ids) if known else ()
-            return Touched(tuple(mine), request.task)
-        if part.run is not None and request.lease in part.run.source.leases:
-            return Touched(block=part.run.source.leases[request.lease].block)
-        lease = part.samples.leases.get(request.lease)
-        return Touched() if lease is None else Touched(lease.ids, lease.task)
+            return PriorLease()
+        return part.prior_lease(request)
 
-    def _note_lease(self, request: m.AnyRequest, answer: Response) -> None:
-        """When a lease was given, for its age."""
-        reply = answer.reply
+    def _note_lease(self, request: m.AnyRequest, response: Response) -> None:
+        """Record when a lease was given, for its age in the statistics."""
+        reply = response.reply
         if isinstance(reply, (m.Claimed, m.Block)) and isinstance(request, m.PartitionRequest) and reply.lease:
             self.leased_at.setdefault((request.partition, reply.lease), self.clock())
 
@@ -146,55 +138,49 @@ class Engine:
         part = self._partition(request.partition)
         match request:
             case m.Put():
-                columns = unpack_columns(request.columns, buffers)
-                return task_handlers.put(part, request, columns, self.memory_limit - self.nbytes)
+                return part.put(request, unpack_columns(request.columns, buffers), self.memory_limit - self.nbytes)
             case m.Complete():
-                columns = unpack_columns(request.columns, buffers)
-                if part.run is not None:
-                    return run_handlers.complete(part, request, columns)
-                return task_handlers.complete(part, request, columns, 2 * self.memory_limit - self.nbytes)
+                # Results have room of their own, or inputs could lock them out.
+                room = 2 * self.memory_limit - self.nbytes
+                return part.complete(request, unpack_columns(request.columns, buffers), room)
             case m.Room():
-                room = self.memory_limit - self.nbytes
-                if request.bytes > self.memory_limit:
-                    raise QueueError("too_large", f"{request.bytes} bytes exceed the limit of {self.memory_limit}")
-                return Response(m.Stored(room=room)) if room >= request.bytes else None
-            case m.Seal():
-                part.sealed = True
-                return Response(m.Ok())
-            case m.LeaseBlock():
-                return run_handlers.lease_block(part, request, self.sessions)
-            case m.AwaitRing():
-                return run_handlers.await_ring(part, request, self.sessions)
-        return CALLS[type(request)](part, request)
+                return self._room(request)
+        return part.handle(request)
+
+    def _room(self, request: m.Room) -> Response | None:
+        if request.bytes > self.memory_limit:
+            raise QueueError("too_large", f"{request.bytes} bytes exceed the limit of {self.memory_limit}")
+        room = self.memory_limit - self.nbytes
+        return Response(m.Stored(room=room)) if room >= request.bytes else None
 
     def _hello(self, request: m.Hello) -> Response | None:
-        if m.VERSION not in request.versions:
-            raise QueueError(
-                "unsupported_version", f"this queue speaks version {m.VERSION}, the worker {request.versions}"
-            )
-        run = next((p for p in self.partitions.values() if p.run is not None), None)
+        version = max(set(m.VERSIONS).intersection(request.versions), default=0)
+        if not version:
+            mine = ", ".join(map(str, m.VERSIONS))
+            raise QueueError("unsupported_version", f"this queue speaks versions {mine}, the worker {request.versions}")
+        run = next((p for p in self.partitions.values() if isinstance(p, RunPartition)), None)
         if request.needs_run and run is None:
             return None
-        session = self._opened_by(request) or self._new_session(request)
-        welcome = m.Welcome(session=session.id, version=m.VERSION)
-        if run is not None and run.definition.run is not None:
-            welcome.partition, welcome.run = run.name, run.definition.run.document
+        session = self._opened_by(request) or self._new_session(request, version)
+        welcome = m.Welcome(session=session.id, version=session.version)
+        if run is not None:
+            welcome.partition, welcome.run = run.name, run.run.definition.document
         return Response(welcome)
 
     def _opened_by(self, request: m.Hello) -> Session | None:
-        """The session that this very hello has opened before."""
+        """Return the session that this very hello has opened before."""
         for session in self.sessions.live.values():
             if session.name == request.name and self._hellos.get(session.id) == request.id:
                 return session
         return None
 
-    def _new_session(self, request: m.Hello) -> Session:
+    def _new_session(self, request: m.Hello, version: int) -> Session:
         if len(self.sessions.live) >= MAX_SESSIONS:
             raise QueueError("too_large", f"a queue holds at most {MAX_SESSIONS} sessions")
         now = self.clock()
         session = Session(
             id=secrets.token_hex(16), name=request.name, role=request.role, incarnation=request.incarnation,
-            rank=request.rank, silence=request.silence_s, last_seen=now, progress_at=now,
+            rank=request.rank, silence=request.silence_s, last_seen=now, progress_at=now, version=version,
         )  # fmt: skip
         self.sessions.open(session)
         self._hellos[session.id] = request.id
@@ -214,7 +200,7 @@ class Engine:
         if known is None:
             if len(self.partitions) >= MAX_PARTITIONS:
                 raise QueueError("too_large", f"a queue holds at most {MAX_PARTITIONS} partitions")
-            self.partitions[request.partition] = Partition(request, self.sessions)
+            self.partitions[request.partition] = new_partition(request, self.sessions)
         return Response(m.Ok())
 
     def _partition(self, name: str) -> Partition:
@@ -223,15 +209,21 @@ class Engine:
             raise QueueError("unknown_partition", f"there is no partition {name!r} here")
         return part
 
-    def _again(self, request: m.AnyRequest, known: Response) -> Response:
-        """An answer once more; the columns of a claim are read anew."""
-        if isinstance(request, m.Claim) and isinstance(known.reply, m.Claimed):
-            return Response(known.reply, self._partition(request.partition).store.read(known.reply.ids, request.fields))
-        return known
+    def _repeated(self, request: m.AnyRequest, cached: Response) -> Response:
+        """Return a cached response again; the columns of a claim are read anew."""
+        if isinstance(request, m.Claim) and isinstance(cached.reply, m.Claimed):
+            columns = self._partition(request.partition).store.read(cached.reply.ids, request.fields)
+            return Response(cached.reply, columns)
+        return cached
 
-    def _forget(self, session: str) -> None:
-        self._replies.forget(session)
+    def _session_ended(self, session: str) -> None:
+        self._replies.drop(session)
         self._hellos.pop(session, None)
+
+
+def new_partition(definition: m.OpenPartition, sessions: Sessions) -> Partition:
+    """Return the partition that a message opens: that of a run, or a generic one."""
+    return (TaskPartition if definition.run is None else RunPartition)(definition, sessions)
 
 
 READS: frozenset[type[m.Request]] = frozenset(
@@ -240,28 +232,7 @@ READS: frozenset[type[m.Request]] = frozenset(
         m.AwaitOpened, m.CheckStep,
     }
 )  # fmt: skip
+"""Requests that change nothing."""
 
-NATURAL: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})
-"""Calls whose repetition finds what they made before, so that their answers need not be kept."""
-
-CALLS: dict[type[m.Request], Callable[[Partition, Any], Response | None]] = {
-    m.Get: task_handlers.get,
-    m.Claim: task_handlers.claim,
-    m.Ack: task_handlers.ack,
-    m.Nack: task_handlers.nack,
-    m.Clear: task_handlers.clear,
-    m.ListSamples: task_handlers.list_samples,
-    m.Peek: task_handlers.peek,
-    m.Window: run_handlers.window,
-    m.AwaitTrainer: run_handlers.await_trainer,
-    m.AnnounceRing: run_handlers.announce_ring,
-    m.OpenedRing: run_handlers.opened_ring,
-    m.AwaitOpened: run_handlers.await_opened,
-    m.ClaimSlot: run_handlers.claim_slot,
-    m.ClaimBatch: run_handlers.claim_batch,
-    m.Release: run_handlers.release,
-    m.CheckStep: run_handlers.check_step,
-    m.AckWindow: run_handlers.ack_window,
-    m.Rewind: run_handlers.rewind,
-    m.Giveup: run_handlers.give_up,
-}
+NATURALLY_IDEMPOTENT: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})
+"""Requests whose repetition returns what the first one made, so that their replies need no cache."""

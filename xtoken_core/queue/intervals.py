@@ -1,4 +1,4 @@
-"""A set of integers that is stored as its runs: years of finished positions in a few numbers."""
+"""Set of integers stored as intervals, compact for long runs of finished positions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class IntervalSet:
         self._stops[low:high] = [stop]
 
     def add_all(self, values: Iterable[int]) -> None:
-        """Add distinct integers, at once where they are adjacent."""
+        """Add distinct integers; a contiguous range is added at once."""
         ordered = sorted(values)
         if ordered and ordered[-1] - ordered[0] + 1 == len(ordered):
             self.add(ordered[0], ordered[-1] + 1)
@@ -38,7 +38,7 @@ class IntervalSet:
                 self.add(value)
 
     def isdisjoint(self, values: Sequence[int]) -> bool:
-        """Whether none of `values` is in the set."""
+        """Return whether none of `values` is in the set."""
         at = bisect_right(self._starts, max(values, default=-1)) - 1
         return at < 0 or self._stops[at] <= min(values) or not any(value in self for value in values)
 
@@ -50,10 +50,10 @@ class IntervalSet:
         return sum(stop - start for start, stop in self.intervals())
 
     def first_gap(self, start: int = 0) -> int:
-        """The lowest integer from `start` on that is not in the set."""
+        """Return the lowest integer from `start` on that is not in the set."""
         at = bisect_right(self._starts, start) - 1
         return self._stops[at] if at >= 0 and start < self._stops[at] else start
 
     def intervals(self) -> Iterator[tuple[int, int]]:
-        """The runs, ascending."""
+        """Return the intervals, ascending."""
         return zip(self._starts, self._stops, strict=True)

@@ -1,51 +1,153 @@
-"""A partition: its samples, where their columns lie, and, if it is a run's queue, the protocol of that run."""
+"""Base of both kinds of partition: samples, their columns, and the calls that every partition answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from xtoken_core.queue.run.protocol import RunProtocol
-from xtoken_core.queue.run.slot_columns import SignalColumns
-from xtoken_core.queue.sessions import Sessions
+from xtoken_core.queue.response import Response
+from xtoken_core.queue.sample import Status
+from xtoken_core.queue.samples import Samples
 from xtoken_core.queue.store import Store
-from xtoken_core.queue.tasks.samples import Samples, Status, Task
 from xtoken_core.wire import Column, QueueError, object_values
-from xtoken_core.wire.messages import OpenPartition
+from xtoken_core.wire import messages as m
+
+Handler = Callable[[Any, Any], Response | None]
+FieldKind = tuple[str, str, tuple[int, ...]]
 
 
-class Partition:
-    """One partition.
+@dataclass(frozen=True, slots=True)
+class PriorLease:
+    """Lease that a request named, before the request changed it: its samples and task, or its block.
 
-    Attributes:
-        definition: The message that opened it; opening it again with the same one is no error.
-        run: The protocol of the run, or None for a generic partition.
-        signals: The columns of a run's signals, where they come through the queue; None for a generic partition.
-        rows_put: Rows that were new.
-        kinds: Kind, dtype and item shape of every field, as its first rows had them.
-        sealed: Whether nothing will be put any more.
+    For an ack: the samples that it ends.
     """
 
-    def __init__(self, definition: OpenPartition, sessions: Sessions) -> None:
+    ids: tuple[int, ...] = ()
+    task: str = ""
+    block: int | None = None
+
+
+class Partition(ABC):
+    """Samples of one name space.
+
+    Attributes:
+        HANDLERS: Call by type of request; put and complete, which carry columns, are methods.
+        definition: The message that opened it; opening it again with the same one is no error.
+        rows_put: Number of rows that were new.
+        kinds: Kind, dtype and item shape of every field, set by its first rows.
+        sealed: Nothing will be put any more.
+    """
+
+    HANDLERS: ClassVar[Mapping[type[m.Request], Handler]]
+
+    def __init__(self, definition: m.OpenPartition, samples: Samples) -> None:
         self.name = definition.partition
         self.definition = definition
+        self.samples = samples
         self.store = Store()
-        self.volatile = frozenset(definition.volatile)
-        self.kinds: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+        self.kinds: dict[str, FieldKind] = {}
         self.rows_put = 0
-        self._vouched: dict[str, list[tuple[int, str, str]]] = {}
-        self.run: RunProtocol | None = None
-        self.signals: SignalColumns | None = None
-        if definition.run is not None:
-            self.run = _run(definition, sessions)
-            self.samples = self.run.samples
-            self.signals = SignalColumns(self.run.rings, self.store, self.run.teachers)
-        else:
-            self.samples = Samples(_tasks(definition), definition.max_attempts)
-            sessions.on_end.append(self._session_ended)
-        self.sealed = self.run is not None
+        self.sealed = False
 
-    def same_as(self, other: OpenPartition) -> bool:
-        """Whether the message defines this very partition."""
+    # Calls
+
+    def handle(self, request: m.PartitionRequest) -> Response | None:
+        """Answer a request without columns; None means "not yet".
+
+        Raises:
+            QueueError: The request is refused.
+        """
+        handler = self.HANDLERS.get(type(request))
+        if handler is None:
+            raise self.misplaced()
+        return handler(self, request)
+
+    @abstractmethod
+    def put(self, request: m.Put, columns: dict[str, Column], room: int) -> Response:
+        """Store columns for ids; `room` bytes are free."""
+
+    @abstractmethod
+    def complete(self, request: m.Complete, columns: dict[str, Column], room: int) -> Response:
+        """Put the result of a lease and finish the lease; `room` bytes are free for results."""
+
+    @abstractmethod
+    def misplaced(self) -> QueueError:
+        """Return the refusal of a call that belongs to the other kind of partition."""
+
+    @abstractmethod
+    def prior_lease(self, request: m.Ack | m.Complete | m.Nack) -> PriorLease:
+        """Return the lease that a request names, for the write-ahead log."""
+
+    def seal(self, _: m.Seal) -> Response:
+        """Accept no puts any more."""
+        self.sealed = True
+        return Response(m.Ok())
+
+    def get(self, request: m.Get) -> Response | None:
+        """Read fields of samples, once all are there."""
+        held, finished = self.samples.samples, self.samples.finished
+        missing = self.samples.lacking(request.ids, request.fields)
+        if missing:
+            gone = [i for i in missing if i in finished]
+            if request.wait_s and not gone and not self.sealed:
+                return None
+            first = (gone or missing)[0]
+            lacks = sorted(set(request.fields) - (held[first].fields if first in held else set()))
+            raise QueueError("unknown_sample", f"sample {first} has no {', '.join(lacks) or 'row'} here")
+        return Response(m.Rows(ids=request.ids, columns=[]), self.store.read(request.ids, request.fields))
+
+    def list_samples(self, request: m.ListSamples) -> Response:
+        """List the ids in a state, ascending."""
+        samples = self.samples
+        reasons = {"dead": samples.dead, "skipped": self.skipped}.get(request.state)
+        if reasons is None:
+            task = self.task(request.task)
+            try:
+                status = Status[request.state.upper()]
+            except KeyError:
+                raise QueueError("bad_request", f"unknown state {request.state!r}") from None
+            matching = {s.id for s in samples.samples.values() if s.status[task] == status and s.id not in samples.dead}
+        else:
+            matching = set(reasons)
+        ids = sorted(i for i in matching if i > request.after)[: request.limit]
+        return Response(m.Listed(ids=ids, reasons={i: reasons[i] for i in ids} if reasons else {}))
+
+    def peek(self, request: m.Peek) -> Response:
+        """Describe one sample without changing it."""
+        sample = self.samples.samples.get(request.sample)
+        reason = self.samples.dead.get(request.sample) or self.skipped.get(request.sample, "")
+        if sample is None and not reason:
+            raise QueueError("unknown_sample", f"sample {request.sample} is not here")
+        status = {name: state.name.lower() for name, state in sample.status.items()} if sample else {}
+        attempts = sample.attempts if sample else 0
+        fields = self.store.fields(request.sample)
+        return Response(m.Peeked(fields=fields, status=status, attempts=attempts, reason=reason))
+
+    # State
+
+    @property
+    def skipped(self) -> Mapping[int, str]:
+        """Return the reason of every tombstone, by id."""
+        return {}
+
+    @property
+    def volatile(self) -> frozenset[str]:
+        """Return the fields that belong to a session and are never journalled."""
+        return frozenset(self.definition.volatile)
+
+    def lease_ids(self) -> list[int]:
+        """Return the number of every current lease."""
+        return list(self.samples.leases)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what this kind of partition adds to the statistics."""
+        return {}
+
+    def same_as(self, other: m.OpenPartition) -> bool:
+        """Return whether the message defines this very partition."""
         mine = self.definition
         return (mine.tasks, mine.volatile, mine.max_attempts, mine.run) == (
             other.tasks,
@@ -54,13 +156,29 @@ class Partition:
             other.run,
         )
 
-    def check(self, columns: Mapping[str, Column]) -> None:
-        """A field keeps the kind, dtype and item shape of its first rows, so that any of its rows can be read together.
+    def task(self, name: str) -> str:
+        """Return the name of a task that exists.
 
         Raises:
-            QueueError: `conflict`, with the field's name; `bad_request` or `too_large` for a row that is no bounded
-                msgpack value.
+            QueueError: `unknown_task`.
         """
+        if name not in self.samples.tasks:
+            known = ", ".join(self.samples.tasks) or "none"
+            raise QueueError("unknown_task", f"partition {self.name!r} has no task {name!r} (its tasks: {known})")
+        return name
+
+    # Columns
+
+    def check(self, columns: Mapping[str, Column], rows: int) -> None:
+        """Check the number of rows, and that each field keeps the kind, dtype and item shape of its first rows.
+
+        Raises:
+            QueueError: `conflict`, with the field's name; `bad_request` for another number of rows; `bad_request` or
+                `too_large` for a row that is no bounded msgpack value.
+        """
+        for name, column in columns.items():
+            if column.rows != rows:
+                raise QueueError("bad_request", f"column {name!r} has {column.rows} rows for {rows} samples")
         for name, column in columns.items():
             kind = _kind(column)
             known = self.kinds.get(name, kind)
@@ -77,130 +195,31 @@ class Partition:
         self.store.put(ids, dict(columns), new)
 
     def learn(self, columns: Mapping[str, Column]) -> None:
-        """Note kind, dtype and item shape of fields: later rows must have the same."""
+        """Record kind, dtype and item shape of fields, which later rows must have too."""
         self.kinds.update({name: _kind(column) for name, column in columns.items()})
 
-    def lacking(self, ids: Sequence[int], fields: Iterable[str]) -> list[tuple[int, str]]:
-        """Samples that may be put and the volatile ones of `fields` that they have not got."""
-        names = self.volatile.intersection(fields)
-        held, dead, finished = self.samples.samples, self.samples.dead, self.samples.finished
-        return [
-            (i, name)
-            for name in sorted(names)
-            for i in ids
-            if i not in dead and i not in finished and (i not in held or name not in held[i].fields)
-        ]
 
-    def vouch(self, session: str, put: Sequence[tuple[int, str]], task: str = "") -> None:
-        """Volatile fields belong to the session that put them, `task` being what it did by that."""
-        if put:
-            self._vouched.setdefault(session, []).extend((i, name, task) for i, name in put)
-
-    def provisional(self) -> set[tuple[str, int]]:
-        """Tasks and samples that are done only as long as a session vouches for what came of it."""
-        return {(task, i) for vouched in self._vouched.values() for i, _, task in vouched if task}
-
-    def forget(self, ids: Sequence[int]) -> None:
-        """Let samples go for good, leases and dead letters included; they are finished."""
-        for sample_id in ids:
-            self.samples.dead.pop(sample_id, None)
-            if sample_id in self.samples.samples:
-                self.samples.finished.add(sample_id)
-        self.samples.drop(ids)
-        self.store.drop(ids)
-
-    def start_over(self) -> None:
-        """As on the day it was opened: no samples, no dead letters, not sealed, any id may come."""
-        self.store.drop(list(self.samples.samples))
-        self.samples.start_over()
-        self.kinds.clear()
-        self._vouched.clear()
-        self.sealed = False
-
-    def let_go(self, ids: Iterable[int]) -> None:
-        """Free the memory of samples that are done."""
-        self.store.drop(ids)
-
-    def the_signals(self) -> SignalColumns:
-        """The columns of the run's signals, without those whose slot is another's by now."""
-        self.the_run()
-        assert self.signals is not None
-        self.signals.settle()
-        return self.signals
-
-    def the_run(self) -> RunProtocol:
-        """The run's protocol.
-
-        Raises:
-            QueueError: `bad_request` if this is a generic partition.
-        """
-        if self.run is None:
-            raise QueueError("bad_request", f"partition {self.name!r} is not the queue of a run")
-        return self.run
-
-    def task(self, name: str) -> str:
-        """The task's name, if there is such a task.
-
-        Raises:
-            QueueError: `unknown_task`.
-        """
-        if name not in self.samples.tasks:
-            known = ", ".join(self.samples.tasks) or "none"
-            raise QueueError("unknown_task", f"partition {self.name!r} has no task {name!r} (its tasks: {known})")
-        return name
-
-    def lease_ids(self) -> list[int]:
-        """Every lease that stands, of samples and of blocks."""
-        return [*self.samples.leases, *(self.run.source.leases if self.run else ())]
-
-    def exhausted(self, task: str) -> bool:
-        """Whether a task will never get another sample."""
-        if not self.sealed:
-            return False
-        return all(s.status[task] == Status.DONE for s in self.samples.samples.values())
-
-    def _session_ended(self, session: str) -> None:
-        """Its leases are free again; what only it could vouch for is withdrawn and has to be made anew."""
-        for lease in self.samples.of_session(session):
-            self.samples.give_back(lease.id)
-        for sample_id, name, task in self._vouched.pop(session, []):
-            if sample_id in self.samples.samples:
-                self.store.drop_fields([sample_id], [name])
-                self.samples.withdraw(sample_id, name)
-                if task:
-                    self.samples.reopen(sample_id, task)
+COMMON_HANDLERS: dict[type[m.Request], Handler] = {
+    m.Seal: Partition.seal,
+    m.Get: Partition.get,
+    m.ListSamples: Partition.list_samples,
+    m.Peek: Partition.peek,
+}
 
 
-def _kind(column: Column) -> tuple[str, str, tuple[int, ...]]:
+def check_distinct(ids: Sequence[int]) -> None:
+    """Check that no id is named twice.
+
+    Raises:
+        QueueError: `bad_request`.
+    """
+    if len(set(ids)) < len(ids):
+        raise QueueError("bad_request", "an id is there twice")
+
+
+def _kind(column: Column) -> FieldKind:
     return column.kind, column.dtype, column.item_shape
 
 
-def _words(kind: tuple[str, str, tuple[int, ...]]) -> str:
+def _words(kind: FieldKind) -> str:
     return " ".join(word for word in (kind[0], kind[1], str(list(kind[2])) if kind[2] else "") if word)
-
-
-def _tasks(definition: OpenPartition) -> list[Task]:
-    names = [task.name for task in definition.tasks]
-    if len(set(names)) < len(names):
-        raise QueueError("bad_request", f"partition {definition.partition!r} names a task twice")
-    return [Task(t.name, frozenset(t.requires), t.order) for t in definition.tasks]
-
-
-def _run(definition: OpenPartition, sessions: Sessions) -> RunProtocol:
-    run = definition.run
-    if definition.tasks or run is None:
-        raise QueueError("bad_request", "the tasks of a run's partition are given by the protocol: leave them out")
-    return RunProtocol(
-        sessions,
-        positions=run.positions,
-        samples_per_step=run.samples_per_step,
-        block_size=run.block_size,
-        span=run.span,
-        teachers=run.teachers,
-        ranks=run.ranks,
-        slots=run.slots,
-        max_attempts=definition.max_attempts,
-        max_dead=run.max_dead,
-        group=run.group,
-        groups=run.groups,
-    )

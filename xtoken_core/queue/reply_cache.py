@@ -1,7 +1,7 @@
-"""The answers that may be asked for again: the last one of each lane, so that a lost reply costs nothing.
+"""Cache of the last reply of each lane, so that a repeated request gets the same reply and changes nothing.
 
-A request id is `lane.number`, or just a lane. A client has one request open per lane, so a new one in a lane says that
-the answer to the one before has arrived, and that answer is forgotten.
+A request id is `lane.number`, or just a lane. A client has one request open per lane: a new request in a lane means
+that the reply to the previous one has arrived, and that reply is dropped.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ LANES = 256
 
 
 def lane_of(request: str) -> str:
-    """The lane of a request id: what stands before its last dot, or all of it."""
+    """Return the lane of a request id: everything before its last dot, or all of it."""
     lane, dot, _ = request.rpartition(".")
     return lane if dot else request
 
 
 class ReplyCache:
-    """The last answer of every lane of every session; of a session with too many lanes, the latest ones."""
+    """Last reply per session and lane, limited to each session's most recent lanes."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, OrderedDict[str, tuple[str, Response]]] = {}
+        self._lanes: dict[str, OrderedDict[str, tuple[str, Response]]] = {}
 
-    def recall(self, session: str, request: str) -> Response | None:
-        """The answer to this very request, if it was answered and nothing has been asked in its lane since."""
-        kept = self._kept.get(session)
-        known = kept.get(lane_of(request)) if kept is not None else None
-        return known[1] if known is not None and known[0] == request else None
+    def get(self, session: str, request: str) -> Response | None:
+        """Return the reply to exactly this request, if it is still the last one of its lane."""
+        lanes = self._lanes.get(session)
+        cached = lanes.get(lane_of(request)) if lanes is not None else None
+        return cached[1] if cached is not None and cached[0] == request else None
 
-    def remember(self, session: str, request: str, answer: Response) -> None:
-        """Keep an answer in place of the lane's last one; its columns are not kept."""
-        kept = self._kept.setdefault(session, OrderedDict())
+    def put(self, session: str, request: str, response: Response) -> None:
+        """Replace the lane's reply; columns are not kept."""
+        lanes = self._lanes.setdefault(session, OrderedDict())
         lane = lane_of(request)
-        kept[lane] = (request, Response(answer.reply))
-        kept.move_to_end(lane)
-        while len(kept) > LANES:
-            kept.popitem(last=False)
+        lanes[lane] = (request, Response(response.reply))
+        lanes.move_to_end(lane)
+        while len(lanes) > LANES:
+            lanes.popitem(last=False)
 
-    def forget(self, session: str) -> None:
-        """The session has ended."""
-        self._kept.pop(session, None)
+    def drop(self, session: str) -> None:
+        """Drop all replies of an ended session."""
+        self._lanes.pop(session, None)

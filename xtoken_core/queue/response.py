@@ -1,4 +1,4 @@
-"""What a call gives back: a reply, with columns beside it."""
+"""Response of a call: a reply message with its columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Response:
     columns: dict[str, Column] = field(default_factory=dict)
 
     def frames(self) -> list[memoryview]:
-        """The buffers to send after the header, into which the columns' heads are written."""
+        """Write the columns' heads into the reply and return the buffers that follow its header."""
         if not self.columns:
             return []
         heads, buffers = pack_columns(self.columns)

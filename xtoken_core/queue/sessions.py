@@ -1,4 +1,4 @@
-"""Who is connected: one session per (name, role, incarnation), ended by bye, by a newer one, or by silence."""
+"""Sessions of workers: one per name, role and incarnation, ended by bye, by a newer incarnation, or by silence."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from xtoken_core.wire import QueueError
+from xtoken_core.wire.messages import VERSION
 
 ENDED_KEPT = 256
 
 
 @dataclass(slots=True)
 class Session:
-    """One worker's stay.
+    """Session of one worker.
 
     Attributes:
-        silence: Seconds without a sign of life after which it ends.
-        last_seen: When it last sent anything, on the server's clock.
+        silence: Seconds without a request after which it ends.
+        last_seen: Time of its last request, on the server's clock.
         progress: Units of work it has reported.
-        progress_at: When that number last grew.
-        ended: Why it ended; empty while it lives.
+        progress_at: Time at which that number last grew.
+        ended: Reason for which it ended; empty while it lives.
+        version: Version of the protocol that its hello agreed on.
     """
 
     id: str
@@ -33,13 +35,14 @@ class Session:
     progress: int = 0
     progress_at: float = 0.0
     ended: str = ""
+    version: int = VERSION
 
 
 class Sessions:
-    """All living sessions, and the last ended ones so that their workers can be told.
+    """Living sessions, and the most recently ended ones, whose workers get the reason.
 
     Attributes:
-        on_end: Called with the id of every session that ends.
+        on_end: Callbacks with the id of every session that ends.
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,7 @@ class Sessions:
         self.ended: dict[str, Session] = {}
 
     def open(self, session: Session) -> list[Session]:
-        """Add a session; returns older incarnations of the same worker, which it ends.
+        """Add a session; end and return older incarnations of the same worker.
 
         Raises:
             QueueError: `stale_session` if a newer incarnation lives.
@@ -62,30 +65,30 @@ class Sessions:
         return same
 
     def get(self, session: str) -> Session:
-        """The living session.
+        """Return a living session.
 
         Raises:
             QueueError: `stale_session`, with the reason it ended.
         """
-        found = self.live.get(session)
-        if found is None:
+        known = self.live.get(session)
+        if known is None:
             old = self.ended.get(session)
             why = f"the session of {old.role} {old.name!r} has ended: {old.ended}" if old else "unknown session"
             raise QueueError("stale_session", why)
-        return found
+        return known
 
     def end(self, session: str, why: str) -> Session | None:
         """End a session; None if it had ended already."""
-        found = self.live.pop(session, None)
-        if found is not None:
-            found.ended = why
-            self.ended[session] = found
+        known = self.live.pop(session, None)
+        if known is not None:
+            known.ended = why
+            self.ended[session] = known
             while len(self.ended) > ENDED_KEPT:
                 self.ended.pop(next(iter(self.ended)))
-            for tell in self.on_end:
-                tell(session)
-        return found
+            for callback in self.on_end:
+                callback(session)
+        return known
 
     def silent(self, now: float) -> list[Session]:
-        """Sessions that have been silent for longer than they said."""
+        """Return the sessions that have been silent for longer than their limit."""
         return [s for s in self.live.values() if now - s.last_seen > s.silence]

@@ -1,4 +1,4 @@
-"""What a queue tells of itself: one JSON document for terminals, the control plane and metrics."""
+"""Statistics of a queue: one JSON document for terminals, the control plane and metrics."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from xtoken_core.queue.run.rings import SlotState
-from xtoken_core.queue.tasks.samples import Status
+from xtoken_core.queue.sample import Status
 
 if TYPE_CHECKING:
     from xtoken_core.queue.engine import Engine
     from xtoken_core.queue.partition import Partition
-    from xtoken_core.queue.run.protocol import RunProtocol
     from xtoken_core.queue.sessions import Session
-
 
 LEASE_AGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0, float("inf"))
 
 
 def stats_document(engine: Engine) -> bytes:
-    """Everything the queue counts, as JSON; ages are seconds."""
+    """Return the statistics of a queue as JSON; ages are in seconds."""
     now = engine.clock()
     document = {
         "uptime_s": now - engine.started,
@@ -77,27 +74,4 @@ def _partition(part: Partition, engine: Engine, now: float) -> dict[str, Any]:
         "tasks": tasks,
         "task_bytes": task_bytes,
     }
-    if part.run is not None:
-        document["run"] = _run(part.run)
-    return document
-
-
-def _run(run: RunProtocol) -> dict[str, Any]:
-    rings = []
-    for ring in run.rings.by_pair.values():
-        counts = Counter(slot.state for slot in ring.slots)
-        slots = {state.name.lower(): counts[state] for state in SlotState}
-        rings.append({"teacher": ring.teacher, "rank": ring.rank, "opened": ring.opened, "slots": slots})
-    return {
-        "positions": run.positions,
-        "samples_per_step": run.samples_per_step,
-        "group": run.group,
-        "groups": run.groups,
-        "step": run.cursor,
-        "rewinds": run.rewinds,
-        "skipped": len(run.skipped),
-        "ended": run.ended,
-        "failed": run.failed,
-        "blocks_leased": len(run.source.leases),
-        "rings": rings,
-    }
+    return document | part.statistics()

@@ -1,7 +1,7 @@
-"""Where the columns of samples lie: whole buffers as they came, rows pointing into them.
+"""Columns of samples, kept as the whole buffers in which they came.
 
-Nothing is copied when a batch arrives or is split. A batch lives as long as one of its rows does; one that is mostly
-dead is compacted, so that a single slow sample does not hold all of it.
+Nothing is copied when a batch arrives or is split. A batch is kept as long as one of its rows is; one that is mostly
+dead is compacted, so that a single slow sample does not keep all of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import cast
 from xtoken_core.wire import Column, QueueError, gather_rows, select_rows
 
 COMPACT_BYTES = 1 << 16
-COMPACT_SHARE = 4
+COMPACT_RATIO = 4
 
 
 class Batch:
@@ -27,7 +27,7 @@ class Batch:
         self.nbytes = sum(column.nbytes for column in columns.values())
 
     def row_bytes(self) -> list[int]:
-        """Bytes of each row's values in all columns."""
+        """Return the bytes of each row's values in all columns."""
         total = [0] * self.rows
         for column in self.columns.values():
             bounds = range(self.rows + 1) if column.offsets is None else column.offsets.tolist()
@@ -55,7 +55,7 @@ class Store:
         self._tables: dict[tuple[str, ...], Table] = {}
 
     def put(self, ids: Sequence[int], columns: dict[str, Column], wanted: Iterable[int]) -> None:
-        """Keep the rows of the `wanted` ids; a field that a sample has already stays as it was."""
+        """Store the rows of the `wanted` ids; a field that a sample has already is left unchanged."""
         keep = set(wanted)
         held = {
             names: table.keys() & keep
@@ -75,7 +75,7 @@ class Store:
                 self._add(Batch({name: columns[name] for name in names}, len(ids), row_of))
 
     def read(self, ids: Sequence[int], fields: Sequence[str]) -> dict[str, Column]:
-        """The fields of the samples, rows in the order of `ids`.
+        """Return fields of the samples, rows in the order of `ids`.
 
         Raises:
             QueueError: `unknown_sample` if a sample is not here or lacks a field; `conflict` if rows differ in kind.
@@ -83,17 +83,17 @@ class Store:
         columns: dict[str, Column] = {}
         if not ids:
             return columns
-        found: dict[tuple[str, ...], list[Run]] = {}
+        runs_of: dict[tuple[str, ...], list[Run]] = {}
         for name in fields:
-            names = next((names for names in found if name in names), None)
+            names = next((names for names in runs_of if name in names), None)
             if names is None:
                 names, batches = self._batches(ids, name)
-                found[names] = _runs(ids, batches)
-            columns[name] = _column(name, found[names])
+                runs_of[names] = _runs(ids, batches)
+            columns[name] = _column(name, runs_of[names])
         return columns
 
     def fields(self, sample_id: int) -> dict[str, int]:
-        """The fields that are held of a sample, and how many bytes each row has."""
+        """Return the fields of a sample and the bytes of each row."""
         out = {}
         for table in self._tables.values():
             if sample_id in table:
@@ -104,29 +104,29 @@ class Store:
         return out
 
     def sizes(self) -> dict[int, int]:
-        """Bytes of the values that each sample has here."""
-        found: dict[int, int] = {}
+        """Return the bytes of each sample's values."""
+        total: dict[int, int] = {}
         for table in self._tables.values():
             for batch in {id(batch): batch for batch in table.values()}.values():
                 sizes = batch.row_bytes()
                 for sample_id, row in batch.row_of.items():
-                    found[sample_id] = found.get(sample_id, 0) + sizes[row]
-        return found
+                    total[sample_id] = total.get(sample_id, 0) + sizes[row]
+        return total
 
     def drop(self, ids: Iterable[int]) -> None:
-        """Let all fields of the samples go."""
+        """Drop all fields of the samples."""
         ids = list(ids)
         for names in list(self._tables):
-            self._forget(names, ids)
+            self._remove(names, ids)
 
     def drop_fields(self, ids: Iterable[int], fields: Iterable[str]) -> None:
-        """Let some fields of the samples go."""
+        """Drop some fields of the samples."""
         ids = list(ids)
         for name in set(fields):
             for names, table in list(self._tables.items()):
                 if name in names and len(names) > 1:
-                    self._set_apart({id(table[i]): table[i] for i in ids if i in table}.values(), name)
-            self._forget((name,), ids)
+                    self._split_off({id(table[i]): table[i] for i in ids if i in table}.values(), name)
+            self._remove((name,), ids)
 
     def _add(self, batch: Batch) -> None:
         self.nbytes += batch.nbytes
@@ -134,22 +134,22 @@ class Store:
         table.update(dict.fromkeys(batch.row_of, batch))
         self._compact(batch)
 
-    def _set_apart(self, batches: Iterable[Batch], name: str) -> None:
-        """Give one column of each batch a batch of its own, so that samples can lose it alone."""
+    def _split_off(self, batches: Iterable[Batch], name: str) -> None:
+        """Move one column of each batch into a batch of its own, so that it can be dropped alone."""
         for batch in batches:
             rest = {other: column for other, column in batch.columns.items() if other != name}
             row_of = dict(batch.row_of)
-            self._forget(tuple(batch.columns), list(row_of))
+            self._remove(tuple(batch.columns), list(row_of))
             for columns in (rest, {name: batch.columns[name]}):
                 self._add(Batch(columns, batch.rows, dict(row_of)))
 
     def _batches(self, ids: Sequence[int], name: str) -> tuple[tuple[str, ...], list[Batch]]:
-        """The batch of each sample's row of a field, and the names of all fields that are there too."""
+        """Return the batch of each sample's row of a field, and the names of all fields that are there too."""
         tables = {names: table for names, table in self._tables.items() if name in names}
         for names, table in tables.items():
-            found = list(map(table.get, ids))
-            if None not in found:
-                return names, cast("list[Batch]", found)
+            batches_of = list(map(table.get, ids))
+            if None not in batches_of:
+                return names, cast("list[Batch]", batches_of)
         batches = []
         for i in ids:
             batch = next((table[i] for table in tables.values() if i in table), None)
@@ -158,7 +158,7 @@ class Store:
             batches.append(batch)
         return (name,), batches
 
-    def _forget(self, names: tuple[str, ...], ids: Sequence[int]) -> None:
+    def _remove(self, names: tuple[str, ...], ids: Sequence[int]) -> None:
         table = self._tables.get(names, {})
         touched = {}
         for sample_id in ids:
@@ -175,7 +175,7 @@ class Store:
             self._tables.pop(names, None)
 
     def _compact(self, batch: Batch) -> None:
-        if batch.nbytes < COMPACT_BYTES or len(batch.row_of) * COMPACT_SHARE > batch.rows:
+        if batch.nbytes < COMPACT_BYTES or len(batch.row_of) * COMPACT_RATIO > batch.rows:
             return
         ids = sorted(batch.row_of, key=batch.row_of.__getitem__)
         rows = [batch.row_of[i] for i in ids]
@@ -186,7 +186,7 @@ class Store:
 
 
 def _runs(ids: Sequence[int], batches: Sequence[Batch]) -> list[Run]:
-    """The samples' rows, one batch after the other."""
+    """Group the samples' rows by batch, in the order of `ids`."""
     if batches.count(batches[0]) == len(batches):
         return [(batches[0], _rows(list(map(batches[0].row_of.__getitem__, ids))))]
     runs: list[tuple[Batch, list[int]]] = []
@@ -200,7 +200,7 @@ def _runs(ids: Sequence[int], batches: Sequence[Batch]) -> list[Run]:
 
 
 def _rows(rows: list[int]) -> Sequence[int]:
-    """The same rows, as a range where they are adjacent."""
+    """Return the same rows, as a range where they are adjacent."""
     between = range(rows[0], rows[-1] + 1)
     return between if list(between) == rows else rows
 

@@ -13,7 +13,9 @@ import msgspec
 from xtoken_core.wire.columns import MAX_ROWS, ColumnHead, Id, Name
 from xtoken_core.wire.errors import QueueError
 
-VERSION = 1
+VERSION = 2
+VERSIONS = (1, 2)
+"""Versions that the queue speaks; `proto/README.md` lists their differences."""
 MAX_HEADER_BYTES = 64 << 20
 MAX_WAIT_S = 60.0
 
@@ -205,8 +207,20 @@ class Claim(PartitionRequest, tag="claim", kw_only=True):
     wait_s: Seconds = 0.0
 
 
+class SlotRef(msgspec.Struct, kw_only=True):
+    """Slot that holds a teacher's signal for a claimed micro-batch: its row `i` belongs to sample `ids[i]`."""
+
+    teacher: Index
+    ring: Id
+    slot: Index
+    generation: Id
+
+
 class Claimed(Reply, tag="claimed", kw_only=True):
-    """A lease on `ids`. `dead` samples were asked for and stay out. For a teacher: the slot to fill."""
+    """A lease on `ids`; `dead` samples are left out.
+
+    For a teacher: the slot to fill. For a trainer: the slot of each teacher's signal (version 2).
+    """
 
     lease: Id
     ids: Ids
@@ -214,6 +228,7 @@ class Claimed(Reply, tag="claimed", kw_only=True):
     columns: Heads = []
     slot: int = -1
     generation: int = 0
+    slots: Annotated[list[SlotRef], msgspec.Meta(max_length=64)] = []
 
 
 class AlreadyDone(Reply, tag="already_done", kw_only=True):

@@ -7,10 +7,10 @@ argument is what the move has chosen; a negative one says that the answer is los
 from __future__ import annotations
 
 from xtoken_core import schema
-from xtoken_core.queue.run.protocol import SlotClaim
 from xtoken_core.wire import QueueError
+from xtoken_core.wire import messages as m
 
-from .world import Checkpoint, Config, Ids, ViolationError, Worker, World, owned
+from .world import Checkpoint, Config, Ids, ViolationError, Worker, World, ask, owned
 
 ROW = (schema.INPUT_IDS.name,)
 
@@ -27,30 +27,39 @@ class Agents:
         batches = [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
         return tuple(batches[rank :: self.config.ranks])
 
+    @staticmethod
+    def _read_window(world: World, worker: Worker) -> m.WindowRows | m.AlreadyDone | None:
+        return world.protocol.read_window(
+            ask(m.Window, worker.session, step=worker.step, rewinds=worker.rewinds, fields=[])
+        )
+
     def _refuse(self, world: World, worker: Worker, _: int) -> bool:
         world.nacks -= 1
         if worker.role == "collator":
-            world.protocol.refuse_block(worker.session, worker.lease, "bad")
+            world.protocol.nack(ask(m.Nack, worker.session, lease=worker.lease, ids=[], reason="bad"))
             worker.phase, worker.lease, worker.todo = "idle", -1, ()
         else:
-            world.protocol.refuse(worker.session, worker.lease, worker.todo[0][:1], "bad")
+            ids = list(worker.todo[0][:1])
+            world.protocol.nack(ask(m.Nack, worker.session, lease=worker.lease, ids=ids, reason="bad"))
             worker.phase = "claim" if worker.role == "teacher" else "nacked"
         return True
 
     # Collators
 
     def _collator_idle(self, world: World, worker: Worker, _: int) -> bool:
-        lease = world.protocol.lease_block(worker.session)
-        if lease is None:
+        block = world.protocol.lease_block(ask(m.LeaseBlock, worker.session))
+        if block is None:
             return False
-        worker.phase, worker.lease = "holding", lease.id
-        worker.todo = (tuple(range(*world.protocol.source.bounds(lease.block))),)
+        worker.phase, worker.lease = "holding", block.lease
+        worker.todo = (tuple(range(block.first, block.first + block.count)),)
         return True
 
     def _collator_holding(self, world: World, worker: Worker, lost: int) -> bool:
         skipped = self.config.tombstones.intersection(worker.todo[0])
         ids = [p for p in worker.todo[0] if p not in skipped]
-        stored = world.protocol.put_block(worker.session, worker.lease, ids, dict.fromkeys(skipped, "empty"), ROW)
+        tombstones = dict.fromkeys(skipped, "empty")
+        put = ask(m.Put, worker.session, ids=ids, columns=[], lease=worker.lease, tombstones=tombstones)
+        stored = world.protocol.put_block(put, ROW)
         if stored is None:
             return False
         if not lost:
@@ -60,37 +69,39 @@ class Agents:
     # Teachers
 
     def _teacher_idle(self, world: World, worker: Worker, _: int) -> bool:
-        protocol = world.protocol
-        if protocol.ended:
-            raise QueueError("exhausted", "every position of the run is done")
-        trainer = protocol.trainer_of(worker.rank)
-        if trainer is None:
+        found = world.protocol.await_trainer(ask(m.AwaitTrainer, worker.session, rank=worker.rank))
+        if found is None:
             return False
-        worker.trainer, worker.step, worker.rewinds = trainer.id, protocol.cursor, protocol.rewinds
+        worker.trainer, worker.step, worker.rewinds = found.trainer, found.step, found.rewinds
         worker.phase = "announce"
         return True
 
     def _teacher_announce(self, world: World, worker: Worker, lost: int) -> bool:
-        ring = world.protocol.announce_ring(worker.session, worker.index, worker.rank, worker.trainer, b"handle")
-        world.memory[ring.id] = [None] * self.config.slots
+        ring = world.protocol.announce_ring(
+            ask(
+                m.AnnounceRing, worker.session, teacher=worker.index, rank=worker.rank, trainer=worker.trainer,
+                handle=b"handle",
+            )
+        ).ring  # fmt: skip
+        world.memory[ring] = [None] * self.config.slots
         if not lost:
-            worker.ring, worker.phase = ring.id, "opened"
+            worker.ring, worker.phase = ring, "opened"
         return True
 
     def _teacher_opened(self, world: World, worker: Worker, _: int) -> bool:
-        if not world.protocol.rings.get(worker.ring).opened:
+        if world.protocol.await_opened(ask(m.AwaitOpened, worker.session, ring=worker.ring)) is None:
             return False
         worker.phase = "window"
         return True
 
     def _teacher_window(self, world: World, worker: Worker, _: int) -> bool:
-        rows = world.protocol.window_ready(worker.step, worker.rewinds)
-        if worker.step < world.protocol.cursor:
+        window = self._read_window(world, worker)
+        if isinstance(window, m.AlreadyDone):
             self._next_window(worker)
             return True
-        if rows is None:
+        if window is None:
             return False
-        worker.todo = self.plan(rows, worker.rank)
+        worker.todo = self.plan(window.ids, worker.rank)
         worker.phase = "claim"
         if not worker.todo:
             self._next_window(worker)
@@ -99,12 +110,14 @@ class Agents:
     def _teacher_claim(self, world: World, worker: Worker, which: int) -> bool:
         chosen = max(which, 0)
         ids = worker.todo[chosen]
-        claim = world.protocol.claim_slot(worker.session, worker.ring, ids, worker.rewinds)
+        claim = world.protocol.claim_slot(
+            ask(m.ClaimSlot, worker.session, ring=worker.ring, ids=list(ids), rewinds=worker.rewinds)
+        )
         if claim is None:
             return False
         if which < 0:
             return True
-        if not isinstance(claim, SlotClaim):
+        if isinstance(claim, m.AlreadyDone):
             self._next_batch(worker, chosen)
             return True
         if self.config.ahead:
@@ -123,7 +136,7 @@ class Agents:
     def _teacher_writing(self, world: World, worker: Worker, lost: int) -> bool:
         if worker.ring in world.memory:
             world.memory[worker.ring][worker.slot] = (worker.generation, worker.todo[0])
-        world.protocol.publish(worker.session, worker.lease)
+        world.protocol.complete(ask(m.Complete, worker.session, lease=worker.lease))
         if not lost:
             self._next_batch(worker, 0)
         return True
@@ -134,7 +147,7 @@ class Agents:
         if worker.ring in world.memory and world.memory[worker.ring][slot] is None:
             world.memory[worker.ring][slot] = (generation, ids)
         try:
-            world.protocol.publish(worker.session, lease)
+            world.protocol.complete(ask(m.Complete, worker.session, lease=lease))
         except QueueError as error:
             if error.code != "lease_revoked":
                 raise
@@ -170,7 +183,7 @@ class Agents:
             return False
         known = world.cursor
         skipped, dead = dict.fromkeys(known.skipped, "empty"), dict.fromkeys(known.dead, "bad")
-        world.protocol.rewind(worker.session, known.step, skipped, dead)
+        world.protocol.rewind(ask(m.Rewind, worker.session, step=known.step, skipped=skipped, dead=dead))
         if not lost:
             for trainer in world.trainers:
                 trainer.rewinds, trainer.phase = world.protocol.rewinds, "window"
@@ -185,16 +198,17 @@ class Agents:
 
     def _trainer_opening(self, world: World, worker: Worker, _: int) -> bool:
         ring, worker.ring, worker.phase = worker.ring, -1, "claim"
-        world.protocol.opened(worker.session, ring)
+        world.protocol.opened_ring(ask(m.OpenedRing, worker.session, teacher=0, ring=ring))
         return True
 
     def _trainer_window(self, world: World, worker: Worker, _: int) -> bool:
-        rows = world.protocol.window_ready(worker.step, worker.rewinds)
-        if rows is None:
+        window = self._read_window(world, worker)
+        if window is None:
             return False
-        dead = world.protocol.samples.dead
-        worker.told = tuple(p for p in world.protocol.window(worker.step) if p in dead)
-        worker.absent = tuple(p for p in world.protocol.window(worker.step) if p not in rows and p not in dead)
+        assert isinstance(window, m.WindowRows)
+        rows, dead = window.ids, window.dead
+        worker.dead = tuple(dead)
+        worker.absent = tuple(p for p in window.skipped if p not in dead)
         worker.counted = tuple(p for p in rows if p not in dead)
         worker.trained, worker.clean = (), True
         worker.todo = self.plan(rows, worker.rank)
@@ -203,16 +217,16 @@ class Agents:
 
     def _trainer_claim(self, world: World, worker: Worker, lost: int) -> bool:
         protocol, ids = world.protocol, worker.todo[0]
-        found = protocol.claim_batch(worker.session, ids, worker.rewinds)
-        if found is None:
+        claim = protocol.claim_batch(ask(m.ClaimBatch, worker.session, ids=list(ids), rewinds=worker.rewinds))
+        if claim is None:
             return False
-        lease, refs = found
         if lost:
             return True
-        worker.lease, worker.phase = lease.id, "reading"
-        worker.refs = [(protocol.rings.get(r.ring).teacher, r.ring, r.slot, r.generation) for r in refs]
-        worker.trained = (*worker.trained, *lease.ids)
-        if lease.ids and sorted(r[0] for r in worker.refs) != list(range(self.config.teachers)):
+        worker.lease, worker.phase = claim.lease, "reading"
+        worker.refs = [(ref.teacher, ref.ring, ref.slot, ref.generation) for ref in claim.slots]
+        alive = [i for i in claim.ids if i not in claim.dead]
+        worker.trained = (*worker.trained, *alive)
+        if alive and sorted(r[0] for r in worker.refs) != list(range(self.config.teachers)):
             worker.clean = False
         self._look(world, worker, worker.refs, worker.todo[0])
         if self.config.ahead:
@@ -227,7 +241,7 @@ class Agents:
         self._look(world, worker, refs, ids)
         if refs:
             _, ring, slot, generation = refs.pop(0)
-            world.protocol.release(worker.session, ring, slot, generation)
+            world.protocol.release(ask(m.Release, worker.session, ring=ring, slot=slot, generation=generation))
         if not refs:
             worker.reading.pop(0)
         return True
@@ -244,7 +258,7 @@ class Agents:
 
     def _trainer_releasing(self, world: World, worker: Worker, repeat: int) -> bool:
         teacher, ring, slot, generation = worker.refs.pop(0)
-        world.protocol.release(worker.session, ring, slot, generation)
+        world.protocol.release(ask(m.Release, worker.session, ring=ring, slot=slot, generation=generation))
         if repeat:
             world.duplicates -= 1
             world.late.append((teacher, worker.session, ring, slot, generation))
@@ -264,7 +278,9 @@ class Agents:
     def _trainer_check(self, world: World, worker: Worker, _: int) -> bool:
         if worker.reading:
             return False
-        redo = world.protocol.check_step(worker.session, worker.step, worker.rewinds, worker.told)
+        redo = world.protocol.check_step(
+            ask(m.CheckStep, worker.session, step=worker.step, rewinds=worker.rewinds, dead=list(worker.dead))
+        ).redo
         worker.phase = "redo" if redo else "go"
         verdicts = {t.phase for t in world.trainers}
         if verdicts <= {"redo", "go"}:
@@ -291,14 +307,14 @@ class Agents:
             raise ViolationError("denominator", f"step {step} has trained {trained} and counted {counted}")
         known, leader = world.cursor, world.trainers[0]
         world.cursor = Checkpoint(
-            step + 1, (*known.chain, tuple(trained)), (*known.skipped, *leader.absent), (*known.dead, *leader.told)
+            step + 1, (*known.chain, tuple(trained)), (*known.skipped, *leader.absent), (*known.dead, *leader.dead)
         )
 
     def _trainer_ack(self, world: World, worker: Worker, keep: int) -> bool:
         if worker.rank or any(t.phase != "ack" for t in world.trainers):
             return False
         protocol = world.protocol
-        protocol.ack_window(worker.session, worker.step, worker.rewinds)
+        protocol.ack_window(ask(m.AckWindow, worker.session, step=worker.step, rewinds=worker.rewinds))
         if keep < 0:
             return True
         self._check_cursor(world)

@@ -29,12 +29,13 @@ class Frozen:
     """Worlds as bytes; what never changes in them is kept once, beside them."""
 
     def __init__(self, world: World) -> None:
-        self.tasks, self.signals = world.protocol.samples.tasks, world.protocol.signals
+        protocol = world.protocol
+        self.tasks, self.fields, self.run = protocol.samples.tasks, protocol.slots.fields, protocol.definition
 
     def dumps(self, world: World) -> bytes:
         """A world's bytes; the world itself is not usable any more."""
         protocol = world.protocol
-        protocol.samples.tasks = protocol.signals = None  # type: ignore[assignment]
+        protocol.samples.tasks = protocol.slots.fields = protocol.definition = None  # type: ignore[assignment]
         protocol.sessions.on_end.clear()
         protocol.sessions.ended.clear()
         return pickle.dumps(world, pickle.HIGHEST_PROTOCOL)
@@ -43,7 +44,7 @@ class Frozen:
         """A world that may be changed."""
         world: World = pickle.loads(blob)
         protocol = world.protocol
-        protocol.samples.tasks, protocol.signals = self.tasks, self.signals
+        protocol.samples.tasks, protocol.slots.fields, protocol.definition = self.tasks, self.fields, self.run
         protocol.sessions.on_end.append(protocol.session_ended)
         return world
 
@@ -149,7 +150,7 @@ def key_of(world: World) -> int:
     are teachers: their parts are sorted.
     """
     protocol = world.protocol
-    samples, source = protocol.samples, protocol.source
+    samples, blocks = protocol.samples, protocol.blocks
     count = len(world.trainers)
     teachers = [
         tuple(_pair_key(world, world.teachers[i * count + r], world.trainers[r]) for r in range(count))
@@ -164,9 +165,9 @@ def key_of(world: World) -> int:
         tuple(sorted(samples.dead)),
         tuple(sorted(protocol.skipped)),
         tuple(protocol.finished.intervals()),
-        tuple(source.done.intervals()),
-        tuple(sorted((lease.block, lease.session in protocol.sessions.live) for lease in source.leases.values())),
-        tuple(sorted(source.refused.items())),
+        tuple(blocks.done.intervals()),
+        tuple(sorted((lease.block, lease.session in protocol.sessions.live) for lease in blocks.leases.values())),
+        tuple(sorted(blocks.refused.items())),
         protocol.cursor,
         protocol.failed,
         world.cursor,
@@ -177,25 +178,25 @@ def key_of(world: World) -> int:
 
 
 def _collator_key(world: World, worker: Worker) -> tuple[object, ...]:
-    held = [lease.block for lease in world.protocol.source.leases.values() if lease.session == worker.session]
-    return worker.phase, world.alive(worker), worker.todo, tuple(held), worker.lease in world.protocol.source.leases
+    held = [lease.block for lease in world.protocol.blocks.leases.values() if lease.session == worker.session]
+    return worker.phase, world.alive(worker), worker.todo, tuple(held), worker.lease in world.protocol.blocks.leases
 
 
 def _trainer_key(world: World, worker: Worker) -> tuple[object, ...]:
     protocol = world.protocol
     readings = [
         (protocol.samples.leases[lease].claimed if lease in protocol.samples.leases else None, reading.withdrawn)
-        for lease, reading in protocol.table.readings.items()
+        for lease, reading in protocol.slots.readings.items()
     ]
     return (
         worker.phase,
         world.alive(worker),
-        worker.incarnation == protocol.trainers,
+        worker.incarnation == protocol.trainer_incarnation,
         any(ring.id == worker.ring for ring in protocol.rings.by_pair.values()),
         worker.rewinds == protocol.rewinds,
         worker.step,
         worker.todo,
-        (worker.counted, worker.told, worker.absent, worker.trained, worker.clean),
+        (worker.counted, worker.dead, worker.absent, worker.trained, worker.clean),
         worker.lease in protocol.samples.leases,
         tuple((len(refs), ids) for refs, ids in worker.reading),
         tuple(sorted(map(hash, readings))),
@@ -204,7 +205,7 @@ def _trainer_key(world: World, worker: Worker) -> tuple[object, ...]:
 
 
 def _task_key(world: World, teacher: int) -> tuple[object, ...]:
-    task, signal = f"teacher_{teacher}", world.protocol.signals[teacher]
+    task, signal = f"teacher_{teacher}", world.protocol.slots.fields[teacher]
     held = sorted(world.protocol.samples.samples.items())
     leases = sorted(lease.ids for lease in world.protocol.samples.leases.values() if lease.task == task)
     return tuple((int(s.status[task]), signal in s.fields) for _, s in held), tuple(leases)
@@ -215,7 +216,7 @@ def _pair_key(world: World, worker: Worker, trainer: Worker) -> tuple[object, ..
     ring = protocol.rings.by_pair.get((worker.index, worker.rank))
     live = protocol.sessions.live
 
-    def place(ring_id: int, slot: int, generation: int) -> tuple[object, ...]:
+    def filling(ring_id: int, slot: int, generation: int) -> tuple[object, ...]:
         if ring is None or ring.id != ring_id:
             return (slot,)
         return slot, generation == ring.slots[slot].generation
@@ -229,17 +230,17 @@ def _pair_key(world: World, worker: Worker, trainer: Worker) -> tuple[object, ..
         ring is not None and ring.id == worker.ring,
         worker.trainer == trainer.session,
         worker.lease in protocol.samples.leases,
-        place(worker.ring, worker.slot, worker.generation),
+        filling(worker.ring, worker.slot, worker.generation),
         ring is not None and ring.id == trainer.ring,
     )
     under_way = tuple(
-        (lease in protocol.samples.leases, place(worker.ring, slot, generation), ids)
+        (lease in protocol.samples.leases, filling(worker.ring, slot, generation), ids)
         for lease, slot, generation, ids in worker.under_way
     )
     refs = [(ref, ()) for ref in trainer.refs] + [(ref, ids) for refs, ids in trainer.reading for ref in refs]
-    reading = under_way, tuple((place(*ref[1:]), ids) for ref, ids in refs if ref[0] == worker.index)
+    reading = under_way, tuple((filling(*ref[1:]), ids) for ref, ids in refs if ref[0] == worker.index)
     late = sorted(
-        (session in live, *place(*where))
+        (session in live, *filling(*where))
         for teacher, session, *where in world.late
         if teacher == worker.index and session == trainer.session
     )
@@ -250,7 +251,7 @@ def _pair_key(world: World, worker: Worker, trainer: Worker) -> tuple[object, ..
     for index, slot in enumerate(ring.slots):
         content = memory[index] if memory else None
         found = content and (content[0] == slot.generation, content[1])
-        readers = [lease for lease, reads in protocol.table.readings.items() if (ring.id, index) in reads.pending]
+        readers = [lease for lease, reads in protocol.slots.readings.items() if (ring.id, index) in reads.pending]
         claimed = sorted(
             protocol.samples.leases[lease].claimed for lease in readers if lease in protocol.samples.leases
         )

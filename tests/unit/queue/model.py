@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from xtoken_core.queue.run.rings import SlotState
+from xtoken_core.queue.run.slots import SlotState
 from xtoken_core.wire import QueueError
+from xtoken_core.wire import messages as m
 
 from .agents import Agents
-from .world import Move, ViolationError, Worker, World, new_protocol
+from .world import Move, ViolationError, Worker, World, ask, new_protocol
 
 
 class Model(Agents):
@@ -167,7 +168,7 @@ class Model(Agents):
     def _late(self, world: World, at: int) -> bool:
         _, session, ring, slot, generation = world.late.pop(at)
         if session in world.protocol.sessions.live:
-            world.protocol.release(session, ring, slot, generation)
+            world.protocol.release(ask(m.Release, session, ring=ring, slot=slot, generation=generation))
         return True
 
     def _lose_queue(self, world: World, _: int) -> bool:
@@ -185,8 +186,8 @@ class Model(Agents):
         held = set(protocol.samples.samples)
         if len(held) > self.config.span:
             raise ViolationError("memory", f"{len(held)} rows are held")
-        for lease in protocol.source.leases.values():
-            held.update(range(*protocol.source.bounds(lease.block)))
+        for lease in protocol.blocks.leases.values():
+            held.update(range(*protocol.blocks.bounds(lease.block)))
         if self.config.bounded_positions and held and max(held) >= floor + self.config.span:
             raise ViolationError("span", f"position {max(held)} is at work while {floor} is not done")
         for ring in protocol.rings.by_pair.values():
@@ -197,5 +198,5 @@ class Model(Agents):
                     raise ViolationError("leak", f"slot {index} is {slot.state.name} at the end")
                 if slot.state == SlotState.FILLING and slot.lease not in protocol.samples.leases:
                     raise ViolationError("leak", f"slot {index} is filled for a lease that is gone")
-        if world.finished and (protocol.samples.samples or protocol.table.readings or protocol.samples.leases):
+        if world.finished and (protocol.samples.samples or protocol.slots.readings or protocol.samples.leases):
             raise ViolationError("leak", "rows, leases or readings outlive the run")

@@ -1,4 +1,4 @@
-"""The source: blocks in order, inside the span, and back after a rewind."""
+"""Blocks in order, inside the span, and back after a rewind."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from xtoken_core.queue.run.blocks import Blocks
 from xtoken_core.wire import QueueError
 
 
-def leased(source: Blocks, floor: int) -> list[int]:
+def leased(blocks: Blocks, floor: int) -> list[int]:
     """Every block that can be leased one after the other."""
-    blocks = []
-    while (block := source.lowest_free(floor)) is not None:
-        source.lease(100 + block, "c", block)
-        blocks.append(block)
-    return blocks
+    free = []
+    while (block := blocks.lowest_free(floor)) is not None:
+        blocks.lease(100 + block, "c", block)
+        free.append(block)
+    return free
 
 
 def filled(*positions: int) -> IntervalSet:
@@ -29,47 +29,45 @@ def filled(*positions: int) -> IntervalSet:
     ids=["start", "inside-a-block", "next-block", "short-last-block"],
 )
 def test_blocks_end_inside_the_span(floor: int, expected: list[int]) -> None:
-    source = Blocks(positions=11, block_size=2, span=6)
-    source.done.add(0, floor // 2)
-    assert leased(source, floor) == expected
+    blocks = Blocks(positions=11, block_size=2, span=6)
+    blocks.done.add(0, floor // 2)
+    assert leased(blocks, floor) == expected
 
 
 def test_the_last_block_may_be_short() -> None:
-    source = Blocks(positions=5, block_size=2, span=6)
-    assert [source.bounds(block) for block in (0, 1, 2)] == [(0, 2), (2, 4), (4, 5)]
+    blocks = Blocks(positions=5, block_size=2, span=6)
+    assert [blocks.bounds(block) for block in (0, 1, 2)] == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_a_block_is_lent_once_until_its_session_ends() -> None:
-    source = Blocks(positions=4, block_size=2, span=4)
-    source.lease(1, "a", 0)
-    assert source.lowest_free(0) == 1
-    source.lease(2, "b", 1)
-    assert source.lowest_free(0) is None
-    source.end_session("a")
-    assert source.lowest_free(0) == 0
-    assert source.held(2, "b").block == 1
+    blocks = Blocks(positions=4, block_size=2, span=4)
+    blocks.lease(1, "a", 0)
+    assert blocks.lowest_free(0) == 1
+    blocks.lease(2, "b", 1)
+    assert blocks.lowest_free(0) is None
+    blocks.end_session("a")
+    assert blocks.lowest_free(0) == 0
+    assert blocks.held(2, "b").block == 1
 
 
 @pytest.mark.parametrize("session", ["b", ""])
 def test_a_lease_is_held_by_its_session_only(session: str) -> None:
-    source = Blocks(positions=4, block_size=2, span=4)
-    source.lease(1, "a", 0)
+    blocks = Blocks(positions=4, block_size=2, span=4)
+    blocks.lease(1, "a", 0)
     with pytest.raises(QueueError, match="not held any more") as caught:
-        source.held(1, session)
+        blocks.held(1, session)
     assert caught.value.code == "lease_revoked"
 
 
 def test_a_restart_opens_every_block_that_is_not_full() -> None:
-    source = Blocks(positions=10, block_size=2, span=10)
-    source.done.add(0, 5)
-    source.lease(1, "a", 4)
-    source.restart(2, filled(2, 3, 4, 8, 9))
-    assert leased(source, 2) == [2, 3]
-    assert source.all_done() is False
+    blocks = Blocks(positions=10, block_size=2, span=10)
+    blocks.done.add(0, 5)
+    blocks.lease(1, "a", 4)
+    blocks.restart(2, filled(2, 3, 4, 8, 9))
+    assert leased(blocks, 2) == [2, 3]
 
 
 def test_a_restart_behind_everything_leaves_nothing_to_do() -> None:
-    source = Blocks(positions=4, block_size=2, span=4)
-    source.restart(4, IntervalSet())
-    assert source.all_done()
-    assert source.lowest_free(4) is None
+    blocks = Blocks(positions=4, block_size=2, span=4)
+    blocks.restart(4, IntervalSet())
+    assert blocks.lowest_free(4) is None

@@ -4,27 +4,27 @@ import pytest
 
 from xtoken_core.wire import QueueError
 
-from .test_run import COLLATOR, ROW, TRAINER, make_run
+from .test_run import ack_window, lease_block, make_run, put_block, rewind, rows
 
 
 def test_a_queue_hands_out_its_groups_share_of_every_step_and_waits_for_no_other() -> None:
     run = make_run(positions=11, samples_per_step=4, block_size=1, span=12, group=1, groups=2)
     assert [list(run.window(step)) for step in range(3)] == [[2, 3], [6, 7], [10]]
     handed = []
-    while (lease := run.lease_block(COLLATOR)) is not None:
-        handed += range(*run.source.bounds(lease.block))
-        run.put_block(COLLATOR, lease.id, handed[-1:], {}, ROW)
+    while (block := lease_block(run)) is not None:
+        handed += range(block.first, block.first + block.count)
+        put_block(run, block.lease, handed[-1:])
     assert handed == [2, 3, 6, 7, 10]
-    assert run.window_ready(0, run.rewinds) == [2, 3]
+    assert rows(run, 0) == [2, 3]
 
 
 def test_a_share_of_the_last_step_that_is_empty_is_ready_and_acknowledged() -> None:
     run = make_run(positions=5, samples_per_step=4, block_size=2, span=12, group=1, groups=2)
-    run.rewind(TRAINER, 1, {}, {})
-    assert run.lease_block(COLLATOR) is None
-    assert run.window_ready(1, run.rewinds) == []
+    rewind(run, step=1)
+    assert lease_block(run) is None
+    assert rows(run, 1) == []
     assert not run.ended
-    assert run.ack_window(TRAINER, 1, run.rewinds) == []
+    assert ack_window(run, 1) == []
     assert run.ended
 
 

@@ -3,14 +3,15 @@
 Then rules of the protocol are switched off one at a time, and the model must find what each of them prevents.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from xtoken_core.queue.run.protocol import RunProtocol
-from xtoken_core.queue.run.rings import Ring, SlotState
+from xtoken_core.queue.run.slots import SlotState, SlotTable
+from xtoken_core.wire import messages as m
 
 from .explore import explore
 from .world import Config
@@ -113,23 +114,21 @@ class BackPressureAtThePut(RunProtocol):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.room = self.source.span
-        self.source.span = self.positions
+        self.room = self.blocks.span
+        self.blocks.span = self.positions
 
-    def put_block(
-        self, session: str, lease: int, ids: Sequence[int], tombstones: Mapping[int, str], fields: Iterable[str]
-    ) -> list[int]:
-        if len(self.samples.samples) + len(ids) > self.room:
+    def put_block(self, request: m.Put, fields: Iterable[str]) -> list[int]:
+        if len(self.samples.samples) + len(request.ids) > self.room:
             return None  # type: ignore[return-value]
-        return super().put_block(session, lease, ids, tombstones, fields)
+        return super().put_block(request, fields)
 
 
 class NeverRedo(RunProtocol):
     """Every step may be taken."""
 
-    def check_step(self, session: str, step: int, rewinds: int, dead: Iterable[int]) -> bool:
-        super().check_step(session, step, rewinds, dead)
-        return False
+    def check_step(self, request: m.CheckStep) -> m.Verdict:
+        super().check_step(request)
+        return m.Verdict(redo=False)
 
 
 def violation_without_a_rule(name: str, **changes: Any) -> str:
@@ -152,7 +151,7 @@ def test_back_pressure_at_the_put_blocks_the_lowest_position() -> None:
 
 
 def test_without_generations_a_late_release_frees_a_slot_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ring, "current", staticmethod(lambda slot, generation: True))
+    monkeypatch.setattr(SlotTable, "is_current", staticmethod(lambda slot, generation: True))
     assert violation_without_a_rule("late-releases").startswith("foreign signal")
 
 

@@ -1,18 +1,19 @@
-"""In which order samples are handed out again, and that places in that order do not pile up."""
+"""Order in which samples are handed out again, and pruning of stale entries."""
 
 from __future__ import annotations
 
 import pytest
 
-from xtoken_core.queue.tasks.samples import SPARE_PLACES, Samples, Task
+from xtoken_core.queue.sample import Task
+from xtoken_core.queue.tasks.samples import SPARE_ENTRIES, OrderedSamples
 from xtoken_core.wire import QueueError
 
 
-def of(order: str, *requires: str) -> Samples:
-    return Samples([Task("t", frozenset(requires or ("x",)), order)])  # type: ignore[arg-type]
+def of(order: str, *requires: str) -> OrderedSamples:
+    return OrderedSamples([Task("t", frozenset(requires or ("x",)), order)])  # type: ignore[arg-type]
 
 
-def taken(samples: Samples, count: int) -> tuple[int, ...]:
+def taken(samples: OrderedSamples, count: int) -> tuple[int, ...]:
     lease = samples.claim_next("s", "t", count)
     return () if lease is None else lease.ids
 
@@ -66,11 +67,11 @@ def test_an_unknown_id_is_told_before_one_that_is_not_ready() -> None:
 
 
 @pytest.mark.parametrize("order", ["strict", "arrival"])
-def test_places_of_samples_that_have_gone_do_not_pile_up(order: str) -> None:
+def test_entries_of_dropped_samples_are_pruned(order: str) -> None:
     samples = of(order)
-    for i in range(5 * SPARE_PLACES):
+    for i in range(5 * SPARE_ENTRIES):
         samples.produce([i], ["x"])
         lease = samples.claim_ids("s", "t", [i])
         assert lease is not None
         samples.finish("t", [i])
-    assert len(samples._turns["t"]) <= SPARE_PLACES + 2
+    assert samples.queue_entries <= SPARE_ENTRIES + 2

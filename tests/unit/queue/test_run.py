@@ -3,11 +3,15 @@
 import pytest
 
 from xtoken_core import schema
-from xtoken_core.queue.run.protocol import RunProtocol, SlotClaim, run_tasks
-from xtoken_core.queue.run.rings import Ring, SlotState
+from xtoken_core.queue.run.protocol import RunProtocol
+from xtoken_core.queue.run.slots import Ring, SlotState
+from xtoken_core.queue.run.state import run_tasks
+from xtoken_core.queue.sample import Status
 from xtoken_core.queue.sessions import Session, Sessions
-from xtoken_core.queue.tasks.samples import Lease, Status
 from xtoken_core.wire import QueueError
+from xtoken_core.wire import messages as m
+
+from .world import ask
 
 ROW = [schema.INPUT_IDS.name]
 TEACHER, TRAINER, COLLATOR = "teacher/1", "trainer/1", "collator/1"
@@ -19,45 +23,118 @@ def join(run: RunProtocol, role: str, incarnation: int = 1, rank: int = 0, name:
     return session
 
 
-def make_run(**changes: int) -> RunProtocol:
+def make_run(max_attempts: int = 1, **changes: int) -> RunProtocol:
     """Four positions in two steps, one teacher with one slot, everybody connected, rewound to step 0."""
     sizes = {"positions": 4, "samples_per_step": 2, "block_size": 2, "span": 6, "teachers": 1, "ranks": 1, "slots": 1}
-    run = RunProtocol(Sessions(), **{**sizes, "max_attempts": 1, "max_dead": 4, **changes})
+    definition = m.RunDef(**{**sizes, "max_dead": 4, **changes}, document=b"")
+    run = RunProtocol(Sessions(), definition, max_attempts=max_attempts)
     for role in ("collator", "teacher", "trainer"):
         join(run, role)
-    run.rewind(TRAINER, 0, {}, {})
+    rewind(run)
     return run
+
+
+def rewind(
+    run: RunProtocol,
+    session: str = TRAINER,
+    step: int = 0,
+    skipped: dict[int, str] | None = None,
+    dead: dict[int, str] | None = None,
+) -> list[int]:
+    return run.rewind(ask(m.Rewind, session, step=step, skipped=skipped or {}, dead=dead or {}))
+
+
+def lease_block(run: RunProtocol) -> m.Block | None:
+    return run.lease_block(ask(m.LeaseBlock, COLLATOR))
+
+
+def leased(run: RunProtocol) -> m.Block:
+    block = lease_block(run)
+    assert block is not None
+    return block
+
+
+def put_block(
+    run: RunProtocol, lease: int, ids: list[int], tombstones: dict[int, str] | None = None, fields: list[str] = ROW
+) -> list[int]:
+    return run.put_block(ask(m.Put, COLLATOR, ids=ids, columns=[], lease=lease, tombstones=tombstones or {}), fields)
 
 
 def put(run: RunProtocol, blocks: int = 1) -> None:
     for _ in range(blocks):
-        lease = run.lease_block(COLLATOR)
-        assert lease is not None
-        run.put_block(COLLATOR, lease.id, list(range(*run.source.bounds(lease.block))), {}, ROW)
+        block = leased(run)
+        put_block(run, block.lease, list(range(block.first, block.first + block.count)))
 
 
-def open_ring(run: RunProtocol, teacher: str = TEACHER, trainer: str = TRAINER, number: int = 0) -> Ring:
-    ring = run.announce_ring(teacher, number, 0, trainer, b"")
-    run.opened(trainer, ring.id)
+def nack(run: RunProtocol, session: str, lease: int, ids: list[int], reason: str) -> None:
+    run.nack(ask(m.Nack, session, lease=lease, ids=ids, reason=reason))
+
+
+def rows(run: RunProtocol, step: int) -> list[int] | None:
+    """The step's positions that have a row, once its window is complete."""
+    window = run.read_window(ask(m.Window, TRAINER, step=step, rewinds=run.rewinds, fields=[]))
+    assert not isinstance(window, m.AlreadyDone)
+    return None if window is None else window.ids
+
+
+def announce(run: RunProtocol, session: str = TEACHER, teacher: int = 0, rank: int = 0, trainer: str = TRAINER) -> Ring:
+    request = ask(m.AnnounceRing, session, teacher=teacher, rank=rank, trainer=trainer, handle=b"")
+    return run.rings.get(run.announce_ring(request).ring)
+
+
+def opened(run: RunProtocol, ring: Ring, session: str = TRAINER) -> None:
+    run.opened_ring(ask(m.OpenedRing, session, teacher=0, ring=ring.id))
+
+
+def open_ring(run: RunProtocol, session: str = TEACHER, trainer: str = TRAINER, teacher: int = 0) -> Ring:
+    ring = announce(run, session, teacher, trainer=trainer)
+    opened(run, ring, trainer)
     return ring
 
 
-def claim_slot(run: RunProtocol, ring: Ring, ids: list[int]) -> SlotClaim:
-    claim = run.claim_slot(ring.teacher_session, ring.id, ids, run.rewinds)
-    assert isinstance(claim, SlotClaim)
+def ask_slot(
+    run: RunProtocol, ring: Ring, ids: list[int], session: str = "", rewinds: int | None = None
+) -> m.Claimed | m.AlreadyDone | None:
+    rewinds = run.rewinds if rewinds is None else rewinds
+    return run.claim_slot(ask(m.ClaimSlot, session or ring.teacher_session, ring=ring.id, ids=ids, rewinds=rewinds))
+
+
+def claim_slot(run: RunProtocol, ring: Ring, ids: list[int]) -> m.Claimed:
+    claim = ask_slot(run, ring, ids)
+    assert isinstance(claim, m.Claimed)
     return claim
 
 
-def signal(run: RunProtocol, ring: Ring, ids: list[int]) -> SlotClaim:
+def complete(run: RunProtocol, session: str, lease: int) -> None:
+    run.complete(ask(m.Complete, session, lease=lease))
+
+
+def signal(run: RunProtocol, ring: Ring, ids: list[int]) -> m.Claimed:
     claim = claim_slot(run, ring, ids)
-    run.publish(ring.teacher_session, claim.lease)
+    complete(run, ring.teacher_session, claim.lease)
     return claim
 
 
-def claim_batch(run: RunProtocol, ids: list[int]) -> Lease:
-    found = run.claim_batch(TRAINER, ids, run.rewinds)
-    assert found is not None
-    return found[0]
+def ask_batch(run: RunProtocol, ids: list[int], session: str = TRAINER) -> m.Claimed | None:
+    return run.claim_batch(ask(m.ClaimBatch, session, ids=ids, rewinds=run.rewinds))
+
+
+def claim_batch(run: RunProtocol, ids: list[int]) -> m.Claimed:
+    claim = ask_batch(run, ids)
+    assert claim is not None
+    return claim
+
+
+def release(run: RunProtocol, ring: int, slot: int, generation: int) -> None:
+    run.release(ask(m.Release, TRAINER, ring=ring, slot=slot, generation=generation))
+
+
+def redo(run: RunProtocol, dead: list[int] | None = None, step: int = 0) -> bool:
+    return run.check_step(ask(m.CheckStep, TRAINER, step=step, rewinds=run.rewinds, dead=dead or [])).redo
+
+
+def ack_window(run: RunProtocol, step: int = 0, session: str = TRAINER) -> list[int]:
+    return run.ack_window(ask(m.AckWindow, session, step=step, rewinds=run.rewinds))
 
 
 def code_of(caught: pytest.ExceptionInfo[QueueError]) -> str:
@@ -78,22 +155,22 @@ def test_sizes_that_could_deadlock_are_refused(wrong: dict[str, int]) -> None:
 
 def test_a_step_from_rows_to_acknowledgement() -> None:
     run = make_run()
-    assert run.window_ready(0, run.rewinds) is None
+    assert rows(run, 0) is None
     put(run)
-    assert run.window_ready(0, run.rewinds) == [0, 1]
+    assert rows(run, 0) == [0, 1]
     ring = open_ring(run)
-    assert run.claim_batch(TRAINER, [0, 1], run.rewinds) is None
+    assert ask_batch(run, [0, 1]) is None
     signal(run, ring, [0, 1])
-    found = run.claim_batch(TRAINER, [0, 1], run.rewinds)
-    assert found is not None
-    lease, (ref,) = found
-    assert (lease.ids, ref.ring, ref.slot, ref.generation, ref.rows) == ((0, 1), ring.id, 0, 1, {0: 0, 1: 1})
-    assert run.release(TRAINER, ref.ring, ref.slot, ref.generation)
-    assert not run.release(TRAINER, ref.ring, ref.slot, ref.generation)
-    assert not run.check_step(TRAINER, 0, run.rewinds, [])
-    assert run.ack_window(TRAINER, 0, run.rewinds) == [0, 1]
-    assert run.ack_window(TRAINER, 0, run.rewinds) == []
-    assert (run.cursor, run.finished.first_gap(), run.table.readings) == (1, 2, {})
+    claim = claim_batch(run, [0, 1])
+    assert (claim.ids, claim.slots) == ([0, 1], [m.SlotRef(teacher=0, ring=ring.id, slot=0, generation=1)])
+    assert ring.slots[0].state == SlotState.READING
+    for _ in range(2):
+        release(run, ring.id, 0, 1)
+        assert ring.slots[0].state == SlotState.FREE
+    assert not redo(run)
+    assert ack_window(run) == [0, 1]
+    assert ack_window(run) == []
+    assert (run.cursor, run.finished.first_gap(), run.slots.readings) == (1, 2, {})
 
 
 def test_a_claim_of_a_slot_that_is_repeated_is_the_same() -> None:
@@ -106,9 +183,9 @@ def test_a_claim_of_a_slot_that_is_repeated_is_the_same() -> None:
 def test_a_slot_is_not_filled_before_the_trainer_has_opened_the_ring() -> None:
     run = make_run()
     put(run)
-    ring = run.announce_ring(TEACHER, 0, 0, TRAINER, b"")
-    assert run.claim_slot(TEACHER, ring.id, [0, 1], run.rewinds) is None
-    run.opened(TRAINER, ring.id)
+    ring = announce(run)
+    assert ask_slot(run, ring, [0, 1]) is None
+    opened(run, ring)
     claim_slot(run, ring, [0, 1])
 
 
@@ -117,10 +194,10 @@ def test_a_teacher_waits_for_a_free_slot() -> None:
     put(run)
     ring = open_ring(run)
     signal(run, ring, [0])
-    assert run.claim_slot(TEACHER, ring.id, [1], run.rewinds) is None
+    assert ask_slot(run, ring, [1]) is None
     claim_batch(run, [0])
-    assert run.claim_slot(TEACHER, ring.id, [1], run.rewinds) is None
-    run.release(TRAINER, ring.id, 0, 1)
+    assert ask_slot(run, ring, [1]) is None
+    release(run, ring.id, 0, 1)
     assert claim_slot(run, ring, [1]).generation == 2
 
 
@@ -129,11 +206,11 @@ def test_a_teacher_that_comes_late_to_a_window_learns_that_it_is_done() -> None:
     put(run)
     ring = open_ring(run)
     signal(run, ring, [0, 1])
-    assert run.claim_slot(TEACHER, ring.id, [0, 1], run.rewinds) == Status.DONE
+    assert ask_slot(run, ring, [0, 1]) == m.AlreadyDone()
     claim_batch(run, [0, 1])
-    run.release(TRAINER, ring.id, 0, 1)
-    run.ack_window(TRAINER, 0, run.rewinds)
-    assert run.claim_slot(TEACHER, ring.id, [0, 1], run.rewinds) == Status.DONE
+    release(run, ring.id, 0, 1)
+    ack_window(run)
+    assert ask_slot(run, ring, [0, 1]) == m.AlreadyDone()
 
 
 def test_a_full_slot_is_withdrawn_with_its_teacher() -> None:
@@ -157,20 +234,21 @@ def test_a_step_is_done_again_if_its_teacher_goes_before_the_release(released: b
     signal(run, ring, [0, 1])
     claim_batch(run, [0, 1])
     if released:
-        run.release(TRAINER, ring.id, 0, 1)
+        release(run, ring.id, 0, 1)
     run.sessions.end(TEACHER, "silence")
-    assert run.check_step(TRAINER, 0, run.rewinds, []) is not released
-    assert run.release(TRAINER, ring.id, 0, 1) is False
+    assert redo(run) is not released
+    release(run, ring.id, 0, 1)
 
 
 def test_a_claim_repeated_after_its_signal_was_withdrawn_names_no_place() -> None:
     run = make_run()
     put(run)
     signal(run, open_ring(run), [0, 1])
-    lease = claim_batch(run, [0, 1])
+    lease = claim_batch(run, [0, 1]).lease
     run.sessions.end(TEACHER, "silence")
-    assert run.claim_batch(TRAINER, [0, 1], run.rewinds) == (lease, [])
-    assert run.check_step(TRAINER, 0, run.rewinds, [])
+    again = claim_batch(run, [0, 1])
+    assert (again.lease, again.slots) == (lease, [])
+    assert redo(run)
 
 
 def test_a_trainer_that_plans_otherwise_than_its_teacher_is_told() -> None:
@@ -178,7 +256,7 @@ def test_a_trainer_that_plans_otherwise_than_its_teacher_is_told() -> None:
     put(run)
     signal(run, open_ring(run), [0, 1])
     with pytest.raises(QueueError, match="planned the window differently") as caught:
-        run.claim_batch(TRAINER, [1, 0], run.rewinds)
+        ask_batch(run, [1, 0])
     assert code_of(caught) == "conflict"
 
 
@@ -187,12 +265,13 @@ def test_a_refused_sample_dies_and_its_step_is_done_again_without_it() -> None:
     put(run)
     ring = open_ring(run)
     claim = claim_slot(run, ring, [0, 1])
-    assert run.refuse(TEACHER, claim.lease, [0], "no text") == [0]
+    nack(run, TEACHER, claim.lease, [0], "no text")
+    assert run.samples.dead == {0: "no text"}
     assert ring.slots[0].state == SlotState.FREE
-    assert run.check_step(TRAINER, 0, run.rewinds, [])
-    assert not run.check_step(TRAINER, 0, run.rewinds, [0])
-    assert signal(run, ring, [0, 1]).ids == (1,)
-    assert claim_batch(run, [0, 1]).ids == (1,)
+    assert redo(run)
+    assert not redo(run, [0])
+    assert signal(run, ring, [0, 1]).dead == [0]
+    assert claim_batch(run, [0, 1]).dead == [0]
 
 
 def test_a_trainers_refusal_makes_the_step_be_done_again() -> None:
@@ -200,12 +279,12 @@ def test_a_trainers_refusal_makes_the_step_be_done_again() -> None:
     put(run)
     ring = open_ring(run)
     signal(run, ring, [0, 1])
-    lease = claim_batch(run, [0, 1])
-    assert run.refuse(TRAINER, lease.id, [0], "not finite") == []
-    run.release(TRAINER, ring.id, 0, 1)
-    assert run.check_step(TRAINER, 0, run.rewinds, [])
-    run.rewind(TRAINER, 0, {}, {})
-    assert not run.check_step(TRAINER, 0, run.rewinds, [])
+    nack(run, TRAINER, claim_batch(run, [0, 1]).lease, [0], "not finite")
+    assert not run.samples.dead
+    release(run, ring.id, 0, 1)
+    assert redo(run)
+    rewind(run)
+    assert not redo(run)
     signal(run, ring, [0, 1])
     claim_batch(run, [0, 1])
 
@@ -214,34 +293,30 @@ def test_a_full_slot_whose_samples_have_all_died_is_free() -> None:
     run = make_run(teachers=2)
     second = join(run, "teacher", name="second")
     put(run)
-    first, other = open_ring(run), open_ring(run, second, number=1)
+    first, other = open_ring(run), open_ring(run, second, teacher=1)
     signal(run, first, [0])
     claim = claim_slot(run, other, [0])
-    run.refuse(second, claim.lease, [0], "no text")
+    nack(run, second, claim.lease, [0], "no text")
     assert [first.slots[0].state, other.slots[0].state] == [SlotState.FREE, SlotState.FREE]
-    assert run.claim_batch(TRAINER, [0], run.rewinds) is not None
+    claim_batch(run, [0])
     assert not run.samples.leases
-    assert not run.table.readings
+    assert not run.slots.readings
 
 
 def test_too_many_dead_end_the_run_for_everybody() -> None:
     run = make_run(max_dead=0)
-    lease = run.lease_block(COLLATOR)
-    assert lease is not None
-    run.refuse_block(COLLATOR, lease.id, "unreadable")
+    nack(run, COLLATOR, leased(run).lease, [], "unreadable")
     with pytest.raises(QueueError, match="2 dead letters, 0 are allowed: 0, 1: unreadable") as caught:
-        run.window_ready(0, run.rewinds)
+        rows(run, 0)
     assert code_of(caught) == "run_failed"
 
 
 def test_a_refused_block_keeps_its_places() -> None:
     run = make_run()
-    lease = run.lease_block(COLLATOR)
-    assert lease is not None
-    run.refuse_block(COLLATOR, lease.id, "unreadable")
-    assert run.window_ready(0, run.rewinds) == []
-    assert not run.check_step(TRAINER, 0, run.rewinds, [0, 1])
-    assert run.ack_window(TRAINER, 0, run.rewinds) == []
+    nack(run, COLLATOR, leased(run).lease, [], "unreadable")
+    assert rows(run, 0) == []
+    assert not redo(run, [0, 1])
+    assert ack_window(run) == []
     assert run.cursor == 1
 
 
@@ -252,30 +327,27 @@ def test_a_refused_block_keeps_its_places() -> None:
 )
 def test_a_block_is_put_whole(ids: list[int], tombstones: dict[int, str]) -> None:
     run = make_run()
-    lease = run.lease_block(COLLATOR)
-    assert lease is not None
+    lease = leased(run).lease
     with pytest.raises(QueueError, match="a row or a tombstone for each position of block 0"):
-        run.put_block(COLLATOR, lease.id, ids, tombstones, ROW)
+        put_block(run, lease, ids, tombstones)
 
 
 def test_rows_need_their_tokens() -> None:
     run = make_run()
-    lease = run.lease_block(COLLATOR)
-    assert lease is not None
+    lease = leased(run).lease
     with pytest.raises(QueueError, match="need the column 'input_ids'"):
-        run.put_block(COLLATOR, lease.id, [0, 1], {}, ["sample_mask"])
+        put_block(run, lease, [0, 1], fields=["sample_mask"])
 
 
 def test_the_span_moves_with_the_lowest_position_that_is_not_done() -> None:
     run = make_run(positions=20)
     put(run, blocks=3)
-    assert run.lease_block(COLLATOR) is None
+    assert lease_block(run) is None
     signal(run, open_ring(run), [0, 1])
     claim_batch(run, [0, 1])
-    run.ack_window(TRAINER, 0, run.rewinds)
-    block = run.lease_block(COLLATOR)
-    assert block is not None
-    assert run.source.bounds(block.block) == (6, 8)
+    ack_window(run)
+    block = leased(run)
+    assert (block.first, block.count) == (6, 2)
 
 
 def test_a_step_cannot_be_acknowledged_before_all_of_it_was_claimed() -> None:
@@ -284,7 +356,7 @@ def test_a_step_cannot_be_acknowledged_before_all_of_it_was_claimed() -> None:
     signal(run, open_ring(run), [0])
     claim_batch(run, [0])
     with pytest.raises(QueueError, match="1 of its samples are not leased") as caught:
-        run.ack_window(TRAINER, 0, run.rewinds)
+        ack_window(run)
     assert code_of(caught) == "conflict"
 
 
@@ -294,12 +366,12 @@ def test_requests_from_before_a_rewind_are_sent_back_to_its_step() -> None:
     ring = open_ring(run)
     before = run.rewinds
     claim = claim_slot(run, ring, [0, 1])
-    run.rewind(TRAINER, 0, {}, {})
+    rewind(run)
     with pytest.raises(QueueError, match="rewound to step 0") as caught:
-        run.claim_slot(TEACHER, ring.id, [0, 1], before)
+        ask_slot(run, ring, [0, 1], rewinds=before)
     assert caught.value.detail == {"step": 0, "rewinds": before + 1}
     with pytest.raises(QueueError) as caught:
-        run.publish(TEACHER, claim.lease)
+        complete(run, TEACHER, claim.lease)
     assert code_of(caught) == "lease_revoked"
     assert claim_slot(run, ring, [0, 1]).generation == claim.generation + 1
 
@@ -309,7 +381,7 @@ def test_a_rewind_ends_older_trainers_and_keeps_the_rows_of_its_window() -> None
     other_rank = join(run, "trainer", rank=1, name="trainer-1")
     put(run, blocks=3)
     newer = join(run, "trainer", 2)
-    assert run.rewind(newer, 1, {0: "empty"}, {1: "bad"}) == [0, 1]
+    assert rewind(run, newer, 1, {0: "empty"}, {1: "bad"}) == [0, 1]
     assert other_rank not in run.sessions.live
     assert (run.cursor, sorted(run.samples.samples)) == (1, [2, 3, 4, 5])
     assert (run.skipped, run.samples.dead) == ({0: "empty"}, {1: "bad"})
@@ -322,46 +394,44 @@ def test_a_rewind_behind_what_was_done_opens_its_blocks_again() -> None:
     put(run, blocks=2)
     signal(run, open_ring(run), [0, 1])
     claim_batch(run, [0, 1])
-    run.ack_window(TRAINER, 0, run.rewinds)
-    run.rewind(TRAINER, 0, {}, {})
-    assert run.window_ready(0, run.rewinds) is None
-    block = run.lease_block(COLLATOR)
-    assert block is not None
-    assert block.block == 0
-    assert run.lease_block(COLLATOR) is None
+    ack_window(run)
+    rewind(run)
+    assert rows(run, 0) is None
+    assert leased(run).first == 0
+    assert lease_block(run) is None
 
 
 def test_the_end_is_exhausted_for_who_asks_for_more() -> None:
     run = make_run()
-    run.rewind(TRAINER, 2, {}, {})
+    rewind(run, step=2)
     assert run.ended
     with pytest.raises(QueueError) as caught:
-        run.lease_block(COLLATOR)
+        lease_block(run)
     assert code_of(caught) == "exhausted"
     with pytest.raises(QueueError) as caught:
-        run.window_ready(2, run.rewinds)
+        rows(run, 2)
     assert code_of(caught) == "exhausted"
 
 
 def test_a_window_beyond_the_end_waits_until_the_end_is_sure() -> None:
     run = make_run()
-    assert run.window_ready(2, run.rewinds) is None
+    assert rows(run, 2) is None
 
 
 def test_a_ring_is_for_a_trainer_that_is_in_place() -> None:
     run = make_run()
     newer = join(run, "trainer", 2)
     with pytest.raises(QueueError, match="is another one by now") as caught:
-        run.announce_ring(TEACHER, 0, 0, newer, b"")
+        announce(run, trainer=newer)
     assert code_of(caught) == "ring_closed"
-    run.rewind(newer, 0, {}, {})
+    rewind(run, newer)
     open_ring(run, trainer=newer)
 
 
 @pytest.mark.parametrize(("teacher", "rank"), [(1, 0), (0, 1)], ids=["teacher", "rank"])
 def test_a_ring_of_nobody_is_refused(teacher: int, rank: int) -> None:
     with pytest.raises(QueueError, match="the run has 1 teachers and 1 ranks"):
-        make_run().announce_ring(TEACHER, teacher, rank, TRAINER, b"")
+        announce(make_run(), TEACHER, teacher, rank)
 
 
 def test_only_the_two_sides_of_a_ring_use_it() -> None:
@@ -370,9 +440,9 @@ def test_only_the_two_sides_of_a_ring_use_it() -> None:
     ring = open_ring(run)
     stranger = join(run, "teacher", name="stranger")
     with pytest.raises(QueueError, match="belongs to another teacher"):
-        run.claim_slot(stranger, ring.id, [0, 1], run.rewinds)
+        ask_slot(run, ring, [0, 1], stranger)
     with pytest.raises(QueueError, match="belongs to another trainer"):
-        run.opened(stranger, ring.id)
+        opened(run, ring, stranger)
 
 
 @pytest.mark.parametrize("call", ["announce", "claim", "ack", "rewind"])
@@ -380,19 +450,19 @@ def test_roles_are_checked(call: str) -> None:
     run = make_run()
     with pytest.raises(QueueError, match="only a") as caught:
         if call == "announce":
-            run.announce_ring(TRAINER, 0, 0, TRAINER, b"")
+            announce(run, TRAINER)
         elif call == "claim":
-            run.claim_batch(TEACHER, [0], run.rewinds)
+            ask_batch(run, [0], TEACHER)
         elif call == "ack":
-            run.ack_window(TEACHER, 0, run.rewinds)
+            ack_window(run, session=TEACHER)
         else:
-            run.rewind(COLLATOR, 0, {}, {})
+            rewind(run, COLLATOR)
     assert code_of(caught) == "forbidden"
 
 
 def test_a_run_that_was_given_up_says_so_and_keeps_the_first_reason() -> None:
     run = make_run()
-    run.give_up("the disk is full")
-    run.give_up("something else")
+    for reason in ("the disk is full", "something else"):
+        run.give_up(ask(m.Giveup, COLLATOR, reason=reason))
     with pytest.raises(QueueError, match="the disk is full"):
-        run.lease_block(COLLATOR)
+        lease_block(run)

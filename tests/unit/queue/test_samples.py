@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtoken_core.queue.tasks.samples import Samples, Status, Task
+from xtoken_core.queue.sample import Status, Task
+from xtoken_core.queue.tasks.samples import OrderedSamples
 from xtoken_core.wire import QueueError
 
 
-def one_task(order: Any, *requires: str, attempts: int = 3) -> Samples:
-    return Samples([Task("use", frozenset(requires or {"x"}), order)], max_attempts=attempts)
+def one_task(order: Any, *requires: str, attempts: int = 3) -> OrderedSamples:
+    return OrderedSamples([Task("use", frozenset(requires or {"x"}), order)], max_attempts=attempts)
 
 
-def claimed(samples: Samples, count: int, session: str = "s") -> tuple[int, ...]:
+def claimed(samples: OrderedSamples, count: int, session: str = "s") -> tuple[int, ...]:
     lease = samples.claim_next(session, "use", count)
     return lease.ids if lease else ()
 
@@ -49,7 +50,7 @@ def test_producing_again_is_no_news() -> None:
 
 
 def test_what_every_task_has_done_is_let_go_and_does_not_come_back() -> None:
-    samples = Samples([Task("a", frozenset({"x"})), Task("b", frozenset({"x"}))])
+    samples = OrderedSamples([Task("a", frozenset({"x"})), Task("b", frozenset({"x"}))])
     samples.produce([1], ["x"])
     samples.claim_next("s", "a", 1)
     samples.claim_next("s", "b", 1)

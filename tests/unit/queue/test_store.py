@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtoken_core.queue.store import COMPACT_BYTES, COMPACT_SHARE, Store
+from xtoken_core.queue.store import COMPACT_BYTES, COMPACT_RATIO, Store
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.columns import offsets_from_lengths
 
@@ -76,7 +76,7 @@ def test_a_buffer_lives_as_long_as_one_of_its_rows() -> None:
 
 
 def test_a_buffer_that_is_mostly_dead_is_compacted() -> None:
-    rows = [bytes([i]) * (COMPACT_BYTES // 4) for i in range(2 * COMPACT_SHARE)]
+    rows = [bytes([i]) * (COMPACT_BYTES // 4) for i in range(2 * COMPACT_RATIO)]
     store, column = Store(), jagged(rows)
     store.put(range(len(rows)), {"x": column}, range(len(rows)))
     store.drop(range(len(rows) - 3))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from xtoken_core.queue.run.protocol import RunProtocol
 from xtoken_core.queue.sessions import Session, Sessions
+from xtoken_core.wire import messages as m
 
 Ids = tuple[int, ...]
+R = TypeVar("R", bound=m.PartitionRequest)
+
+
+def ask(kind: type[R], session: str, **fields: Any) -> R:
+    """A request of a session."""
+    return kind(id="request", session=session, partition="run", **fields)
 
 
 class ViolationError(AssertionError):
@@ -74,7 +81,7 @@ class Worker:
     under_way: list[tuple[int, int, int, Ids]] = field(default_factory=list)
     reading: list[tuple[list[tuple[int, int, int, int]], Ids]] = field(default_factory=list)
     counted: Ids = ()
-    told: Ids = ()
+    dead: Ids = ()
     absent: Ids = ()
     trained: Ids = ()
     clean: bool = True
@@ -96,8 +103,7 @@ class Checkpoint(NamedTuple):
 
 def new_protocol(config: Config) -> RunProtocol:
     """An empty queue."""
-    return config.protocol(
-        Sessions(),
+    run = m.RunDef(
         positions=config.positions,
         samples_per_step=config.samples_per_step,
         block_size=config.block_size,
@@ -105,11 +111,12 @@ def new_protocol(config: Config) -> RunProtocol:
         teachers=config.teachers,
         ranks=config.ranks,
         slots=config.slots,
-        max_attempts=config.max_attempts,
         max_dead=config.positions,
         group=config.group,
         groups=config.groups,
+        document=b"",
     )
+    return config.protocol(Sessions(), run, max_attempts=config.max_attempts)
 
 
 def owned(config: Config, step: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""The run protocol: blocks, slots and steps, granted in plan order."""
+"""The queue of a training run: blocks of positions, teacher slots and steps, granted in plan order."""

@@ -1,4 +1,4 @@
-"""The source: blocks of positions that collators lease. Back-pressure is in this lease."""
+"""Blocks of positions that collators lease. Back-pressure is in this lease, not in the put."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class BlockLease:
 
 
 class Blocks:
-    """Which blocks are put, leased or free.
+    """State of every block of a run: free, leased or done.
 
     Args:
         positions: Positions of the run.
-        block_size: Positions of a block.
-        span: How far ahead of the lowest position not done blocks are leased.
-        share: Which blocks of every `of` are leased here; with several node groups the others are other queues'.
-        of: Blocks of a step.
+        block_size: Positions per block.
+        span: How far ahead of the lowest position not done blocks are leased, in positions.
+        own: Blocks of each step that this queue's node group leases; the others belong to other groups' queues.
+        per_step: Blocks per step.
 
     Attributes:
         done: Blocks of which every position has its row or tombstone.
         leases: Blocks being worked on, by lease id.
-        refused: How often a block was given back as impossible.
+        refused: Refusals per block.
     """
 
     def __init__(
-        self, positions: int, block_size: int, span: int, *, share: range = range(1), of: int = 1
+        self, positions: int, block_size: int, span: int, *, own: range = range(1), per_step: int = 1
     ) -> None:  # fmt: skip
         self.positions = positions
-        self.share, self.of = share, of
+        self.own, self.per_step = own, per_step
         self.block_size = block_size
         self.span = span
         self.done = IntervalSet()
@@ -45,34 +45,34 @@ class Blocks:
         self.refused: dict[int, int] = {}
 
     def bounds(self, block: int) -> tuple[int, int]:
-        """First and last (exclusive) position of a block."""
+        """Return the first and last (exclusive) position of a block."""
         return block * self.block_size, min((block + 1) * self.block_size, self.positions)
 
     def lowest_free(self, floor: int) -> int | None:
-        """The lowest free block that ends inside `[floor, floor + span)`; `floor` is the lowest position not done."""
+        """Return the lowest free block that ends inside `[floor, floor + span)`.
+
+        Args:
+            floor: Lowest position not done.
+        """
         leased = {lease.block for lease in self.leases.values()}
         block = self.done.first_gap(floor // self.block_size)
         while self.bounds(block)[0] < self.positions and self.bounds(block)[1] <= floor + self.span:
-            if block % self.of in self.share and block not in leased:
+            if block % self.per_step in self.own and block not in leased:
                 return block
             block = self.done.first_gap(block + 1)
         return None
 
-    def all_done(self) -> bool:
-        """Whether every block is put."""
-        return self.bounds(self.done.first_gap())[0] >= self.positions
-
-    def passed(self, position: int) -> None:
-        """Every block below a position, a step's boundary, is done."""
+    def finish_below(self, position: int) -> None:
+        """Mark every block below a position, a step's boundary, as done."""
         self.done.add(0, position // self.block_size)
 
     def lease(self, lease_id: int, session: str, block: int) -> BlockLease:
-        """Give a free block to a session."""
+        """Lease a free block to a session."""
         self.leases[lease_id] = BlockLease(lease_id, session, block)
         return self.leases[lease_id]
 
     def held(self, lease_id: int, session: str) -> BlockLease:
-        """A lease that stands.
+        """Return a current lease of the session.
 
         Raises:
             QueueError: `lease_revoked`.
@@ -82,13 +82,19 @@ class Blocks:
             raise QueueError("lease_revoked", f"block lease {lease_id} is not held any more")
         return lease
 
+    def refuse(self, lease_id: int) -> int:
+        """Give a leased block back as impossible; return how often that has happened to it."""
+        block = self.leases.pop(lease_id).block
+        self.refused[block] = self.refused.get(block, 0) + 1
+        return self.refused[block]
+
     def end_session(self, session: str) -> None:
-        """Its blocks are free again."""
+        """Free the blocks of an ended session."""
         for lease in [lease for lease in self.leases.values() if lease.session == session]:
             del self.leases[lease.id]
 
     def restart(self, start: int, filled: IntervalSet) -> None:
-        """Every block from position `start` on is free again, unless all its positions are in `filled`."""
+        """Free every block from position `start` on unless all its positions are in `filled`; blocks below are done."""
         self.leases.clear()
         self.done = IntervalSet()
         self.done.add(0, start // self.block_size)

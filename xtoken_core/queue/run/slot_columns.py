@@ -1,4 +1,4 @@
-"""SlotTable that come through the queue itself: their columns live as long as their slot is full or being read."""
+"""Columns of signals that travel through the queue, kept as long as their slot is full or being read."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xtoken_core import schema
-from xtoken_core.queue.run.rings import Rings, SlotState
+from xtoken_core.queue.run.slots import READABLE, Rings
 from xtoken_core.queue.store import Store
 from xtoken_core.wire import Column, QueueError
 
-HELD = (SlotState.FULL, SlotState.READING)
-
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """The columns of one filling of a slot."""
+class _SlotRows:
+    """Columns of one filling of a slot."""
 
     ids: tuple[int, ...]
     names: tuple[str, ...]
 
 
-class SignalColumns:
-    """Which columns of a run's store belong to which filling of which slot.
+class SlotColumns:
+    """Columns of a run's store by ring, slot and generation.
 
-    They are volatile: never journalled, and gone with the ring, the slot's release or a rewind. A signal that lies in
-    memory which teacher and student share has none.
+    They are volatile: never journalled, and dropped with the ring, the slot's release or a rewind. A signal in memory
+    that teacher and student share has none.
     """
 
     def __init__(self, rings: Rings, store: Store, teachers: int) -> None:
@@ -34,10 +32,10 @@ class SignalColumns:
             frozenset(schema.field_name(field, index) for field in (schema.TEACHER_HIDDEN, schema.TEACHER_MAXIMA))
             for index in schema.teacher_indices(teachers)
         ]
-        self._held: dict[tuple[int, int, int], Held] = {}
+        self._rows: dict[tuple[int, int, int], _SlotRows] = {}
 
     def check(self, teacher: int, ids: Sequence[int], columns: Mapping[str, Column]) -> None:
-        """Refuse what is no signal of this teacher, or not one row per sample of the slot.
+        """Check that columns belong to this teacher's signal and have a row per sample of the slot.
 
         Raises:
             QueueError: `bad_request`, with the column's name.
@@ -48,25 +46,25 @@ class SignalColumns:
             if column.rows != len(ids):
                 raise QueueError("bad_request", f"{name!r} has {column.rows} rows, the slot {len(ids)} samples")
 
-    def keep(self, ring: int, slot: int, generation: int, ids: Sequence[int], columns: Mapping[str, Column]) -> None:
-        """A slot was filled with these columns, a row for each of `ids`."""
+    def put(self, ring: int, slot: int, generation: int, ids: Sequence[int], columns: Mapping[str, Column]) -> None:
+        """Store the columns of a filling, a row for each of `ids`."""
         if columns:
             self.store.put(ids, dict(columns), ids)
-            self._held[ring, slot, generation] = Held(tuple(ids), tuple(columns))
+            self._rows[ring, slot, generation] = _SlotRows(tuple(ids), tuple(columns))
 
     def read(self, ring: int, slot: int, generation: int) -> dict[str, Column]:
-        """The columns of a filling, if it came with any."""
-        held = self._held.get((ring, slot, generation))
-        return self.store.read(held.ids, held.names) if held else {}
+        """Return the columns of a filling; empty for a signal in shared memory."""
+        rows = self._rows.get((ring, slot, generation))
+        return self.store.read(rows.ids, rows.names) if rows else {}
 
-    def settle(self) -> None:
-        """Let the columns go whose slot holds another filling by now, or none."""
-        standing = {
+    def drop_stale(self) -> None:
+        """Drop the columns whose slot has been freed or filled again."""
+        current = {
             (ring.id, index, slot.generation)
             for ring in self.rings.by_pair.values()
             for index, slot in enumerate(ring.slots)
-            if slot.state in HELD
+            if slot.state in READABLE
         }
-        for key in [key for key in self._held if key not in standing]:
-            held = self._held.pop(key)
-            self.store.drop_fields(held.ids, held.names)
+        for key in [key for key in self._rows if key not in current]:
+            rows = self._rows.pop(key)
+            self.store.drop_fields(rows.ids, rows.names)

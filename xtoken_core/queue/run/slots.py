@@ -1,42 +1,113 @@
-"""The teachers' signals of a run: which slot holds which micro-batch, who reads it, and when it must be forgotten.
+"""Slot table: which slot of which ring holds which micro-batch's signal, and which trainer lease reads it.
 
-A signal is volatile: it is good only as long as both sessions of its ring live.
+A slot goes `FREE -> FILLING -> FULL -> READING -> FREE`. Its generation grows with every filling, so that a late or
+repeated release of an older filling changes nothing. No clock frees a slot. A signal is volatile: it is valid only as
+long as both sessions of its ring live.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
-from xtoken_core import schema
-from xtoken_core.queue.run.rings import Ring, Rings, Slot, SlotState
-from xtoken_core.queue.tasks.samples import Lease, Samples, Status
+from xtoken_core.queue.run.names import signal_fields, teacher_task
+from xtoken_core.queue.sample import Lease, Status
+from xtoken_core.queue.samples import Samples
 from xtoken_core.wire import QueueError
+from xtoken_core.wire.messages import SlotRef
 
 
-def teacher_task(teacher: int) -> str:
-    """The name of a teacher's task."""
-    return f"teacher_{teacher}"
+class SlotState(IntEnum):
+    """State of a slot."""
+
+    FREE = 0
+    FILLING = 1
+    FULL = 2
+    READING = 3
 
 
-def signal_fields(teachers: int) -> tuple[str, ...]:
-    """The volatile fields that stand for the teachers' signals."""
-    return tuple(schema.field_name(schema.TEACHER_LOGITS, i) for i in schema.teacher_indices(teachers))
+READABLE = (SlotState.FULL, SlotState.READING)
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot: its state, the micro-batch it holds, and the teacher's lease that fills it."""
+
+    state: SlotState = SlotState.FREE
+    generation: int = 0
+    lease: int = -1
+    ids: tuple[int, ...] = ()
+
+    def free(self) -> None:
+        """Empty the slot; the generation stays."""
+        self.state, self.lease, self.ids = SlotState.FREE, -1, ()
+
+
+@dataclass(slots=True)
+class Ring:
+    """Slots that one teacher session shares with one trainer session."""
+
+    id: int
+    teacher: int
+    rank: int
+    teacher_session: str
+    trainer_session: str
+    handle: bytes
+    slots: list[Slot]
+    opened: bool = False
+
+    def free_slot(self) -> int | None:
+        """Return the lowest free slot."""
+        return next((i for i, slot in enumerate(self.slots) if slot.state == SlotState.FREE), None)
+
+    def fill(self, index: int, lease: int, ids: tuple[int, ...]) -> Slot:
+        """Start filling a slot."""
+        slot = self.slots[index]
+        slot.state, slot.lease, slot.ids = SlotState.FILLING, lease, ids
+        slot.generation += 1
+        return slot
+
+
+class Rings:
+    """Rings of a run: at most one per teacher and rank."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.by_pair: dict[tuple[int, int], Ring] = {}
+        self._announced = 0
+
+    def announce(self, teacher: int, rank: int, teacher_session: str, trainer_session: str, handle: bytes) -> Ring:
+        """Add a ring for a pair, whose old ring the caller has closed."""
+        self._announced += 1
+        slots = [Slot() for _ in range(self.slots)]
+        ring = Ring(self._announced, teacher, rank, teacher_session, trainer_session, handle, slots)
+        self.by_pair[teacher, rank] = ring
+        return ring
+
+    def get(self, ring_id: int) -> Ring:
+        """Return a ring.
+
+        Raises:
+            QueueError: `ring_closed` if it is gone.
+        """
+        for ring in self.by_pair.values():
+            if ring.id == ring_id:
+                return ring
+        raise QueueError("ring_closed", f"ring {ring_id} is closed: one of its two sessions has ended")
+
+    def of_session(self, session: str) -> list[Ring]:
+        """Return the rings of which the session is one side."""
+        return [r for r in self.by_pair.values() if session in (r.teacher_session, r.trainer_session)]
+
+    def drop(self, ring: Ring) -> None:
+        """Remove a ring."""
+        self.by_pair.pop((ring.teacher, ring.rank), None)
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRef:
-    """Where a signal lies: what a trainer's claim tells it for every teacher."""
-
-    ring: int
-    slot: int
-    generation: int
-    rows: dict[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotClaim:
-    """A teacher's micro-batch, samples that have died left out, and the slot to fill."""
+class Filling:
+    """A slot that a teacher has leased, and the living samples of its micro-batch."""
 
     lease: int
     ids: tuple[int, ...]
@@ -49,9 +120,10 @@ class Reading:
     """A trainer's lease.
 
     Attributes:
+        session: The trainer.
         ids: Its samples.
-        pending: Ring and index of the slots it still reads.
-        withdrawn: Whether a gradient of it cannot be trusted or is missing: the step must be done again.
+        pending: Ring and index of the slots that are not released yet.
+        withdrawn: A signal went before its release, or was refused: the step must be repeated.
     """
 
     session: str
@@ -64,8 +136,8 @@ class SlotTable:
     """Rings, their slots and readers.
 
     Attributes:
-        fields: The field of every teacher's signal.
-        readings: The trainers' leases since the last rewind whose window is not acknowledged, by lease id.
+        fields: Field of every teacher's signal.
+        readings: Trainer leases since the last rewind whose window is not acknowledged, by lease id.
     """
 
     def __init__(self, samples: Samples, teachers: int, slots: int) -> None:
@@ -76,15 +148,18 @@ class SlotTable:
 
     # Teachers
 
-    def fill(
-        self, session: str, ring: Ring, ids: Sequence[int], fields: Iterable[str] = ()
-    ) -> SlotClaim | Status | None:
-        """Lease a micro-batch with a free slot; the same again while it is being filled; `Status.DONE` if it was."""
+    def fill(self, session: str, ring: Ring, ids: Sequence[int], fields: Iterable[str] = ()) -> Filling | Status | None:
+        """Lease a micro-batch with a free slot.
+
+        Returns:
+            The same filling again while it is under way; `Status.DONE` after it; None while there is no free slot, the
+            ring is not opened, or a sample is not ready.
+        """
         held, dead = self.samples.samples, self.samples.dead
         alive = tuple(i for i in ids if i not in dead)
         for index, slot in enumerate(ring.slots):
             if slot.state == SlotState.FILLING and slot.ids == tuple(ids):
-                return SlotClaim(slot.lease, alive, index, slot.generation)
+                return Filling(slot.lease, alive, index, slot.generation)
         task = teacher_task(ring.teacher)
         if all(i in held and held[i].status[task] == Status.DONE for i in alive):
             return Status.DONE
@@ -95,10 +170,10 @@ class SlotTable:
         if lease is None:
             return None
         slot = ring.fill(free, lease.id, tuple(ids))
-        return SlotClaim(lease.id, lease.ids, free, slot.generation)
+        return Filling(lease.id, lease.ids, free, slot.generation)
 
     def publish(self, session: str, lease: Lease) -> None:
-        """The lease's slot is full: its signal is there, its task done."""
+        """Mark the slot of a lease as full and the teacher's task as done."""
         ring, _, slot = self.slot_of(session, lease.id)
         slot.state = SlotState.FULL
         self._free_if_dead(slot)
@@ -107,7 +182,7 @@ class SlotTable:
         self.samples.produce(ids, {self.fields[ring.teacher]})
 
     def slot_of(self, session: str, lease_id: int) -> tuple[Ring, int, Slot]:
-        """The ring, index and slot that a teacher's lease fills.
+        """Return ring, index and slot that a teacher's lease fills.
 
         Raises:
             QueueError: `lease_revoked` if there is none any more.
@@ -118,8 +193,8 @@ class SlotTable:
                     return ring, index, slot
         raise QueueError("lease_revoked", f"lease {lease_id} has no slot any more")
 
-    def refused(self, session: str, lease_id: int) -> None:
-        """A nack: a teacher's slot is free again; what a trainer's lease has missed makes its step be done again."""
+    def refuse(self, session: str, lease_id: int) -> None:
+        """Free the slot of a refused teacher's lease; a refused trainer's lease makes its step be repeated."""
         for ring in self.rings.of_session(session):
             for slot in ring.slots:
                 if slot.lease == lease_id:
@@ -130,51 +205,67 @@ class SlotTable:
     # Trainers
 
     def read(self, lease: Lease, rank: int, ids: Sequence[int]) -> list[SlotRef]:
-        """The places of every teacher's signal of a trainer's lease.
+        """Return the slot of every teacher's signal for a trainer's lease.
 
         Raises:
-            QueueError: `conflict` if there is no such micro-batch in a slot, although none was withdrawn.
+            QueueError: `conflict` if no slot holds this micro-batch, although no signal was withdrawn.
         """
         if not lease.ids:
             return []
-        full = (SlotState.FULL, SlotState.READING)
-        places = [p for p in self._slots() if p[0].rank == rank and p[2].state in full and p[2].ids == tuple(ids)]
-        if len(places) < len(self.fields) and not self.withdrawn(lease.session):
+        full = [
+            (ring, index, slot)
+            for ring, index, slot in self._slots()
+            if ring.rank == rank and slot.state in READABLE and slot.ids == tuple(ids)
+        ]
+        if len(full) < len(self.fields) and not self.withdrawn(lease.session):
             if lease.id not in self.readings:
-                self.samples.undo(lease.id)
+                self.samples.undo_claim(lease.id)
             why = "trainer and teacher have planned the window differently"
             raise QueueError("conflict", f"no slot holds the micro-batch of samples {list(ids)[:8]}: {why}")
         reading = self.readings.setdefault(lease.id, Reading(lease.session, lease.ids))
-        for ring, index, slot in places:
+        for ring, index, slot in full:
             slot.state = SlotState.READING
             reading.pending.add((ring.id, index))
-        rows = {i: row for row, i in enumerate(ids)}
-        return [SlotRef(ring.id, index, slot.generation, rows) for ring, index, slot in places]
+        return [
+            SlotRef(teacher=ring.teacher, ring=ring.id, slot=index, generation=slot.generation)
+            for ring, index, slot in full
+        ]
 
     def release(self, ring: Ring, index: int, generation: int) -> bool:
-        """A slot was read; False for a filling that is gone already."""
-        slot = ring.release(index, generation)
-        if slot is None:
+        """Free a slot that was read; False for an older filling.
+
+        Raises:
+            QueueError: `bad_request` if the ring has no such slot.
+        """
+        if index >= len(ring.slots):
+            raise QueueError("bad_request", f"ring {ring.id} has {len(ring.slots)} slots, none is number {index}")
+        slot = ring.slots[index]
+        if not self.is_current(slot, generation) or slot.state != SlotState.READING:
             return False
         for reading in self.readings.values():
             reading.pending.discard((ring.id, index))
         slot.free()
         return True
 
+    @staticmethod
+    def is_current(slot: Slot, generation: int) -> bool:
+        """Return whether a generation is the slot's present one."""
+        return slot.generation == generation
+
     def withdrawn(self, session: str) -> bool:
-        """Whether a signal was withdrawn before this trainer had released it, or refused by it."""
+        """Return whether a signal went before this trainer had released it, or was refused by it."""
         return any(reading.withdrawn for reading in self.readings.values() if reading.session == session)
 
-    # When sessions end, samples die or go, the run is rewound
+    # Ended sessions, dead and dropped samples, rewinds
 
     def session_ended(self, session: str) -> None:
-        """Close its rings and forget what it has read."""
+        """Close the session's rings and drop its readings."""
         for ring in self.rings.of_session(session):
             self.close(ring)
         self.readings = {lease: reading for lease, reading in self.readings.items() if reading.session != session}
 
     def close(self, ring: Ring) -> None:
-        """End a ring: nothing in its slots can be trusted any more."""
+        """Close a ring and withdraw every signal in it."""
         for index, slot in enumerate(ring.slots):
             if slot.state == SlotState.FILLING:
                 self.samples.give_back(slot.lease)
@@ -185,18 +276,18 @@ class SlotTable:
             slot.free()
         self.rings.drop(ring)
 
-    def let_go(self, positions: Iterable[int]) -> None:
-        """The samples are dropped: so is what was noted of their reading."""
+    def drop(self, positions: Iterable[int]) -> None:
+        """Drop the readings of dropped samples."""
         gone = set(positions)
         self.readings = {lease: reading for lease, reading in self.readings.items() if gone.isdisjoint(reading.ids)}
 
     def free_dead(self) -> None:
-        """No trainer will ask for full slots whose samples have all died."""
+        """Free full slots whose samples have all died: no trainer will ask for them."""
         for _, _, slot in self._slots():
             self._free_if_dead(slot)
 
-    def empty(self) -> None:
-        """A rewind: every slot is free and no signal is there; rings stay."""
+    def clear(self) -> None:
+        """Free every slot and withdraw every signal for a rewind; rings stay open."""
         for _, _, slot in self._slots():
             slot.free()
         for sample_id in self.samples.samples:
@@ -214,7 +305,7 @@ class SlotTable:
             slot.free()
 
     def _withdraw(self, ring: Ring, slot: Slot) -> None:
-        """A signal nobody has begun to read is gone: the teacher's task is ready again, training waits."""
+        """Withdraw a signal that is not being read: the teacher's task is ready again, training waits."""
         task = teacher_task(ring.teacher)
         for sample_id in slot.ids:
             sample = self.samples.samples.get(sample_id)

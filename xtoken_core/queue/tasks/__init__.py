@@ -1,1 +1,1 @@
-"""The generic task queue: samples with fields, and tasks that claim them."""
+"""The generic task queue: samples with fields, and any number of tasks that claim them in an order."""

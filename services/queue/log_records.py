@@ -1,4 +1,4 @@
-"""What a journal says: which requests leave a record, how an engine is brought back from them, and its summary."""
+"""Records of the write-ahead log: requests to records, records to an engine, and an engine to a snapshot."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from itertools import groupby
 
 import msgspec
 
-from xtoken_core.queue.engine import Engine, Touched
-from xtoken_core.queue.partition import Partition
-from xtoken_core.queue.run.protocol import TRAINER, RunProtocol, teacher_task
+from xtoken_core.queue.engine import Engine, new_partition
+from xtoken_core.queue.partition import Partition, PriorLease
+from xtoken_core.queue.run.names import TRAINER, teacher_task
+from xtoken_core.queue.run.partition import RunPartition
+from xtoken_core.queue.sample import Sample, Status
 from xtoken_core.queue.sessions import Session
-from xtoken_core.queue.tasks.samples import Sample, Status
+from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import Column, ColumnHead, pack_columns, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
@@ -21,32 +23,37 @@ OWNER = "journal"
 
 
 class Record(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True):
-    """Something that happened in a partition."""
+    """A change of a partition."""
 
     partition: str
 
 
 class Opened(Record, tag="opened", kw_only=True):
-    """It was opened."""
+    """The partition was opened."""
 
     definition: m.OpenPartition
 
 
 class Sealed(Record, tag="sealed", kw_only=True):
-    """Nothing will be put any more."""
+    """The partition was sealed."""
 
 
 class Cleared(Record, tag="cleared", kw_only=True):
-    """Samples were forgotten, or everything was."""
+    """Samples were dropped, or everything was."""
 
     ids: list[int] = []
     everything: bool = False
 
 
 class Rows(Record, tag="rows", kw_only=True):
-    """Columns came for ids; `sizes` are those of the buffers. `task` is done with them by that, if named.
+    """Columns were put for ids.
 
-    `gone` are those that every task has done by it, one of them with a result that only a session vouched for.
+    Attributes:
+        ids: The samples.
+        columns: Heads of the columns.
+        sizes: Bytes of each buffer.
+        task: Task that completed the samples by this, if any.
+        gone: Samples that every task has done by it, where one task's result is volatile.
     """
 
     ids: list[int]
@@ -90,7 +97,7 @@ class BlockRefused(Record, tag="block_refused", kw_only=True):
 
 
 class AtStep(Record, tag="at_step", kw_only=True):
-    """A run stands at a step: it was rewound there, or, with `acked`, the step before was taken."""
+    """A run is at a step: it was rewound there or, with `acked`, the step before was acknowledged."""
 
     step: int
     acked: bool = False
@@ -105,7 +112,7 @@ class GivenUp(Record, tag="given_up", kw_only=True):
 
 
 class Finished(Record, tag="finished", kw_only=True):
-    """Ids that are done by every task, as half-open intervals."""
+    """Ids that every task has done, as half-open intervals."""
 
     intervals: list[tuple[int, int]]
 
@@ -116,19 +123,19 @@ _decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord
 
 
 def decode(head: Buffer) -> Record:
-    """A record from its head.
+    """Decode a record from its head.
 
     Raises:
-        msgspec.MsgspecError: It is none.
+        msgspec.MsgspecError: The bytes are no record.
     """
     return _decoder.decode(head)
 
 
 def split(head: Record, body: memoryview) -> list[memoryview]:
-    """The buffers of a record's columns.
+    """Split a body into the buffers of a record's columns.
 
     Raises:
-        ValueError: They are not as long as the head says.
+        ValueError: Their lengths differ from those in the head.
     """
     sizes = head.sizes if isinstance(head, (Rows, BlockRows)) else []
     if sum(sizes) != body.nbytes:
@@ -143,8 +150,8 @@ def split(head: Record, body: memoryview) -> list[memoryview]:
 # From requests to records
 
 
-def record_of(engine: Engine, request: m.Request, buffers: Sequence[Buffer], touched: Touched) -> Entry | None:
-    """What an answered request leaves in the journal; None if nothing that outlives the process."""
+def record_of(engine: Engine, request: m.Request, buffers: Sequence[Buffer], prior: PriorLease) -> Entry | None:
+    """Return the record of an answered request; None if it has changed nothing durable."""
     if not isinstance(request, m.PartitionRequest):
         return None
     part, name = engine.partitions[request.partition], request.partition
@@ -157,14 +164,14 @@ def record_of(engine: Engine, request: m.Request, buffers: Sequence[Buffer], tou
             return Cleared(partition=name, ids=request.ids, everything=request.everything), ()
         case m.Put():
             return _put(part, request, buffers)
-        case m.Complete() if part.run is None:
-            return _complete(part, request, buffers, touched)
+        case m.Complete() if isinstance(part, TaskPartition):
+            return _complete(part, request, buffers, prior)
         case m.Ack():
-            ids = list(touched.ids)
+            ids = list(prior.ids)
             return (Done(partition=name, task=request.task, ids=ids, gone=_gone(part, ids)), ()) if ids else None
         case m.Nack():
-            return _nack(part, request, touched)
-        case m.AckWindow() if part.run is not None:
+            return _nack(part, request, prior)
+        case m.AckWindow() if isinstance(part, RunPartition):
             return AtStep(partition=name, step=part.run.cursor, acked=True), ()
         case m.Rewind():
             return AtStep(partition=name, step=request.step, skipped=request.skipped, dead=request.dead), ()
@@ -182,23 +189,23 @@ def _put(part: Partition, request: m.Put, buffers: Sequence[Buffer]) -> Entry:
     ), kept  # fmt: skip
 
 
-def _complete(part: Partition, request: m.Complete, buffers: Sequence[Buffer], touched: Touched) -> Entry:
+def _complete(part: Partition, request: m.Complete, buffers: Sequence[Buffer], prior: PriorLease) -> Entry:
     columns = unpack_columns(request.columns, buffers)
     heads, kept, sizes = _durable(part, columns)
-    task = touched.task if part.volatile.isdisjoint(columns) else ""
-    ids, gone = list(touched.ids), _gone(part, touched.ids)
+    task = prior.task if part.volatile.isdisjoint(columns) else ""
+    ids, gone = list(prior.ids), _gone(part, prior.ids)
     return Rows(partition=part.name, ids=ids, columns=heads, sizes=sizes, task=task, gone=gone), kept
 
 
 def _gone(part: Partition, ids: Sequence[int]) -> list[int]:
-    """What is finished, where a replay could not tell: a task's work may be left out there, see `Partition.vouch`."""
+    """Return the finished ids where a replay cannot derive them: it leaves out tasks whose result is volatile."""
     return [i for i in ids if i in part.samples.finished] if part.volatile else []
 
 
-def _nack(part: Partition, request: m.Nack, touched: Touched) -> Entry | None:
-    if touched.block is not None:
-        return BlockRefused(partition=part.name, block=touched.block, reason=request.reason), ()
-    ids = sorted(set(touched.ids).intersection(request.ids))
+def _nack(part: Partition, request: m.Nack, prior: PriorLease) -> Entry | None:
+    if prior.block is not None:
+        return BlockRefused(partition=part.name, block=prior.block, reason=request.reason), ()
+    ids = sorted(set(prior.ids).intersection(request.ids))
     return (Refused(partition=part.name, ids=ids, reason=request.reason), ()) if ids else None
 
 
@@ -211,10 +218,10 @@ def _durable(part: Partition, columns: dict[str, Column]) -> tuple[list[ColumnHe
 
 
 def apply(engine: Engine, entries: Iterable[Entry]) -> int:
-    """Bring an empty engine to where the records lead; returns how many there were.
+    """Replay records into an empty engine; return their number.
 
     Raises:
-        QueueError: A record does not fit what came before it.
+        QueueError: A record contradicts those before it.
     """
     owner = Session(id=OWNER, name=OWNER, role=TRAINER, incarnation=0, rank=0, silence=1e9, last_seen=engine.clock())
     engine.sessions.open(owner)
@@ -225,7 +232,8 @@ def apply(engine: Engine, entries: Iterable[Entry]) -> int:
     engine.sessions.end(OWNER, "recovered")
     engine.sessions.ended.pop(OWNER, None)
     for part in engine.partitions.values():
-        part.samples.line_up()
+        if isinstance(part, TaskPartition):
+            part.samples.rebuild_ready_queues()
         held = frozenset[str]().union(*(sample.fields for sample in part.samples.samples.values()))
         part.kinds = {name: kind for name, kind in part.kinds.items() if name in held}
     return count
@@ -233,79 +241,85 @@ def apply(engine: Engine, entries: Iterable[Entry]) -> int:
 
 def _apply(engine: Engine, head: Record, buffers: Sequence[Buffer]) -> None:
     if isinstance(head, Opened):
-        engine.partitions.setdefault(head.partition, Partition(head.definition, engine.sessions))
+        engine.partitions.setdefault(head.partition, new_partition(head.definition, engine.sessions))
         return
     part = engine.partitions[head.partition]
-    if part.run is not None:
-        _apply_to_run(part, part.run, head, buffers)
-    else:
-        _apply_to_samples(part, head, buffers)
+    if isinstance(part, RunPartition):
+        _apply_to_run(part, head, buffers)
+    elif isinstance(part, TaskPartition):
+        _apply_to_tasks(part, head, buffers)
 
 
-def _apply_to_samples(part: Partition, head: Record, buffers: Sequence[Buffer]) -> None:
+def _apply_to_tasks(part: TaskPartition, head: Record, buffers: Sequence[Buffer]) -> None:
     samples = part.samples
     match head:
         case Sealed():
             part.sealed = True
         case Cleared(everything=True):
-            part.start_over()
+            part.reset()
         case Cleared():
-            part.forget(head.ids)
+            part.drop(head.ids)
         case Rows():
             columns = unpack_columns(head.columns, buffers)
             part.keep(head.ids, columns, samples.produce(head.ids, columns))
             if head.task:
-                part.let_go(samples.finish(head.task, head.ids))
-            part.forget(head.gone)
+                part.store.drop(samples.finish(head.task, head.ids))
+            part.drop(head.gone)
         case Done():
-            part.let_go(samples.finish(head.task, head.ids))
-            part.forget(head.gone)
+            part.store.drop(samples.finish(head.task, head.ids))
+            part.drop(head.gone)
         case Refused():
             for sample in (samples.samples[i] for i in head.ids if i in samples.samples):
                 sample.attempts += head.times
                 if sample.attempts >= samples.max_attempts:
-                    samples.bury(sample.id, head.reason)
+                    samples.mark_dead(sample.id, head.reason)
         case Finished():
             for start, stop in head.intervals:
                 samples.finished.add(start, stop)
 
 
-def _apply_to_run(part: Partition, run: RunProtocol, head: Record, buffers: Sequence[Buffer]) -> None:
+def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -> None:
+    run, to = part.run, {"id": OWNER, "session": OWNER, "partition": part.name}
     match head:
         case BlockRows():
             columns = unpack_columns(head.columns, buffers)
-            block = min([*head.ids, *head.tombstones]) // run.source.block_size
-            lease = run.source.lease(run.samples.next_lease_id(), OWNER, block)
-            part.keep(head.ids, columns, run.put_block(OWNER, lease.id, head.ids, head.tombstones, columns))
+            block = min([*head.ids, *head.tombstones]) // run.blocks.block_size
+            lease = run.blocks.lease(run.samples.next_lease_id(), OWNER, block)
+            put = m.Put(**to, ids=head.ids, columns=[], lease=lease.id, tombstones=head.tombstones)
+            part.keep(head.ids, columns, run.put_block(put, columns))
         case BlockRefused():
             for _ in range(head.times):
-                lease = run.source.lease(run.samples.next_lease_id(), OWNER, head.block)
-                run.refuse_block(OWNER, lease.id, head.reason)
+                lease = run.blocks.lease(run.samples.next_lease_id(), OWNER, head.block)
+                run.nack(m.Nack(**to, lease=lease.id, ids=[], reason=head.reason))
         case Refused():
             for sample_id in head.ids * head.times:
                 if sample_id in run.samples.samples and sample_id not in run.samples.dead:
                     claim = run.samples.claim_ids(OWNER, teacher_task(0), [sample_id])
                     if claim is not None:
-                        run.refuse(OWNER, claim.id, [sample_id], head.reason)
+                        run.nack(m.Nack(**to, lease=claim.id, ids=[sample_id], reason=head.reason))
         case AtStep(acked=True):
-            part.let_go(run.rewind(OWNER, head.step, dict(run.skipped), dict(run.samples.dead)))
+            skipped, dead = dict(run.skipped), dict(run.samples.dead)
+            part.rewind(m.Rewind(**to, step=head.step, skipped=skipped, dead=dead))
         case AtStep():
-            part.let_go(run.rewind(OWNER, head.step, head.skipped, head.dead))
+            part.rewind(m.Rewind(**to, step=head.step, skipped=head.skipped, dead=head.dead))
         case GivenUp():
-            run.give_up(head.reason)
+            run.fail(head.reason)
 
 
-# An engine in records
+# From an engine to records
 
 
 def snapshot(engine: Engine) -> Iterator[Entry]:
-    """The fewest records that lead to where an engine stands, leases, sessions and volatile fields left out."""
+    """Yield the fewest records that restore an engine, without leases, sessions and volatile fields."""
     for part in engine.partitions.values():
         yield Opened(partition=part.name, definition=part.definition), ()
-        yield from _run_in_records(part, part.run) if part.run is not None else _samples_in_records(part)
+        if isinstance(part, RunPartition):
+            yield from _run_records(part)
+        elif isinstance(part, TaskPartition):
+            yield from _task_records(part)
 
 
-def _samples_in_records(part: Partition) -> Iterator[Entry]:
+def _task_records(part: TaskPartition) -> Iterator[Entry]:
     samples = part.samples
     yield Finished(partition=part.name, intervals=list(samples.finished.intervals())), ()
     held = sorted(samples.samples.values(), key=lambda sample: sample.put_at)
@@ -340,24 +354,26 @@ def _refusals(part: Partition, held: Iterable[Sample]) -> Iterator[Entry]:
             yield Refused(partition=part.name, ids=[sample.id], reason=reason, times=sample.attempts), ()
 
 
-def _run_in_records(part: Partition, run: RunProtocol) -> Iterator[Entry]:
-    name, start = part.name, run.cursor * run.samples_per_step
+def _run_records(part: RunPartition) -> Iterator[Entry]:
+    run, name = part.run, part.name
+    start = run.cursor * run.samples_per_step
     skipped = {p: reason for p, reason in run.skipped.items() if p < start}
     dead = {p: reason for p, reason in run.samples.dead.items() if p < start}
     yield AtStep(partition=name, step=run.cursor, skipped=skipped, dead=dead), ()
-    for first, stop in run.source.done.intervals():
-        for block in range(max(first, start // run.source.block_size), stop):
-            yield from _block(part, run, block)
-    for block, times in run.source.refused.items():
-        if block not in run.source.done:
+    for first, stop in run.blocks.done.intervals():
+        for block in range(max(first, start // run.blocks.block_size), stop):
+            yield from _block_records(part, block)
+    for block, times in run.blocks.refused.items():
+        if block not in run.blocks.done:
             yield BlockRefused(partition=name, block=block, reason="", times=times), ()
     yield from _refusals(part, [s for s in run.samples.samples.values() if s.id >= start])
     if run.failed:
         yield GivenUp(partition=name, reason=run.failed), ()
 
 
-def _block(part: Partition, run: RunProtocol, block: int) -> Iterator[Entry]:
-    positions = range(*run.source.bounds(block))
+def _block_records(part: RunPartition, block: int) -> Iterator[Entry]:
+    run = part.run
+    positions = range(*run.blocks.bounds(block))
     ids = [p for p in positions if p in run.samples.samples]
     tombstones = {p: run.skipped[p] for p in positions if p in run.skipped and p not in run.samples.samples}
     if len(ids) + len(tombstones) < len(positions):
@@ -365,7 +381,7 @@ def _block(part: Partition, run: RunProtocol, block: int) -> Iterator[Entry]:
         yield BlockRefused(partition=part.name, block=block, reason=reason, times=run.samples.max_attempts), ()
         return
     held = [run.samples.samples[p].fields for p in ids]
-    fields = sorted(frozenset.intersection(*held) - set(run.signals)) if held else []
+    fields = sorted(frozenset.intersection(*held) - set(run.slots.fields)) if held else []
     heads, buffers = pack_columns(part.store.read(ids, fields))
     sizes = [buffer.nbytes for buffer in buffers]
     yield BlockRows(partition=part.name, ids=ids, tombstones=tombstones, columns=heads, sizes=sizes), buffers

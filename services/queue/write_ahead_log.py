@@ -1,9 +1,9 @@
-"""The journal: what must outlive the process is written to a file before it is answered.
+"""Write-ahead log (`--journal`): every durable change is written to a file before it is answered.
 
-A directory holds one segment, `NNNNNNNN.journal`; a new one starts with everything that still counts and takes the old
-place, once that is mostly about samples that are done. A segment is a magic number, then records: length of a body
-(`<Q`), the CRC-32 of that (`<I`), the body, and its CRC-32 (`<I`). In a body are the length of its head (`<I`), the
-head (msgpack), and the columns' buffers.
+A directory holds one segment, `NNNNNNNN.journal`. Once that is mostly about samples that are done, a new segment that
+starts with a snapshot replaces it. A segment is a magic number that ends in the format's version, then records: length
+of a body (`<Q`), the CRC-32 of that (`<I`), the body, and its CRC-32 (`<I`). A body is the length of its head (`<I`),
+the head (msgpack), and the columns' buffers.
 
 Leases, sessions and volatile fields are never written.
 """
@@ -22,16 +22,19 @@ from pathlib import Path
 
 import msgspec
 
-from services.queue import records as r
+from services.queue import log_records as r
 from xtoken_core.atomic import atomic_rename
 from xtoken_core.errors import ConfigError, InputError, XtokenError
-from xtoken_core.queue.engine import Engine, Touched
+from xtoken_core.queue.engine import Engine
+from xtoken_core.queue.partition import PriorLease
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
 
 log = logging.getLogger("xtoken.queue.journal")
 
-MAGIC = b"XTQJRNL2"
+VERSION = 2
+MAGIC = b"XTQJRNL"
+HEADER = MAGIC + str(VERSION).encode()
 PREFIX = struct.Struct("<Q")
 HEAD = CHECK = struct.Struct("<I")
 LARGE_BYTES = 1 << 18
@@ -42,19 +45,19 @@ IOV_MAX = 1000
 POLICIES = ("interval", "always")
 
 
-class Journal:
-    """The journal of one engine; making it brings the engine to where the last one stood.
+class WriteAheadLog:
+    """Write-ahead log of one engine; creating it replays what the directory holds.
 
     Args:
-        directory: Where the segment lies; made if missing, and used by one process at a time.
+        directory: Directory of the segment; created if missing, and used by one process at a time.
         engine: Empty.
         fsync: `interval` flushes to the disk every 0.1 s, `always` before each answer. Either survives the end of the
             process; they differ in what a power cut takes.
-        slack: Bytes about finished samples that a segment may hold, beyond as many as are needed.
+        slack: Bytes of obsolete records that a segment may hold, beyond as many as are needed.
 
     Raises:
         ConfigError: Unknown policy.
-        InputError: The directory cannot be used, or a segment is damaged.
+        InputError: The directory cannot be used, or a segment is damaged or of another version.
     """
 
     def __init__(self, directory: Path, engine: Engine, *, fsync: str = "interval", slack: int = SLACK_BYTES) -> None:
@@ -65,30 +68,35 @@ class Journal:
         self._lock_file = _lock(directory)
         self._dirty = False
         self._failed: XtokenError | None = None
-        self._summer = ThreadPoolExecutor(1, "checksum")
+        self._checksums = ThreadPoolExecutor(1, "checksum")
         self._stop = threading.Event()
         self._file_lock = threading.Lock()
         self._number = self._recover()
         self._file = -1
         self._size = 0
         self._begin_segment()
-        engine.journal = self.note
-        self._flusher = threading.Thread(target=self._flush_now_and_then, name="fsync", daemon=True)
+        engine.on_change = self.record
+        self._flusher = threading.Thread(target=self._flush_periodically, name="fsync", daemon=True)
         if not self.always:
             self._flusher.start()
 
-    def note(self, request: m.Request, buffers: Sequence[Buffer], touched: Touched) -> None:
-        """Write what an answered request has changed; `touched` is the lease that it named, as it was before.
+    def record(self, request: m.Request, buffers: Sequence[Buffer], prior: PriorLease) -> None:
+        """Write what a request has changed.
+
+        Args:
+            request: Answered by the engine; the reply is sent after this.
+            buffers: Buffers of its columns.
+            prior: Lease that it named, before the change.
 
         Raises:
-            XtokenError: The disk takes no more. The queue must stop: what it holds is ahead of its journal.
+            XtokenError: The write fails. The queue must stop: its state is ahead of the log.
         """
         if self._failed is not None:
             raise self._failed
-        found = r.record_of(self._engine, request, buffers, touched)
-        if found is None:
+        entry = r.record_of(self._engine, request, buffers, prior)
+        if entry is None:
             return
-        self._append(self._file, *found)
+        self._append(self._file, *entry)
         self._dirty = True
         if self._size > self._slack + 2 * self._engine.nbytes:
             self._begin_segment()
@@ -97,7 +105,7 @@ class Journal:
         """Flush what was written to the disk.
 
         Raises:
-            XtokenError: The disk refuses. What it has of the journal is unknown then, so the queue must stop.
+            XtokenError: The flush fails. How much of the log is on disk is unknown then, so the queue must stop.
         """
         with self._file_lock:
             if not self._dirty:
@@ -114,7 +122,7 @@ class Journal:
         self._stop.set()
         if self._flusher.is_alive():
             self._flusher.join()
-        self._summer.shutdown()
+        self._checksums.shutdown()
         self.sync()
         os.close(self._file)
         os.close(self._lock_file)
@@ -128,8 +136,8 @@ class Journal:
         try:
             if length < LARGE_BYTES:
                 _write_all(file, [*start, *parts, CHECK.pack(_crc(parts))])
-            else:  # a second processor adds up what this one writes
-                crc = self._summer.submit(_crc, parts)
+            else:  # a second thread computes the checksum of a large record while this one writes it
+                crc = self._checksums.submit(_crc, parts)
                 _write_all(file, [*start, *parts])
                 _write_all(file, [CHECK.pack(crc.result())])
         except OSError as error:
@@ -137,14 +145,14 @@ class Journal:
         self._size += PREFIX.size + 2 * CHECK.size + length
 
     def _begin_segment(self) -> None:
-        """A new segment that starts with all that still counts, in place of the last one."""
+        """Replace the segment by a new one that starts with a snapshot."""
         old, number = self._file, self._number + 1
         path = self._directory / f"{number:08d}{SUFFIX}"
         unfinished = path.with_suffix(".tmp")
-        self._size = len(MAGIC)
+        self._size = len(HEADER)
         try:
             file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.write(file, MAGIC)
+            os.write(file, HEADER)
             for head, buffers in r.snapshot(self._engine):
                 self._append(file, head, buffers)
             os.fsync(file)
@@ -160,7 +168,7 @@ class Journal:
                 other.unlink()
 
     def _recover(self) -> int:
-        """Apply the newest segment; returns its number, 0 if there is none."""
+        """Replay the newest segment; return its number, 0 if there is none."""
         for unfinished in self._directory.glob("*.tmp"):
             unfinished.unlink()
         segments = sorted(self._directory.glob(f"*{SUFFIX}"))
@@ -177,7 +185,7 @@ class Journal:
         log.info("journal %s: %d records, %d bytes held", newest, count, self._engine.nbytes)
         return number
 
-    def _flush_now_and_then(self) -> None:
+    def _flush_periodically(self) -> None:
         while not self._stop.wait(FSYNC_S):
             try:
                 self.sync()
@@ -187,15 +195,14 @@ class Journal:
 
 
 def _records(path: Path, body: mmap.mmap) -> Iterator[tuple[r.Record, list[memoryview]]]:
-    """The records of a segment; a torn one at its end was never answered, and is left out.
+    """Yield the records of a segment; a torn one at its end was never answered and is ignored.
 
     Raises:
-        InputError: Something before the end is damaged.
+        InputError: The segment has another version, or is damaged before its end.
     """
     view = memoryview(body)
-    if body[: len(MAGIC)] != MAGIC:
-        raise InputError(f"the journal segment {path} is damaged at its start: it is no journal of this version")
-    at = len(MAGIC)
+    _check_header(path, body[: len(HEADER)])
+    at = len(HEADER)
     while at < len(body):
         head, buffers, end = _record(view, at)
         if head is None:
@@ -203,14 +210,26 @@ def _records(path: Path, body: mmap.mmap) -> Iterator[tuple[r.Record, list[memor
                 raise InputError(
                     f"the journal segment {path} is damaged at byte {at}: restore it, or move it away to start empty"
                 )
-            log.warning("journal %s: the last record is torn and left out", path)
+            log.warning("journal %s: the last record is torn and ignored", path)
             return
         yield head, buffers
         at = end
 
 
+def _check_header(path: Path, header: bytes) -> None:
+    if header == HEADER:
+        return
+    version = header[len(MAGIC) :].decode("ascii", "replace")
+    if header[: len(MAGIC)] == MAGIC and version.isdigit():
+        raise InputError(
+            f"the journal segment {path} has format version {version}, and this queue reads version {VERSION}: "
+            "move it away to start empty, or run the release that wrote it"
+        )
+    raise InputError(f"the journal segment {path} is damaged at its start: it is no journal")
+
+
 def _record(view: memoryview, at: int) -> tuple[r.Record | None, list[memoryview], int]:
-    """A record and where it ends; None if it is not whole, and then nothing but zeros may follow its end."""
+    """Return a record, its buffers and its end; None for one that is not whole, which only zeros may follow."""
     start = at + PREFIX.size + CHECK.size
     if start > len(view):
         return None, [], len(view)
@@ -228,7 +247,7 @@ def _record(view: memoryview, at: int) -> tuple[r.Record | None, list[memoryview
 
 
 def _crc(parts: Iterable[Buffer]) -> int:
-    """The CRC-32 of parts that lie one after the other."""
+    """Return the CRC-32 of consecutive parts."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(part, crc)
@@ -246,7 +265,7 @@ def _write_all(file: int, parts: Iterable[Buffer]) -> None:
 
 
 def _lock(directory: Path) -> int:
-    """One process per journal."""
+    """Lock the directory for this process."""
     import fcntl
 
     try:

@@ -1,4 +1,4 @@
-"""A queue inside the process: the server's own engine behind a lock. For tests, notebooks and small scripts."""
+"""In-memory transport: the server's engine behind a lock, for tests, notebooks and small scripts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from xtoken_core.data_plane.client import DataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.transport import Reply, Transport
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
@@ -14,26 +15,25 @@ from xtoken_core.wire.columns import Buffer, bytes_view
 
 
 class MemoryQueue:
-    """A queue that several clients of one process share."""
+    """Queue that several clients of one process share."""
 
     def __init__(self, *, memory_limit: int = 1 << 30, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine = Engine(memory_limit=memory_limit, clock=clock)
         self.changed = threading.Condition()
 
-    def connect(self) -> InMemoryDataPlaneClient:
-        """A client of this queue."""
-        return InMemoryDataPlaneClient(self)
+    def connect(self) -> TaskClient:
+        """Return a client of this queue."""
+        return TaskClient(InMemoryTransport(self))
 
 
-class InMemoryDataPlaneClient(DataPlaneClient):
-    """A client of a `MemoryQueue`. Headers pass through the wire's encoding, so that its bounds hold here too."""
+class InMemoryTransport(Transport):
+    """Access to a `MemoryQueue`. Headers pass through the wire's encoding, so that its bounds hold here too."""
 
     def __init__(self, queue: MemoryQueue) -> None:
-        super().__init__()
         self.queue = queue
 
-    def exchange(self, request: m.Request, buffers: Sequence[Buffer], wait_s: float) -> tuple[m.AnyReply, list[Buffer]]:
-        """Answer at once, or after the change that the request waits for."""
+    def exchange(self, request: m.Request, buffers: Sequence[Buffer], wait_s: float) -> Reply:
+        """Answer a request at once, or after the change that it waits for."""
         typed = m.decode_request(m.encode(request))
         copies = [bytes_view(buffer).tobytes() for buffer in buffers]
         engine, deadline = self.queue.engine, time.monotonic() + wait_s
@@ -43,15 +43,15 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 engine.tick()
                 before = engine.changes
                 try:
-                    answer = engine.handle(typed, copies, waited=waited)
+                    response = engine.handle(typed, copies, waited=waited)
                 except QueueError as error:
                     return m.Failure(id=request.id, code=error.code, message=str(error), detail=error.detail), []
                 finally:
                     if engine.changes != before:
                         self.queue.changed.notify_all()
-                if answer is not None:
-                    frames: list[Buffer] = list(answer.frames())
-                    return m.decode_reply(m.encode(answer.reply)), frames
+                if response is not None:
+                    frames: list[Buffer] = list(response.frames())
+                    return m.decode_reply(m.encode(response.reply)), frames
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return m.Empty(id=request.id), []
@@ -59,4 +59,4 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 waited = True
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Do nothing: there is no connection."""

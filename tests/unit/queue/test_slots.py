@@ -2,13 +2,19 @@
 
 import pytest
 
-from xtoken_core.queue.run.rings import Ring, Rings, SlotState
+from xtoken_core.queue.run.slots import Ring, Rings, SlotState, SlotTable
+from xtoken_core.queue.samples import Samples
 from xtoken_core.wire import QueueError
 
 
 @pytest.fixture
-def ring() -> Ring:
-    return Rings(slots=2).announce(0, 0, "teacher", "trainer", b"handle")
+def table() -> SlotTable:
+    return SlotTable(Samples([]), teachers=1, slots=2)
+
+
+@pytest.fixture
+def ring(table: SlotTable) -> Ring:
+    return table.rings.announce(0, 0, "teacher", "trainer", b"handle")
 
 
 def test_slots_are_filled_from_the_lowest_free_one(ring: Ring) -> None:
@@ -27,25 +33,27 @@ def test_every_filling_has_its_own_generation(ring: Ring) -> None:
 
 
 @pytest.mark.parametrize("state", [SlotState.FREE, SlotState.FILLING, SlotState.FULL])
-def test_only_a_slot_that_is_read_is_released(ring: Ring, state: SlotState) -> None:
+def test_only_a_slot_that_is_read_is_released(table: SlotTable, ring: Ring, state: SlotState) -> None:
     slot = ring.fill(0, 7, (1,))
     slot.state = state
-    assert ring.release(0, slot.generation) is None
+    assert not table.release(ring, 0, slot.generation)
+    assert slot.state == state
     slot.state = SlotState.READING
-    assert ring.release(0, slot.generation) is slot
+    assert table.release(ring, 0, slot.generation)
+    assert slot.state == SlotState.FREE
 
 
-def test_the_release_of_an_older_filling_touches_nothing(ring: Ring) -> None:
+def test_the_release_of_an_older_filling_changes_nothing(table: SlotTable, ring: Ring) -> None:
     old = ring.fill(0, 7, (1,)).generation
     ring.slots[0].free()
     ring.fill(0, 8, (2,)).state = SlotState.READING
-    assert ring.release(0, old) is None
+    assert not table.release(ring, 0, old)
     assert ring.slots[0].state == SlotState.READING
 
 
-def test_a_slot_that_does_not_exist_is_named(ring: Ring) -> None:
+def test_a_slot_that_does_not_exist_is_named(table: SlotTable, ring: Ring) -> None:
     with pytest.raises(QueueError, match="has 2 slots, none is number 2"):
-        ring.release(2, 0)
+        table.release(ring, 2, 0)
 
 
 def test_a_pair_has_one_ring_and_numbers_are_never_used_again() -> None:

@@ -1,4 +1,4 @@
-"""The client of a real queue: one DEALER socket per thread, requests repeated on a new connection until answered."""
+"""ZeroMQ transport: one DEALER socket per thread, requests repeated on a new connection until answered."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import zmq
 
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.allocator import CLIENT_KEEPS, set_allocator
-from xtoken_core.data_plane.client import DataPlaneClient
 from xtoken_core.data_plane.connection import Connection
+from xtoken_core.data_plane.transport import Reply, Transport
 from xtoken_core.errors import QueueUnreachableError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
@@ -21,16 +21,15 @@ REPLY_S = 5.0
 PAUSE_S = 0.05
 
 
-class ZmqDataPlaneClient(DataPlaneClient):
-    """A connection to a queue server. The first one in a process makes its allocator keep what frames leave free.
+class ZmqTransport(Transport):
+    """Connection to a queue server. Creating one makes the process keep freed memory for the next frames.
 
     Args:
-        address: Where the queue is.
+        address: Address of the queue.
         patience_s: How long a request is repeated, beyond its own wait, before the queue counts as unreachable.
     """
 
     def __init__(self, address: Address, *, patience_s: float = 30.0) -> None:
-        super().__init__()
         set_allocator(keep=CLIENT_KEEPS)
         self.address = address
         self.patience_s = patience_s
@@ -39,26 +38,30 @@ class ZmqDataPlaneClient(DataPlaneClient):
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._lock = threading.Lock()
 
-    def exchange(self, request: m.Request, buffers: Sequence[Buffer], wait_s: float) -> tuple[m.AnyReply, list[Buffer]]:
-        """Send the request until it is answered; the queue knows a repeated one by its id."""
+    def exchange(self, request: m.Request, buffers: Sequence[Buffer], wait_s: float) -> Reply:
+        """Send a request until it is answered; the queue recognises a repeated one by its id.
+
+        Raises:
+            QueueUnreachableError: No reply came within `wait_s` and the patience.
+        """
         header = m.encode(request)
         deadline = time.monotonic() + wait_s + self.patience_s
         while time.monotonic() < deadline:
             connection = self._connection()
             try:
                 connection.send(header, buffers)
-                answer = connection.receive(request.id, min(time.monotonic() + wait_s + REPLY_S, deadline))
+                reply = connection.receive(request.id, min(time.monotonic() + wait_s + REPLY_S, deadline))
             except zmq.Again:
-                answer = None
+                reply = None
             except BaseException:
                 self._drop(connection)
                 raise
-            if answer is not None:
-                return answer
+            if reply is not None:
+                return reply
             self._drop(connection)
             time.sleep(PAUSE_S)
         raise QueueUnreachableError(
-            f"nobody answers at {self.address.url} within {wait_s + self.patience_s:g} s: "
+            f"no reply from {self.address.url} within {wait_s + self.patience_s:g} s: "
             "is the queue running there, and is its token file the one given?"
         )
 

@@ -1,4 +1,4 @@
-"""One sample, the tasks that it is for, and the leases on it."""
+"""A sample, the tasks that consume it, and the leases on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Order = Literal["strict", "arrival", "by_id"]
 
 
 class Status(IntEnum):
-    """How far a task is with a sample."""
+    """State of a sample for one task."""
 
     WAITING = 0
     READY = 1
@@ -23,10 +23,10 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A consumer: it sees a sample once all of `requires` are produced.
+    """A consumer: it sees a sample once all fields of `requires` are produced.
 
-    `strict` hands samples out in the order in which they were put, and waits for one that is not ready; `arrival` in
-    the order in which they became ready; a `by_id` task is only claimed by ids.
+    Order `strict` hands samples out in the order in which they were put, and waits for one that is not ready;
+    `arrival` in the order in which they became ready; a `by_id` task is only claimed by ids.
     """
 
     name: str
@@ -35,9 +35,14 @@ class Task:
 
 
 class Sample(msgspec.Struct, gc=False):
-    """What is known of one sample. `put_at` is its place in the order of puts.
+    """Bookkeeping of one sample, a struct because there are many.
 
-    `status` goes by task name; samples may share it, so it is replaced, never changed. A struct, since there are many.
+    Attributes:
+        id: Its id.
+        put_at: Number of the put that created it, which orders strict tasks.
+        fields: Fields that are produced.
+        status: State by task name; shared between samples, so it is replaced and never changed.
+        attempts: Refusals so far.
     """
 
     id: int
@@ -47,7 +52,7 @@ class Sample(msgspec.Struct, gc=False):
     attempts: int = 0
 
     def mark(self, task: str, status: Status) -> None:
-        """Set how far a task is with it."""
+        """Set the state for one task."""
         self.status = {**self.status, task: status}
 
 

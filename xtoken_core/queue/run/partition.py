@@ -1,0 +1,188 @@
+"""Partition of a run: the calls of `RunProtocol`, with the columns that travel beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease, check_distinct
+from xtoken_core.queue.response import Response
+from xtoken_core.queue.run.protocol import RunProtocol
+from xtoken_core.queue.run.slot_columns import SlotColumns
+from xtoken_core.queue.run.slots import SlotState
+from xtoken_core.queue.sessions import Sessions
+from xtoken_core.wire import Column, QueueError, object_column
+from xtoken_core.wire import messages as m
+
+
+class RunPartition(Partition):
+    """Partition of one run, sealed from the start.
+
+    Attributes:
+        run: State and protocol of the run.
+        slot_columns: Columns of signals that travel through the queue.
+    """
+
+    def __init__(self, definition: m.OpenPartition, sessions: Sessions) -> None:
+        if definition.tasks or definition.run is None:
+            raise QueueError("bad_request", "the tasks of a run's partition are given by the protocol: leave them out")
+        self.run = RunProtocol(sessions, definition.run, max_attempts=definition.max_attempts)
+        super().__init__(definition, self.run.samples)
+        self.slot_columns = SlotColumns(self.run.rings, self.store, definition.run.teachers)
+        self.sealed = True
+
+    # Calls
+
+    def handle(self, request: m.PartitionRequest) -> Response | None:
+        """Answer a request; None means "not yet".
+
+        Raises:
+            QueueError: The request is refused.
+        """
+        call = PROTOCOL_CALLS.get(type(request))
+        if call is None:
+            return super().handle(request)
+        reply = call(self.run, request)
+        return None if reply is None else Response(reply)
+
+    def put(self, request: m.Put, columns: dict[str, Column], room: int) -> Response:
+        """Finish a leased block with its rows and tombstones, however little room there is."""
+        check_distinct(request.ids)
+        self.check(columns, len(request.ids))
+        self.keep(request.ids, columns, self.run.put_block(request, columns))
+        return Response(m.Stored(room=max(room - sum(c.nbytes for c in columns.values()), 0)))
+
+    def complete(self, request: m.Complete, columns: dict[str, Column], _room: int) -> Response:
+        """Mark a teacher's slot as full; columns are the rows of a signal that travels through the queue."""
+        self.drop_stale()
+        if not columns:
+            return Response(self.run.complete(request))
+        ring, index, slot = self.run.slot_of(request.session, request.lease)
+        ids, generation = slot.ids, slot.generation  # completing frees a slot whose samples have all died
+        self.slot_columns.check(ring.teacher, ids, columns)
+        self.check(columns, len(ids))
+        reply = self.run.complete(request)
+        self.learn(columns)
+        self.slot_columns.put(ring.id, index, generation, ids, columns)
+        return Response(reply)
+
+    def window(self, request: m.Window) -> Response | None:
+        """Read the rows of a step, once all are there."""
+        return self._with_rows(request, self.run.read_window(request))
+
+    def claim_slot(self, request: m.ClaimSlot) -> Response | None:
+        """Lease a teacher's micro-batch with a free slot, and read its rows."""
+        return self._with_rows(request, self.run.claim_slot(request))
+
+    def claim_batch(self, request: m.ClaimBatch) -> Response | None:
+        """Lease a trainer's micro-batch, and read its rows and the signals that travel through the queue."""
+        response = self._with_rows(request, self.run.claim_batch(request))
+        if response is None or not isinstance(response.reply, m.Claimed):
+            return response
+        self.drop_stale()
+        for ref in response.reply.slots:
+            response.columns |= self.slot_columns.read(ref.ring, ref.slot, ref.generation)
+        if self.run.sessions.get(request.session).version == 1:
+            self._expand_slots(response.reply, response.columns)
+        return response
+
+    def ack_window(self, request: m.AckWindow) -> Response:
+        """Advance past a step and free its rows."""
+        self.store.drop(self.run.ack_window(request))
+        return Response(m.Ok())
+
+    def rewind(self, request: m.Rewind) -> Response:
+        """Start, or start again, at a step."""
+        self.store.drop(self.run.rewind(request))
+        return Response(m.Rewound(rewinds=self.run.rewinds))
+
+    def misplaced(self) -> QueueError:
+        """Return the refusal of a call of the generic queue."""
+        return QueueError("forbidden", f"partition {self.name!r} belongs to a run: it has calls of its own")
+
+    HANDLERS: ClassVar[Mapping[type[m.Request], Handler]] = {
+        **COMMON_HANDLERS, m.Window: window, m.ClaimSlot: claim_slot, m.ClaimBatch: claim_batch,
+        m.AckWindow: ack_window, m.Rewind: rewind,
+    }  # fmt: skip
+
+    # State
+
+    @property
+    def skipped(self) -> Mapping[int, str]:
+        """Return the reason of every tombstone, by position."""
+        return self.run.skipped
+
+    def lease_ids(self) -> list[int]:
+        """Return the number of every current lease, of samples and of blocks."""
+        return [*super().lease_ids(), *self.run.blocks.leases]
+
+    def prior_lease(self, request: m.Ack | m.Complete | m.Nack) -> PriorLease:
+        """Return the lease that a request names, for the write-ahead log."""
+        if isinstance(request, m.Ack):
+            return PriorLease()
+        if request.lease in self.run.blocks.leases:
+            return PriorLease(block=self.run.blocks.leases[request.lease].block)
+        lease = self.samples.leases.get(request.lease)
+        return PriorLease() if lease is None else PriorLease(lease.ids, lease.task)
+
+    def drop_stale(self) -> None:
+        """Drop the columns of signals whose slot was freed or filled again."""
+        self.slot_columns.drop_stale()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the run's part of the statistics."""
+        run = self.run
+        rings = []
+        for ring in run.rings.by_pair.values():
+            counts = Counter(slot.state for slot in ring.slots)
+            slots = {state.name.lower(): counts[state] for state in SlotState}
+            rings.append({"teacher": ring.teacher, "rank": ring.rank, "opened": ring.opened, "slots": slots})
+        document = {
+            "positions": run.positions,
+            "samples_per_step": run.samples_per_step,
+            "group": run.definition.group,
+            "groups": run.definition.groups,
+            "step": run.cursor,
+            "rewinds": run.rewinds,
+            "skipped": len(run.skipped),
+            "ended": run.ended,
+            "failed": run.failed,
+            "blocks_leased": len(run.blocks.leases),
+            "rings": rings,
+        }
+        return {"run": document}
+
+    def _with_rows(
+        self, request: m.Window | m.ClaimSlot | m.ClaimBatch, reply: m.WindowRows | m.Claimed | m.AlreadyDone | None
+    ) -> Response | None:
+        if reply is None:
+            return None
+        if isinstance(reply, m.AlreadyDone):
+            return Response(reply)
+        return Response(reply, self.store.read(reply.ids, request.fields))
+
+    def _expand_slots(self, reply: m.Claimed, columns: dict[str, Column]) -> None:
+        """Replace slot references by the object columns of version 1 of the protocol, one row per sample."""
+        for ref in reply.slots:
+            rows = [
+                {"ring": ref.ring, "slot": ref.slot, "row": row, "generation": ref.generation}
+                for row in range(len(reply.ids))
+            ]
+            columns[self.run.slots.fields[ref.teacher]] = object_column(rows)
+        reply.slots = []
+
+
+PROTOCOL_CALLS: dict[type[m.Request], Callable[[RunProtocol, Any], m.Reply | None]] = {
+    m.LeaseBlock: RunProtocol.lease_block,
+    m.Nack: RunProtocol.nack,
+    m.AwaitTrainer: RunProtocol.await_trainer,
+    m.AnnounceRing: RunProtocol.announce_ring,
+    m.AwaitRing: RunProtocol.await_ring,
+    m.OpenedRing: RunProtocol.opened_ring,
+    m.AwaitOpened: RunProtocol.await_opened,
+    m.Release: RunProtocol.release,
+    m.CheckStep: RunProtocol.check_step,
+    m.Giveup: RunProtocol.give_up,
+}
+"""Calls whose replies have no columns: the protocol answers them itself."""

@@ -1,0 +1,157 @@
+"""State of a run: its cursor, positions, samples, blocks and slots, and the steps that several calls share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from xtoken_core import schema
+from xtoken_core.plan import window_positions
+from xtoken_core.queue.intervals import IntervalSet
+from xtoken_core.queue.run.blocks import Blocks
+from xtoken_core.queue.run.names import TRAIN, signal_fields, teacher_task
+from xtoken_core.queue.run.slots import Ring, SlotTable
+from xtoken_core.queue.sample import Task
+from xtoken_core.queue.samples import Samples
+from xtoken_core.queue.sessions import Session, Sessions
+from xtoken_core.wire import QueueError
+from xtoken_core.wire import messages as m
+
+
+def run_tasks(teachers: int) -> list[Task]:
+    """Return the tasks of a run: one per teacher, which requires the row, and `train`, which also requires signals."""
+    row = schema.INPUT_IDS.name
+    tasks = [Task(teacher_task(i), frozenset({row}), "by_id") for i in range(teachers)]
+    return [*tasks, Task(TRAIN, frozenset({row, *signal_fields(teachers)}), "by_id")]
+
+
+class RunState:
+    """State of one run.
+
+    Args:
+        sessions: Sessions of the queue.
+        run: Size of the run.
+        max_attempts: Refusals after which a sample or block is dead.
+
+    Attributes:
+        cursor: Current step; every window below it is done.
+        rewinds: Number of rewinds; a request that names another one is out of date.
+        finished: Positions that are trained, skipped or dead.
+        skipped: Reason of every tombstone, by position.
+        blocks: Blocks of positions and their leases.
+        slots: Slots that hold the teachers' signals.
+        trainer_incarnation: Incarnation of the trainers that the last rewind admitted.
+        failed: Reason for which the run was given up; empty before.
+    """
+
+    def __init__(self, sessions: Sessions, run: m.RunDef, *, max_attempts: int = 3) -> None:
+        if run.samples_per_step % run.block_size or run.span < 3 * run.samples_per_step:
+            raise QueueError("bad_request", "block_size must divide samples_per_step, and span be at least 3 steps")
+        if not 0 <= run.group < run.groups or run.samples_per_step % (run.groups * run.block_size):
+            raise QueueError(
+                "bad_request", f"group {run.group} of {run.groups} has no share of whole blocks in each step"
+            )
+        self.definition = run
+        self.positions, self.samples_per_step = run.positions, run.samples_per_step
+        self.sessions = sessions
+        sessions.on_end.append(self.session_ended)
+        self.samples = Samples(run_tasks(run.teachers), max_attempts)
+        per_step = run.samples_per_step // run.block_size
+        per_group = per_step // run.groups
+        own = range(per_group * run.group, per_group * (run.group + 1))
+        self.blocks = Blocks(run.positions, run.block_size, run.span, own=own, per_step=per_step)
+        self.slots = SlotTable(self.samples, run.teachers, run.slots)
+        self.rings = self.slots.rings
+        self.cursor = 0
+        self.rewinds = 0
+        self.trainer_incarnation = -1
+        self.finished = IntervalSet()
+        self.skipped: dict[int, str] = {}
+        self.failed = ""
+
+    # Position of the run
+
+    @property
+    def ended(self) -> bool:
+        """Return whether every window is done."""
+        return self.cursor * self.samples_per_step >= self.positions
+
+    def window(self, step: int) -> range:
+        """Return the positions of a step that this queue's node group owns."""
+        size = {"samples_per_step": self.samples_per_step, "positions": self.positions}
+        return window_positions(step, **size, group=self.definition.group, groups=self.definition.groups)
+
+    def fail(self, reason: str) -> None:
+        """Record why the run cannot continue; the first reason stays."""
+        self.failed = self.failed or reason
+
+    def session_ended(self, session: str) -> None:
+        """Free the session's leases and withdraw its volatile signals."""
+        self.blocks.end_session(session)
+        self.slots.session_ended(session)
+        for lease in self.samples.of_session(session):
+            self.samples.give_back(lease.id)
+
+    # Bookkeeping
+
+    def _check_rewinds(self, rewinds: int) -> None:
+        self._check_alive()
+        if rewinds != self.rewinds:
+            detail = {"step": self.cursor, "rewinds": self.rewinds}
+            raise QueueError("rewound", f"the run was rewound to step {self.cursor}", detail)
+
+    def _check_alive(self) -> None:
+        if self.failed:
+            raise QueueError("run_failed", self.failed)
+
+    def _dead_of(self, ids: Iterable[int]) -> list[int]:
+        return [i for i in ids if i in self.samples.dead]
+
+    def _replace_below(self, start: int, skipped: Mapping[int, str], dead: Mapping[int, str]) -> None:
+        """Replace what is skipped and dead below `start` by the checkpoint's record, which counts there."""
+        for mine, recorded in ((self.skipped, skipped), (self.samples.dead, dead)):
+            for position in [p for p in mine if p < start]:
+                del mine[position]
+            mine.update({p: reason for p, reason in recorded.items() if p < start})
+
+    def _recount(self, start: int, keep: range) -> None:
+        """Recompute finished positions and free blocks after the cursor was set."""
+        for reasons in (self.skipped, self.samples.dead):
+            for position in [p for p in reasons if p >= keep.stop]:
+                del reasons[position]
+        self.finished = IntervalSet()
+        self.finished.add(0, start)
+        filled = IntervalSet()
+        for position in sorted({*self.skipped, *self.samples.dead, *self.samples.samples}):
+            if position >= start:
+                filled.add(position)
+                if position not in self.samples.samples or position in self.samples.dead:
+                    self.finished.add(position)
+        self.blocks.restart(start, filled)
+
+    def _mark_dead(self, positions: Iterable[int], reason: str) -> None:
+        for position in positions:
+            self.samples.mark_dead(position, reason)
+            self.finished.add(position)
+        self.slots.free_dead()
+        dead, allowed = self.samples.dead, self.definition.max_dead
+        if len(dead) > allowed:
+            ids = ", ".join(map(str, sorted(dead)[:20]))
+            self.fail(f"{len(dead)} dead letters, {allowed} are allowed: {ids}: {reason}")
+
+    def _drop(self, positions: Sequence[int]) -> None:
+        self.slots.drop(positions)
+        self.samples.drop(positions)
+
+    def _require_role(self, session: str, role: str) -> Session:
+        caller = self.sessions.get(session)
+        if caller.role != role:
+            raise QueueError("forbidden", f"only a {role} may do that, and {caller.name!r} is a {caller.role}")
+        return caller
+
+    def _ring(self, ring_id: int, *, teacher: str | None = None, trainer: str | None = None) -> Ring:
+        ring = self.rings.get(ring_id)
+        if (teacher or ring.teacher_session) != ring.teacher_session:
+            raise QueueError("forbidden", f"ring {ring_id} belongs to another teacher")
+        if (trainer or ring.trainer_session) != ring.trainer_session:
+            raise QueueError("forbidden", f"ring {ring_id} belongs to another trainer")
+        return ring

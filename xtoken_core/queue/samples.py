@@ -1,0 +1,275 @@
+"""Sample table: the produced fields of every sample, its state per task, and the leases on it.
+
+Per task a sample goes `WAITING -> READY -> LEASED -> DONE`. A lease belongs to a session and has no clock of its own.
+The columns themselves are kept by `xtoken_core.queue.store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter
+
+from xtoken_core.queue.intervals import IntervalSet
+from xtoken_core.queue.sample import Lease, Sample, Status, Task
+from xtoken_core.wire import QueueError
+
+FIELDS_OF = attrgetter("fields")
+
+
+class Samples:
+    """Samples of one partition, claimed by id.
+
+    `xtoken_core.queue.tasks.samples.OrderedSamples` adds claims in a task's order.
+
+    Attributes:
+        samples: Every sample that is held, by id.
+        dead: Reason of every dead letter; its sample stays held until it is dropped.
+        finished: Ids that every task has done and whose samples were dropped.
+        given_back: Number of leased samples that became free again so far.
+    """
+
+    def __init__(self, tasks: Iterable[Task], max_attempts: int = 3) -> None:
+        self.tasks = {task.name: task for task in tasks}
+        self.max_attempts = max_attempts
+        self.samples: dict[int, Sample] = {}
+        self.leases: dict[int, Lease] = {}
+        self.dead: dict[int, str] = {}
+        self.finished = IntervalSet()
+        self.given_back = 0
+        self._puts = 0
+        self._leased = 0
+        self._lease_of: dict[str, dict[int, int]] = {name: {} for name in self.tasks}
+
+    # Producers
+
+    def produce(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
+        """Add `fields` to `ids` and return the ids that were changed by it; the others are repeated puts."""
+        came = frozenset(fields)
+        # Almost every put is of new samples only: three set operations instead of a loop.
+        if all(known.isdisjoint(ids) for known in (self.samples.keys(), self.dead.keys(), self.finished)):
+            self._admit(ids, came)
+            return list(ids)
+        changed = []
+        for sample_id in ids:
+            if sample_id in self.finished or sample_id in self.dead:
+                continue
+            sample = self.samples.get(sample_id)
+            if sample is None:
+                self._admit([sample_id], came)
+            elif came <= sample.fields:
+                continue
+            else:
+                sample.fields |= came
+                self._refresh(sample)
+            changed.append(sample_id)
+        return changed
+
+    def withdraw(self, sample_id: int, name: str) -> None:
+        """Remove a volatile field: tasks that require it and have not leased the sample wait again."""
+        sample = self.samples.get(sample_id)
+        if sample is not None:
+            sample.fields -= {name}
+            self._refresh(sample)
+
+    # Consumers
+
+    def claim_ids(self, session: str, task: str, ids: Sequence[int], fields: Iterable[str] = ()) -> Lease | None:
+        """Lease exactly these ids without the dead ones; None while one of them is not ready.
+
+        If all are dead the lease is empty and needs neither ack nor nack. A session that holds exactly these ids
+        already gets the same lease again.
+
+        Raises:
+            QueueError: `unknown_sample` for an id that is not held, or one that is ready and lacks one of `fields`.
+        """
+        alive = tuple(i for i in ids if i not in self.dead)
+        lease = self.leases.get(self._lease_of[task].get(alive[0], -1)) if alive else None
+        if lease is not None and lease.session == session and lease.ids == alive:
+            return lease
+        missing = [i for i in alive if i not in self.samples]
+        if missing:
+            raise QueueError("unknown_sample", f"sample {missing[0]} is not here")
+        if any(self.samples[i].status[task] != Status.READY for i in alive):
+            return None
+        needed = frozenset(fields)
+        for sample_id in alive:
+            check_fields(self.samples[sample_id], needed)
+        lost = [i for i in ids if i not in self.samples]
+        if lost and needed:
+            raise QueueError("unknown_sample", f"sample {lost[0]} has died and is not here")
+        return self._lease(session, task, alive)
+
+    def finish(self, task: str, ids: Iterable[int]) -> list[int]:
+        """Mark ids as done by the task; return those that every task has done, which are dropped."""
+        done = set(ids)
+        gone = self._mark_done(task, done)
+        self._shrink_leases(self._lease_of[task], done)
+        self.finished.add_all(gone)
+        for sample_id in gone:
+            del self.samples[sample_id]
+        return gone
+
+    def _mark_done(self, task: str, ids: Iterable[int]) -> list[int]:
+        """Mark living samples as done; return those that every task has done."""
+        gone = []
+        # Samples of a batch share their status mapping: compute its successor once, not once per sample.
+        before: Mapping[str, Status] = {}
+        after, last = before, False
+        for sample_id in ids:
+            sample = self.samples.get(sample_id)
+            if sample is None or sample_id in self.dead:
+                continue
+            if sample.status is not before:
+                before = sample.status
+                after = {**before, task: Status.DONE}
+                last = all(status == Status.DONE for status in after.values())
+            sample.status = after
+            if last:
+                gone.append(sample_id)
+        return gone
+
+    def give_back(self, lease_id: int) -> Lease | None:
+        """Revoke a lease: its samples are ready again, or wait where a field is gone."""
+        lease = self.leases.pop(lease_id, None)
+        if lease is None:
+            return None
+        self.given_back += len(lease.ids)
+        for sample_id in lease.ids:
+            del self._lease_of[lease.task][sample_id]
+            sample = self.samples.get(sample_id)
+            if sample is not None and sample_id not in self.dead:
+                sample.mark(lease.task, Status.WAITING)
+                self._refresh(sample)
+                self._enqueue(sample, [lease.task])
+        return lease
+
+    def undo_claim(self, lease_id: int) -> None:
+        """Revoke a lease whose claim is refused after all, without counting it as given back."""
+        lease = self.give_back(lease_id)
+        self.given_back -= len(lease.ids) if lease is not None else 0
+
+    def refuse(self, lease_id: int, ids: Iterable[int], reason: str) -> list[int]:
+        """Count a failed attempt for `ids`, give the whole lease back and return the ids that died of it."""
+        lease = self.held(lease_id)
+        self.give_back(lease_id)
+        died = []
+        for sample_id in set(ids).intersection(lease.ids):
+            sample = self.samples[sample_id]
+            sample.attempts += 1
+            if sample.attempts >= self.max_attempts:
+                self.mark_dead(sample_id, reason)
+                died.append(sample_id)
+        return sorted(died)
+
+    def mark_dead(self, sample_id: int, reason: str) -> None:
+        """Make a sample a dead letter, which no task gets any more."""
+        self.dead[sample_id] = reason
+        sample = self.samples.get(sample_id)
+        if sample is not None:
+            sample.status = dict.fromkeys(sample.status, Status.DONE)
+
+    def drop(self, ids: Iterable[int]) -> None:
+        """Remove samples and the leases on them."""
+        gone = set(ids)
+        for sample_id in gone:
+            self.samples.pop(sample_id, None)
+        for lease_of in self._lease_of.values():
+            self._shrink_leases(lease_of, gone)
+
+    def reset(self) -> None:
+        """Revoke all leases and let every task start over on the samples that are held."""
+        for lease_id in list(self.leases):
+            self.give_back(lease_id)
+        for sample in self.samples.values():
+            if sample.id not in self.dead:
+                sample.status = dict.fromkeys(sample.status, Status.WAITING)
+                self._refresh(sample)
+                self._enqueue(sample, self.tasks)
+
+    # Look-up
+
+    def lacking(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
+        """Return those of `ids` that are not held or lack one of `fields`."""
+        held, needed = self.samples, frozenset(fields)
+        # Samples of a batch share their set of fields: compare each distinct set once.
+        if held.keys() >= set(ids) and all(map(needed.issubset, set(map(FIELDS_OF, map(held.__getitem__, ids))))):
+            return []
+        return [i for i in ids if i not in held or not needed <= held[i].fields]
+
+    def held(self, lease_id: int, session: str | None = None) -> Lease:
+        """Return a current lease.
+
+        Raises:
+            QueueError: `lease_revoked` if there is none, or it belongs to another session.
+        """
+        lease = self.leases.get(lease_id)
+        if lease is None or (session is not None and lease.session != session):
+            raise QueueError("lease_revoked", f"lease {lease_id} is not held any more")
+        return lease
+
+    def of_session(self, session: str) -> list[Lease]:
+        """Return the session's leases."""
+        return [lease for lease in self.leases.values() if lease.session == session]
+
+    def next_lease_id(self) -> int:
+        """Return a lease number that is unique in this partition."""
+        self._leased += 1
+        return self._leased
+
+    # Bookkeeping
+
+    def _admit(self, ids: Sequence[int], fields: frozenset[str]) -> None:
+        """Add new samples at the end of the order of puts."""
+        status = {name: Status.READY if t.requires <= fields else Status.WAITING for name, t in self.tasks.items()}
+        put_at = range(self._puts, self._puts + len(ids))
+        self._puts += len(ids)
+        made = map(Sample, ids, put_at, repeat(fields), repeat(status))
+        self.samples.update(zip(ids, made, strict=True))
+
+    def _enqueue(self, sample: Sample, tasks: Iterable[str]) -> None:
+        """Put a sample that is free again into the tasks' order; claims by id need none."""
+
+    def _shrink_leases(self, lease_of: dict[int, int], ids: set[int]) -> None:
+        """Take `ids` out of a task's leases, and remove leases that are empty by it."""
+        for lease_id in {lease_of.pop(i) for i in ids if i in lease_of}:
+            lease = self.leases[lease_id]
+            lease.ids = tuple(i for i in lease.ids if i not in ids)
+            if not lease.ids:
+                del self.leases[lease_id]
+
+    def _lease(self, session: str, task: str, ids: tuple[int, ...]) -> Lease:
+        lease = Lease(self.next_lease_id(), session, task, ids, ids)
+        if ids:
+            self.leases[lease.id] = lease
+            self._lease_of[task].update(dict.fromkeys(ids, lease.id))
+        before: Mapping[str, Status] = {}
+        after = before
+        for sample in map(self.samples.__getitem__, ids):
+            if sample.status is not before:
+                before = sample.status
+                after = {**before, task: Status.LEASED}
+            sample.status = after
+        return lease
+
+    def _refresh(self, sample: Sample) -> None:
+        """Set WAITING or READY for every task that has not leased or done the sample."""
+        for name, task in self.tasks.items():
+            status = sample.status[name]
+            if status == Status.WAITING and task.requires <= sample.fields:
+                sample.mark(name, Status.READY)
+                if task.order == "arrival":
+                    self._enqueue(sample, [name])
+            elif status == Status.READY and not task.requires <= sample.fields:
+                sample.mark(name, Status.WAITING)
+
+
+def check_fields(sample: Sample, needed: frozenset[str]) -> None:
+    """Check that a sample has all `needed` fields.
+
+    Raises:
+        QueueError: `unknown_sample`, naming the missing ones.
+    """
+    if not needed <= sample.fields:
+        missing = ", ".join(sorted(needed - sample.fields))
+        raise QueueError("unknown_sample", f"sample {sample.id} has no {missing} here")
