@@ -1,4 +1,4 @@
-"""Writes what in this folder is made from the message types: `schema.json` and `golden/`.
+"""Write `schema.json` and `golden/` from the message types.
 
 Run `python proto/generate.py` after a change of the types; a test compares the files with what this would write.
 """
@@ -28,7 +28,7 @@ def _int64(*values: int) -> memoryview:
 
 
 def _columns() -> dict[str, Column]:
-    """Two rows of every kind of column: token ids, one float each, and one object each."""
+    """Return two rows of every kind of column: token ids, one float each, and one object each."""
     return {
         "input_ids": Column("jagged", "int64", 2, (), _int64(11, 12, 13, 14, 15), offsets_from_lengths([3, 2])),
         "sample_mask": Column("dense", "float32", 2, (), memoryview(bytes.fromhex("0000803f00000000"))),
@@ -41,13 +41,13 @@ WithBuffers = list[tuple[str, m.Request | m.Reply, list[memoryview]]]
 
 
 def _examples() -> WithBuffers:
-    """Name, message and buffers of every golden frame list; every message type is there at least once."""
+    """Return name, message and buffers of every golden frame list; every message type occurs at least once."""
     plain = [*_sessions_and_samples(), *_runs_and_rings()]
     return [(name, message, []) for name, message in plain] + _with_columns()
 
 
 def _sessions_and_samples() -> Plain:
-    """Sessions, partitions, samples: what a run is not needed for."""
+    """Return messages about sessions, partitions and samples, which need no run."""
     task = m.TaskDef(name="train", requires=["input_ids"])
     run = m.RunDef(
         positions=1000, samples_per_step=8, block_size=4, span=24, teachers=1, ranks=1, slots=2, document=b"{}"
@@ -56,6 +56,8 @@ def _sessions_and_samples() -> Plain:
         ("hello", m.Hello(id="a.1", versions=[1], name="trainer-0", role="trainer", incarnation=1)),
         ("hello_waiting", m.Hello(id="a.1", versions=[1], name="c-0", role="collator", incarnation=2, rank=1,
                                   silence_s=15.0, needs_run=True, wait_s=5.0)),
+        ("hello_version_2", m.Hello(id="a.1", versions=[1, 2], name="trainer-0", role="trainer", incarnation=1)),
+        ("welcome_version_2", m.Welcome(id="a.1", session=SESSION, version=2)),
         ("welcome", m.Welcome(id="a.1", session=SESSION, version=1)),
         ("welcome_run", m.Welcome(id="a.1", session=SESSION, version=1, partition="train", run=b"{}")),
         ("heartbeat", m.Heartbeat(id="b.1", session=SESSION, phase="run", progress=42)),
@@ -77,6 +79,8 @@ def _sessions_and_samples() -> Plain:
         ("claim_ids", m.Claim(id="a.8", **IN, task="train", ids=[8, 9])),
         ("claimed_dead", m.Claimed(id="a.8", lease=0, ids=[], dead=[8, 9])),
         ("claimed_slot", m.Claimed(id="a.8", lease=4, ids=[8, 9], slot=1, generation=3)),
+        ("claimed_slots", m.Claimed(id="a.24", lease=5, ids=[8, 9],
+                                    slots=[m.SlotRef(teacher=0, ring=1, slot=0, generation=3)])),
         ("already_done", m.AlreadyDone(id="a.8")),
         ("ack", m.Ack(id="a.10", **IN, task="train", ids=[8, 9])),
         ("nack", m.Nack(id="a.11", **IN, lease=4, ids=[9], reason="not valid UTF-8")),
@@ -90,7 +94,7 @@ def _sessions_and_samples() -> Plain:
 
 
 def _runs_and_rings() -> Plain:
-    """A run's positions and steps, and its teachers' rings."""
+    """Return messages about a run's positions, steps and rings."""
     return [
         ("lease_block", m.LeaseBlock(id="a.15", **IN, wait_s=5.0)),
         ("block", m.Block(id="a.15", lease=1, first=8, count=4)),
@@ -116,8 +120,9 @@ def _runs_and_rings() -> Plain:
 
 
 def _with_columns() -> WithBuffers:
-    """Messages that columns travel with."""
+    """Return messages that carry columns."""
     heads, buffers = pack_columns(_columns())
+    # Version 1 of the protocol: one map per sample.
     place = object_column([{"ring": 1, "slot": 0, "row": row, "generation": 3} for row in range(2)])
     place_heads, place_buffers = pack_columns({"teacher_full_logits_ipc": place})
     return [
@@ -133,7 +138,7 @@ def _with_columns() -> WithBuffers:
 
 
 def golden() -> dict[str, str]:
-    """The text of every golden file, by name: header and frames of one message."""
+    """Return the text of every golden file, by name: header and frames of one message."""
     files = {}
     for name, message, buffers in _examples():
         document = {
@@ -146,7 +151,7 @@ def golden() -> dict[str, str]:
 
 
 def _shown(value: Any) -> Any:
-    """A header for reading: bytes as `{"bin": hex}`, integer keys as text."""
+    """Return a header in readable form: bytes as `{"bin": hex}`, integer keys as text."""
     if isinstance(value, bytes):
         return {"bin": value.hex()}
     if isinstance(value, dict):
@@ -155,7 +160,7 @@ def _shown(value: Any) -> Any:
 
 
 def schema() -> str:
-    """The JSON Schema of every header, as text."""
+    """Return the JSON Schema of every header, as text."""
     requests = list(m.AnyRequest.__args__)
     replies = list(m.AnyReply.__args__)
     _, components = msgspec.json.schema_components([*requests, *replies], ref_template="#/$defs/{name}")
@@ -176,7 +181,7 @@ def schema() -> str:
 
 
 def _without_base64(part: Any) -> Any:
-    """JSON would carry bytes as base64 text; msgpack carries them as they are."""
+    """Replace base64 text, which JSON uses for bytes, by msgpack bin."""
     if isinstance(part, dict):
         if part.get("contentEncoding") == "base64":
             return dict(BINARY)
@@ -189,7 +194,7 @@ def _without_base64(part: Any) -> Any:
 
 
 def main() -> None:
-    """Write the files, and remove golden ones that are no more."""
+    """Write the files, and remove golden ones without an example."""
     (HERE / "schema.json").write_text(schema(), encoding="utf-8")
     folder, files = HERE / "golden", golden()
     folder.mkdir(exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.queue import ours, plain
 from benchmarks.queue.workload import FIELDS, alone, batch, buffers_of, quantiles
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.wire import Column
 from xtoken_core.wire.columns import offsets_from_lengths
 
@@ -47,17 +47,17 @@ def singles(address: Address, plain_url: str) -> dict[str, Any]:
     return found
 
 
-def put(client: ZmqDataPlaneClient, columns: dict[str, Column], sample: int) -> None:
+def put(client: TaskClient, columns: dict[str, Column], sample: int) -> None:
     """Put one sample."""
     client.put(ours.PARTITION, [sample], columns)
 
 
-def claim(client: ZmqDataPlaneClient, fields: list[str], _sample: int) -> None:
+def claim(client: TaskClient, fields: list[str], _sample: int) -> None:
     """Claim the next sample."""
     client.claim(ours.PARTITION, ours.TASK, count=1, fields=fields)
 
 
-def ack(client: ZmqDataPlaneClient, sample: int) -> None:
+def ack(client: TaskClient, sample: int) -> None:
     """Acknowledge one sample."""
     client.ack(ours.PARTITION, ours.TASK, [sample])
 

@@ -26,7 +26,8 @@ from benchmarks.queue.workload import (
     rate,
 )
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.wire import messages as m
 
 ROOT = Path(__file__).parents[2]
@@ -60,12 +61,12 @@ def server(address: Address, *extra: str) -> Iterator[psutil.Process]:
         process.wait()
 
 
-def connect(address: Address, name: str) -> ZmqDataPlaneClient:
+def connect(address: Address, name: str) -> TaskClient:
     """A client with a session, and the partition open."""
     deadline = time.monotonic() + 10.0
     while address.token_file is not None and not address.token_file.exists() and time.monotonic() < deadline:
         time.sleep(0.005)
-    client = ZmqDataPlaneClient(address)
+    client = TaskClient(ZmqTransport(address))
     client.hello(name, "bench", incarnation=time.time_ns(), silence_s=SILENCE_S)
     client.open(PARTITION, [m.TaskDef(name=TASK, requires=["input_ids"])])
     return client

@@ -16,7 +16,7 @@ import typer
 from services.cli.options import set_up_logging
 
 if TYPE_CHECKING:
-    from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+    from xtoken_core.data_plane.queue_client import QueueClient
 
 PATIENCE_S = 5.0
 
@@ -146,12 +146,13 @@ def keygen(
 
 
 @contextmanager
-def _connected(queue: str, token_file: Path | None, keys: Path | None) -> Iterator[ZmqDataPlaneClient]:
+def _connected(queue: str, token_file: Path | None, keys: Path | None) -> Iterator[QueueClient]:
     import time
 
     from xtoken_core.data_plane.address import Address
-    from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+    from xtoken_core.data_plane.queue_client import QueueClient
+    from xtoken_core.data_plane.zmq_transport import ZmqTransport
 
-    with ZmqDataPlaneClient(Address.parse(queue, token_file, keys), patience_s=PATIENCE_S) as client:
+    with QueueClient(ZmqTransport(Address.parse(queue, token_file, keys), patience_s=PATIENCE_S)) as client:
         client.hello(f"viewer-{os.getpid()}", "viewer", incarnation=time.time_ns())
         yield client

@@ -17,8 +17,9 @@ from setproctitle import setproctitle
 from services.common.allowed_paths import Roots
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.queue_client import QueueClient
 from xtoken_core.data_plane.run_client import RunClient
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError, XtokenError
 from xtoken_core.wire import QueueError
 
@@ -45,11 +46,13 @@ class Worker:
         stopping: Set once the process was asked to leave.
     """
 
-    def __init__(self, client: ZmqDataPlaneClient, name: str) -> None:
+    def __init__(self, client: QueueClient, name: str) -> None:
         self.client = client
         self.name = name
         self.queue = RunClient(client)
-        self.run: ResolvedRun = parse_resolved_run(client.run_document, source=f"the queue at {client.address.url}")
+        self.run: ResolvedRun = parse_resolved_run(
+            client.run_document, source=f"the queue at {client.transport.url}"
+        )
         self.stopping = threading.Event()
         self._stale: StaleSessionError | None = None
         self._phase = "load"
@@ -136,7 +139,7 @@ def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> I
     setproctitle(f"xtoken {name}")
     address = Address.parse(link.url, link.token_file, link.keys)
     _await_token(address, link.patience_s)
-    client = ZmqDataPlaneClient(address, patience_s=link.patience_s)
+    client = QueueClient(ZmqTransport(address, patience_s=link.patience_s))
     stopping = threading.Event()
 
     def ask_to_stop(number: int, _frame: FrameType | None) -> None:
@@ -191,7 +194,7 @@ def _await_token(address: Address, limit_s: float) -> None:
         time.sleep(TOKEN_POLL_S)
 
 
-def _leave(client: ZmqDataPlaneClient) -> None:
+def _leave(client: QueueClient) -> None:
     try:
         client.bye()
     except (XtokenError, QueueError) as error:

@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from xtoken_core.data_plane.client import DataPlaneClient
+    from xtoken_core.data_plane.queue_client import QueueClient
 
 Stats = dict[str, Any]
 
 
-def show(client: DataPlaneClient, *, every: float, once: bool) -> None:
+def show(client: QueueClient, *, every: float, once: bool) -> None:
     """Draw a queue until interrupted, or once.
 
     Args:

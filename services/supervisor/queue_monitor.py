@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.queue_client import QueueClient
 from xtoken_core.data_plane.run_client import RunClient
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError, XtokenError
 from xtoken_core.queue.run.names import SUPERVISOR
 from xtoken_core.wire import QueueError
@@ -35,7 +36,7 @@ class Observer:
 
     def __init__(self, address: Callable[[], Address | None]) -> None:
         self._address = address
-        self._client: ZmqDataPlaneClient | None = None
+        self._client: QueueClient | None = None
         self.stats: dict[str, Any] = {}
         self._held: dict[str, list[int]] = {}
         self.answered_at = 0.0
@@ -66,7 +67,7 @@ class Observer:
         address = self._address()
         if address is None:
             return False
-        client = ZmqDataPlaneClient(address, patience_s=PATIENCE_S)
+        client = QueueClient(ZmqTransport(address, patience_s=PATIENCE_S))
         try:
             client.hello(f"control-{os.getpid()}", SUPERVISOR, incarnation=time.time_ns(), silence_s=SILENCE_S)
         except (QueueUnreachableError, QueueError):

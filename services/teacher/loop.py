@@ -14,7 +14,7 @@ from services.common.step_plan import StepPlan, plan_fields, plan_step, ring_sha
 from services.common.worker import WAIT_S, Worker
 from services.teacher.model import TeacherModel
 from xtoken_core import schema
-from xtoken_core.data_plane.client import AlreadyDone
+from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.plan import MicroBatch
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC

@@ -17,7 +17,8 @@ from tests.architecture.conftest import ROOT, run_code, run_without, started_wit
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 
 HEAVY = ["torch", "numpy", "zmq", "transformers", "tensordict", "triton", "pyarrow", "tokenizers", "fastapi"]
 MODELS = ["torch", "transformers", "tensordict", "triton"]
@@ -138,7 +139,7 @@ def test_the_queue_serves_a_run_without_torch(tmp_path: Path) -> None:
     private.mkdir(mode=0o700)
     address = f"ipc://{private}/s"
     with started_without(MODELS, "services.cli", "queue", "--bind", address, "--run", str(file)):
-        client = ZmqDataPlaneClient(Address.parse(address), patience_s=60)
+        client = TaskClient(ZmqTransport(Address.parse(address), patience_s=60))
         try:
             assert client.hello("collator-0", "collator", incarnation=1, silence_s=30, needs_run=True, wait_s=5)
             assert ResolvedRun.model_validate_json(client.run_document) == run

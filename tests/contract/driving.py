@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from services.queue.write_ahead_log import WriteAheadLog
 from services.queue.server import Server
+from services.queue.write_ahead_log import WriteAheadLog
 from tests.contract.oracle import Answer
 from tests.contract.peers import column_from, neutral_from
 from tests.contract.processes import ipc_address
-from xtoken_core.data_plane.client import DataPlaneClient
-from xtoken_core.data_plane.memory_client import MemoryQueue
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.memory_transport import MemoryQueue
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import messages as m
 from xtoken_core.wire import pack_columns, unpack_columns
@@ -55,7 +55,7 @@ class Driven:
     def __init__(self, limit: int, kept: Path | None) -> None:
         self.limit, self.kept, self.clock = limit, kept, Clock()
         self.journal: WriteAheadLog | None = None
-        self.clients: dict[str, DataPlaneClient] = {}
+        self.clients: dict[str, TaskClient] = {}
         self.sessions: dict[str, str] = {}
         self.leases: dict[tuple[str, int], int] = {}
         self.counted: dict[str, dict[str, int]] = {}
@@ -88,11 +88,11 @@ class Driven:
         self.leave("watch")
         self.watcher = ""
 
-    def connect(self) -> DataPlaneClient:
+    def connect(self) -> TaskClient:
         """A new client."""
         raise NotImplementedError
 
-    def lose_reply(self, client: DataPlaneClient, request: m.Request, buffers: list[Any]) -> None:
+    def lose_reply(self, client: TaskClient, request: m.Request, buffers: list[Any]) -> None:
         """Send a request whose answer nobody reads."""
         raise NotImplementedError
 
@@ -100,7 +100,7 @@ class Driven:
         """Time passes, and the queue has noticed."""
         raise NotImplementedError
 
-    def client(self, worker: str) -> DataPlaneClient:
+    def client(self, worker: str) -> TaskClient:
         """The worker's."""
         if worker not in self.clients:
             self.clients[worker] = self.connect()
@@ -117,7 +117,7 @@ class Driven:
         client = self.client(worker)
         if lose:
             self.lose_reply(client, message, buffers)
-        reply, frames = client.exchange(message, buffers, f.get("wait_s", 0.0))
+        reply, frames = client.transport.exchange(message, buffers, f.get("wait_s", 0.0))
         return _answer(reply, frames)
 
     def wait(self, session: str, request: str, kind: str, f: Answer) -> Waiter:
@@ -156,10 +156,10 @@ class Driven:
         """The statistics, as far as the oracle knows them."""
         if not self.watcher:
             hello = m.Hello(id="watch", versions=[1], name="watch", role="watch", incarnation=0, silence_s=86400.0)
-            welcome, _ = self.client("watch").exchange(hello, [], 0.0)
+            welcome, _ = self.client("watch").transport.exchange(hello, [], 0.0)
             assert isinstance(welcome, m.Welcome)
             self.watcher = welcome.session
-        shown, _ = self.client("watch").exchange(m.Stats(id="look", session=self.watcher), [], 0.0)
+        shown, _ = self.client("watch").transport.exchange(m.Stats(id="look", session=self.watcher), [], 0.0)
         assert isinstance(shown, m.StatsReply)
         document = json.loads(shown.document)
         keys = ("samples", "bytes", "leases", "oldest_lease_s", "rows_put", "given_back", "dead", "sealed", "tasks")
@@ -189,7 +189,7 @@ class Driven:
         if "lease" in fields:
             fields["lease"] = self.leases.get((f["partition"], f["lease"]), 999_999)
         if kind == "hello":
-            return m.Hello(id=request, versions=[1], **fields), []
+            return m.Hello(id=request, versions=[m.VERSION], **fields), []
         return KINDS[kind](id=request, session=self.sessions.get(session, "none"), **fields), list(buffers)
 
 
@@ -200,6 +200,8 @@ def _answer(reply: m.AnyReply, frames: list[Any]) -> Answer:
         found["columns"] = {name: neutral_from(c) for name, c in unpack_columns(reply.columns, frames).items()}
     if found.get("slot") == -1:
         del found["slot"], found["generation"]
+    if "slots" in found:
+        found["slots"] = [msgspec.to_builtins(ref) for ref in found["slots"]]
     for name in ("version", "partition", "run"):
         found.pop(name, None)
     return found
@@ -208,7 +210,7 @@ def _answer(reply: m.AnyReply, frames: list[Any]) -> Answer:
 class Waiter:
     """A request that waits, in a thread of its own."""
 
-    def __init__(self, client: DataPlaneClient, request: m.Request, buffers: list[Any], wait_s: float) -> None:
+    def __init__(self, client: TaskClient, request: m.Request, buffers: list[Any], wait_s: float) -> None:
         self._client = client
         self._found: list[Answer] = []
         self._thread = threading.Thread(target=self._ask, args=(request, buffers, wait_s), daemon=True)
@@ -227,7 +229,7 @@ class Waiter:
         return self._found[0]
 
     def _ask(self, request: m.Request, buffers: list[Any], wait_s: float) -> None:
-        self._found.append(_answer(*self._client.exchange(request, buffers, wait_s)))
+        self._found.append(_answer(*self._client.transport.exchange(request, buffers, wait_s)))
 
 
 class DrivenMemory(Driven):
@@ -249,13 +251,13 @@ class DrivenMemory(Driven):
         if self.journal is not None:
             self.journal.close()
 
-    def connect(self) -> DataPlaneClient:
+    def connect(self) -> TaskClient:
         """Another client."""
         return self.queue.connect()
 
-    def lose_reply(self, client: DataPlaneClient, request: m.Request, buffers: list[Any]) -> None:
+    def lose_reply(self, client: TaskClient, request: m.Request, buffers: list[Any]) -> None:
         """Ask, and look away."""
-        client.exchange(request, buffers, 0.0)
+        client.transport.exchange(request, buffers, 0.0)
 
     def advance(self, seconds: float) -> None:
         """The engine is told."""
@@ -287,20 +289,21 @@ class DrivenServer(Driven):
         self._thread = threading.Thread(target=self.server.serve)
         self._thread.start()
 
-    def connect(self) -> DataPlaneClient:
+    def connect(self) -> TaskClient:
         """Another client."""
-        return ZmqDataPlaneClient(self.address, patience_s=PATIENCE_S)
+        return TaskClient(ZmqTransport(self.address, patience_s=PATIENCE_S))
 
-    def lose_reply(self, client: DataPlaneClient, request: m.Request, buffers: list[Any]) -> None:
+    def lose_reply(self, client: TaskClient, request: m.Request, buffers: list[Any]) -> None:
         """Send on a connection that breaks once the queue has dealt with the request."""
-        assert isinstance(client, ZmqDataPlaneClient)
-        before, connection = self.handled, client._connection()
+        transport = client.transport
+        assert isinstance(transport, ZmqTransport)
+        before, connection = self.handled, transport._connection()
         connection.send(m.encode(request), buffers)
         deadline = time.monotonic() + PATIENCE_S
         while self.handled == before:
             assert time.monotonic() < deadline, "a request was not heard"
             time.sleep(0.0002)
-        client._drop(connection)
+        transport._drop(connection)
 
     def advance(self, seconds: float) -> None:
         """The server has looked at its clock since."""

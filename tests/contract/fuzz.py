@@ -29,7 +29,8 @@ from services.queue.server import FAILED
 from tests.contract.peers import Place, ints
 from tests.contract.processes import queue_process, tcp_address
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.wire import messages as m
 
 GOLDEN = Path(__file__).parents[2] / "proto" / "golden"
@@ -114,7 +115,7 @@ def _mutate(rng: random.Random, frames: list[bytes]) -> None:
 def authenticated(address: Address, outcome: Outcome, go_on: Callable[[], bool], seed: int) -> None:
     """Mutated requests over a connection that has passed the handshake; every one of them must be answered."""
     rng = random.Random(seed)
-    client = ZmqDataPlaneClient(address)
+    client = TaskClient(ZmqTransport(address))
     client.hello(f"fuzz-{seed}", "trainer", incarnation=time.time_ns(), silence_s=3600)
     client.open("plain", [m.TaskDef(name="train", requires=["input_ids"])])
     run = m.RunDef(
@@ -217,7 +218,7 @@ def fuzz(address: Address, process: psutil.Process, *, go_on: Callable[[Outcome]
 
 def clear_all(address: Address, outcome: Outcome) -> None:
     """Let everything go that the frame lists have put."""
-    with ZmqDataPlaneClient(address) as client:
+    with TaskClient(ZmqTransport(address)) as client:
         client.hello("sweeper", "sweeper", incarnation=time.time_ns())
         shown = client.stats()
         outcome.held = shown["bytes"]

@@ -14,11 +14,12 @@ from typing import Any
 
 from tests.contract.peers import column_from, ints
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.client import AlreadyDone
+from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.data_plane.run_client import RunClient
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import StaleSessionError
-from xtoken_core.wire import QueueError, object_values
+from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 
 TASKS = [m.TaskDef(name="a", requires=["x"])]
@@ -45,9 +46,9 @@ class Log:
             self._file.writelines(json.dumps([kind, at or time.monotonic_ns(), one]) + "\n" for one in what)
             self._file.flush()
 
-    def go_on(self, name: str, role: str, address: Address, work: Callable[[ZmqDataPlaneClient], None]) -> None:
+    def go_on(self, name: str, role: str, address: Address, work: Callable[[TaskClient], None]) -> None:
         """Work in one session after the other until stopped; whatever a restart explains is no error."""
-        client = ZmqDataPlaneClient(address)
+        client = TaskClient(ZmqTransport(address))
         try:
             while not self.stop.is_set():
                 client.hello(name, role, incarnation=time.time_ns(), silence_s=600.0)
@@ -70,7 +71,7 @@ def row(sample: int, large: bool) -> tuple[Any, ...]:
     return ("jagged", "uint8", (), [sample.to_bytes(8, "little") * (LARGE // 8 if large else 64)])
 
 
-def producer(log: Log, client: ZmqDataPlaneClient, number: int, puts: list[int]) -> None:
+def producer(log: Log, client: TaskClient, number: int, puts: list[int]) -> None:
     """Put samples of its own, some of them large, so that a kill may come in the middle of a record."""
     client.open("p", TASKS)
     while not log.stop.is_set():
@@ -83,7 +84,7 @@ def producer(log: Log, client: ZmqDataPlaneClient, number: int, puts: list[int])
             log.stop.wait(0.05)
 
 
-def consumer(log: Log, client: ZmqDataPlaneClient, rng: random.Random) -> None:
+def consumer(log: Log, client: TaskClient, rng: random.Random) -> None:
     """Claim, look at the rows, ack; sometimes only a part, or give all back."""
     client.open("p", TASKS)
     while not log.stop.is_set():
@@ -131,7 +132,7 @@ class Run:
         works = (("collator", self.collate), ("teacher", self.teach), ("trainer", self.train))
         return [threading.Thread(target=self.log.go_on, args=(n, n, self.address, w)) for n, w in works]
 
-    def collate(self, client: ZmqDataPlaneClient) -> None:
+    def collate(self, client: TaskClient) -> None:
         """Every seventh position is a tombstone."""
         client.open("r", run=RUN)
         run = RunClient(client, "r")
@@ -152,7 +153,7 @@ class Run:
                 if self.settled(rewound):
                     self.blocks.add(block.first)
 
-    def teach(self, client: ZmqDataPlaneClient) -> None:
+    def teach(self, client: TaskClient) -> None:
         """Fill slots in order."""
         client.open("r", run=RUN)
         run = RunClient(client, "r")
@@ -177,7 +178,7 @@ class Run:
             run.complete(found[0].lease)
             step += 1
 
-    def train(self, client: ZmqDataPlaneClient) -> None:
+    def train(self, client: TaskClient) -> None:
         """Take steps; now and then go back by one or two."""
         client.open("r", run=RUN)
         run = RunClient(client, "r")
@@ -207,8 +208,8 @@ class Run:
             found = run.claim_batch(rows.ids, [], rewinds=rewinds, wait_s=0.5)
             if found is None:
                 continue
-            for place in object_values(found[1]["teacher_0_full_logits_ipc"])[:1]:
-                run.release(place["ring"], place["slot"], place["generation"])
+            for ref in found[0].slots:
+                run.release(ref.ring, ref.slot, ref.generation)
             if run.check_step(self.step, [], rewinds=rewinds):
                 return
             run.ack_window(self.step, rewinds=rewinds)
@@ -243,7 +244,7 @@ def main(role: str, url: str, path: Path, seed: int) -> None:
         thread.join()
 
 
-def _thread(log: Log, role: str, address: Address, work: Callable[[ZmqDataPlaneClient], None]) -> threading.Thread:
+def _thread(log: Log, role: str, address: Address, work: Callable[[TaskClient], None]) -> threading.Thread:
     return threading.Thread(target=log.go_on, args=(role, "worker", address, work))
 
 

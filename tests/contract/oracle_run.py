@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from tests.contract.oracle import Oracle
 
 TEACH, TRAIN = "teacher_0", "train"
-SIGNAL = "teacher_0_full_logits_ipc"
 SLOT_STATES = ("free", "filling", "full", "reading")
 
 
@@ -274,13 +273,12 @@ class RunPart:
         self.check(session, "trainer", f["rewinds"])
         ids = f["ids"]
         alive = [p for p in ids if p not in self.dead]
-        places, indices = None, set()
+        slots, indices = [], set()
         for index, slot in enumerate(self.ring["slots"] if self.ring else []):
             if slot["state"] in ("full", "reading") and slot["ids"] == ids:
                 indices.add(index)
-                places = [{"ring": self.rings, "slot": index, "row": row, "generation": slot["generation"]}
-                          for row in range(len(ids))]  # fmt: skip
-        number = self._lease(session, TRAIN, alive, f, lost=places is None and not self._withdrawn(session))
+                slots = [{"teacher": 0, "ring": self.rings, "slot": index, "generation": slot["generation"]}]
+        number = self._lease(session, TRAIN, alive, f, lost=not slots and not self._withdrawn(session))
         if not alive:
             return self._claimed(number, f)
         reading = self.readings.setdefault(
@@ -289,10 +287,7 @@ class RunPart:
         reading["pending"] |= indices
         for index in indices:
             self.ring["slots"][index]["state"] = "reading"  # type: ignore[index]
-        answer = self._claimed(number, f)
-        if places is not None:
-            answer["columns"][SIGNAL] = ("object", "", (), places)
-        return answer
+        return {**self._claimed(number, f), "slots": slots}
 
     def _withdrawn(self, session: str) -> bool:
         return any(r["withdrawn"] for r in self.readings.values() if r["session"] == session)
@@ -319,7 +314,7 @@ class RunPart:
 
     def _claimed(self, number: int, f: Answer, **slot: int) -> Answer:
         return {"type": "claimed", "lease": number, "ids": f["ids"], "dead": [p for p in f["ids"] if p in self.dead],
-                "columns": self.columns(f["ids"], f["fields"]), **slot}  # fmt: skip
+                "columns": self.columns(f["ids"], f["fields"]), "slots": [], **slot}  # fmt: skip
 
     def release(self, session: str, f: Answer) -> Answer:
         self.check(session)

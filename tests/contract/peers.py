@@ -7,13 +7,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from tests.contract import reference_client
 from tests.contract.reference_client import RefusedError
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.client import AlreadyDone, DataPlaneClient, new_id
-from xtoken_core.data_plane.memory_client import MemoryQueue
+from xtoken_core.data_plane.memory_transport import MemoryQueue
+from xtoken_core.data_plane.queue_client import AlreadyDone, new_id
 from xtoken_core.data_plane.run_client import RunClient, StepRows
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import StaleSessionError
 from xtoken_core.wire import Column, QueueError, object_column, object_values
 from xtoken_core.wire import messages as m
@@ -46,9 +49,9 @@ def neutral_from(column: Column) -> Neutral:
 
 
 class LibraryPeer:
-    """A `DataPlaneClient` behind the reference client's interface; `partition` has to be named in each call."""
+    """The library's client behind the reference client's interface; `partition` has to be named in each call."""
 
-    def __init__(self, client: DataPlaneClient) -> None:
+    def __init__(self, client: TaskClient) -> None:
         self.client = client
 
     def hello(self, name: str, role: str, incarnation: int, **options: Any) -> dict[str, Any] | None:
@@ -96,51 +99,51 @@ def _claimed(found: tuple[m.Claimed, dict[str, Column]] | None) -> dict[str, Any
     claim, columns = found
     return _reply(
         "claimed", columns, lease=claim.lease, ids=claim.ids, dead=claim.dead, slot=claim.slot,
-        generation=claim.generation,
+        generation=claim.generation, slots=[msgspec.to_builtins(ref) for ref in claim.slots],
     )  # fmt: skip
 
 
-def _run(client: DataPlaneClient, fields: dict[str, Any]) -> RunClient:
+def _run(client: TaskClient, fields: dict[str, Any]) -> RunClient:
     return RunClient(client, fields.pop("partition"))
 
 
-def _open(client: DataPlaneClient, _: Any, f: dict[str, Any]) -> dict[str, Any]:
+def _open(client: TaskClient, _: Any, f: dict[str, Any]) -> dict[str, Any]:
     tasks = [m.TaskDef(**task) for task in f.pop("tasks", [])]
     run = m.RunDef(**f.pop("run")) if "run" in f else None
     client.open(f.pop("partition"), tasks, run=run, **f)
     return _reply("ok")
 
 
-def _put(client: DataPlaneClient, columns: Any, f: dict[str, Any]) -> dict[str, Any]:
+def _put(client: TaskClient, columns: Any, f: dict[str, Any]) -> dict[str, Any]:
     if "lease" in f:
         _run(client, f).put_block(f["lease"], f["ids"], columns, f.get("tombstones", {}))
         return _reply("stored")
     return _reply("stored", room=client.put(f["partition"], f["ids"], columns))
 
 
-def _clear(client: DataPlaneClient, _: Any, f: dict[str, Any]) -> dict[str, Any]:
+def _clear(client: TaskClient, _: Any, f: dict[str, Any]) -> dict[str, Any]:
     client.clear(f["partition"], None if f.get("everything") else f["ids"])
     return _reply("ok")
 
 
-def _get(client: DataPlaneClient, _: Any, f: dict[str, Any]) -> dict[str, Any] | None:
+def _get(client: TaskClient, _: Any, f: dict[str, Any]) -> dict[str, Any] | None:
     columns = client.get(f["partition"], f["ids"], f["fields"], wait_s=f.get("wait_s", 0.0))
     return None if columns is None else _reply("rows", columns, ids=f["ids"])
 
 
-def _window(client: DataPlaneClient, _: Any, f: dict[str, Any]) -> dict[str, Any] | None:
+def _window(client: TaskClient, _: Any, f: dict[str, Any]) -> dict[str, Any] | None:
     rows: StepRows | None = _run(client, f).window(**f)
     if rows is None:
         return None
     return _reply("window_rows", rows.columns, ids=rows.ids, skipped=rows.skipped, dead=rows.dead)
 
 
-def _looked(client: DataPlaneClient, f: dict[str, Any]) -> dict[str, Any]:
+def _looked(client: TaskClient, f: dict[str, Any]) -> dict[str, Any]:
     seen = client.peek(f["partition"], f["sample"])
     return _reply("peeked", fields=seen.fields, status=seen.status, attempts=seen.attempts, reason=seen.reason)
 
 
-def _listed(client: DataPlaneClient, f: dict[str, Any]) -> dict[str, Any]:
+def _listed(client: TaskClient, f: dict[str, Any]) -> dict[str, Any]:
     found = client.list_samples(f.pop("partition"), f.pop("state"), **f)
     return _reply("listed", ids=found.ids, reasons=found.reasons)
 
@@ -149,7 +152,7 @@ def _ok(_: object) -> dict[str, Any]:
     return _reply("ok")
 
 
-def _room(client: DataPlaneClient, f: dict[str, Any]) -> dict[str, Any] | None:
+def _room(client: TaskClient, f: dict[str, Any]) -> dict[str, Any] | None:
     room = client.room(f["partition"], f["bytes"], wait_s=f.get("wait_s", 0.0))
     return None if room is None else _reply("stored", room=room)
 
@@ -158,7 +161,7 @@ def _plain(kind: str, reply: m.Reply | None, *names: str) -> dict[str, Any] | No
     return None if reply is None else _reply(kind, **{name: getattr(reply, name) for name in names})
 
 
-def _claim_run(client: DataPlaneClient, f: dict[str, Any], method: str) -> dict[str, Any] | None:
+def _claim_run(client: TaskClient, f: dict[str, Any], method: str) -> dict[str, Any] | None:
     run = _run(client, f)
     arguments = {"fields": [], "wait_s": 0.0, **f}
     return _claimed(run.claim_slot(**arguments) if method == "slot" else run.claim_batch(**arguments))
@@ -213,10 +216,10 @@ class Forgetful:
         self.peer = peer
         if isinstance(peer, reference_client.Client):
             peer.receive = self._losing(peer.receive)  # type: ignore[method-assign]
-        elif isinstance(peer.client, ZmqDataPlaneClient):
-            peer.client._connection = self._on_each_connection(peer.client._connection)
+        elif isinstance(transport := peer.client.transport, ZmqTransport):
+            transport._connection = self._on_each_connection(transport._connection)  # type: ignore[method-assign]
         else:
-            peer.client.exchange = self._asking_twice(peer.client.exchange)
+            transport.exchange = self._asking_twice(transport.exchange)
 
     def _losing(self, receive: Any) -> Any:
         def lossy(*arguments: Any) -> Any:
@@ -266,7 +269,7 @@ class Place:
             peer: Any = LibraryPeer(self.memory.connect())
         elif self.kind == "library":
             assert self.address is not None
-            peer = LibraryPeer(ZmqDataPlaneClient(self.address))
+            peer = LibraryPeer(TaskClient(ZmqTransport(self.address)))
         else:
             assert self.address is not None
             token = self.address.token_file

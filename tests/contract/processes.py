@@ -14,7 +14,8 @@ from typing import IO
 
 from services.queue.server import Server
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.queue.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def start_queue(address: Address, *arguments: str, stderr: IO[bytes] | None = No
         if process.poll() is not None:
             raise RuntimeError(f"the queue ended with status {process.returncode}")
         time.sleep(0.02)
-    client = ZmqDataPlaneClient(address, patience_s=UP_S)
+    client = TaskClient(ZmqTransport(address, patience_s=UP_S))
     try:
         client.hello("probe", "probe", incarnation=time.time_ns())
         client.bye()

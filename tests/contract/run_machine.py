@@ -37,7 +37,7 @@ class RunMachine(RuleBasedStateMachine):
         self.number = 0
         self.latest: dict[str, tuple[str, str, str, Answer]] = {}
         self.leases: dict[str, list[Answer]] = {name: [] for name in ROLES}
-        self.places: list[Answer] = []
+        self.slots: list[Answer] = []
 
     def queues(self) -> Sequence[Driven]:
         """The queues."""
@@ -162,14 +162,13 @@ class RunMachine(RuleBasedStateMachine):
     def train(self, pick: int, fields: list[str], stale: int, lose: bool) -> None:
         claimed = self.in_run("trainer", "claim_batch", lose=lose, rewinds=max(0, self.part.rewinds - stale),
                               ids=self.batch(pick), fields=fields)  # fmt: skip
-        for column in list(claimed.get("columns", {}).values()):
-            self.places += column[3][:1] if column[0] == "object" else []
+        self.slots += claimed.get("slots", [])
 
     @rule(back=rare, lose=lose)
     def release(self, back: int, lose: bool) -> None:
-        for place in self.places[-1 - back :][:1]:
-            place = {name: place[name] for name in ("ring", "slot", "generation")}
-            self.in_run("trainer", "release", lose=lose, **place)
+        for slot in self.slots[-1 - back :][:1]:
+            filling = {name: slot[name] for name in ("ring", "slot", "generation")}
+            self.in_run("trainer", "release", lose=lose, **filling)
 
     @rule(pick=batches, release=st.booleans(), lose=lose)
     def work_through(self, pick: int, release: bool, lose: bool) -> None:

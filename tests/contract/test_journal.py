@@ -11,7 +11,7 @@ import pytest
 from services.queue.write_ahead_log import LARGE_BYTES, WriteAheadLog
 from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
-from xtoken_core.data_plane.memory_client import MemoryQueue
+from xtoken_core.data_plane.memory_transport import MemoryQueue
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 
 TASKS = [{"name": "a", "requires": ["x"]}, {"name": "b", "requires": ["x", "v"]}]

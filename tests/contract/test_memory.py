@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.peers import Place
 from tests.contract.processes import ipc_address, queue_process
-from xtoken_core.data_plane.client import DataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.queue.store import Store
 from xtoken_core.wire import Column, pack_columns, select_rows, unpack_columns
 from xtoken_core.wire import messages as m
@@ -40,7 +40,7 @@ def settled(process: psutil.Process, below: float) -> int:
     return int(now)
 
 
-def fill(client: DataPlaneClient, samples: int, longest: int) -> int:
+def fill(client: TaskClient, samples: int, longest: int) -> int:
     """Put samples; returns their bytes."""
     rng, payload = random.Random(1), 0
     for first in range(0, samples, BATCH):
@@ -61,7 +61,7 @@ def test_memory_follows_what_is_held(
     with queue_process(address, "--memory-limit", str(1 << 30)) as started:
         process = psutil.Process(started.pid)
         place = Place("library", address=address)
-        client: DataPlaneClient = place.worker().client
+        client: TaskClient = place.worker().client
         client.open("p", [m.TaskDef(name="a", requires=["input_ids"])])
         before = process.memory_info().rss
         payload = fill(client, samples, longest)

@@ -20,6 +20,17 @@ def code_of(peer: Any, kind: str, **fields: Any) -> str:
     return str(refused.value.code)
 
 
+def slots_of(claim: Any) -> list[dict[str, int]]:
+    """The slot of each teacher's signal; in version 1, which the reference client speaks, each row repeats it."""
+    if SIGNAL in claim["columns"]:
+        rows = claim["columns"][SIGNAL][3]
+        assert [row["row"] for row in rows] == list(range(len(claim["ids"])))
+        found = [{name: row[name] for name in ("ring", "slot", "generation")} for row in rows]
+        assert all(slot == found[0] for slot in found)
+        return found[:1]
+    return [{name: ref[name] for name in ("ring", "slot", "generation")} for ref in claim["slots"]]
+
+
 @dataclass
 class Run:
     """A run's partition and its workers; steps of 4 positions, blocks of 2, a span of 12, 2 slots."""
@@ -79,11 +90,8 @@ class Run:
     def read(self, trainer: Any, *ids: int) -> Any:
         """Claim a micro-batch and release its slots."""
         claim = self.batch(trainer, *ids)
-        for place in {tuple(sorted(row.items())) for row in claim["columns"][SIGNAL][3]}:
-            at = dict(place)
-            trainer.call(
-                "release", partition=self.partition, ring=at["ring"], slot=at["slot"], generation=at["generation"]
-            )
+        for slot in slots_of(claim):
+            trainer.call("release", partition=self.partition, **slot)
         return claim
 
     def verdict(self, trainer: Any, step: int, *dead: int) -> bool:
@@ -167,8 +175,7 @@ def test_a_whole_run(run: Run) -> None:
             claim = run.publish(teacher, ring, first, first + 1)
             assert claim["ids"] == [first, first + 1]
             batch = run.batch(trainer, first, first + 1, fields=["input_ids"])
-            place = {"ring": ring, "slot": claim["slot"], "generation": claim["generation"]}
-            assert batch["columns"][SIGNAL][3] == [{**place, "row": 0}, {**place, "row": 1}]
+            assert slots_of(batch) == [{"ring": ring, "slot": claim["slot"], "generation": claim["generation"]}]
             assert batch["columns"]["input_ids"] == ints([first, first + 1], [first + 1, first + 2])
             assert run.read(trainer, first, first + 1)["lease"] == batch["lease"]
             trained += batch["ids"]

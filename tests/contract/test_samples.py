@@ -22,8 +22,8 @@ from xtoken_core.data_plane import (
     to_nested_by_length,
     write_columns,
 )
-from xtoken_core.data_plane.client import DataPlaneClient
-from xtoken_core.data_plane.memory_client import MemoryQueue
+from xtoken_core.data_plane.memory_transport import MemoryQueue
+from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.errors import ConfigError
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
@@ -43,25 +43,25 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 
 @pytest.fixture
-def client(place: Place) -> DataPlaneClient:
-    found: DataPlaneClient = place.worker().client
+def client(place: Place) -> TaskClient:
+    found: TaskClient = place.worker().client
     return found
 
 
 @pytest.fixture
-def partition(place: Place, client: DataPlaneClient) -> str:
+def partition(place: Place, client: TaskClient) -> str:
     name = place.name("p")
     client.open(name, [m.TaskDef(name="train", requires=["input_ids"])])
     return name
 
 
-def lengths_of(client: DataPlaneClient, meta: KVBatchMeta, field: str) -> list[int]:
+def lengths_of(client: TaskClient, meta: KVBatchMeta, field: str) -> list[int]:
     column = (client.get(meta.partition, meta.ids, [field]) or {})[field]
     assert column.offsets is not None, f"{field} is {column.kind}"
     return [column.offsets[row + 1] - column.offsets[row] for row in range(column.rows)]
 
 
-def test_a_tensordict_comes_back(client: DataPlaneClient, partition: str) -> None:
+def test_a_tensordict_comes_back(client: TaskClient, partition: str) -> None:
     td = TensorDict(
         {
             "input_ids": to_nested_by_length(IDS, LENGTHS),
@@ -85,7 +85,7 @@ def test_a_tensordict_comes_back(client: DataPlaneClient, partition: str) -> Non
 
 @pytest.mark.parametrize("batch", [1, 3], ids=["one-row", "three-rows"])
 def test_per_token_writes_have_the_same_row_lengths_whoever_makes_them(
-    client: DataPlaneClient, partition: str, batch: int
+    client: TaskClient, partition: str, batch: int
 ) -> None:
     ids, lengths, tokens = [4, 5, 6][-batch:], LENGTHS[-batch:], IDS[-batch:]
     meta = kv_first_write(client, partition, ids, {"input_ids": tokens}, lengths=lengths)
@@ -99,7 +99,7 @@ def test_per_token_writes_have_the_same_row_lengths_whoever_makes_them(
     assert meta.fields == ["input_ids", "logprobs", "reference"]
 
 
-def test_columns_are_read_padded_or_jagged(client: DataPlaneClient, partition: str) -> None:
+def test_columns_are_read_padded_or_jagged(client: TaskClient, partition: str) -> None:
     origins = np.empty(3, dtype=object)
     origins[:] = ["a", {"b": 1}, None]
     meta = kv_first_write(client, partition, [0, 1, 2], {"input_ids": IDS, "origin": origins}, lengths=LENGTHS)
@@ -112,12 +112,12 @@ def test_columns_are_read_padded_or_jagged(client: DataPlaneClient, partition: s
     assert list(jagged) == ["input_ids"]
 
 
-def test_without_lengths_everything_is_rectangular(client: DataPlaneClient, partition: str) -> None:
+def test_without_lengths_everything_is_rectangular(client: TaskClient, partition: str) -> None:
     meta = kv_first_write(client, partition, [0, 1, 2], {"input_ids": IDS}, lengths=None)
     assert torch.equal(read_columns(client, meta)["input_ids"], IDS)
 
 
-def test_named_per_token_columns_are_the_only_jagged_ones(client: DataPlaneClient, partition: str) -> None:
+def test_named_per_token_columns_are_the_only_jagged_ones(client: TaskClient, partition: str) -> None:
     fields = {"input_ids": IDS, "image": torch.randn(3, 5)}
     meta = kv_first_write(client, partition, [0, 1, 2], fields, lengths=LENGTHS, per_token=["input_ids"])
     assert torch.equal(read_columns(client, meta)["image"], fields["image"])
@@ -128,7 +128,7 @@ def test_named_per_token_columns_are_the_only_jagged_ones(client: DataPlaneClien
         write_columns(client, meta, {"x": IDS}, per_token=["elsewhere"])
 
 
-def test_rows_and_ids_must_agree(client: DataPlaneClient, partition: str) -> None:
+def test_rows_and_ids_must_agree(client: TaskClient, partition: str) -> None:
     with pytest.raises(ValueError, match="2 ids for 3 rows"):
         put_samples(client, partition, [0, 1], TensorDict({"x": IDS}, batch_size=[3]))
     with pytest.raises(QueueError) as refused:
@@ -165,18 +165,18 @@ def test_a_put_waits_for_room() -> None:
         assert seen == list(range(12))
 
 
-def filled(client: DataPlaneClient, partition: str, count: int) -> None:
+def filled(client: TaskClient, partition: str, count: int) -> None:
     for i in range(count):
         kv_first_write(client, partition, [i], {"input_ids": torch.full((1, i + 1), i)}, lengths=torch.tensor([i + 1]))
 
 
-def states(client: DataPlaneClient, partition: str) -> dict[str, list[int]]:
+def states(client: TaskClient, partition: str) -> dict[str, list[int]]:
     found = {s: client.list_samples(partition, s, task="train").ids for s in ("ready", "leased")}
     return {state: ids for state, ids in found.items() if ids}
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_stream_ends_when_the_task_is_exhausted(client: DataPlaneClient, partition: str, prefetch: int) -> None:
+def test_a_stream_ends_when_the_task_is_exhausted(client: TaskClient, partition: str, prefetch: int) -> None:
     filled(client, partition, 7)
     client.seal(partition)
     seen = []
@@ -192,9 +192,7 @@ def test_a_stream_ends_when_the_task_is_exhausted(client: DataPlaneClient, parti
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_stream_that_is_left_gives_back_what_is_not_done(
-    client: DataPlaneClient, partition: str, prefetch: int
-) -> None:
+def test_a_stream_that_is_left_gives_back_what_is_not_done(client: TaskClient, partition: str, prefetch: int) -> None:
     filled(client, partition, 8)
 
     def first_two() -> None:
@@ -208,7 +206,7 @@ def test_a_stream_that_is_left_gives_back_what_is_not_done(
     assert client.peek(partition, 4).attempts == 0
 
 
-def test_a_delivery_may_be_completed_or_refused(client: DataPlaneClient, partition: str) -> None:
+def test_a_delivery_may_be_completed_or_refused(client: TaskClient, partition: str) -> None:
     filled(client, partition, 3)
     outcome: list[Any] = []
     for delivery in client.stream(partition, "train", count=1, wait_s=5.0):
@@ -224,7 +222,7 @@ def test_a_delivery_may_be_completed_or_refused(client: DataPlaneClient, partiti
     assert states(client, partition) == {"ready": [2]}
 
 
-def test_a_stream_ends_by_its_deadline(client: DataPlaneClient, partition: str) -> None:
+def test_a_stream_ends_by_its_deadline(client: TaskClient, partition: str) -> None:
     with pytest.raises(TimeoutError, match="'train'"):
         next(iter(client.stream(partition, "train", count=1, wait_s=0.05)))
     with pytest.raises(QueueError, match="no task"):
@@ -233,7 +231,7 @@ def test_a_stream_ends_by_its_deadline(client: DataPlaneClient, partition: str) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin for")
 def test_pinned_batches_without_a_gpu_are_refused_before_anything_is_claimed(
-    client: DataPlaneClient, partition: str
+    client: TaskClient, partition: str
 ) -> None:
     filled(client, partition, 2)
     with pytest.raises(ConfigError, match="this machine has none"):
@@ -243,7 +241,7 @@ def test_pinned_batches_without_a_gpu_are_refused_before_anything_is_claimed(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["padded", "jagged"])
-def test_batches_are_pinned_in_the_background(client: DataPlaneClient, partition: str, layout: str) -> None:
+def test_batches_are_pinned_in_the_background(client: TaskClient, partition: str, layout: str) -> None:
     filled(client, partition, 4)
     client.seal(partition)
     stream = stream_samples(

@@ -21,7 +21,8 @@ from tests.contract.reference_client import UnreachableError
 from tests.contract.test_transport import ask, dealer
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.keys import client_keys, create_client_keys, create_queue_keys
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import ConfigError, InputError, QueueUnreachableError
 
 MEMORY = 64 << 20
@@ -44,12 +45,12 @@ def test_a_client_on_the_list_passes_and_another_does_not(keys: tuple[Path, Path
     url = f"tcp://0.0.0.0:{free_port()}"
     reach = url.replace("0.0.0.0", "127.0.0.1")
     with queue_thread(Address.parse(url, keys=queue), memory_limit=MEMORY):
-        stranger = ZmqDataPlaneClient(Address.parse(reach, keys=client), patience_s=10.0)
+        stranger = TaskClient(ZmqTransport(Address.parse(reach, keys=client), patience_s=10.0))
         with pytest.raises(QueueUnreachableError):
             stranger.hello("w", "r", incarnation=1)
         stranger.close()
         (queue / "clients" / "node-1.key").write_bytes((client / "client.key").read_bytes())
-        with ZmqDataPlaneClient(Address.parse(reach, keys=client)) as friend:
+        with TaskClient(ZmqTransport(Address.parse(reach, keys=client))) as friend:
             assert friend.hello("w", "r", incarnation=1)
             assert friend.stats()["sessions"][0]["name"] == "w"
         other = reference_client.Client(reach, curve=client_keys(client))

@@ -21,7 +21,8 @@ from tests.contract.peers import Place, ints
 from tests.contract.processes import ipc_address, queue_process, start_queue, tcp_address
 from tests.contract.reference_client import RefusedError, UnreachableError
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import ConfigError, QueueUnreachableError, XtokenError
 
 ANSWER_MS = 10_000
@@ -70,7 +71,7 @@ BAD = {
     "wrong-type": (msgpack.packb({**HELLO, "rank": "first"}), "bad_request"),
     "out-of-bounds": (msgpack.packb({**HELLO, "incarnation": -1}), "bad_request"),
     "a-reply": (msgpack.packb({"type": "ok", "id": "a.1"}), "unknown_message"),
-    "version": (msgpack.packb({**HELLO, "versions": [2, 9]}), "unsupported_version"),
+    "version": (msgpack.packb({**HELLO, "versions": [3, 9]}), "unsupported_version"),
     "extension": (msgpack.packb({**HELLO, "name": msgpack.ExtType(5, b"x")}), "bad_request"),
     "deep": (b"\x91" * 100_000 + b"\xc0", "bad_request"),
     "deep-inside": (b"\x82\xa4type\xa5stats\xa3zzz" + b"\x91" * 100_000 + b"\xc0", "bad_request"),
@@ -180,7 +181,7 @@ def test_a_wrong_token_is_refused(tcp_queue: Address, tmp_path: Path) -> None:
     wrong = tmp_path / "token"
     wrong.write_text("not-the-token\n")
     wrong.chmod(0o600)
-    client = ZmqDataPlaneClient(Address.parse(tcp_queue.url, wrong))
+    client = TaskClient(ZmqTransport(Address.parse(tcp_queue.url, wrong)))
     with pytest.raises(QueueUnreachableError, match="refuses this client"):
         client.hello("w", "r", incarnation=1)
     client.close()
@@ -277,8 +278,8 @@ def test_a_connection_that_breaks_before_the_answer_costs_nothing(
 
 def test_nobody_there_ends_by_the_deadline(short_tmp: Path) -> None:
     nobody = ipc_address(short_tmp / "n")
-    client = ZmqDataPlaneClient(nobody, patience_s=0.3)
-    with pytest.raises(QueueUnreachableError, match="nobody answers"):
+    client = TaskClient(ZmqTransport(nobody, patience_s=0.3))
+    with pytest.raises(QueueUnreachableError, match="no reply from"):
         client.hello("w", "r", incarnation=1)
     client.close()
     other = reference_client.Client(nobody.url, patience_s=0.3)

@@ -16,7 +16,8 @@ from services.common.resolve import resolve_run
 from tests.contract.processes import ROOT, UP_S, ipc_address, start_queue
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.run_client import RunClient
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.queue.run.names import TRAINER
 
 DEADLINE_S = 900.0
@@ -42,7 +43,7 @@ class CollatorCrew:
         self._log = (self._directory / "log").open("wb")
         self._queue = start_queue(address, "--run", str(file), stderr=self._log)
         self._collators: dict[str, subprocess.Popen[bytes]] = {}
-        self._client = ZmqDataPlaneClient(address, patience_s=UP_S)
+        self._client = TaskClient(ZmqTransport(address, patience_s=UP_S))
         self._client.hello("watcher", TRAINER, incarnation=time.time_ns(), silence_s=DEADLINE_S, needs_run=True)
         self.run = RunClient(self._client)
         self.rewinds = self.run.rewind(0, {}, {})

@@ -58,7 +58,7 @@ class Connection:
         send_frames(self._socket, header, buffers)
 
     def receive(self, request: str, deadline: float) -> tuple[m.AnyReply, list[Buffer]] | None:
-        """Return the reply to a request; None once the connection is broken or the deadline (monotonic clock) has passed.
+        """Return the reply to a request; None if the connection breaks or the deadline (monotonic clock) passes.
 
         Raises:
             QueueUnreachableError: The queue refuses the token or key.

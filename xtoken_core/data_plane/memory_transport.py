@@ -29,6 +29,8 @@ class MemoryQueue:
 class InMemoryTransport(Transport):
     """Access to a `MemoryQueue`. Headers pass through the wire's encoding, so that its bounds hold here too."""
 
+    url = "memory"
+
     def __init__(self, queue: MemoryQueue) -> None:
         self.queue = queue
 

@@ -131,8 +131,8 @@ class RunClient:
     ) -> tuple[m.Claimed, dict[str, Column]] | None:
         """Lease a micro-batch once every teacher's signal is there, and read its fields.
 
-        The lease's `slots` say which slot holds each teacher's signal; row `i` of a slot belongs to `ids[i]`. The columns
-        of a signal that travels through the queue come with it.
+        The lease's `slots` say which slot holds each teacher's signal; row `i` of a slot belongs to `ids[i]`. The
+        columns of a signal that travels through the queue come with it.
         """
         return self.client.wait_for_claim(
             lambda s: m.ClaimBatch(**self._head(), ids=list(ids), fields=list(fields), rewinds=rewinds, wait_s=s),

@@ -14,10 +14,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from xtoken_core.data_plane.batch import BatchedDataDict
-from xtoken_core.data_plane.client import DataPlaneClient
 from xtoken_core.data_plane.codec import materialize, pack_jagged_fields, pack_per_token_field
 from xtoken_core.data_plane.schema import KVBatchMeta, Layout
 from xtoken_core.data_plane.stream import Stream
+from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.tensors import columns_from_tensordict, tensordict_from_columns
 from xtoken_core.errors import ConfigError
 from xtoken_core.wire import Column
@@ -26,7 +26,7 @@ Values = Mapping[str, Tensor | np.ndarray]
 
 
 def put_samples(
-    client: DataPlaneClient, partition: str, ids: Sequence[int], td: TensorDictBase, *, wait_s: float = 0.0
+    client: TaskClient, partition: str, ids: Sequence[int], td: TensorDictBase, *, wait_s: float = 0.0
 ) -> KVBatchMeta:
     """Put a TensorDict, one row per id: nested columns travel jagged, rectangular ones dense, the others as objects.
 
@@ -53,7 +53,7 @@ def put_samples(
 
 
 def get_samples(
-    client: DataPlaneClient, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, wait_s: float = 0.0
+    client: TaskClient, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, wait_s: float = 0.0
 ) -> TensorDict:
     """Columns of the named rows, over the memory they were received in.
 
@@ -78,7 +78,7 @@ def get_samples(
 
 
 def kv_first_write(
-    client: DataPlaneClient, partition: str, ids: Sequence[int], fields: Values, *, lengths: Tensor | None,
+    client: TaskClient, partition: str, ids: Sequence[int], fields: Values, *, lengths: Tensor | None,
     per_token: Collection[str] | None = None, wait_s: float = 0.0,
 ) -> KVBatchMeta:  # fmt: skip
     """Put the first columns of a batch.
@@ -102,7 +102,7 @@ def kv_first_write(
 
 
 def write_columns(
-    client: DataPlaneClient, meta: KVBatchMeta, fields: Values, *, per_token: Collection[str] | None = None,
+    client: TaskClient, meta: KVBatchMeta, fields: Values, *, per_token: Collection[str] | None = None,
     wait_s: float = 0.0,
 ) -> KVBatchMeta:  # fmt: skip
     """Put more columns of a batch, their rows in the order of `meta.ids`.
@@ -124,7 +124,7 @@ def write_columns(
 
 
 def read_columns(
-    client: DataPlaneClient, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, layout: Layout = "padded",
+    client: TaskClient, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, layout: Layout = "padded",
     pad_value_dict: dict[str, int | float] | None = None, pad_to_seqlen: int = 0, wait_s: float = 0.0,
 ) -> BatchedDataDict[Any]:  # fmt: skip
     """Columns of a batch as a trainer reads them: `get_samples`, then `materialize`."""
@@ -133,7 +133,7 @@ def read_columns(
 
 
 def stream_samples(
-    client: DataPlaneClient, partition: str, task: str, *, count: int, fields: Sequence[str], layout: Layout = "padded",
+    client: TaskClient, partition: str, task: str, *, count: int, fields: Sequence[str], layout: Layout = "padded",
     pad_value_dict: dict[str, int | float] | None = None, pad_to_seqlen: int = 0, pin_memory: bool = False,
     wait_s: float | None = None, prefetch: int = 1,
 ) -> Stream[BatchedDataDict[Any]]:  # fmt: skip
@@ -153,7 +153,7 @@ def stream_samples(
         prefetch: Batches to be ahead; 0 does everything when the loop asks for it.
 
     Returns:
-        To be iterated over: deliveries whose `value` is the batch. See `DataPlaneClient.stream`.
+        To be iterated over: deliveries whose `value` is the batch. See `TaskClient.stream`.
 
     Raises:
         ConfigError: `pin_memory` on a machine without a GPU.

@@ -13,7 +13,13 @@ Reply = tuple[m.AnyReply, list[Buffer]]
 
 
 class Transport(ABC):
-    """Connection to one queue, safe to use from several threads."""
+    """Connection to one queue, safe to use from several threads.
+
+    Attributes:
+        url: Address of the queue, for messages.
+    """
+
+    url: str
 
     @abstractmethod
     def exchange(self, request: m.Request, buffers: Sequence[Buffer], wait_s: float) -> Reply:

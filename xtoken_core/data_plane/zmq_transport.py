@@ -31,7 +31,7 @@ class ZmqTransport(Transport):
 
     def __init__(self, address: Address, *, patience_s: float = 30.0) -> None:
         set_allocator(keep=CLIENT_KEEPS)
-        self.address = address
+        self.address, self.url = address, address.url
         self.patience_s = patience_s
         self._context = zmq.Context()
         self._local = threading.local()

@@ -15,7 +15,7 @@ from services.supervisor import os_process
 from services.supervisor.supervisor import LOOK_S
 from tests.unit.control.stored_runs import HERE
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.queue_client import QueueClient
 
 STEPS, HELD = 8, 4
 ROUNDS = 30
@@ -27,7 +27,7 @@ def test_reading_sends_no_requests_to_the_queue(tmp_path: Path, monkeypatch: pyt
     state.mkdir()
     sent: list[str] = []
     for name in ("hello", "stats", "list_samples"):
-        monkeypatch.setattr(ZmqDataPlaneClient, name, counted(getattr(ZmqDataPlaneClient, name), name, sent))
+        monkeypatch.setattr(QueueClient, name, counted(getattr(QueueClient, name), name, sent))
     use_scripted_workers(state, STEPS, monkeypatch.setattr, trainer_0=[f"step{HELD}:always await go"])
     runs = Runs(tmp_path / "runs")
     try:

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import os
-from xtoken_core.data_plane.client import new_id
+from xtoken_core.data_plane.queue_client import new_id
 
 def tell():
     os.write(1, f"{new_id()}\\n".encode())

@@ -20,9 +20,10 @@ import time
 from pathlib import Path
 
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.client import AlreadyDone
+from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.data_plane.run_client import RunClient
-from xtoken_core.data_plane.zmq_client import ZmqDataPlaneClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import XtokenError
 from xtoken_core.schema import INPUT_IDS
 from xtoken_core.wire import Column, QueueError
@@ -36,7 +37,7 @@ class Script:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.state: Path = options.state
-        self.client = ZmqDataPlaneClient(Address.parse(options.queue, options.token_file), patience_s=3)
+        self.client = TaskClient(ZmqTransport(Address.parse(options.queue, options.token_file), patience_s=3))
         self.run = RunClient(self.client)
 
     def main(self) -> None:
