@@ -119,8 +119,8 @@ def tensordicts(address: Address) -> dict[str, Any]:
     """Samples per second of TensorDicts put, and got."""
     import torch
 
-    from xtoken_core.data_plane.samples import get_samples, put_samples
-    from xtoken_core.data_plane.schema import KVBatchMeta
+    from xtoken_core.data_plane.compat.meta import KVBatchMeta
+    from xtoken_core.data_plane.compat.samples import get_samples, put_samples
     from xtoken_core.data_plane.tensors import tensordict_from_columns
 
     torch.set_num_threads(1)

@@ -50,9 +50,7 @@ class Worker:
         self.client = client
         self.name = name
         self.queue = RunClient(client)
-        self.run: ResolvedRun = parse_resolved_run(
-            client.run_document, source=f"the queue at {client.transport.url}"
-        )
+        self.run: ResolvedRun = parse_resolved_run(client.run_document, source=f"the queue at {client.transport.url}")
         self.stopping = threading.Event()
         self._stale: StaleSessionError | None = None
         self._phase = "load"

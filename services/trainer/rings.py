@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Iterable, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,18 +11,15 @@ from torch import Tensor
 from services.common.event_callbacks import Completions
 from services.common.step_plan import ring_shape
 from services.common.worker import Worker
-from xtoken_core import schema
 from xtoken_core.transports.factory import open_ring
 from xtoken_core.transports.head import load_head
 from xtoken_core.transports.queue_signal import OpenedQueueRing, take_columns
 from xtoken_core.transports.ring import SignalError
 from xtoken_core.transports.signal import forget_ring, opened_ring
 from xtoken_core.wire import Column, QueueError
-from xtoken_core.wire.objects import object_values
+from xtoken_core.wire.messages import SlotRef
 
 log = logging.getLogger("xtoken.trainer")
-Filling = tuple[int, int, int]
-"""Ring, slot and generation."""
 
 
 class OpenRings:
@@ -63,23 +59,22 @@ class OpenRings:
             else:
                 log.info("ring %d of teacher %d is open", ring.ring, teacher)
 
-    def receive(self, columns: MutableMapping[str, Column]) -> None:
-        """Take the signals out of a claim's columns that came through the queue, for `rebuild_...` to find."""
-        for index in range(len(self.worker.run.spec.teacher)):
-            mine = take_columns(columns, index)
+    def receive(self, slots: Iterable[SlotRef], columns: MutableMapping[str, Column]) -> None:
+        """Move signals that came through the queue from a claim's columns into their rings."""
+        for ref in slots:
+            mine = take_columns(columns, ref.teacher)
             if not mine:
                 continue
-            place: Any = object_values(columns[schema.field_name(schema.TEACHER_LOGITS, index)])[0]
-            ring = opened_ring(place["ring"])
+            ring = opened_ring(ref.ring)
             if not isinstance(ring, OpenedQueueRing):
-                raise SignalError(f"ring {place['ring']} is in memory, and its signal came through the queue as well")
-            ring.receive(place["slot"], place["generation"], mine, index)
+                raise SignalError(f"ring {ref.ring} is in memory, and its signal came through the queue as well")
+            ring.receive(ref.slot, ref.generation, mine, ref.teacher)
 
-    def is_open(self, slot: Filling) -> bool:
-        """Whether the ring of a slot is open: a claim closes those of teachers that have gone."""
-        return slot[0] in self._open.values()
+    def is_open(self, ref: SlotRef) -> bool:
+        """Return whether the ring of a slot is open: a claim closes those of teachers that have gone."""
+        return ref.ring in self._open.values()
 
-    def release(self, slots: set[Filling]) -> None:
+    def release(self, slots: Sequence[SlotRef]) -> None:
         """Once the backward that read these slots has completed on the device: check, then release.
 
         Raises:
@@ -87,9 +82,9 @@ class OpenRings:
         """
 
         def done() -> None:
-            for ring, slot, generation in sorted(slots):
-                opened_ring(ring).check(slot, generation)
-                self.worker.queue.release(ring, slot, generation)
+            for ref in slots:
+                opened_ring(ref.ring).check(ref.slot, ref.generation)
+                self.worker.queue.release(ref.ring, ref.slot, ref.generation)
 
         self._released.after(done)
 

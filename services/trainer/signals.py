@@ -1,32 +1,28 @@
-"""What the loss is given of a teacher: its logits or what gives them, wherever its signal lies."""
+"""Teacher logits for the loss, wherever the teacher's signal is."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits
-from xtoken_core.transports.signal import (
-    holds_hidden_states,
-    rebuild_teacher_full_logits_from_ipc,
-    rebuild_teacher_hidden_from_ipc,
-)
+from xtoken_core.transports.signal import SignalSlot, opened_ring
+from xtoken_core.wire.messages import SlotRef
 
 
-def teacher_logits(data: Mapping[str, Any], teacher: int, device: torch.device) -> Logits:
-    """A micro-batch's teacher logits `[B, T_t, V_t]` on the student's device, or what gives them.
+def teacher_logits(ref: SlotRef, rows: int, width: int, device: torch.device) -> Logits:
+    """Return a micro-batch's teacher logits `[B, T_t, V_t]` on the student's device, or their factors.
 
-    They are a view of the teacher's memory where that is on the device itself; from another place they are copied once.
+    They are a view of the teacher's memory if that is on the device, and one copy otherwise.
 
     Args:
-        data: As for `rebuild_teacher_full_logits_from_ipc`.
-        teacher: The teacher's number.
-        device: Where the loss is computed.
+        ref: Slot that holds the signal.
+        rows: Samples of the micro-batch, B.
+        width: Padded tokens per row, T_t.
+        device: Device of the student.
     """
-    if not holds_hidden_states(data, teacher):
-        return rebuild_teacher_full_logits_from_ipc(data, teacher).to(device, non_blocking=True)
-    signal = rebuild_teacher_hidden_from_ipc(data, teacher, device=device)
-    maxima = None if signal.maxima is None else signal.maxima.to(device, non_blocking=True)
-    return HeadProjection(signal.hidden.to(device, non_blocking=True), signal.head, column_maxima=maxima)
+    signal = SignalSlot(opened_ring(ref.ring), ref.slot, ref.generation, 0, rows, width)
+    if not signal.ring.shape.hidden:
+        return signal.logits().to(device, non_blocking=True)
+    states = signal.hidden(device)
+    maxima = None if states.maxima is None else states.maxima.to(device, non_blocking=True)
+    return HeadProjection(states.hidden.to(device, non_blocking=True), states.head, column_maxima=maxima)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from services.common.padding import padded_batch
 from services.common.step_plan import StepPlan
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.distributed import Group
-from services.trainer.rings import Filling, OpenRings
+from services.trainer.rings import OpenRings
 from services.trainer.signals import teacher_logits
 from services.trainer.student import Student
 from services.trainer.timing import Stopwatch
@@ -24,9 +24,8 @@ from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import Logits
 from xtoken_core.losses.objective import Selection
 from xtoken_core.plan import MicroBatch
-from xtoken_core.queue.run.names import signal_fields
 from xtoken_core.wire import Column
-from xtoken_core.wire.messages import Claimed
+from xtoken_core.wire.messages import Claimed, SlotRef
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Received:
 
     batch: MicroBatch
     data: dict[str, Any]
-    slots: set[Filling]
+    slots: Sequence[SlotRef]
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ class StepRunner:
         self.rank, self.pad_id = rank, pad_id
         self.place = self.run.group * self.run.spec.workers.ranks + rank
         self.fields = list(schema.run_fields(self.run.spec.same_tokenizer))
-        self.signals = signal_fields(len(self.run.spec.teacher))
         self.waited_s = 0.0
         self.left = False
         self.watch = Stopwatch(student.device)
@@ -130,12 +128,11 @@ class StepRunner:
             return None
         finally:
             self.waited_s += time.monotonic() - began
-        if any(name not in columns for name in self.signals):
+        if len(claimed.slots) < len(self.run.spec.teacher):
             return None  # every sample has died
-        self.rings.receive(columns)
-        data = self._padded(batch, claimed, columns)
-        slots = {(ref["ring"], ref["slot"], ref["generation"]) for name in self.signals for ref in data[name]}
-        return Received(batch, data, slots)
+        slots = sorted(claimed.slots, key=lambda ref: ref.teacher)
+        self.rings.receive(slots, columns)
+        return Received(batch, self._padded(batch, claimed, columns), slots)
 
     def _kept(self, micro_batch: Received | None) -> Received | None:
         """A micro-batch that is still there after later ones were claimed; None if a teacher has gone meanwhile.
@@ -144,10 +141,10 @@ class StepRunner:
         """
         if micro_batch is None:
             return None
-        there = {slot for slot in micro_batch.slots if self.rings.is_open(slot)}
-        if there == micro_batch.slots:
+        open_slots = [ref for ref in micro_batch.slots if self.rings.is_open(ref)]
+        if len(open_slots) == len(micro_batch.slots):
             return micro_batch
-        self.rings.release(there)
+        self.rings.release(open_slots)
         return None
 
     @torch.no_grad()
@@ -166,8 +163,11 @@ class StepRunner:
         return Choices(of_batch, self.group.total(mine))
 
     def _signals(self, micro_batch: Received) -> list[Logits]:
-        teachers = range(len(self.run.spec.teacher))
-        return [teacher_logits(micro_batch.data, teacher, self.student.device) for teacher in teachers]
+        batch = micro_batch.batch
+        return [
+            teacher_logits(ref, len(batch.ids), batch.widths[1 + ref.teacher], self.student.device)
+            for ref in micro_batch.slots
+        ]
 
     def _backward(
         self, step: StepPlan, micro_batch: Received, index: int, choices: Choices | None

@@ -46,7 +46,7 @@ def test_importing_the_library_imports_nothing_but_itself() -> None:
     assert loaded - bare == {"xtoken_core"}
 
 
-@pytest.mark.parametrize("part", ["protocol", "wire", "config", "plan", "schema", "errors"])
+@pytest.mark.parametrize("part", ["queue", "wire", "config", "plan", "schema", "errors"])
 def test_the_rules_of_the_queue_stand_on_no_sockets_and_no_tensors(part: str) -> None:
     assert not loaded_by(f"xtoken_core.{part}") & {"torch", "numpy", "zmq", "transformers", "tensordict"}
 

@@ -200,8 +200,8 @@ def _answer(reply: m.AnyReply, frames: list[Any]) -> Answer:
         found["columns"] = {name: neutral_from(c) for name, c in unpack_columns(reply.columns, frames).items()}
     if found.get("slot") == -1:
         del found["slot"], found["generation"]
-    if "slots" in found:
-        found["slots"] = [msgspec.to_builtins(ref) for ref in found["slots"]]
+    if slots := found.pop("slots", []):
+        found["slots"] = [msgspec.to_builtins(ref) for ref in slots]
     for name in ("version", "partition", "run"):
         found.pop(name, None)
     return found

@@ -287,7 +287,8 @@ class RunPart:
         reading["pending"] |= indices
         for index in indices:
             self.ring["slots"][index]["state"] = "reading"  # type: ignore[index]
-        return {**self._claimed(number, f), "slots": slots}
+        answer = self._claimed(number, f)
+        return {**answer, "slots": slots} if slots else answer
 
     def _withdrawn(self, session: str) -> bool:
         return any(r["withdrawn"] for r in self.readings.values() if r["session"] == session)
@@ -314,7 +315,7 @@ class RunPart:
 
     def _claimed(self, number: int, f: Answer, **slot: int) -> Answer:
         return {"type": "claimed", "lease": number, "ids": f["ids"], "dead": [p for p in f["ids"] if p in self.dead],
-                "columns": self.columns(f["ids"], f["fields"]), "slots": [], **slot}  # fmt: skip
+                "columns": self.columns(f["ids"], f["fields"]), **slot}  # fmt: skip
 
     def release(self, session: str, f: Answer) -> Answer:
         self.check(session)

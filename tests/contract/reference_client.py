@@ -37,10 +37,13 @@ class Client:
         self.context, self.socket = zmq.Context(), None
         self.lane, self.numbers = secrets.token_hex(8), itertools.count(1)
         self.session = self.partition = None
+        self.versions = [2]
 
     def hello(self, name, role, incarnation, **options):
         """Open a session; None if `needs_run` and no run was opened in `wait_s`."""
-        reply = self.call("hello", bare=True, versions=[1], name=name, role=role, incarnation=incarnation, **options)
+        reply = self.call(
+            "hello", bare=True, versions=self.versions, name=name, role=role, incarnation=incarnation, **options
+        )
         if reply is not None:
             self.session, self.partition = reply["session"], reply.get("partition", "")
         return reply

@@ -11,24 +11,12 @@ from tests.contract.peers import Place, ints
 from tests.contract.reference_client import RefusedError
 
 WAIT_S = 10.0
-SIGNAL = "teacher_0_full_logits_ipc"
 
 
 def code_of(peer: Any, kind: str, **fields: Any) -> str:
     with pytest.raises(RefusedError) as refused:
         peer.call(kind, **fields)
     return str(refused.value.code)
-
-
-def slots_of(claim: Any) -> list[dict[str, int]]:
-    """The slot of each teacher's signal; in version 1, which the reference client speaks, each row repeats it."""
-    if SIGNAL in claim["columns"]:
-        rows = claim["columns"][SIGNAL][3]
-        assert [row["row"] for row in rows] == list(range(len(claim["ids"])))
-        found = [{name: row[name] for name in ("ring", "slot", "generation")} for row in rows]
-        assert all(slot == found[0] for slot in found)
-        return found[:1]
-    return [{name: ref[name] for name in ("ring", "slot", "generation")} for ref in claim["slots"]]
 
 
 @dataclass
@@ -90,7 +78,8 @@ class Run:
     def read(self, trainer: Any, *ids: int) -> Any:
         """Claim a micro-batch and release its slots."""
         claim = self.batch(trainer, *ids)
-        for slot in slots_of(claim):
+        for ref in claim["slots"]:
+            slot = {name: ref[name] for name in ("ring", "slot", "generation")}
             trainer.call("release", partition=self.partition, **slot)
         return claim
 
@@ -175,7 +164,8 @@ def test_a_whole_run(run: Run) -> None:
             claim = run.publish(teacher, ring, first, first + 1)
             assert claim["ids"] == [first, first + 1]
             batch = run.batch(trainer, first, first + 1, fields=["input_ids"])
-            assert slots_of(batch) == [{"ring": ring, "slot": claim["slot"], "generation": claim["generation"]}]
+            slot = {"ring": ring, "slot": claim["slot"], "generation": claim["generation"]}
+            assert batch["slots"] == [{"teacher": 0, **slot}]
             assert batch["columns"]["input_ids"] == ints([first, first + 1], [first + 1, first + 2])
             assert run.read(trainer, first, first + 1)["lease"] == batch["lease"]
             trained += batch["ids"]

@@ -13,12 +13,18 @@ from hypothesis.stateful import run_state_machine_as_test
 from services.queue import server, waiting
 from tests.contract import driving
 from tests.contract.test_stateful import PROFILE, machine
-from xtoken_core.queue import engine, partition, sessions
+from xtoken_core.queue import engine, sessions
+from xtoken_core.queue import samples as base
 from xtoken_core.queue.intervals import IntervalSet
+from xtoken_core.queue.partition import Partition
 from xtoken_core.queue.reply_cache import ReplyCache
+from xtoken_core.queue.sample import Status, Task
+from xtoken_core.queue.samples import Samples
 from xtoken_core.queue.store import Store
-from xtoken_core.queue.tasks import handlers, samples
-from xtoken_core.queue.tasks.samples import Samples, Status
+from xtoken_core.queue.tasks import partition
+from xtoken_core.queue.tasks import samples as ordered
+from xtoken_core.queue.tasks.partition import TaskPartition
+from xtoken_core.queue.tasks.samples import OrderedSamples
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 
@@ -35,7 +41,7 @@ def mutation(make: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 @mutation
 def an_ack_is_taken_once(patch: Patch) -> None:
-    ack = handlers.ack
+    ack = TaskPartition.ack
 
     def once(part: Any, request: m.Ack) -> Any:
         mine = {i for lease in part.samples.of_session(request.session) for i in lease.ids}
@@ -43,12 +49,12 @@ def an_ack_is_taken_once(patch: Patch) -> None:
             raise QueueError("lease_revoked", "not leased")
         return ack(part, request)
 
-    patch.setitem(engine.CALLS, m.Ack, once)
+    patch.setitem(TaskPartition.HANDLERS, m.Ack, once)  # type: ignore[arg-type]
 
 
 @mutation
 def leases_outlive_their_session(patch: Patch) -> None:
-    patch.setattr(partition.Partition, "_session_ended", lambda self, session: None)
+    patch.setattr(TaskPartition, "session_ended", lambda self, session: None)
 
 
 @mutation
@@ -65,52 +71,52 @@ def a_nack_counts_for_the_whole_lease(patch: Patch) -> None:
 
 @mutation
 def arrival_is_the_order_of_puts(patch: Patch) -> None:
-    push = Samples._push
+    enqueue = OrderedSamples._enqueue
 
-    def by_put(self: Samples, sample: Any, tasks: Any) -> None:
+    def by_put(self: OrderedSamples, sample: Any, tasks: Any) -> None:
         self._ready_count = sample.put_at - 1
-        push(self, sample, tasks)
+        enqueue(self, sample, tasks)
 
-    patch.setattr(Samples, "_push", by_put)
+    patch.setattr(OrderedSamples, "_enqueue", by_put)
 
 
 @mutation
 def what_comes_back_goes_first(patch: Patch) -> None:
     give_back = Samples.give_back
 
-    def first(self: Samples, lease: int) -> Any:
+    def first(self: OrderedSamples, lease: int) -> Any:
         self._ready_count, kept = -1000, self._ready_count
         try:
             return give_back(self, lease)
         finally:
             self._ready_count = kept
 
-    patch.setattr(Samples, "give_back", first)
+    patch.setattr(OrderedSamples, "give_back", first)
 
 
 @mutation
 def strict_order_skips_what_is_not_ready(patch: Patch) -> None:
-    tasks = partition._tasks
+    tasks = partition.tasks_of
     patch.setattr(
         partition,
-        "_tasks",
-        lambda d: [samples.Task(t.name, t.requires, "arrival" if t.order == "strict" else t.order) for t in tasks(d)],
+        "tasks_of",
+        lambda d: [Task(t.name, t.requires, "arrival" if t.order == "strict" else t.order) for t in tasks(d)],
     )
 
 
 @mutation
 def answers_are_not_kept(patch: Patch) -> None:
-    patch.setattr(ReplyCache, "recall", lambda self, session, request: None)
+    patch.setattr(ReplyCache, "get", lambda self, session, request: None)
 
 
 @mutation
 def volatile_fields_stay(patch: Patch) -> None:
-    patch.setattr(partition.Partition, "vouch", lambda self, session, put, task="": None)
+    patch.setattr(TaskPartition, "own_volatile", lambda self, session, put, task="": None)
 
 
 @mutation
 def a_completed_task_stays_done_without_its_result(patch: Patch) -> None:
-    patch.setattr(Samples, "reopen", lambda self, sample, task: None)
+    patch.setattr(OrderedSamples, "reopen", lambda self, sample, task: None)
 
 
 @mutation
@@ -130,14 +136,14 @@ def silence_is_eternal_life(patch: Patch) -> None:
 
 @mutation
 def memory_is_without_limit(patch: Patch) -> None:
-    put = handlers.put
+    put = TaskPartition.put
 
     def roomy(part: Any, request: Any, columns: Any, room: int) -> Any:
         answer = put(part, request, columns, 1 << 40)
         answer.reply.room = max(0, room - sum(c.nbytes for c in columns.values()))
         return answer
 
-    patch.setattr(handlers, "put", roomy)
+    patch.setattr(TaskPartition, "put", roomy)
 
 
 @mutation
@@ -161,7 +167,7 @@ def the_first_task_lets_a_sample_go(patch: Patch) -> None:
 
 @mutation
 def nothing_is_ever_exhausted(patch: Patch) -> None:
-    patch.setattr(partition.Partition, "exhausted", lambda self, task: False)
+    patch.setattr(TaskPartition, "exhausted", lambda self, task: False)
 
 
 @mutation
@@ -175,24 +181,25 @@ def claims_by_ids_take_what_is_ready(patch: Patch) -> None:
 
 @mutation
 def a_claim_that_cannot_be_read_leases(patch: Patch) -> None:
-    patch.setattr(samples, "_check_fields", lambda sample, needed: None)
+    patch.setattr(ordered, "check_fields", lambda sample, needed: None)
+    patch.setattr(base, "check_fields", lambda sample, needed: None)
 
 
 @mutation
 def a_field_may_change_its_kind(patch: Patch) -> None:
-    patch.setattr(partition.Partition, "check", lambda self, columns: None)
+    patch.setattr(Partition, "check", lambda self, columns, rows: None)
 
 
 @mutation
 def clearing_unseals_nothing(patch: Patch) -> None:
-    start_over = partition.Partition.start_over
+    reset = TaskPartition.reset
 
     def sealed(self: Any) -> None:
         kept = self.sealed
-        start_over(self)
+        reset(self)
         self.sealed = kept
 
-    patch.setattr(partition.Partition, "start_over", sealed)
+    patch.setattr(TaskPartition, "reset", sealed)
 
 
 @mutation

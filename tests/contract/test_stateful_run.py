@@ -17,7 +17,7 @@ from tests.contract.run_machine import LIMIT, RunMachine
 from tests.contract.test_stateful import PROFILE
 from xtoken_core.queue.run.blocks import Blocks
 from xtoken_core.queue.run.slots import SlotTable
-from xtoken_core.queue.tasks.samples import Samples
+from xtoken_core.queue.samples import Samples
 from xtoken_core.wire import QueueError
 
 Patch = pytest.MonkeyPatch

@@ -134,3 +134,7 @@ class TaskClient(QueueClient):
             self, partition, task, count=count, fields=fields, wait_s=wait_s, prefetch=prefetch,
             make=lambda _ids, columns: columns,
         )  # fmt: skip
+
+
+DataPlaneClient = TaskClient
+"""Name of the client in the public interface."""

@@ -227,8 +227,17 @@ class HiddenSignal:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a micro-batch's signal lies: rows `start .. stop - 1` of a slot."""
+class SignalSlot:
+    """A micro-batch's signal: rows `start .. stop - 1` of a filled slot.
+
+    Attributes:
+        ring: The opened ring.
+        slot: Index of the slot.
+        generation: Filling of the slot that holds the signal.
+        start: First row.
+        stop: Last row, exclusive.
+        width: Padded tokens per row, `T_t`.
+    """
 
     ring: OpenedRing
     slot: int
@@ -236,6 +245,32 @@ class _Place:
     start: int
     stop: int
     width: int
+
+    def logits(self) -> Float[Tensor, "B T_t V_t"]:
+        """Return the teacher's logits as a view of the slot.
+
+        Raises:
+            SignalError: If the ring holds hidden states, or the slot was filled in another shape.
+            StaleSignalError: If the slot does not hold this generation.
+        """
+        if self.ring.shape.hidden:
+            raise SignalError("the ring holds hidden states, and no logits: rebuild_teacher_hidden_from_ipc reads them")
+        return self._rows()
+
+    def hidden(self, device: torch.device | None = None) -> HiddenSignal:
+        """Return hidden states and column maxima as views of the slot, and the head on `device`.
+
+        Raises:
+            SignalError: If the ring holds logits, or the slot was filled in another shape.
+            StaleSignalError: If the slot does not hold this generation.
+        """
+        hidden = self._rows()
+        head = self.ring.head(device or hidden.device)
+        maxima = self.ring.maxima(self.slot, self.stop)[self.start :] if self.ring.shape.max_rows else None
+        return HiddenSignal(hidden, head, maxima)
+
+    def _rows(self) -> Tensor:
+        return self.ring.view(self.slot, self.generation, self.stop, self.width)[self.start :]
 
 
 def rebuild_teacher_full_logits_from_ipc(
@@ -257,10 +292,7 @@ def rebuild_teacher_full_logits_from_ipc(
             point outside the ring; if the teacher filled the slot in another shape, or with hidden states.
         StaleSignalError: If the slot does not hold the generation they name.
     """
-    place = _located(data, teacher)
-    if place.ring.shape.hidden:
-        raise SignalError("the ring holds hidden states, and no logits: rebuild_teacher_hidden_from_ipc reads them")
-    return place.ring.view(place.slot, place.generation, place.stop, place.width)[place.start :]
+    return _located(data, teacher).logits()
 
 
 def rebuild_teacher_hidden_from_ipc(
@@ -277,23 +309,10 @@ def rebuild_teacher_hidden_from_ipc(
         SignalError: As there; also if the ring holds logits.
         StaleSignalError: As there.
     """
-    place = _located(data, teacher)
-    hidden = place.ring.view(place.slot, place.generation, place.stop, place.width)[place.start :]
-    head = place.ring.head(device or hidden.device)
-    maxima = place.ring.maxima(place.slot, place.stop)[place.start :] if place.ring.shape.max_rows else None
-    return HiddenSignal(hidden, head, maxima)
+    return _located(data, teacher).hidden(device)
 
 
-def holds_hidden_states(data: Mapping[str, Any], teacher: int | None = None) -> bool:
-    """Whether the micro-batch's signal is hidden states.
-
-    Raises:
-        SignalError: If its references are missing or malformed, or their ring is not open.
-    """
-    return _located(data, teacher).ring.shape.hidden > 0
-
-
-def _located(data: Mapping[str, Any], teacher: int | None) -> _Place:
+def _located(data: Mapping[str, Any], teacher: int | None) -> SignalSlot:
     name = field_name(TEACHER_LOGITS, teacher)
     refs = [_checked(name, ref) for ref in data[name]]
     rows, width = data[field_name(TEACHER_INPUT_IDS, teacher)].shape
@@ -306,7 +325,7 @@ def _located(data: Mapping[str, Any], teacher: int | None) -> _Place:
         if ref["row"] != first["row"] + index:
             raise SignalError(f"{name}: row {ref['row']} follows row {first['row']} at distance {index}")
     start = first["row"]
-    return _Place(opened_ring(first["ring"]), first["slot"], first["generation"], start, start + rows, width)
+    return SignalSlot(opened_ring(first["ring"]), first["slot"], first["generation"], start, start + rows, width)
 
 
 def _checked(name: str, ref: Any) -> SlotRef:

@@ -146,8 +146,6 @@ def test_only_tensors_of_the_longest_width_become_jagged():
     assert maybe_pack_jagged(torch.ones(2, 4, 3), lengths).is_nested
     for other in (torch.ones(2), torch.ones(2, 5), torch.ones(2, 3), torch.ones(3, 4), torch.tensor(1.0)):
         assert maybe_pack_jagged(other, lengths).shape == other.shape
-    grown = torch.ones(2, 4, requires_grad=True)
-    assert not maybe_pack_jagged(grown, lengths).requires_grad
     assert not maybe_pack_jagged(torch.ones(3, 0), torch.zeros(0, dtype=torch.int64)).is_nested
 
 
@@ -208,18 +206,43 @@ def test_large_ids_are_exact():
     assert materialize(TensorDict({"x": nested([big], [1, 2])}, batch_size=[2]))["x"][0].tolist() == [big, 0]
 
 
-def test_rectangles_reach_the_target_width_too():
-    td = TensorDict({"ids": torch.ones(2, 3), "score": torch.ones(2), "wide": torch.ones(2, 9)}, batch_size=[2])
-    out = materialize(td, pad_value_dict={"ids": 7}, pad_to_seqlen=5)
-    assert out["ids"].tolist() == [[1, 1, 1, 7, 7]] * 2
-    assert out["score"].shape == (2,) and out["wide"].shape == (2, 9)
-    plain = materialize(td)
-    assert plain["ids"].data_ptr() == td["ids"].data_ptr()
+def test_rectangular_leaves_pass_through():
+    td = TensorDict({"image": torch.ones(2, 3, 8, 8), "score": torch.ones(2), "x": nested([1], [2, 3])}, batch_size=[2])
+    out = materialize(td, pad_value_dict={"image": 7}, pad_to_seqlen=5)
+    assert out["image"].data_ptr() == td["image"].data_ptr() and out["image"].shape == (2, 3, 8, 8)
+    assert out["score"].shape == (2,) and out["x"].shape == (2, 5)
+
+
+def test_a_late_ragged_dimension_reaches_the_target_width():
+    late = stack_or_nest([torch.ones(3, 2), torch.ones(3, 4)])
+    assert materialize(TensorDict({"x": late}, batch_size=[2]), pad_to_seqlen=6)["x"].shape == (2, 3, 6)
 
 
 def test_jagged_layout_passes_through():
     jagged = nested([1], [2, 3])
     assert materialize(TensorDict({"x": jagged}, batch_size=[2]), layout="jagged")["x"].is_nested
+
+
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(ValueError, match="'nonsense' is not one of padded, jagged"):
+        materialize(TensorDict({}, batch_size=[0]), layout="nonsense")
+
+
+PACKERS = {
+    "maybe_pack_jagged": maybe_pack_jagged,
+    "pack_per_token_field": pack_per_token_field,
+    "pack_jagged_fields": lambda val, lengths: pack_jagged_fields({"x": val}, lengths=lengths)["x"],
+    "without_lengths": lambda val, _: pack_jagged_fields({"x": val}, lengths=None)["x"],
+}
+
+
+@pytest.mark.parametrize("width", [3, 4], ids=["passed-through", "packed"])
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+def test_packers_keep_gradients(pack, width):
+    val = torch.ones(2, width, requires_grad=True)
+    packed = pack(val, torch.tensor([1, 4]))
+    (packed.values() if packed.is_nested else packed).sum().backward()
+    assert val.grad.sum() == (5 if packed.is_nested else 2 * width)
 
 
 def test_a_view_with_holes_is_padded_like_any_other():
@@ -251,8 +274,14 @@ def test_a_nested_tensordict_is_refused_by_name():
 
 def test_only_the_stripped_signature_becomes_none():
     assert unwrap_wire_stripped_payload(TensorDict({}, batch_size=[])) is None
-    assert unwrap_wire_stripped_payload(NonTensorData({"a": 1})) == {"a": 1}
-    assert unwrap_wire_stripped_payload(NonTensorData(None)) is None
-    assert unwrap_wire_stripped_payload("text") == "text"
-    for kept in (TensorDict({}, batch_size=[2]), TensorDict({"x": torch.ones(())}, batch_size=[])):
+    salvageable = TensorDict({}, batch_size=[])
+    salvageable._non_tensordict = {"data": 1}
+    for kept in (
+        NonTensorData({"a": 1}),
+        NonTensorData(None),
+        salvageable,
+        "text",
+        TensorDict({}, batch_size=[2]),
+        TensorDict({"x": torch.ones(())}, batch_size=[]),
+    ):
         assert unwrap_wire_stripped_payload(kept) is kept

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from xtoken_core import schema
 from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease, check_distinct
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.run.protocol import RunProtocol
@@ -58,6 +59,8 @@ class RunPartition(Partition):
         self.drop_stale()
         if not columns:
             return Response(self.run.complete(request))
+        if self._speaks_version_1(request.session):
+            columns = schema.with_numbers(columns)
         ring, index, slot = self.run.slot_of(request.session, request.lease)
         ids, generation = slot.ids, slot.generation  # completing frees a slot whose samples have all died
         self.slot_columns.check(ring.teacher, ids, columns)
@@ -81,10 +84,12 @@ class RunPartition(Partition):
         if response is None or not isinstance(response.reply, m.Claimed):
             return response
         self.drop_stale()
+        signals: dict[str, Column] = {}
         for ref in response.reply.slots:
-            response.columns |= self.slot_columns.read(ref.ring, ref.slot, ref.generation)
-        if self.run.sessions.get(request.session).version == 1:
-            self._expand_slots(response.reply, response.columns)
+            signals |= self.slot_columns.read(ref.ring, ref.slot, ref.generation)
+        if self._speaks_version_1(request.session):
+            signals = self._expand_slots(response.reply, signals)
+        response.columns |= signals
         return response
 
     def ack_window(self, request: m.AckWindow) -> Response:
@@ -162,8 +167,14 @@ class RunPartition(Partition):
             return Response(reply)
         return Response(reply, self.store.read(reply.ids, request.fields))
 
-    def _expand_slots(self, reply: m.Claimed, columns: dict[str, Column]) -> None:
-        """Replace slot references by the object columns of version 1 of the protocol, one row per sample."""
+    # Version 1 of the protocol
+
+    def _speaks_version_1(self, session: str) -> bool:
+        return self.run.sessions.get(session).version == 1
+
+    def _expand_slots(self, reply: m.Claimed, signals: dict[str, Column]) -> dict[str, Column]:
+        """Replace slot references by object columns with a row per sample; a single teacher's names have no number."""
+        columns = dict(signals)
         for ref in reply.slots:
             rows = [
                 {"ring": ref.ring, "slot": ref.slot, "row": row, "generation": ref.generation}
@@ -171,6 +182,7 @@ class RunPartition(Partition):
             ]
             columns[self.run.slots.fields[ref.teacher]] = object_column(rows)
         reply.slots = []
+        return schema.without_numbers(columns) if self.run.definition.teachers == 1 else columns
 
 
 PROTOCOL_CALLS: dict[type[m.Request], Callable[[RunProtocol, Any], m.Reply | None]] = {

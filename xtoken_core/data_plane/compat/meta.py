@@ -1,22 +1,18 @@
-"""What travels about a batch besides its tensors: where its rows are, and how they are to be laid out."""
+"""Names of the rows of a batch in a partition."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
-
-Layout = Literal["padded", "jagged"]
-"""`padded`: rectangular, filled up with a pad value. `jagged`: rows of their own length, in one buffer."""
 
 
 @dataclass(frozen=True)
 class KVBatchMeta:
-    """Names the rows of a batch that lies in a partition of the transfer queue.
+    """Rows of a batch in a partition of the transfer queue.
 
     Attributes:
-        partition: The partition that holds them.
+        partition: Partition that holds them.
         ids: One id per row, in the batch's order.
-        fields: The columns that were written so far.
+        fields: Columns written so far.
         lengths: Tokens of each row, by which per-token columns are made jagged; None if they are not known.
     """
 
@@ -31,5 +27,5 @@ class KVBatchMeta:
 
     @property
     def size(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.ids)

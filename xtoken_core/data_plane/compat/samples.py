@@ -1,6 +1,6 @@
-"""TensorDicts in and out of the transfer queue, and the three thin calls that a trainer makes.
+"""TensorDicts in and out of the transfer queue.
 
-A per-token column gets the same row lengths whoever writes it: those of the batch, which travel in its `KVBatchMeta`.
+A per-token column gets the same row lengths from every writer: those of the batch, which travel in its `KVBatchMeta`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from xtoken_core.data_plane.batch import BatchedDataDict
-from xtoken_core.data_plane.codec import materialize, pack_jagged_fields, pack_per_token_field
-from xtoken_core.data_plane.schema import KVBatchMeta, Layout
+from xtoken_core.data_plane.codec import Layout, materialize
+from xtoken_core.data_plane.compat.meta import KVBatchMeta
+from xtoken_core.data_plane.compat.packing import pack_jagged_fields, pack_per_token_field
 from xtoken_core.data_plane.stream import Stream
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.tensors import columns_from_tensordict, tensordict_from_columns
@@ -32,13 +33,13 @@ def put_samples(
 
     Args:
         client: With a session.
-        partition: Where the samples go.
+        partition: Partition of the samples.
         ids: `[N]` sample ids.
         td: `batch_size=[N]`; host tensors that are contiguous are sent without a copy.
         wait_s: How long to wait for room in the queue.
 
     Returns:
-        What names the rows; `lengths` are those of the jagged columns, if all have the same.
+        Reference to the rows; `lengths` are those of the jagged columns, if all have the same.
 
     Raises:
         ValueError: If ids and rows differ in number.
@@ -55,12 +56,12 @@ def put_samples(
 def get_samples(
     client: TaskClient, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, wait_s: float = 0.0
 ) -> TensorDict:
-    """Columns of the named rows, over the memory they were received in.
+    """Read columns of the rows, over the memory they were received in.
 
     Args:
         client: With a session.
-        meta: Which rows.
-        fields: Which columns; all that `meta` knows of if None.
+        meta: The rows.
+        fields: Columns to read; all of `meta.fields` if None.
         wait_s: How long to wait until all are there.
 
     Returns:
@@ -85,7 +86,7 @@ def kv_first_write(
 
     Args:
         client: With a session.
-        partition: Where the samples go.
+        partition: Partition of the samples.
         ids: `[N]` sample ids.
         fields: Tensors `[N, ...]` and object arrays `[N]`.
         lengths: `[N]` tokens of each row; None leaves every tensor rectangular.
@@ -94,7 +95,7 @@ def kv_first_write(
         wait_s: How long to wait for room.
 
     Returns:
-        What names the batch, for `write_columns` and `read_columns`.
+        Reference to the batch, for `write_columns` and `read_columns`.
     """
     host = None if lengths is None else [int(length) for length in lengths.tolist()]
     meta = KVBatchMeta(partition, list(ids), [], host)
@@ -127,7 +128,7 @@ def read_columns(
     client: TaskClient, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, layout: Layout = "padded",
     pad_value_dict: dict[str, int | float] | None = None, pad_to_seqlen: int = 0, wait_s: float = 0.0,
 ) -> BatchedDataDict[Any]:  # fmt: skip
-    """Columns of a batch as a trainer reads them: `get_samples`, then `materialize`."""
+    """Read columns of a batch as a trainer needs them: `get_samples`, then `materialize`."""
     td = get_samples(client, meta, fields, wait_s=wait_s)
     return materialize(td, layout, pad_value_dict, pad_to_seqlen)
 
@@ -137,18 +138,18 @@ def stream_samples(
     pad_value_dict: dict[str, int | float] | None = None, pad_to_seqlen: int = 0, pin_memory: bool = False,
     wait_s: float | None = None, prefetch: int = 1,
 ) -> Stream[BatchedDataDict[Any]]:  # fmt: skip
-    """A task's samples as batches, claimed, padded and pinned in the background.
+    """Return a stream of a task's samples as batches, claimed, padded and pinned in the background.
 
     Args:
         client: With a session; it holds the leases.
-        partition: Where the samples are.
+        partition: Partition of the samples.
         task: The consumer.
         count: Samples per batch, at most.
         fields: The columns of a batch.
         layout: As in `materialize`.
         pad_value_dict: As in `materialize`.
         pad_to_seqlen: As in `materialize`.
-        pin_memory: Whether host tensors are copied into page-locked memory, for asynchronous copies to a GPU.
+        pin_memory: True to copy host tensors into page-locked memory, for asynchronous copies to a GPU.
         wait_s: How long to wait for each batch; None waits for ever.
         prefetch: Batches to be ahead; 0 does everything when the loop asks for it.
 
