@@ -151,7 +151,7 @@ def test_no_control_plane_there(tmp_path: Path) -> None:
     file.write_text(f'output = "out"\n[student]\n{model}[teacher]\n{model}projection = "p"\n[data]\npath = "d.txt"\n')
     done = xtoken("run", str(file), "--control", "http://127.0.0.1:9")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: no control plane answers at http://127.0.0.1:9: ")
+    assert done.stderr.startswith("error: no control plane at http://127.0.0.1:9: ")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -137,7 +137,7 @@ def test_a_wrong_token_is_one_line(url: str, tmp_path: Path) -> None:
     with pytest.raises(XtokenError, match="bearer token required"):
         client.page()
     client.close()
-    with pytest.raises(XtokenError, match=r"no control plane answers at http://\["):
+    with pytest.raises(XtokenError, match=r"no control plane at http://\["):
         ControlClient("http://[").page()
 
 
