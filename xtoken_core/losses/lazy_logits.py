@@ -1,4 +1,4 @@
-"""Logits as what they are made of: hidden states and the weight of a head, multiplied for a few positions at a time."""
+"""Logits in factored form: hidden states and the weight of a head, multiplied for a few positions at a time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch import Tensor
 from xtoken_core.ops.numerics import upcast
 
 RowLogits = Callable[[Tensor], Tensor]
-"""Logits `[1, R, W]` of the positions at `[R]` places of the flattened batch; places beyond it give anything finite."""
+"""A function from `[R]` int64 indices of positions in the flattened batch to their logits `[1, R, W]`.
+
+Indices beyond the batch are padding and give any finite values."""
 
 
 @dataclass(frozen=True)
 class HeadProjection:
-    """Logits `hidden @ weight.T + bias` that nobody has multiplied out.
+    """Logits `hidden @ weight.T + bias` before the product.
 
     Attributes:
-        hidden: The model's last hidden states, as its head reads them.
-        weight: The head's weight, a plain tensor; it is multiplied in the dtype of `hidden`.
-        bias: The head's bias; None: it has none.
-        column_maxima: A teacher's largest logit of each token of its vocabulary over every position of a sample,
-            padding included, in the dtype of its logits: K is read off them. None: the head is multiplied out once
-            more for it.
+        hidden: The model's last hidden states, as its head reads them; any floating dtype.
+        weight: The head's weight; it is multiplied in the dtype of `hidden`.
+        bias: The head's bias, if it has one.
+        column_maxima: A teacher's largest logit of each token over all positions of a sample, padding included, in the
+            dtype of its logits; K is selected from them. None: the head is multiplied once more to select K.
     """
 
     hidden: Float[Tensor, "B T H"]
@@ -40,12 +41,12 @@ class HeadProjection:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What has gradients."""
+        """The tensors that may have gradients."""
         return self.hidden, self.weight, self.bias
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the operands."""
         return self.hidden.device
 
     @property
@@ -54,24 +55,29 @@ class HeadProjection:
         return self.hidden.dtype
 
     def detach(self) -> HeadProjection:
-        """The same numbers without gradients."""
+        """Return the same operands without gradients."""
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
     def logits(self, columns: Int[Tensor, " K"] | None = None) -> Float[Tensor, "B T W"]:
-        """The logits of every position, multiplied out: all of them, or those of some tokens."""
+        """Compute the logits of every position, of all tokens or of `columns` only."""
         weight, bias = self.factors(columns)
         return torch.nn.functional.linear(self.hidden, weight, bias)
 
     def column_maximum(self, size: int, *, rows: int = 2048) -> Float[Tensor, "n one W"]:
-        """Maxima of the first `size` tokens' logits over groups of positions: those given, or `rows` at a time."""
+        """Return maxima of the first `size` tokens' logits over groups of positions.
+
+        Args:
+            size: Number of tokens, `W`.
+            rows: Positions of a group where the head must be multiplied for it; given maxima are one group a sample.
+        """
         if self.column_maxima is not None:
             return self.column_maxima[:, :size].unsqueeze(1)
-        model, places = HeadRows(self.detach(), size), torch.arange(self.hidden.shape[:2].numel(), device=self.device)
-        return torch.stack([model(block).amax(dim=1) for block in torch.split(places, rows)])
+        model, indices = HeadRows(self.detach(), size), torch.arange(self.hidden.shape[:2].numel(), device=self.device)
+        return torch.stack([model(block).amax(dim=1) for block in torch.split(indices, rows)])
 
     def factors(self, columns: Int[Tensor, " K"] | None = None) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias in the dtype of the hidden states; with `columns` those of some tokens."""
+        """Return weight and bias, of all tokens or of `columns` only, in the dtype of the hidden states."""
         weight, bias = self.weight, self.bias
         if columns is not None:
             weight, bias = weight.index_select(0, columns), None if bias is None else bias.index_select(0, columns)
@@ -79,14 +85,20 @@ class HeadProjection:
 
 
 Logits = Tensor | HeadProjection
-"""One model's logits `[B, T, V]`, as they are or as their head would give them."""
+"""One model's logits `[B, T, V]`, as a tensor or in factored form."""
 
 
 class HeadRows:
-    """Logits of some positions of a head, each call into the same memory."""
+    """Logits of some positions of a head; every call writes into the same memory."""
 
     def __init__(self, head: HeadProjection, width: int | None = None, columns: Tensor | None = None) -> None:
-        """Args: the head, without gradients; how many of its tokens, or which."""
+        """Take the factors.
+
+        Args:
+            head: Without gradients.
+            width: Number of leading tokens; None: all.
+            columns: `[K]` int64 tokens; None: all.
+        """
         self.weight, self.bias = head.factors(columns)
         if width is not None:
             self.weight, self.bias = self.weight[:width], None if self.bias is None else self.bias[:width]
@@ -94,17 +106,17 @@ class HeadRows:
         self.buffer = head.hidden.new_empty(0)
 
     def states(self, rows: Int[Tensor, " R"]) -> Float[Tensor, "R H"]:
-        """The hidden states of these positions."""
+        """Return the hidden states of these positions; padding gets those of the last one."""
         return self.hidden.index_select(0, rows.clamp(max=self.hidden.shape[0] - 1))
 
     def __call__(self, rows: Int[Tensor, " R"]) -> Float[Tensor, "1 R W"]:
-        """The logits of these positions; the next call overwrites them."""
+        """Compute the logits of these positions; the next call overwrites them."""
         return self.of(self.states(rows))
 
     def of(self, states: Float[Tensor, "R H"]) -> Float[Tensor, "1 R W"]:
-        """The logits of these hidden states; the next call overwrites them."""
+        """Compute the logits of these hidden states; the next call overwrites them."""
         R, W = states.shape[0], self.weight.shape[0]
-        if self.buffer.shape[0] != R:
+        if self.buffer.shape[0] != R:  # blocks have equal sizes, so this allocates once
             self.buffer = states.new_empty(R, W)
         if self.bias is None:
             torch.mm(states, self.weight.t(), out=self.buffer)
@@ -114,12 +126,12 @@ class HeadRows:
 
 
 def logit_rows(logits: Tensor, width: int | None = None, columns: Tensor | None = None) -> RowLogits:
-    """Logits of some positions of a tensor that holds them all: copies.
+    """Return a function that copies the logits of some positions from a tensor.
 
     Args:
         logits: `[B, T, V]`.
-        width: How many of its columns; None: all.
-        columns: Which of its columns.
+        width: Number of leading columns; None: all.
+        columns: `[K]` int64 columns; None: all.
     """
     B, T, _ = logits.shape
     logits = logits if width is None else cut(logits, width)
@@ -135,7 +147,13 @@ def logit_rows(logits: Tensor, width: int | None = None, columns: Tensor | None 
 
 
 def row_logits(logits: Logits, width: int | None = None, columns: Tensor | None = None) -> RowLogits:
-    """Logits of some positions, whatever gives them; `columns` leave the cut to `width` without meaning."""
+    """Return a function to the logits of some positions, from either form.
+
+    Args:
+        logits: `[B, T, V]` or factored.
+        width: Number of leading columns; None: all.
+        columns: `[K]` int64 columns below `width`; None: all.
+    """
     if isinstance(logits, HeadProjection):
         return HeadRows(logits, width, columns)
     return logit_rows(logits, width, columns)
@@ -143,18 +161,18 @@ def row_logits(logits: Logits, width: int | None = None, columns: Tensor | None 
 
 @dataclass(frozen=True)
 class MeanLogits:
-    """The weighed mean of several models' logits over the first `width` tokens, in float32."""
+    """The weighted mean of several models' logits over the first `width` tokens, in float32."""
 
     models: Sequence[Logits]
     weights: Sequence[float]
     width: int
 
     def whole(self) -> Float[Tensor, "B T W"]:
-        """Of every position."""
-        return self._mean([cut(multiplied_out(model), self.width) for model in self.models])
+        """Compute the mean at every position."""
+        return self._mean([cut(as_tensor(model), self.width) for model in self.models])
 
     def rows(self) -> RowLogits:
-        """Of some positions."""
+        """Return a function to the mean at some positions."""
         models = [row_logits(model, self.width) for model in self.models]
         return lambda rows: self._mean([model(rows) for model in models])
 
@@ -170,24 +188,24 @@ def cut(logits: Float[Tensor, "B T V"], vocab_size: int) -> Float[Tensor, "B T W
     return logits if logits.shape[-1] <= vocab_size else logits[..., :vocab_size]
 
 
-def multiplied_out(logits: Logits) -> Tensor:
-    """Logits as a tensor."""
+def as_tensor(logits: Logits) -> Tensor:
+    """Return logits as a tensor."""
     return logits.logits() if isinstance(logits, HeadProjection) else logits
 
 
 def map_positions(
     function: Callable[[Tensor, Tensor], Tensor], logits: Logits, ids: Int[Tensor, "B T"], *, rows: int
 ) -> Float[Tensor, "B T"]:
-    """A value per position of its logits and an id.
+    """Apply a function to every position's logits and id.
 
     Args:
-        function: Of logits `[1, R, V]` and ids `[1, R]`, giving `[1, R]`.
-        logits: A tensor is passed whole, `rows` positions of a head at a time.
+        function: From logits `[1, R, V]` and ids `[1, R]` to values `[1, R]`.
+        logits: A tensor is passed whole, factored logits `rows` positions at a time.
         ids: One per position.
-        rows: How many.
+        rows: Positions of a head multiplied at once.
     """
     if isinstance(logits, Tensor):
         return function(logits, ids)
-    model, places = HeadRows(logits), torch.arange(ids.numel(), device=ids.device)
-    parts = [function(model(block), ids.flatten()[block].unsqueeze(0)) for block in torch.split(places, rows)]
+    model, indices = HeadRows(logits), torch.arange(ids.numel(), device=ids.device)
+    parts = [function(model(block), ids.flatten()[block].unsqueeze(0)) for block in torch.split(indices, rows)]
     return torch.cat(parts, dim=1).view(ids.shape)

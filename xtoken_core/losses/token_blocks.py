@@ -1,4 +1,8 @@
-"""Which positions of a micro-batch are multiplied out together: blocks that cut no chunk in two."""
+"""Blocks of positions for which a head is multiplied at once; no chunk is split between two blocks.
+
+Indices are int64 into the flattened batch: position `t` of sample `b` is `b * T + t`, chunk `p` is `b * P + p`. Tables
+are padded with the index one past the end.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,20 @@ from torch import Tensor
 from xtoken_core.losses.common import ChunkView
 
 BLOCK_ROWS = 2048
-"""Student positions of a block, unless a run says otherwise."""
+"""Default number of student positions in a block."""
 ROUNDING = 128
-"""Blocks have a multiple of so many positions, a whole number of a matrix product's tiles."""
+"""Block sizes are a multiple of this: a whole number of tiles of a matrix product."""
 
 
 @dataclass(frozen=True)
 class TeacherBlocks:
-    """One teacher's side of N blocks. A teacher with the student's tokenizer has positions alone.
+    """One teacher's side of N blocks. A teacher with the student's tokenizer has `rows` only.
 
     Attributes:
-        rows: Places of its positions in the flattened batch; `B * T_t` and more: none.
-        student_chunk_id: Within the block, the chunk of each of its student positions, -1 = none.
-        teacher_chunk_id: Likewise of its teacher positions.
-        chunks: Places of the block's chunks in the flattened `[B, P]`; `B * P` and more: none.
+        rows: int64 indices of its positions in the flattened batch; `B * T_t` and more: padding.
+        student_chunk_id: int64 chunk, numbered within the block, of each student position; -1 = none.
+        teacher_chunk_id: Likewise of each teacher position.
+        chunks: int64 indices of the block's chunks in the flattened `[B, P]`; `B * P` and more: padding.
     """
 
     rows: Int[Tensor, "N R_t"]
@@ -40,7 +44,7 @@ class TokenBlocks:
     """A micro-batch's positions in N blocks of R student positions.
 
     Attributes:
-        rows: Places of the student's positions in the flattened batch; `B * T_s` and more: none.
+        rows: int64 indices of the student's positions in the flattened batch; `B * T_s` and more: padding.
         teachers: Each teacher's side.
     """
 
@@ -48,10 +52,11 @@ class TokenBlocks:
     teachers: tuple[TeacherBlocks, ...]
 
     def to(self, device: torch.device | str) -> TokenBlocks:
-        """The same blocks on another device, without waiting for it."""
+        """Copy the blocks to another device without waiting for it."""
         target = torch.device(device)
 
         def moved(x: Tensor) -> Tensor:
+            # Only a copy from pinned memory is asynchronous.
             pinned = x.pin_memory() if target.type == "cuda" and x.device.type == "cpu" else x
             return pinned.to(target, non_blocking=True)
 
@@ -63,7 +68,7 @@ class TokenBlocks:
 
 
 class Extent(NamedTuple):
-    """A teacher as blocks see it: its chunks (None: the student's tokenizer) and its positions a sample."""
+    """A teacher's chunks (None: the student's tokenizer) and its number of positions per sample, `T_t`."""
 
     chunks: ChunkView | None
     positions: int
@@ -72,22 +77,24 @@ class Extent(NamedTuple):
 def blocks_of_samples(
     shape: tuple[int, int], teachers: Sequence[Extent], rows: int, device: torch.device
 ) -> TokenBlocks:
-    """Blocks of whole samples: nothing about the batch's values needs to be known.
+    """Cut the batch into blocks of whole samples, from its shape alone and so without waiting for the device.
 
     Args:
         shape: `(B, T_s)`.
         teachers: Their chunks and widths.
-        rows: A block has as many samples as fit into so many student positions, and at least one.
-        device: Where the batch is.
+        rows: Student positions of a block, rounded down to whole samples, at least one.
+        device: Device of the batch.
     """
     B, T = shape
-    samples = max(1, min(B, rows // max(T, 1)))
+    samples = max(1, min(B, rows // max(T, 1)))  # per block
     N = -(-B // samples)
 
-    def places(width: int) -> Tensor:
+    def indices(width: int) -> Tensor:
+        # The last block may reach past the batch: those indices are its padding.
         return torch.arange(N * samples * width, device=device).view(N, samples * width)
 
     def local(chunk_id: Tensor, chunks: int) -> Tensor:
+        # Chunk p of the block's i-th sample gets number i * P + p; [B, T] -> [N, samples * T].
         first = torch.arange(B, device=device).unsqueeze(1) % samples * chunks
         inside = (chunk_id >= 0) & (chunk_id < chunks)
         ids = torch.where(inside, chunk_id + first, -1)
@@ -97,59 +104,78 @@ def blocks_of_samples(
     sides = []
     for view, width in teachers:
         if view is None:
-            sides.append(TeacherBlocks(places(T)))
+            sides.append(TeacherBlocks(indices(T)))
             continue
         P = view.max_chunks
         ids = local(view.student_chunk_id, P), local(view.teacher_chunk_id, P)
-        sides.append(TeacherBlocks(places(width), *ids, places(P)))
-    return TokenBlocks(places(T), tuple(sides))
+        sides.append(TeacherBlocks(indices(width), *ids, indices(P)))
+    return TokenBlocks(indices(T), tuple(sides))
 
 
 def packed_blocks(needed: Bool[Tensor, "B T_s"], teachers: Sequence[Extent], rows: int) -> TokenBlocks:
-    """Blocks of those positions alone that some loss looks at, as evenly filled as chunks allow.
+    """Pack the positions that some loss reads into blocks, as evenly filled as chunks allow.
 
-    Runs of positions that share a chunk with each other stay together, the others fill what is left.
+    Positions that share a chunk, of any teacher, stay in one block; single positions fill the remaining room.
 
     Args:
-        needed: Positions whose next token counts; those of a comparable chunk are added. On the CPU.
+        needed: True for positions whose next token counts; those of a comparable chunk are added. On the CPU.
         teachers: Their chunks and widths.
-        rows: Most student positions of a block; a longer run of joined positions gets a longer block.
+        rows: Maximum of student positions per block; a longer run of joined positions gets a longer block.
     """
     B, T = needed.shape
     sides = [None if view is None else _Chunks.of(view) for view, _ in teachers]
-    counted = needed.flatten()
+    counted = needed.flatten()  # [B * T]
+    # Chunks are intervals of positions, and chunks of several teachers may overlap. A difference array marks each
+    # interval (first, last] by +1 at first + 1 and -1 at last + 1; its running sum at t is the number of chunks in
+    # which t continues the position before it. Where that is 0 a new run begins, and a cut there splits no chunk.
     joined = torch.zeros(B * T + 2, dtype=torch.int64)
     for side in sides:
         if side is not None:
             counted = counted | (side.student >= 0)
             ones = torch.ones_like(side.live)
             joined = joined.index_add(0, side.first[side.live] + 1, ones).index_add(0, side.last[side.live] + 1, -ones)
-    run = (joined.cumsum(0)[: B * T] == 0).long().cumsum(0) - 1
-    sizes = torch.zeros(B * T, dtype=torch.int64).index_add(0, run, counted.long())
+    run = (joined.cumsum(0)[: B * T] == 0).long().cumsum(0) - 1  # [B * T] number of the run of each position
+    sizes = torch.zeros(B * T, dtype=torch.int64).index_add(0, run, counted.long())  # counted positions of each run
     total, longest = int(sizes.sum()), int(sizes.max()) if B * T else 0
+    # As many blocks as `rows` asks for, but of equal size: a last block of a few rows would be padded like the others.
     R = max(min(rows, _rounded(-(-total // max(1, -(-total // rows))))), longest, 1)
-    block = _block_of_runs(sizes, R)[run]
-    places = torch.nonzero(counted).squeeze(1)
-    N = int(block[places].max()) + 1 if total else 1
-    table, rank = _grouped(places, block[places], (N, R), B * T)
-    own = _OwnRows(places, block, rank, table)
+    block = _block_of_runs(sizes, R)[run]  # [B * T]
+    indices = torch.nonzero(counted).squeeze(1)
+    N = int(block[indices].max()) + 1 if total else 1
+    table, rank = _grouped(indices, block[indices], (N, R), padding=B * T)
+    own = _StudentRows(indices, block, rank, table)
     return TokenBlocks(
         table,
         tuple(TeacherBlocks(table) if side is None else side.blocks(own) for side in sides),
     )
 
 
-class _OwnRows(NamedTuple):
-    """The student's positions: their places, the block of every place, each position's rank in its block."""
+class _StudentRows(NamedTuple):
+    """The student's counted positions, in order.
 
-    places: Tensor
+    Attributes:
+        indices: `[n]` their indices.
+        block: `[B * T_s]` block of every position.
+        rank: `[n]` their ranks within their blocks.
+        table: `[N, R]` the indices by block.
+    """
+
+    indices: Tensor
     block: Tensor
     rank: Tensor
     table: Tensor
 
 
 class _Chunks(NamedTuple):
-    """A teacher's comparable chunks, numbered through the batch: whose each position is, where each begins and ends."""
+    """A teacher's comparable chunks, by their indices in the flattened `[B, P]`.
+
+    Attributes:
+        student: `[B * T_s]` chunk of each student position, -1 = none.
+        teacher: `[B * T_t]` chunk of each teacher position, -1 = none.
+        live: `[n]` indices of the comparable chunks, ascending.
+        first: `[B * P]` first student position of each chunk; 0 for others.
+        last: `[B * P]` last student position of each chunk; 0 for others.
+    """
 
     student: Tensor
     teacher: Tensor
@@ -160,49 +186,58 @@ class _Chunks(NamedTuple):
     @classmethod
     def of(cls, view: ChunkView) -> _Chunks:
         B, P = view.comparable.shape
+        # One entry more, False: the index -1 of a position without a chunk reads it.
         comparable = torch.cat([view.comparable.flatten(), torch.zeros(1, dtype=torch.bool)])
 
-        def numbered(ids: Tensor) -> Tensor:
+        def flat(ids: Tensor) -> Tensor:
             chunk = torch.where((ids >= 0) & (ids < P), ids + torch.arange(B).unsqueeze(1) * P, -1).flatten()
             return torch.where(comparable[chunk], chunk, -1)
 
-        student, teacher = numbered(view.student_chunk_id), numbered(view.teacher_chunk_id)
-        places = torch.nonzero(student >= 0).squeeze(1)
+        student, teacher = flat(view.student_chunk_id), flat(view.teacher_chunk_id)
+        indices = torch.nonzero(student >= 0).squeeze(1)
         none = torch.zeros(B * P, dtype=torch.int64)
-        first = none.scatter_reduce(0, student[places], places, "amin", include_self=False)
-        last = none.scatter_reduce(0, student[places], places, "amax", include_self=False)
+        first = none.scatter_reduce(0, student[indices], indices, "amin", include_self=False)
+        last = none.scatter_reduce(0, student[indices], indices, "amax", include_self=False)
         return cls(student, teacher, torch.nonzero(comparable).squeeze(1), first, last)
 
-    def blocks(self, own: _OwnRows) -> TeacherBlocks:
-        """This teacher's side of blocks."""
+    def blocks(self, own: _StudentRows) -> TeacherBlocks:
+        """Return this teacher's side of the student's blocks."""
         N, R = own.table.shape
-        nobody = self.first.shape[0]
-        of_chunk = own.block[self.first[self.live]]
-        chunks, rank = _grouped(self.live, of_chunk, (N, _most(of_chunk)), nobody)
-        local, block = torch.full((nobody + 1,), -1), torch.zeros(nobody, dtype=torch.int64)
+        padding = self.first.shape[0]
+        of_chunk = own.block[self.first[self.live]]  # a chunk is in the block of its first student position
+        chunks, rank = _grouped(self.live, of_chunk, (N, _largest_group(of_chunk)), padding=padding)
+        # [B * P + 1] number of each chunk within its block; the index -1 reads the last entry, -1.
+        local, block = torch.full((padding + 1,), -1), torch.zeros(padding, dtype=torch.int64)
         local[self.live], block[self.live] = rank, of_chunk
         student = torch.full((N, R), -1)
-        student[own.block[own.places], own.rank] = local[self.student[own.places]]
-        places = torch.nonzero(self.teacher >= 0).squeeze(1)
-        of_place = block[self.teacher[places]]
-        shape = (N, _most(of_place))
-        rows, rank = _grouped(places, of_place, shape, self.teacher.shape[0])
+        student[own.block[own.indices], own.rank] = local[self.student[own.indices]]
+        indices = torch.nonzero(self.teacher >= 0).squeeze(1)
+        of_position = block[self.teacher[indices]]
+        shape = (N, _largest_group(of_position))
+        rows, rank = _grouped(indices, of_position, shape, padding=self.teacher.shape[0])
         teacher = torch.full(shape, -1)
-        teacher[of_place, rank] = local[self.teacher[places]]
+        teacher[of_position, rank] = local[self.teacher[indices]]
         return TeacherBlocks(rows, student, teacher, chunks)
 
 
 def _block_of_runs(sizes: Tensor, capacity: int) -> Tensor:
-    """The block of each run: long runs in order and spread evenly, runs of one position where there is room."""
+    """Return the block of each run: longer runs in order and evenly spread, single positions where there is room.
+
+    Args:
+        sizes: `[runs]` int64 counted positions of each run; 0: the run is in no block.
+        capacity: Positions of a block, at least the longest run.
+    """
     block = torch.zeros_like(sizes)
     runs = torch.nonzero(sizes > 1).squeeze(1)
     ends = sizes[runs].cumsum(0)
     used: list[int] = []
     if len(runs):
         N = -(-int(sizes.sum()) // capacity)
+        # An equal part of the long runs per block, plus the one that may cross its border.
         budget = min(capacity, -(-int(ends[-1]) // N) + int(sizes.max()))
         start = before = 0
         while start < len(runs):
+            # Bisection in the running sum finds the last run that fits: one step per block, not per run.
             stop = int(torch.searchsorted(ends, before + budget, right=True))
             block[runs[start:stop]] = len(used)
             used.append(int(ends[stop - 1]) - before)
@@ -212,23 +247,34 @@ def _block_of_runs(sizes: Tensor, capacity: int) -> Tensor:
     while sum(room) < len(singles):
         room.append(capacity)
     if len(singles):
+        # The i-th single position is in the first block at which the running sum of the room exceeds i.
         block[singles] = torch.searchsorted(torch.tensor(room).cumsum(0), torch.arange(len(singles)), right=True)
     return block
 
 
-def _grouped(places: Tensor, group: Tensor, shape: tuple[int, int], nobody: int) -> tuple[Tensor, Tensor]:
-    """`[N, width]` places by group, in order, the rest `nobody`; and each place's rank within its group."""
+def _grouped(indices: Tensor, group: Tensor, shape: tuple[int, int], *, padding: int) -> tuple[Tensor, Tensor]:
+    """Distribute indices over the rows of a table.
+
+    Args:
+        indices: `[n]` int64.
+        group: `[n]` row of each.
+        shape: `(N, width)`; no group is larger than `width`.
+        padding: Value of unused entries.
+
+    Returns:
+        The table `[N, width]`, each row in the order of `indices`, and `[n]` the column of each index.
+    """
     order = group.argsort(stable=True)
-    first = torch.searchsorted(group[order], torch.arange(shape[0]))
-    rank = torch.empty_like(places)
-    rank[order] = torch.arange(len(places)) - first[group[order]]
-    table = torch.full(shape, nobody)
-    table[group, rank] = places
+    first = torch.searchsorted(group[order], torch.arange(shape[0]))  # [N] where each group begins in `order`
+    rank = torch.empty_like(indices)
+    rank[order] = torch.arange(len(indices)) - first[group[order]]
+    table = torch.full(shape, padding)
+    table[group, rank] = indices
     return table, rank
 
 
-def _most(group: Tensor) -> int:
-    """The size of the largest group, rounded up."""
+def _largest_group(group: Tensor) -> int:
+    """Return the size of the largest group, rounded up to `ROUNDING`."""
     return _rounded(int(torch.bincount(group).max()) if len(group) else 1)
 
 
