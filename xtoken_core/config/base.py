@@ -1,4 +1,4 @@
-"""What every part of the configuration has in common."""
+"""The base class of all parts of the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pydantic has against a configuration, in one line that says which field and what it may be."""
+"""Validation errors of a configuration as one line that names the field and what it takes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-Place = tuple[int | str, ...]
+FieldPath = tuple[int | str, ...]
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
-    """All of pydantic's complaints on one line, each with the name of its field.
+    """Return all of pydantic's errors on one line, each with the name of its field.
 
     Args:
-        error: What it has raised.
-        model: What was to be made.
+        error: The error as raised.
+        model: The model that was validated.
     """
     return "; ".join(
         f"{'.'.join(map(str, item['loc'])) or 'the run'}: {_complaint(item, model)}"
@@ -31,21 +31,21 @@ def _complaint(item: Any, model: type[BaseModel]) -> str:
     return text if item["type"] == "value_error" else text[:1].lower() + text[1:]
 
 
-def _no_such_field(place: Place, model: type[BaseModel]) -> str:
-    """There is no such field; there is one that is spelled almost so, or there are these."""
-    own = next((sorted(part.model_fields) for part in _parts_at(place[:-1], model)), [])
-    like = get_close_matches(str(place[-1]), own, n=1)
+def _no_such_field(path: FieldPath, model: type[BaseModel]) -> str:
+    """Return the message for an unknown field: the one with a similar name, else all there are."""
+    own = next((sorted(part.model_fields) for part in _parts_at(path[:-1], model)), [])
+    like = get_close_matches(str(path[-1]), own, n=1)
     if like:
         return f"there is no such field; did you mean {like[0]}?"
     return f"there is no such field; there are {', '.join(own)}"
 
 
-def _parts_at(place: Place, model: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """The models that may stand at a place below another."""
-    if not place:
+def _parts_at(path: FieldPath, model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Yield the models that a path below a model may lead to."""
+    if not path:
         yield model
         return
-    first, *rest = place
+    first, *rest = path
     if isinstance(first, int):  # an item of a list is of the list's own part
         yield from _parts_at(tuple(rest), model)
     elif first in model.model_fields:
@@ -54,7 +54,7 @@ def _parts_at(place: Place, model: type[BaseModel]) -> Iterator[type[BaseModel]]
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that a type is made of."""
+    """Yield the models within a type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

@@ -1,4 +1,4 @@
-"""A run with everything filled in that its files decide: what the queue hands to every worker."""
+"""A run with the values that its files determine; the queue hands it to every worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xtoken_core.errors import ConfigError
 
 
 class ResolvedModel(Part):
-    """What a model's files say.
+    """Values read from a model's files.
 
     Attributes:
         vocab_size: Token ids of its tokenizer: the highest plus one.
@@ -32,7 +32,7 @@ class ResolvedModel(Part):
 
 
 class ResolvedRun(Part):
-    """A RunSpec and what its files say.
+    """A RunSpec and the values read from its files.
 
     Attributes:
         records: Records of the training data, bad ones included (`N`).
@@ -65,7 +65,7 @@ class ResolvedRun(Part):
         return self.spec.workers.nodes * self.spec.workers.ranks
 
     def owns(self, position: int) -> bool:
-        """Whether a position is this node group's."""
+        """Return True if a position is this node group's."""
         per_step = self.spec.train.samples_per_step
         return position % per_step * self.spec.workers.nodes // per_step == self.group
 

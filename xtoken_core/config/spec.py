@@ -28,7 +28,7 @@ MAX_SLOTS = 1024
 
 
 def padded_length(length: int) -> int:
-    """The length rounded up to the padding's multiple."""
+    """Return the length rounded up to the padding's multiple."""
     return -(-length // PAD_MULTIPLE) * PAD_MULTIPLE
 
 
@@ -232,25 +232,25 @@ class RunSpec(Part):
                 f"{self.ring_slots} slots of a ring, which may have {MAX_SLOTS}: raise train.micro_batch_tokens or "
                 "lower train.samples_per_step"
             )
-        check_places(self.workers, self.queue)
+        check_placement(self.workers, self.queue)
         if self.student.dtype == "float16":
             raise ValueError(
                 "student.dtype: a student is not trained in float16, where gradients this small vanish: use bfloat16"
             )
-        for place, teacher in enumerate(self.teacher):
+        for index, teacher in enumerate(self.teacher):
             if teacher.fp8 and self.workers.device == "cpu":
-                raise ValueError(f'teacher.{place}.fp8 needs a GPU, and workers.device is "cpu": set it to false')
+                raise ValueError(f'teacher.{index}.fp8 needs a GPU, and workers.device is "cpu": set it to false')
         self.loss.check_teachers([t.weight for t in self.teacher], [t.projection is None for t in self.teacher])
         return self
 
     @property
     def same_tokenizer(self) -> tuple[bool, ...]:
-        """Per teacher, whether it shares the student's tokenizer."""
+        """Per teacher, True if it has the student's tokenizer."""
         return tuple(teacher.projection is None for teacher in self.teacher)
 
     @property
     def sends_hidden_states(self) -> bool:
-        """Whether the teachers' signal is hidden states instead of logits."""
+        """True if the teachers' signal is hidden states instead of logits."""
         return self.workers.signal in ("cuda_ipc_hidden", "shared_memory_hidden", "queue")
 
     @property
@@ -277,15 +277,15 @@ class RunSpec(Part):
         return self.queue.block_size or max(d for d in range(1, min(share, 16) + 1) if share % d == 0)
 
     def with_base(self, base: Path) -> RunSpec:
-        """The same run with every relative path made absolute against `base`."""
+        """Return the run with every relative path made absolute against `base`."""
         return RunSpec.model_validate(_absolute(self.model_dump(), base))
 
 
-def check_places(workers: WorkersSpec, queue: QueueSpec) -> None:
-    """Refuse places for a run's processes that cannot be.
+def check_placement(workers: WorkersSpec, queue: QueueSpec) -> None:
+    """Refuse impossible placements of a run's processes.
 
     Raises:
-        ValueError: Which settings do not go together, and what to do.
+        ValueError: The settings that exclude each other, and what to do.
     """
     many = workers.nodes > 1
     if queue.address is not None and (many or workers.launcher == "ray"):

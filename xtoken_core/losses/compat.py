@@ -44,7 +44,7 @@ __all__ = [
 
 
 def dp_all_reduce_sum(local: Num[Tensor, ""]) -> Tensor:
-    """The sum of a scalar over the default process group, which holds the data-parallel ranks.
+    """Sum a scalar over the default process group, which holds the data-parallel ranks.
 
     Args:
         local: This rank's count, any dtype; not modified.

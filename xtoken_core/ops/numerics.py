@@ -14,7 +14,7 @@ EPSILON = 1e-10
 
 
 def upcast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`x` in float32; float64 stays as it is."""
+    """Return `x` in float32; float64 stays as it is."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -23,7 +23,7 @@ class KLTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """The terms."""
+        """Return the terms."""
         p = log_p.exp()
         empty = p == 0
         difference = log_p.masked_fill(empty, 0.0) - log_q.masked_fill(empty, 0.0)
@@ -33,7 +33,7 @@ class KLTerms(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """`p (log p - log q + 1)` and `-p`."""
+        """Return `p (log p - log q + 1)` and `-p`."""
         p, difference = ctx.saved_tensors
         of_p, of_q = None, None
         if ctx.needs_input_grad[0]:
@@ -44,7 +44,7 @@ class KLTerms(torch.autograd.Function):
 
 
 def kl_terms(log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`p (log p - log q)` term by term, with `0 * -inf = 0` in value and gradient.
+    """Compute `p (log p - log q)` elementwise, with `0 * -inf = 0` in value and gradient.
 
     What a mask leaves out passes no gradient on, not even of infinite terms.
 
@@ -66,5 +66,5 @@ class ComparesLogits(nn.Module):
         *others: Any,
         **named: Any,
     ) -> Any:
-        """As `forward`, with the same arguments, in float32 (float64 stays)."""
+        """Compute the same as `forward`, with the same arguments, in float32 (float64 stays)."""
         return self.forward(upcast(student_logits), upcast(teacher_logits), *others, **named)

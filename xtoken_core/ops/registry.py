@@ -92,19 +92,19 @@ untested, so that only `XTOKEN_OPS` reaches them there.
 
 
 def op_names() -> tuple[str, ...]:
-    """Every op's name."""
+    """Return every op's name."""
     return tuple(BACKENDS)
 
 
 def device_kind(device: torch.device) -> DeviceKind:
-    """The registry's name for a device's kind: ROCm builds of torch call their devices `cuda` too."""
+    """Return the registry's name for a device's kind: ROCm builds of torch call their devices `cuda` too."""
     if device.type == "cuda":
         return "rocm" if torch.version.hip else "cuda"
     return "cpu"
 
 
 def priority(name: str, device: torch.device | str) -> tuple[OpBackend, ...]:
-    """The op's backends for a device, best first, with `XTOKEN_OPS` applied.
+    """Return the op's backends for a device, best first, with `XTOKEN_OPS` applied.
 
     Args:
         name: One of `op_names()`.
@@ -123,7 +123,7 @@ def priority(name: str, device: torch.device | str) -> tuple[OpBackend, ...]:
 
 
 def get_op(name: str, device: torch.device | str) -> Op:
-    """The best backend of an op for tensors on `device`; one shared instance per backend.
+    """Return the best backend of an op for tensors on `device`; one shared instance per backend.
 
     Raises:
         ConfigError: As `priority`; or the backend that `XTOKEN_OPS` asks for cannot be loaded here.
@@ -151,7 +151,7 @@ def _overrides(text: str) -> dict[str, str]:
 
 @cache
 def load_backend(backend: OpBackend) -> Op:
-    """The one instance of a backend.
+    """Return the one instance of a backend.
 
     Raises:
         ImportError: What it stands on is not installed.

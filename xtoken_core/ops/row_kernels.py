@@ -10,7 +10,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 @triton.jit
 def row_log_sum_exp(base, V, scale, BLOCK: tl.constexpr):
-    """`log sum exp(scale * x)` of the V values at `base`, lane by lane and then across."""
+    """Compute `log sum exp(scale * x)` of the V values at `base`, lane by lane and then across."""
     columns = tl.arange(0, BLOCK)
     running = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -38,7 +38,7 @@ def row_statistics_kernel(
     stride_t,
     BLOCK: tl.constexpr,
 ):
-    """Of one row: `log sum exp x`, the target's logit, and the lowest id of the maximum."""
+    """Compute one row's `log sum exp x`, its target's logit and the lowest id of its maximum."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row // T * stride_b + row % T * stride_t
     columns = tl.arange(0, BLOCK)

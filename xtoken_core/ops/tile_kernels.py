@@ -13,26 +13,26 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 @triton.jit
 def row_bases(logits_ptr, rows, T, stride_b, stride_t):
-    """Where each row starts; row r is position r % T of sample r // T."""
+    """Return the offset of each row; row r is position r % T of sample r // T."""
     return logits_ptr + rows // T * stride_b + rows % T * stride_t
 
 
 @triton.jit
 def in_lines(rows, height, LINE: tl.constexpr):
-    """Where positions lie in a buffer `[lines, height, LINE]`; column k is `k * LINE` further."""
+    """Return the offsets of positions in a buffer `[lines, height, LINE]`; column k is `k * LINE` further."""
     return (rows // LINE).to(tl.int64) * (height * LINE) + rows % LINE
 
 
 @triton.jit
 def tile_of_lines(tile, height, ROWS: tl.constexpr, LINE: tl.constexpr):
-    """`in_lines` of the first position of tile number `tile`, as products that show how it is aligned."""
+    """Return `in_lines` of the first position of tile number `tile`, as products that show how it is aligned."""
     per_line: tl.constexpr = LINE // ROWS
     return tile // per_line * (height * LINE) + tile % per_line * ROWS
 
 
 @triton.jit
 def store_tile_sums(z, top_ptr, total_ptr, places):
-    """Per row of a tile `[rows, columns]` its maximum and `sum exp(z - maximum)`."""
+    """Store per row of a tile `[rows, columns]` its maximum and `sum exp(z - maximum)`."""
     top = tl.max(z, axis=1)
     pivot = tl.where(top == float("-inf"), 0.0, top)
     tl.store(top_ptr + places, top)
@@ -41,7 +41,7 @@ def store_tile_sums(z, top_ptr, total_ptr, places):
 
 @triton.jit
 def combined_log_sum_exp(top_ptr, total_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """Each row's maximum and `log sum exp` from the sums of its tiles."""
+    """Return each row's maximum and `log sum exp` from the sums of its tiles."""
     lanes = tl.arange(0, PARTS).to(tl.int64)
     tops = tl.full((PARTS, ROWS), float("-inf"), dtype=tl.float32)
     for start in range(0, parts, PARTS):
@@ -60,7 +60,7 @@ def combined_log_sum_exp(top_ptr, total_ptr, rows, parts, padded, PARTS: tl.cons
 
 @triton.jit
 def log_sum_exp_kernel(top_ptr, total_ptr, lse_ptr, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """`log sum exp` of ROWS rows from the sums of their tiles."""
+    """Compute `log sum exp` of ROWS rows from the sums of their tiles."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     _, lse = combined_log_sum_exp(top_ptr, total_ptr, rows, parts, padded, PARTS, ROWS)
     tl.store(lse_ptr + rows, lse)
@@ -68,7 +68,7 @@ def log_sum_exp_kernel(top_ptr, total_ptr, lse_ptr, parts, padded, PARTS: tl.con
 
 @triton.jit
 def combined_sum(partial_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """Each row's sum of its parts."""
+    """Return each row's sum of its parts."""
     lanes = tl.arange(0, PARTS).to(tl.int64)
     totals = tl.zeros((PARTS, ROWS), dtype=tl.float32)
     for start in range(0, parts, PARTS):
@@ -79,14 +79,14 @@ def combined_sum(partial_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl
 
 @triton.jit
 def sum_kernel(partial_ptr, total_ptr, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """The sum over the parts of ROWS rows."""
+    """Compute the sum over the parts of ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(total_ptr + rows, combined_sum(partial_ptr, rows, parts, padded, PARTS, ROWS))
 
 
 @triton.jit
 def combined_place_of_maximum(best_ptr, place_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """The lowest place of each row's maximum, from the maxima of its parts and their lowest places."""
+    """Return the lowest index of each row's maximum, from its parts' maxima and their lowest indices."""
     lanes = tl.arange(0, PARTS).to(tl.int64)
     best = tl.full((PARTS, ROWS), float("-inf"), dtype=tl.float32)
     at = tl.full((PARTS, ROWS), 2147483647, dtype=tl.int32)

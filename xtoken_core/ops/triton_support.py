@@ -12,12 +12,12 @@ from xtoken_core.errors import ConfigError
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter (`TRITON_INTERPRET=1`), on the CPU."""
+    """Return True if kernels run in Triton's interpreter (`TRITON_INTERPRET=1`), on the CPU."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def launching_on(x: Tensor) -> AbstractContextManager[None]:
-    """Where a tensor's kernels are launched: its own GPU, whichever is the current one.
+    """Return a context in which kernels are launched on a tensor's own GPU.
 
     Raises:
         ConfigError: It is not on a GPU and the interpreter is off.
@@ -33,10 +33,10 @@ def launching_on(x: Tensor) -> AbstractContextManager[None]:
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`, and at least 1."""
+    """Return the smallest power of two that is at least `n`, and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def accumulates_in_float32(x: Tensor) -> bool:
-    """Whether the kernels' float32 arithmetic is what the reference does for this dtype."""
+    """Return True if the reference accumulates in float32 for this dtype, as the kernels do."""
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16)

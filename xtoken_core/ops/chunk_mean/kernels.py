@@ -12,7 +12,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 def chunk_mean_kernel(
     x_ptr, order_ptr, first_ptr, means_ptr, sizes_ptr, T, V, stride_b, stride_t, eps, BLOCK: tl.constexpr
 ):
-    """BLOCK columns of one chunk's sum over its positions, in their order, divided by (their number + eps)."""
+    """Compute BLOCK columns of one chunk's sum over its positions, in their order, divided by (their number + eps)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start, stop = tl.load(first_ptr + row), tl.load(first_ptr + row + 1)
@@ -29,7 +29,7 @@ def chunk_mean_kernel(
 
 @triton.jit
 def chunk_mean_bwd_kernel(grad_ptr, chunk_ptr, first_ptr, out_ptr, V, eps, BLOCK: tl.constexpr):
-    """BLOCK columns of one position's gradient: its chunk's, divided by (the chunk's size + eps); 0 without a chunk."""
+    """Compute BLOCK columns of one position's gradient: its chunk's over (chunk size + eps); 0 without a chunk."""
     position = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(chunk_ptr + position)

@@ -10,7 +10,7 @@ from xtoken_core.ops.numerics import EPSILON, upcast
 
 
 def chunk_sizes(chunk_id: Int[Tensor, "B T"], max_chunks: int) -> Float[Tensor, "B P"]:
-    """The number of positions of each chunk, as float32.
+    """Return the number of positions of each chunk, as float32.
 
     Args:
         chunk_id: Chunk of each position; anything outside `[0, max_chunks)` is no chunk.
@@ -24,7 +24,7 @@ def chunk_sizes(chunk_id: Int[Tensor, "B T"], max_chunks: int) -> Float[Tensor, 
 def chunk_average_log_probs(
     log_probs: Float[Tensor, "B T V"], chunk_id: Int[Tensor, "B T"], max_chunks: int
 ) -> tuple[Float[Tensor, "B P V"], Float[Tensor, "B P"]]:
-    """Each chunk's sum of `log_probs` over its positions, divided by (their number + 1e-10).
+    """Compute each chunk's sum of `log_probs` over its positions, divided by (their number + 1e-10).
 
     Positions are added one after the other, so a chunk's mean does not depend on what else is in the batch.
 
@@ -60,12 +60,12 @@ class NativeChunkMeanOp(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T V"], chunk_id: Int[Tensor, "B T"], max_chunks: int
     ) -> tuple[Float[Tensor, "B P V"], Float[Tensor, "B P"]]:
-        """As `chunk_average_log_probs`, accumulated in float32 and rounded once to the dtype of `x`."""
+        """Compute `chunk_average_log_probs`, accumulated in float32 and rounded once to the dtype of `x`."""
         means, sizes = self.forward_fp32(x, chunk_id, max_chunks)
         return means.to(x.dtype), sizes
 
     def forward_fp32(
         self, x: Float[Tensor, "B T V"], chunk_id: Int[Tensor, "B T"], max_chunks: int
     ) -> tuple[Float[Tensor, "B P V"], Float[Tensor, "B P"]]:
-        """As `chunk_average_log_probs`, in float32 (float64 stays): the ground truth."""
+        """Compute the same as `chunk_average_log_probs`, in float32 (float64 stays): the ground truth."""
         return chunk_average_log_probs(upcast(x), chunk_id, max_chunks)

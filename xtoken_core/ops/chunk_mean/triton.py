@@ -27,7 +27,7 @@ class TritonChunkMean(torch.autograd.Function):
     def forward(
         ctx: Any, x: Float[Tensor, "B T V"], chunk_id: Int[Tensor, "B T"], max_chunks: int
     ) -> tuple[Float[Tensor, "B P V"], Float[Tensor, "B P"]]:
-        """As the reference's `forward`."""
+        """Compute the same as the reference's `forward`."""
         B, T, V = x.shape
         x = x if x.stride(-1) == 1 else x.contiguous()
         positions = chunk_positions(chunk_id, max_chunks)
@@ -45,7 +45,7 @@ class TritonChunkMean(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_means: Float[Tensor, "B P V"], _: Tensor | None) -> tuple[Tensor, None, None]:
-        """The gradient of every position, in the dtype of `x`."""
+        """Return the gradient of every position, in the dtype of `x`."""
         chunk, first = ctx.saved_tensors
         B, T, V = ctx.shape
         gradient = torch.empty(ctx.shape, dtype=grad_means.dtype, device=grad_means.device)
@@ -62,7 +62,7 @@ class TritonChunkMeanOp(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T V"], chunk_id: Int[Tensor, "B T"], max_chunks: int
     ) -> tuple[Float[Tensor, "B P V"], Float[Tensor, "B P"]]:
-        """As the reference's `forward`; float64, and where there is nothing to launch, takes that path."""
+        """Compute the same as the reference, which runs for float64 and for empty inputs."""
         if not x.numel() * max_chunks or not accumulates_in_float32(x):
             means, sizes = NativeChunkMeanOp()(x, chunk_id, max_chunks)
             return means, sizes
@@ -73,5 +73,5 @@ class TritonChunkMeanOp(nn.Module):
     def forward_fp32(
         self, x: Float[Tensor, "B T V"], chunk_id: Int[Tensor, "B T"], max_chunks: int
     ) -> tuple[Float[Tensor, "B P V"], Float[Tensor, "B P"]]:
-        """As `forward` on `x` upcast first."""
+        """Compute the same as `forward` on `x` upcast first."""
         return self.forward(upcast(x), chunk_id, max_chunks)

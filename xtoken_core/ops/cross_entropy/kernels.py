@@ -12,7 +12,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 def cross_entropy_bwd_kernel(
     logits_ptr, targets_ptr, lse_ptr, upstream_ptr, grad_ptr, T, V, stride_b, stride_t, BLOCK: tl.constexpr
 ):
-    """`(softmax - onehot) * upstream` for one block of one row; a row without upstream gradient is not read."""
+    """Compute `(softmax - onehot) * upstream` for one block of one row; a row without upstream gradient is not read."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < V

@@ -12,7 +12,7 @@ from xtoken_core.ops.numerics import upcast
 def cross_entropy(
     logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Per position `-log softmax(logits)[target]`, and whether the target has the largest logit.
+    """Compute `-log softmax(logits)[target]` per position, and whether the target has the largest logit.
 
     Args:
         logits: Any floating dtype; computed in float32 (float64 stays).
@@ -32,7 +32,7 @@ class NativeCrossEntropyOp(nn.Module):
     def forward(
         self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], *, overwrite: bool = False
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """As `cross_entropy`; the gradient comes in the dtype of `logits`.
+        """Compute the same as `cross_entropy`; the gradient comes in the dtype of `logits`.
 
         With `overwrite` a backend may write it over the logits, which are lost then; this one does not.
         """
@@ -41,5 +41,5 @@ class NativeCrossEntropyOp(nn.Module):
     def forward_fp32(
         self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """As `cross_entropy` on logits upcast first: the ground truth."""
+        """Compute the same as `cross_entropy` on logits upcast first: the ground truth."""
         return cross_entropy(upcast(logits), targets)

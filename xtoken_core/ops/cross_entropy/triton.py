@@ -26,7 +26,7 @@ class TritonCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], overwrite: bool
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """As the reference's `cross_entropy`."""
+        """Compute the same as the reference's `cross_entropy`."""
         ctx.in_place = overwrite and logits.is_contiguous()
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         targets = targets.long().contiguous()
@@ -46,7 +46,7 @@ class TritonCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Float[Tensor, "B T"], grad_hits: Tensor | None) -> tuple[Tensor, None, None]:
-        """The gradient in the dtype of the logits."""
+        """Return the gradient in the dtype of the logits."""
         logits, targets, lse = ctx.saved_tensors
         B, T, V = logits.shape
         gradient = logits if ctx.in_place else torch.empty((B, T, V), dtype=logits.dtype, device=logits.device)
@@ -73,7 +73,7 @@ class TritonCrossEntropyOp(nn.Module):
     def forward(
         self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], *, overwrite: bool = False
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """As the reference's `cross_entropy`; float64 takes that path.
+        """Compute the same as the reference, which runs for float64.
 
         With `overwrite` the gradient is written over the logits, if they are contiguous.
         """
@@ -86,5 +86,5 @@ class TritonCrossEntropyOp(nn.Module):
     def forward_fp32(
         self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """As `forward` on logits upcast first."""
+        """Compute the same as `forward` on logits upcast first."""
         return self.forward(upcast(logits), targets)

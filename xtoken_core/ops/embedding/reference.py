@@ -17,7 +17,7 @@ class NativeEmbeddingOp(nn.Module):
     """
 
     def forward(self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "*shape H"]:
-        """The rows in the dtype of `weight`.
+        """Return the rows in the dtype of `weight`.
 
         Args:
             token_ids: Any integer dtype, in `[0, V)`.
@@ -28,5 +28,5 @@ class NativeEmbeddingOp(nn.Module):
     def forward_fp32(
         self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]
     ) -> Float[Tensor, "*shape H"]:
-        """The rows in float32 (float64 stays): the ground truth and source of golden gradients."""
+        """Return the rows in float32 (float64 stays): the ground truth and source of golden gradients."""
         return upcast(functional.embedding(token_ids.long(), weight))

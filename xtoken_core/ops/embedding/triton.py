@@ -21,7 +21,7 @@ HIDDEN_BLOCK = 1024
 
 
 def embedding_backward(token_ids: Integer[Tensor, " N"], grad: Float[Tensor, "N H"], rows: int) -> Float[Tensor, "V H"]:
-    """The gradient of a table from the gradients of gathered rows, bitwise the same on every run.
+    """Return the gradient of a table from the gradients of gathered rows, bitwise the same on every run.
 
     Ids are sorted stably; the rows of one id are added in float32, in their order, in pieces of 64, and rounded once.
 
@@ -59,7 +59,7 @@ class DeterministicEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Tensor:
-        """The rows, in the dtype of `weight`."""
+        """Return the rows, in the dtype of `weight`."""
         ids = token_ids.long()
         ctx.save_for_backward(ids)
         ctx.rows = weight.shape[0]
@@ -68,7 +68,7 @@ class DeterministicEmbedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[None, Tensor]:
-        """The table's gradient."""
+        """Return the table's gradient."""
         (ids,) = ctx.saved_tensors
         return None, embedding_backward(ids.reshape(-1), grad_out.reshape(ids.numel(), grad_out.shape[-1]), ctx.rows)
 
@@ -77,7 +77,7 @@ class TritonEmbeddingOp(nn.Module):
     """Triton backend: the reference's forward, a deterministic backward."""
 
     def forward(self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "*shape H"]:
-        """The rows in the dtype of `weight`.
+        """Return the rows in the dtype of `weight`.
 
         Args:
             token_ids: Any integer dtype, in `[0, V)`.
@@ -91,5 +91,5 @@ class TritonEmbeddingOp(nn.Module):
     def forward_fp32(
         self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]
     ) -> Float[Tensor, "*shape H"]:
-        """The rows in float32."""
+        """Return the rows in float32."""
         return upcast(self.forward(token_ids, weight))

@@ -14,7 +14,7 @@ EPS = tl.constexpr(1e-10)
 
 @triton.jit(do_not_specialize=["T"])
 def gold_lse_kernel(logits_ptr, chunk_ptr, lse_ptr, T, V, stride_b, stride_t, scale, BLOCK: tl.constexpr):
-    """`log sum exp(scale * x)` of one row; rows of no chunk are not read."""
+    """Compute `log sum exp(scale * x)` of one row; rows of no chunk are not read."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(chunk_ptr + row) >= 0:
         base = logits_ptr + row // T * stride_b + row % T * stride_t
@@ -25,7 +25,7 @@ def gold_lse_kernel(logits_ptr, chunk_ptr, lse_ptr, T, V, stride_b, stride_t, sc
 def mean_log_probs(
     logits_ptr, order_ptr, lse_ptr, first, count, ids, there, T, stride_b, stride_t, scale, BLOCK: tl.constexpr
 ):
-    """The averaged log-probabilities of one chunk at `ids`, its positions `order[first : first + count]`."""
+    """Compute the averaged log-probabilities of one chunk at `ids`, its positions `order[first : first + count]`."""
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in range(count):
         row = tl.load(order_ptr + first + i)
@@ -37,14 +37,14 @@ def mean_log_probs(
 
 @triton.jit
 def kl_term(log_p, log_q):
-    """`p (log p - log q)`, with `0 * -inf = 0`."""
+    """Compute `p (log p - log q)`, with `0 * -inf = 0`."""
     p = tl.exp(log_p)
     return tl.where(p > 0.0, p * (tl.where(p > 0.0, log_p, 0.0) - log_q), 0.0)
 
 
 @triton.jit
 def common_slope(S, L, REVERSE: tl.constexpr):
-    """The derivative of a common pair's term by the student's averaged log-probability."""
+    """Compute the derivative of a common pair's term by the student's averaged log-probability."""
     return kl_term(S, L) + tl.exp(S) if REVERSE else -tl.exp(L)
 
 
@@ -56,7 +56,7 @@ def gold_common_kernel(
     student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
     REVERSE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One chunk over the common pairs: divergence, the teacher's mass, the sum of the slopes, the best pairs."""
+    """Reduce one chunk over the common pairs: divergence, the teacher's mass, the sum of the slopes, the best pairs."""
     chunk = tl.program_id(0).to(tl.int64)
     first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
     count_s = tl.load(student_first_ptr + chunk + 1) - first_s
@@ -101,7 +101,7 @@ def gold_rest_kernel(
     logits_ptr, order_ptr, first_ptr, lse_ptr, ids_ptr, rest_ptr, mass_ptr, from_chunk, u, T, stride_b, stride_t, scale,
     MASS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One chunk's probabilities at the uncommon ids, side by side; their sum is added to its mass."""
+    """Store one chunk's probabilities at the uncommon ids contiguously; their sum is added to its mass."""
     slot = tl.program_id(0).to(tl.int64)
     chunk = from_chunk + slot
     first = tl.load(first_ptr + chunk)
@@ -126,7 +126,7 @@ def gold_l1_kernel(
     student_ptr, places_ptr, ids_ptr, teacher_ptr, l1_ptr, slope_ptr, signs_ptr, from_chunk, n_s, n_t, n, V,
     student_stride, ids_stride, teacher_stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One chunk's L1 distance of two descending lists; the sign of each difference is put at the student's id.
+    """Compute one chunk's L1 distance of two descending lists; store each difference's sign at the student's id.
 
     `places` are those in the list of ids; each is a row per chunk, but where all chunks share one list of ids.
     """
@@ -156,7 +156,7 @@ def gold_bwd_kernel(
     student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
     REVERSE: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """`scale / n (g - softmax(x) sum g)` for PER ids of one position, `g` the gradient by its chunk's averages."""
+    """Compute `scale / n (g - softmax(x) sum g)` for PER ids of one position, `g` the gradient of its chunk's means."""
     parts = tl.cdiv(V, PER)  # one axis: the others of a grid end at 65,535
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     from_v, to_v = part * PER, tl.minimum(part * PER + PER, V)

@@ -31,7 +31,7 @@ class TokenPartition:
     uncommon_teacher: Int[Tensor, " u_t"]
 
     def to(self, device: torch.device | str) -> TokenPartition:
-        """The same partition on another device."""
+        """Copy the partition to another device."""
         return TokenPartition(
             self.common_student.to(device),
             self.common_teacher.to(device),
@@ -82,7 +82,7 @@ def gold(
     teacher_chunk_id: Int[Tensor, "B T_t"],
     options: GoldOptions,
 ) -> GoldResult:
-    """The gold loss of every chunk.
+    """Compute the gold loss of every chunk.
 
     With `c(x)` the mean over a chunk's positions: `S = c(log_softmax(z_s/T))`, `L = c(log_softmax(z_t/T))`. Over the
     common pairs `sum exp(L_t) (L_t - S_s)`, reversed `sum exp(S_s) (S_s - L_t)`. Over the rest `exp(S)` and `exp(L)`,

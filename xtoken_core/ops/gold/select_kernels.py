@@ -23,7 +23,7 @@ LINE = tl.constexpr(64)
 def chunk_keys(
     logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, ids, V, T, stride_b, stride_t, scale
 ):
-    """A chunk's averaged log-probabilities at `ids`, and their keys: the bits of `-log p`; -1 for common ids.
+    """Return a chunk's averaged log-probabilities at `ids`, and their keys: the bits of `-log p`; -1 for common ids.
 
     `base` and `lse` are those of its first position.
     """
@@ -44,7 +44,7 @@ def count_digits(
     logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
     least, edge, width, STEP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """How many keys from `least` on there are per digit `(key - edge) >> width` in 0 .. 15, a byte per lane and digit.
+    """Count the keys from `least` on per digit `(key - edge) >> width` in 0 .. 15, a byte per lane and digit.
 
     Keys before `edge` count for digit 0. One of STEP lines of ids is looked at.
     """
@@ -66,7 +66,7 @@ def count_digits(
 
 @triton.jit
 def next_digit(low, high, before, wanted):
-    """The first digit up to which `wanted` keys lie, 16 = none; how many lie before it, and up to it."""
+    """Find the first digit up to which there are `wanted` keys, 16 = none, and count those before and up to it."""
     digit, kept, counted = 16, before, before
     for j in tl.static_range(16):
         lanes = low >> (j * 8) if j < 8 else high >> ((j - 8) * 8)
@@ -83,7 +83,7 @@ def find_edge(
     logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
     wanted, room, LEAST_WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The last key to take, and how many equal to it: at least `wanted` keys in all, and if it can be, at most `room`.
+    """Find the last key to take and the number of equal ones: at least `wanted` keys, if possible at most `room`.
 
     Each turn narrows an interval of keys to a sixteenth, down to LEAST_WIDTH bits.
     """
@@ -110,7 +110,7 @@ def take(
     logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
     values_ptr, ids_ptr, last, last_room, room, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Store what lies before `last` and `last_room` keys equal to it; how many there are, and the sum over all ids."""
+    """Store the keys before `last` and `last_room` equal to it; return their number and the sum over all ids."""
     taken, at_last = 0, 0
     mass = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, V, BLOCK):
@@ -139,7 +139,7 @@ def gold_select_kernel(
     from_chunk, u, wanted, room, V, T, stride_b, stride_t, scale,
     MASS: tl.constexpr, STEP: tl.constexpr, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One chunk: its `wanted` largest of `u` uncommon probabilities, with at most `room - wanted` more, by id.
+    """Select one chunk's `wanted` largest of `u` uncommon probabilities, with at most `room - wanted` more, by id.
 
     An edge is guessed from one of STEP lines of ids; if what lies before it is too little or does not fit into the
     room, it is found among all. Of too many equal ones at the edge the first are taken. Room that is left is filled

@@ -45,7 +45,7 @@ class Side:
         return self.logits.stride(0), self.logits.stride(1)
 
     def log_sum_exp(self, scale: float) -> Tensor:
-        """`[B * T]`; positions of no chunk are not written."""
+        """Compute the log-sum-exp of every position, `[B * T]`; positions without a chunk are left uninitialised."""
         B, T, V = self.logits.shape
         lse = torch.empty(B * T, dtype=torch.float32, device=self.logits.device)
         kernels.gold_lse_kernel[(B * T,)](
@@ -61,7 +61,7 @@ class TritonGold(torch.autograd.Function):
     def forward(
         ctx: Any, student_logits: Tensor, student: Side, teacher: Side, partition: TokenPartition, options: GoldOptions
     ) -> tuple[Tensor, ...]:
-        """(kl_common, l1_uncommon, agrees, mass), each `[B, P]`."""
+        """Return (kl_common, l1_uncommon, agrees, mass), each `[B, P]`."""
         B, _, V = student_logits.shape
         shape, device = (B, options.max_chunks), student_logits.device
         kl, mass, kl_slope, l1, l1_slope = torch.empty((5, *shape), dtype=torch.float32, device=device)
@@ -85,7 +85,7 @@ class TritonGold(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor, grad_l1: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradient in the dtype of the logits."""
+        """Return the gradient in the dtype of the logits."""
         *logits, student_lse, teacher_lse, kl_slope, l1_slope, signs = ctx.saved_tensors
         student, teacher = (Side(z, positions) for z, positions in zip(logits, ctx.positions, strict=True))
         partition = ctx.partition
@@ -124,7 +124,7 @@ class Tail:
         return self.wanted + SPARE if self.picked else self.ids.shape[0]
 
     def descending(self, start: int, rows: int, scale: float, mass: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `rows` chunks the probabilities, largest first, their places in the lists of ids, and these lists.
+        """Return the probabilities of `rows` chunks, largest first, their indices in the lists of ids, and these lists.
 
         Equal ones stay in the order of their ids. What all of them sum up to is added to `mass`.
         """
@@ -192,7 +192,7 @@ class TritonGoldOp(ComparesLogits):
         teacher_chunk_id: Int[Tensor, "B T_t"],
         options: GoldOptions,
     ) -> GoldResult:
-        """As the reference's `gold`; float64 and batches without a chunk take that path."""
+        """Compute the same as the reference, which runs for float64 and batches without a chunk."""
         if not accumulates_in_float32(student_logits) or not student_logits.numel() * options.max_chunks:
             return gold(student_logits, teacher_logits, partition, student_chunk_id, teacher_chunk_id, options)
         student, teacher = (

@@ -10,7 +10,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 @triton.jit
 def winning_slots(indices_ptr, places, index, slots, inside, num_of_local_experts, topk: tl.constexpr):
-    """True at the slots `[tokens, slots]` that name an expert which no higher slot of the row names again."""
+    """Return True at the slots `[tokens, slots]` that name an expert which no higher slot of the row names again."""
     wins = (index >= 0) & (index < num_of_local_experts)
     for later in tl.static_range(1, topk):
         other = tl.load(indices_ptr + places + later, mask=inside & (slots < topk - later)[None, :], other=-1)

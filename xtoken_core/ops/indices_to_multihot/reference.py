@@ -10,7 +10,7 @@ from xtoken_core.ops.numerics import upcast
 
 
 def winning_slots(indices: Int[Tensor, "T k"], num_experts: int) -> Bool[Tensor, "T k"]:
-    """True at the slots that count: those of a real expert that no higher slot of the row names again.
+    """Return True at the slots that count: those of a real expert that no higher slot of the row names again.
 
     Args:
         indices: Experts of each token; anything outside `[0, num_experts)` is none.
@@ -55,11 +55,11 @@ class NativeIndicesToMultihotOp(nn.Module):
     def forward(
         self, indices: Int[Tensor, "T k"], probs: Float[Tensor, "T k"], num_experts: int
     ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
-        """As `indices_to_multihot`, in the dtype of `probs`."""
+        """Compute the same as `indices_to_multihot`, in the dtype of `probs`."""
         return indices_to_multihot(indices, probs, num_experts)
 
     def forward_fp32(
         self, indices: Int[Tensor, "T k"], probs: Float[Tensor, "T k"], num_experts: int
     ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
-        """As `indices_to_multihot` on probabilities upcast first: the ground truth."""
+        """Compute the same as `indices_to_multihot` on probabilities upcast first: the ground truth."""
         return indices_to_multihot(indices, upcast(probs), num_experts)

@@ -27,7 +27,7 @@ class IndicesToMultihot(torch.autograd.Function):
     def forward(
         ctx: Any, indices: Int[Tensor, "T k"], probs_indices: Float[Tensor, "T k"], num_of_local_experts: int
     ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
-        """As `fused_indices_to_multihot`."""
+        """Compute the same as `fused_indices_to_multihot`."""
         indices, probs_indices = indices.contiguous(), probs_indices.contiguous()
         T, k = indices.shape
         E = num_of_local_experts
@@ -50,7 +50,7 @@ class IndicesToMultihot(torch.autograd.Function):
     def backward(
         ctx: Any, grad_multihot_indices: Tensor | None, grad_probs_in_multihot: Float[Tensor, "T E"] | None
     ) -> tuple[None, Float[Tensor, "T k"] | None, None]:
-        """The gradient of each slot's probability; that of the indicator does not exist."""
+        """Return the gradient of each slot's probability; that of the indicator does not exist."""
         (indices,) = ctx.saved_tensors
         if grad_probs_in_multihot is None:
             return None, None, None
@@ -94,11 +94,11 @@ class TritonIndicesToMultihotOp(nn.Module):
     def forward(
         self, indices: Int[Tensor, "T k"], probs: Float[Tensor, "T k"], num_experts: int
     ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
-        """As `fused_indices_to_multihot`."""
+        """Compute the same as `fused_indices_to_multihot`."""
         return fused_indices_to_multihot(indices, probs, num_experts)
 
     def forward_fp32(
         self, indices: Int[Tensor, "T k"], probs: Float[Tensor, "T k"], num_experts: int
     ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
-        """As `fused_indices_to_multihot` on probabilities upcast first."""
+        """Compute the same as `fused_indices_to_multihot` on probabilities upcast first."""
         return fused_indices_to_multihot(indices, upcast(probs), num_experts)

@@ -15,14 +15,14 @@ LOG_EPS = tl.constexpr(-23.025850929940457)
 
 @triton.jit
 def run_of(first_ptr, chunks, C):
-    """Where the chunks' positions begin in the order of all positions, and how many there are, int32."""
+    """Return the start of the chunks' positions in the order of all positions, and their number, int32."""
     first = tl.load(first_ptr + chunks, mask=chunks < C, other=0).to(tl.int32)
     return first, tl.load(first_ptr + chunks + 1, mask=chunks < C, other=0).to(tl.int32) - first
 
 
 @triton.jit
 def position(order_ptr, first, count, i):
-    """The chunks' positions number `i`, int32; some position of the buffer where there is none."""
+    """Return the chunks' `i`-th positions, int32; some valid position where there is none."""
     return tl.load(order_ptr + tl.maximum(first + tl.minimum(i, count - 1), 0)).to(tl.int32)
 
 
@@ -30,7 +30,7 @@ def position(order_ptr, first, count, i):
 def chunk_of_students(
     block_ptr, order_ptr, first, count, most, line, left, K, COLUMNS: tl.constexpr, LINE: tl.constexpr
 ):
-    """The projected probabilities of the chunks' first positions and the chunks' means, `[chunks, COLUMNS]` each.
+    """Return projected probabilities of the chunks' first positions and the chunks' means, `[chunks, COLUMNS]` each.
 
     `block_ptr` is the first column of the buffer and `left` the number of columns from there; `line` is where each
     chunk's first position lies, and `most` the number of positions of the longest chunk.
@@ -48,7 +48,7 @@ def chunk_of_students(
 
 @triton.jit
 def teacher_term(block_ptr, lse, there, offsets, scale, PROB: tl.constexpr):
-    """Log-probabilities (probabilities) of one position per chunk; 0 where there is none."""
+    """Return log-probabilities (probabilities) of one position per chunk; 0 where there is none."""
     x = tl.load(block_ptr + offsets, mask=there, other=0.0).to(tl.float32)
     log_p = x * scale - lse[:, None]
     return tl.where(there, tl.exp(log_p) if PROB else log_p, 0.0)
@@ -59,7 +59,7 @@ def chunk_of_teachers(
     block_ptr, order_ptr, lse_ptr, first, count, most, line, lse, left, Q, K, scale,
     PROB: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """The chunks' averaged log-probabilities, `[chunks, COLUMNS]`; -inf beyond the columns."""
+    """Return the chunks' averaged log-probabilities, `[chunks, COLUMNS]`; -inf beyond the columns."""
     k = tl.arange(0, COLUMNS)
     there = (k < left)[None, :] & (count > 0)[:, None]
     total = teacher_term(block_ptr, lse, there, line[:, None] + k[None, :] * LINE, scale, PROB)
@@ -76,7 +76,7 @@ def chunk_of_teachers(
 
 @triton.jit
 def mean_of_rows(values_ptr, order_ptr, first, count, most, CHUNKS: tl.constexpr):
-    """The mean of one value per position over each chunk."""
+    """Return the mean of one value per position over each chunk."""
     total = tl.zeros((CHUNKS,), dtype=tl.float32)
     for i in range(most):
         row = position(order_ptr, first, count, i)
@@ -86,7 +86,7 @@ def mean_of_rows(values_ptr, order_ptr, first, count, most, CHUNKS: tl.constexpr
 
 @triton.jit
 def term(r, log_p, REVERSE: tl.constexpr):
-    """What a column adds to a chunk's divergence; `r` as for `slope`."""
+    """Compute a column's term of a chunk's divergence; `r` as for `slope`."""
     p = tl.exp(log_p)
     forward = tl.where(p > 0.0, p * (tl.where(log_p == float("-inf"), 0.0, log_p) - tl.log(r)), 0.0)
     return r * (tl.log(r) - log_p) if REVERSE else forward
@@ -94,7 +94,7 @@ def term(r, log_p, REVERSE: tl.constexpr):
 
 @triton.jit
 def slope(r, log_p, REVERSE: tl.constexpr):
-    """The derivative of a chunk's divergence by `r`, its normalised projected probabilities plus eps."""
+    """Compute the derivative of a chunk's divergence by `r`, its normalised projected probabilities plus eps."""
     return tl.log(r) - log_p + 1.0 if REVERSE else -tl.exp(log_p) / r
 
 
@@ -103,7 +103,7 @@ def further_positions(
     block_ptr, products_ptr, order_ptr, first, count, most, line, left, K,
     PER: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """What `p_kl_chunk_kernel` left at the chunks' first positions, for the others: PER columns from `block_ptr`."""
+    """Store the results at the chunks' first positions for their other positions: PER columns from `block_ptr`."""
     tl.debug_barrier()
     for i in range(1, most):
         row = position(order_ptr, first, count, i)
@@ -121,13 +121,13 @@ def further_positions(
 
 @triton.jit
 def larger(best, at, value, here, always):
-    """The larger of each pair and its place; the place is also taken if `always`."""
+    """Return the larger of each pair and its index; the index is also taken if `always`."""
     return tl.maximum(best, value), tl.where((value > best) | always, here, at)
 
 
 @triton.jit
 def store_sums(a, b, c, a_ptr, b_ptr, c_ptr):
-    """Each row's sum of three tiles."""
+    """Store each row's sums of three tiles."""
     tl.store(a_ptr, tl.sum(a, axis=1))
     tl.store(b_ptr, tl.sum(b, axis=1))
     tl.store(c_ptr, tl.sum(c, axis=1))
@@ -135,7 +135,7 @@ def store_sums(a, b, c, a_ptr, b_ptr, c_ptr):
 
 @triton.jit
 def store_place_of_maximum(best, at, best_ptr, at_ptr):
-    """Each row's maximum and its lowest place."""
+    """Store each row's maximum and its lowest index."""
     top = tl.max(best, axis=1)
     tl.store(best_ptr, top)
     tl.store(at_ptr, tl.min(tl.where(best == top[:, None], at, 2147483647), axis=1))
@@ -149,7 +149,7 @@ def p_kl_chunk_kernel(
     C, K, student_padded, chunks_padded, scale, REVERSE: tl.constexpr, PROB: tl.constexpr,
     PER: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """PER columns of CHUNKS chunks: their part of the divergence; slopes replace every position's probabilities."""
+    """Compute PER columns of CHUNKS chunks: part of the divergence; slopes replace the positions' probabilities."""
     part = tl.program_id(0).to(tl.int64)
     chunks = tl.program_id(1).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
     first_s, count_s = run_of(student_first_ptr, chunks, C)
@@ -204,7 +204,7 @@ def p_kl_chunk_rows_kernel(
     kl_ptr, mass_ptr, inner_ptr, best_q_ptr, at_q_ptr, best_l_ptr, at_l_ptr,
     kl_out_ptr, mass_out_ptr, inner_out_ptr, agrees_ptr, C, parts, padded, PARTS: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """CHUNKS chunks from their parts."""
+    """Reduce CHUNKS chunks from their parts."""
     chunks = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
     mask = chunks < C
     tl.store(kl_out_ptr + chunks, combined_sum(kl_ptr, chunks, parts, padded, PARTS, CHUNKS), mask=mask)

@@ -25,7 +25,7 @@ EPS = tl.constexpr(1e-10)
 def p_kl_slots_kernel(
     slot_targets_ptr, slot_weights_ptr, place_ptr, places_ptr, weights_ptr, counts_ptr, V, SLOTS, BLOCK: tl.constexpr
 ):
-    """Of each student token's entries those whose teacher token is compared, moved to the front, and their number."""
+    """Move each student token's entries whose teacher token is compared to the front, and count them."""
     v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = tl.zeros((BLOCK,), dtype=tl.int32)
     for slot in range(SLOTS):
@@ -46,7 +46,7 @@ def p_kl_student_kernel(
     R, T, from_row, V, V_head, stride_b, stride_t, width, scale,
     HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """A tile of student logits: its sums, and a copy, positions side by side, of the ids that project into K."""
+    """Reduce a tile of student logits to its sums; copy the ids that project into K, positions contiguous."""
     part = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1).to(tl.int64)
     local = tile * ROWS + tl.arange(0, ROWS)
@@ -72,7 +72,7 @@ def p_kl_student_rows_kernel(
     lse_ptr, head_lse_ptr, losses_ptr, hits_ptr, R, T, from_row, V_head, parts, stride_b, stride_t, width,
     TARGETS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Per student position: log-sum-exp; with targets the cross-entropy of the whole head and its first guess."""
+    """Compute each student position's log-sum-exp; with targets the whole head's cross-entropy and first guess."""
     local = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rows = from_row + local
     _, lse = combined_log_sum_exp(top_ptr, total_ptr, local, parts, width, PARTS, ROWS)
@@ -104,7 +104,7 @@ def p_kl_project_kernel(
     K, V, from_row, width, scale,
     PER: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """`softmax W[:, K]` of PER compared columns for ROWS positions, and its sum over them."""
+    """Compute `softmax W[:, K]` of PER compared columns for ROWS positions, and its sum over them."""
     part = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, ROWS)
@@ -138,7 +138,7 @@ def p_kl_teacher_kernel(
     logits_ptr, columns_ptr, gathered_ptr, top_ptr, total_ptr, R, T, K, stride_b, stride_t, padded, scale,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """A tile of teacher logits at compared columns: its sums, and a copy with the positions side by side."""
+    """Reduce a tile of teacher logits at compared columns to its sums; copy it, positions contiguous."""
     part = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -160,7 +160,7 @@ def p_kl_teacher_kernel(
 
 @triton.jit
 def entry_of_slot(places_ptr, weights_ptr, slopes_ptr, slot, v, V, ROWS: tl.constexpr, LINE: tl.constexpr):
-    """One entry of each token's projection row, `[tokens]`, and its product with the slopes, `[tokens, positions]`."""
+    """Return an entry of each token's projection row, `[tokens]`, and its product with slopes `[tokens, positions]`."""
     place = tl.load(places_ptr + slot * V + v, mask=v < V, other=-1).to(tl.int64)
     weight = tl.load(weights_ptr + slot * V + v, mask=place >= 0, other=0.0)
     offsets = place[:, None] * LINE + tl.arange(0, ROWS)[None, :]
@@ -172,7 +172,7 @@ def p_kl_factors_kernel(
     chunk_ptr, first_ptr, upstream_ptr, norm_ptr, inner_ptr, sums_ptr, products_ptr, factor_ptr, of_row_ptr, dot_ptr,
     R, scale, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Of every position: what its gradient is multiplied by (0 = none), its chunk's `inner`, and slopes times `q`."""
+    """Compute per position the factor of its gradient (0 = none), its chunk's `inner`, and slopes times `q`."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     chunk = tl.load(chunk_ptr + rows, mask=rows < R, other=-1)
     upstream = tl.load(upstream_ptr + chunk, mask=chunk >= 0, other=0.0)
@@ -194,7 +194,7 @@ def p_kl_student_bwd_kernel(
     TARGETS: tl.constexpr, HEAD: tl.constexpr, EAGER: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """A tile of the student's gradient: back through projection and softmax, plus the cross-entropy's, written once."""
+    """Compute a tile of the student's gradient, through projection and softmax, plus the cross-entropy's."""
     v = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.program_id(1).to(tl.int64)
     rows = tile * ROWS + tl.arange(0, ROWS)

@@ -94,7 +94,7 @@ class ChunkResults:
 
 
 def padded(n: int) -> int:
-    """`n` rounded up to a multiple of PADDING."""
+    """Return `n` rounded up to a multiple of PADDING."""
     return (n + PADDING - 1) // PADDING * PADDING
 
 
@@ -109,7 +109,7 @@ class Comparison:
         teacher: ChunkPositions,
         options: PKLOptions,
     ) -> None:
-        """Args are the op's; `columns` is contiguous."""
+        """Keep the op's arguments; `columns` is contiguous."""
         self.projection, self.columns = projection, columns
         self.student, self.teacher, self.options = student, teacher, options
         self.prob = options.teacher_average == "prob"
@@ -127,7 +127,7 @@ class Comparison:
         return torch.empty((width // PADDING, self.K, PADDING), dtype=dtype, device=self.device)
 
     def slots(self) -> Slots:
-        """The projection cut to the compared columns."""
+        """Return the projection cut to the compared columns."""
         W = self.projection
         ids = torch.arange(self.K, dtype=torch.int32, device=self.device)
         place = torch.full((W.teacher_vocab_size,), -1, dtype=torch.int32, device=self.device)
@@ -171,7 +171,7 @@ class Comparison:
         width: int,
         head: bool,
     ) -> None:
-        """`width` rows: their sums, a copy of the ids that project into K, and what is known per position then."""
+        """Read `width` rows: their sums, a copy of the ids that project into K, and the values per position."""
         B, T, V_head = logits.shape
         rows, columns = STUDENT_TILE[0], min(STUDENT_TILE[1], power_of_2(V_head))
         parts = triton.cdiv(V_head, columns)
@@ -190,7 +190,7 @@ class Comparison:
         )  # fmt: skip
 
     def _project(self, transposed: Tensor, out: StudentRows, from_row: int, width: int) -> None:
-        """Projected probabilities of `width` rows, and their sums over K."""
+        """Compute projected probabilities of `width` rows, and their sums over K."""
         W = self.projection
         rows, columns = PROJECT_TILE
         parts = triton.cdiv(self.K, self.per)
@@ -219,7 +219,7 @@ class Comparison:
         return TeacherRows(gathered, lse)
 
     def chunks(self, student: StudentRows, teacher: TeacherRows) -> ChunkResults:
-        """Every chunk's divergence; `student.projected` then holds the slopes of every position."""
+        """Compute every chunk's divergence; `student.projected` then holds the slopes of every position."""
         P = self.options.max_chunks
         shape, width = (self.C // P, P), padded(self.C)
         chunks, columns = CHUNK_TILE
@@ -251,7 +251,7 @@ class Comparison:
         targets: Tensor | None,
         of_losses: Tensor | None,
     ) -> Tensor:
-        """`[B, T_s, V_head]` in the dtype of the logits, or in their memory where `options.overwrite` allows it.
+        """Compute the gradient `[B, T_s, V_head]` in the dtype of the logits; in their memory if `options.overwrite`.
 
         `by_position` is (lse, head_lse, sums, products, slopes), `by_chunk` (upstream, norm, inner); `of_losses` is the
         upstream of the cross-entropy.
@@ -286,6 +286,6 @@ class Comparison:
         return out
 
     def _eager_slots(self) -> int:
-        """As many as are filled where K is most of the vocabulary, one where K is a small part of it."""
+        """Return the slots to read without a test: all filled ones if K is most of the vocabulary, else one."""
         slots = self.projection.slot_targets.shape[0]
         return min(slots if self.projection.teacher_vocab_size < 2 * self.K else 1, EAGER_SLOTS)

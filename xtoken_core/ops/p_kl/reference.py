@@ -71,7 +71,7 @@ def p_kl(
     teacher_chunk_id: Int[Tensor, "B T_t"],
     options: PKLOptions,
 ) -> PKLResult:
-    """P-KL of every chunk.
+    """Compute P-KL of every chunk.
 
     With `c(x)` the mean over a chunk's positions and `eps = 1e-10`: `q = softmax(z_s/T) W[:, K]`, `Q = c(q)`
     normalised by `sum Q + eps`; `L = c(log_softmax(z_t[K]/T))`, or the logarithm of the mean probability. The chunk's
@@ -111,7 +111,7 @@ def p_kl_cross_entropy(
     targets: Int[Tensor, "B T_s"],
     options: PKLOptions,
 ) -> PKLCrossEntropyResult:
-    """`p_kl` on the student's vocabulary and `cross_entropy` on its whole head, as one op with one gradient.
+    """Compute `p_kl` on the student's vocabulary and `cross_entropy` on its whole head, as one op with one gradient.
 
     Args:
         student_logits: The whole head; P-KL cuts it to the projection's rows.

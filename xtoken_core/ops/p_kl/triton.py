@@ -31,7 +31,7 @@ class TritonPKL(torch.autograd.Function):
     def forward(
         ctx: Any, student_logits: Tensor, teacher_logits: Tensor, inputs: Comparison, targets: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """(kl, agrees, mass), each `[B, P]`, and with targets (losses, hits), each `[B, T_s]`."""
+        """Return (kl, agrees, mass), each `[B, P]`, and with targets (losses, hits), each `[B, T_s]`."""
         logits = student_logits if student_logits.stride(-1) == 1 else student_logits.contiguous()
         slots = inputs.slots()
         student = inputs.student_rows(logits, slots.counts, targets)
@@ -49,7 +49,7 @@ class TritonPKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor, *others: Tensor | None) -> tuple[Tensor, None, None, None]:
-        """The gradient in the dtype of the logits; in their memory where that is allowed, which ends them."""
+        """Return the gradient in the dtype of the logits, in their memory if that is allowed."""
         logits, *saved, norm, inner, targets = ctx.saved_tensors
         inputs: Comparison = ctx.inputs
         of_losses = others[2].float().contiguous() if ctx.with_targets and others[2] is not None else None
@@ -89,7 +89,7 @@ def _compare(
 
 
 def _beyond_the_kernels(student_logits: Tensor, columns: Tensor, options: PKLOptions) -> bool:
-    """Whether there is nothing to launch, or the arithmetic is to be float64's."""
+    """Return True if there is nothing to launch or the arithmetic is float64."""
     empty = not student_logits.numel() * options.max_chunks * columns.shape[0]
     return empty or not accumulates_in_float32(student_logits)
 
@@ -107,7 +107,7 @@ class TritonPKLOp(ComparesLogits):
         teacher_chunk_id: Int[Tensor, "B T_t"],
         options: PKLOptions,
     ) -> PKLResult:
-        """As the reference's `p_kl`; float64 and batches without a chunk take that path."""
+        """Compute the same as the reference, which runs for float64 and batches without a chunk."""
         alignment = student_chunk_id, teacher_chunk_id, options
         if _beyond_the_kernels(student_logits, columns, options):
             return p_kl(student_logits, teacher_logits, projection, columns, *alignment)
@@ -131,7 +131,7 @@ class TritonPKLCrossEntropyOp(ComparesLogits):
         targets: Int[Tensor, "B T_s"],
         options: PKLOptions,
     ) -> PKLCrossEntropyResult:
-        """As the reference's `p_kl_cross_entropy`; float64 and batches without a chunk take that path."""
+        """Compute the same as the reference, which runs for float64 and batches without a chunk."""
         alignment = student_chunk_id, teacher_chunk_id
         if _beyond_the_kernels(student_logits, columns, options):
             return p_kl_cross_entropy(student_logits, teacher_logits, projection, columns, *alignment, targets, options)

@@ -12,7 +12,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 def column_maxima_kernel(
     logits_ptr, partial_ptr, R, T, V, stride_b, stride_t, PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Maxima of COLUMNS columns over PER rows; NaN counts as the largest. Row r is position r % T of sample r // T."""
+    """Compute maxima of COLUMNS columns over PER rows, NaN largest. Row r is position r % T of sample r // T."""
     first = tl.program_id(0).to(tl.int64) * PER
     columns = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     best = tl.full((ROWS, COLUMNS), float("-inf"), dtype=tl.float32)
@@ -29,7 +29,7 @@ def column_maxima_kernel(
 
 @triton.jit
 def above_border_kernel(keys_ptr, border_ptr, packed_ptr, V, BLOCK: tl.constexpr):
-    """1 << 32 where a key is above the border, 1 where it is equal: summed up, the numbers of both so far."""
+    """Store 1 << 32 where a key is above the border, 1 where it is equal: running sums count both."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key, border = tl.load(keys_ptr + i, mask=i < V, other=0), tl.load(border_ptr)
     packed = ((key > border).to(tl.int64) << 32) + (key == border).to(tl.int64)
@@ -38,7 +38,7 @@ def above_border_kernel(keys_ptr, border_ptr, packed_ptr, V, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["k"])
 def chosen_columns_kernel(keys_ptr, border_ptr, counted_ptr, columns_ptr, V, k, BLOCK: tl.constexpr):
-    """Every chosen id at its rank among the chosen ones: those above the border, and of equal ones the first."""
+    """Store every chosen id at its rank among the chosen ones: those above the border, and of equal ones the first."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key, border = tl.load(keys_ptr + i, mask=i < V, other=0), tl.load(border_ptr)
     counted = tl.load(counted_ptr + i, mask=i < V, other=0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def largest_columns(maxima: Float[Tensor, " V"], k: int) -> Int[Tensor, " K"]:
-    """The ids of the `k` largest values, ascending; of equal values at the border the lowest ids.
+    """Return the ids of the `k` largest values, ascending; of equal values at the border the lowest ids.
 
     Args:
         maxima: One value per column; NaN counts as the largest.
@@ -19,7 +19,7 @@ def largest_columns(maxima: Float[Tensor, " V"], k: int) -> Int[Tensor, " K"]:
 
 
 def select_topk_columns(logits: Float[Tensor, "*rows V"], k: int) -> Int[Tensor, " K"]:
-    """The `k` columns with the largest maximum over all rows, ascending; ties go to the lowest id.
+    """Return the `k` columns with the largest maximum over all rows, ascending; ties go to the lowest id.
 
     Args:
         logits: Rows of logits, already cut to the columns that may be chosen.
@@ -38,9 +38,9 @@ class NativeSelectTopkColumnsOp(nn.Module):
     """Reference backend. Comparing is exact in every dtype, so both paths give the same ids."""
 
     def forward(self, logits: Float[Tensor, "*rows V"], k: int) -> Int[Tensor, " K"]:
-        """As `select_topk_columns`, compared in the dtype of `logits`."""
+        """Compute the same as `select_topk_columns`, compared in the dtype of `logits`."""
         return select_topk_columns(logits, k)
 
     def forward_fp32(self, logits: Float[Tensor, "*rows V"], k: int) -> Int[Tensor, " K"]:
-        """As `select_topk_columns`: upcasting keeps every order, so nothing is upcast."""
+        """Compute the same as `select_topk_columns`: upcasting keeps every order, so nothing is upcast."""
         return select_topk_columns(logits, k)

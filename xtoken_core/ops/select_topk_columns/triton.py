@@ -23,7 +23,7 @@ KEY_BLOCK = 1024
 
 
 def column_maxima(logits: Float[Tensor, "B T V"]) -> Float[Tensor, " V"]:
-    """The largest value of each column over all rows, in float32, read once.
+    """Return the largest value of each column over all rows, in float32, read once.
 
     Args:
         logits: float32, bfloat16 or float16; the last dimension contiguous, a cut view of a wider head included.
@@ -40,7 +40,7 @@ def column_maxima(logits: Float[Tensor, "B T V"]) -> Float[Tensor, " V"]:
 
 
 def largest_by_border(maxima: Float[Tensor, " V"], k: int) -> Int[Tensor, " K"]:
-    """As `largest_columns`: a top-k of the values alone gives the border, ids are counted off in their order.
+    """Compute the same as `largest_columns`: a top-k of values gives the border, a running count the ids.
 
     Args:
         maxima: float32; NaN counts as the largest, -0.0 equals 0.0.
@@ -64,12 +64,12 @@ class TritonSelectTopkColumnsOp(nn.Module):
     """Triton backend: the same ids as the reference."""
 
     def forward(self, logits: Float[Tensor, "B T V"], k: int) -> Int[Tensor, " K"]:
-        """As the reference's `select_topk_columns`; float64 takes that path."""
+        """Compute the same as the reference, which runs for float64."""
         V = logits.shape[-1]
         if k >= V or not logits.numel() or not accumulates_in_float32(logits):
             return select_topk_columns(logits, k)
         return largest_by_border(column_maxima(logits.detach()), k)
 
     def forward_fp32(self, logits: Float[Tensor, "B T V"], k: int) -> Int[Tensor, " K"]:
-        """As `forward`: upcasting keeps every order."""
+        """Compute the same as `forward`: upcasting keeps every order."""
         return self.forward(logits, k)

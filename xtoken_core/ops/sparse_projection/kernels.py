@@ -10,7 +10,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 @triton.jit
 def sparse_projection_kernel(lines_ptr, offsets_ptr, sources_ptr, weights_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    """BLOCK rows of `x W` at one teacher id: its student ids' lines, weighed and added in the order of the ids."""
+    """Compute BLOCK rows of `x W` at one teacher id: its student ids' lines, weighted and added in id order."""
     teacher = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -22,7 +22,7 @@ def sparse_projection_kernel(lines_ptr, offsets_ptr, sources_ptr, weights_ptr, o
 
 @triton.jit
 def sparse_projection_bwd_kernel(lines_ptr, targets_ptr, weights_ptr, out_ptr, N, V_s, slots, BLOCK: tl.constexpr):
-    """BLOCK rows of `g W^T` at one student id: its teacher ids' lines, weighed and added in the order of the ids."""
+    """Compute BLOCK rows of `g W^T` at one student id: its teacher ids' lines, weighted and added in id order."""
     student = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

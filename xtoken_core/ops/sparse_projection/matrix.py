@@ -52,7 +52,7 @@ class ProjectionMatrix:
         student_vocab_size: int,
         teacher_vocab_size: int,
     ) -> ProjectionMatrix:
-        """Build from single entries; those outside the two vocabularies are dropped, equal places are added."""
+        """Build from single entries; those outside the vocabularies are dropped, those of the same pair are added."""
         inside = (student_ids >= 0) & (student_ids < student_vocab_size)
         inside &= (teacher_ids >= 0) & (teacher_ids < teacher_vocab_size)
         places = torch.stack([teacher_ids[inside].long(), student_ids[inside].long()])
@@ -118,7 +118,7 @@ class ProjectionMatrix:
         )
 
     def to(self, device: torch.device | str) -> ProjectionMatrix:
-        """The same matrix on another device; itself if it is there already."""
+        """Return the matrix on another device; itself if it is already there."""
         if self.sparse.device == torch.device(device):
             return self
         moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
@@ -131,7 +131,7 @@ def _offsets(sorted_ids: Tensor, size: int) -> Tensor:
 
 
 def _slots(sparse: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of each row side by side over rows: `[slots, rows]`, at least one slot."""
+    """Return the entries of each row as slots over rows: `[slots, rows]`, at least one slot."""
     rows, columns = sparse.indices()
     offsets = _offsets(rows, sparse.shape[0])
     slot = torch.arange(len(rows), device=rows.device) - offsets[rows]

@@ -23,7 +23,7 @@ class Fp32SparseMM(torch.autograd.Function):
     def forward(
         ctx: Any, sparse_M: Tensor, dense: Float[Tensor, "V_s N"], transposed: Tensor | None = None
     ) -> Float[Tensor, "V_t N"]:
-        """`M^T @ dense`.
+        """Compute `M^T @ dense`.
 
         Args:
             ctx: autograd's context.
@@ -42,7 +42,7 @@ class Fp32SparseMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Float[Tensor, "V_t N"]) -> tuple[None, Float[Tensor, "V_s N"], None]:
-        """`M @ grad_out`, in the dtype of the forward's `dense`."""
+        """Compute `M @ grad_out`, in the dtype of the forward's `dense`."""
         with torch.autocast(grad_out.device.type, enabled=False):
             gradient = upcast(grad_out)
             return None, torch.sparse.mm(ctx.matrix.to(gradient.dtype), gradient).to(ctx.dtype), None
@@ -52,7 +52,7 @@ class NativeSparseProjectionOp(nn.Module):
     """Reference backend: `x W` for rows `x`, through `Fp32SparseMM`."""
 
     def forward(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
-        """`x W`, accumulated in float32 and rounded once to the dtype of `x`.
+        """Compute `x W`, accumulated in float32 and rounded once to the dtype of `x`.
 
         Args:
             x: Rows over the student's vocabulary.
@@ -61,7 +61,7 @@ class NativeSparseProjectionOp(nn.Module):
         return self.forward_fp32(x, projection).to(x.dtype)
 
     def forward_fp32(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
-        """`x W` in float32 (float64 stays): the ground truth."""
+        """Compute `x W` in float32 (float64 stays): the ground truth."""
         rows = x.reshape(-1, x.shape[-1])
         out: Tensor = Fp32SparseMM.apply(projection.sparse, rows.t(), projection.transposed)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return out.t().reshape(*x.shape[:-1], projection.teacher_vocab_size)

@@ -25,7 +25,7 @@ class TritonSparseProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Float[Tensor, "N V_s"], projection: ProjectionMatrix) -> Float[Tensor, "N V_t"]:
-        """As the reference's `forward`; ids are neighbours in memory row by row, as its product leaves them."""
+        """Compute the same as the reference; the result is a view of `[V_t, N]`."""
         lines = x.t().contiguous()  # [V_s, N]
         N, W = x.shape[0], projection
         out = torch.empty((W.teacher_vocab_size, N), dtype=x.dtype, device=x.device)
@@ -39,7 +39,7 @@ class TritonSparseProjection(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Float[Tensor, "N V_t"]) -> tuple[Float[Tensor, "N V_s"], None]:
-        """`grad_out W^T`, in the dtype of `x`."""
+        """Compute `grad_out W^T`, in the dtype of `x`."""
         lines = grad_out.t().contiguous()  # [V_t, N]
         N, W = grad_out.shape[0], ctx.projection
         slots, V_s = W.slot_targets.shape
@@ -56,7 +56,7 @@ class TritonSparseProjectionOp(nn.Module):
     """Triton backend: float32 inside whatever autocast surrounds it, deterministic."""
 
     def forward(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
-        """As the reference's `forward`; float64, and no rows at all, take that path."""
+        """Compute the same as the reference, which runs for float64 and for empty inputs."""
         if not x.numel() or not projection.teacher_vocab_size or not accumulates_in_float32(x):
             product: Tensor = NativeSparseProjectionOp()(x, projection)
             return product
@@ -65,5 +65,5 @@ class TritonSparseProjectionOp(nn.Module):
         return out.reshape(*x.shape[:-1], projection.teacher_vocab_size)
 
     def forward_fp32(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
-        """As `forward` on rows upcast first."""
+        """Compute the same as `forward` on rows upcast first."""
         return self.forward(upcast(x), projection)
