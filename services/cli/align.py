@@ -140,7 +140,7 @@ def check(
     Records that cannot be used are counted as skipped. A record with misfits has tokens in no chunk beyond those that
     any text may have: specials and a space that a tokenizer sets around it, and the rest of a text that was cut.
     """
-    from services.common.progress import counted
+    from services.common.progress import progress_bar
     from xtoken_core.alignment.report import AlignmentReport
     from xtoken_core.errors import XtokenError
 
@@ -149,7 +149,7 @@ def check(
     first_bad = ""
     for path in files:
         report, told = AlignmentReport(), _Check()
-        with counted(f"aligning {path.name}", quiet=as_json) as tell, _texts(path, field) as (texts, records):
+        with progress_bar(f"aligning {path.name}", quiet=as_json) as tell, _texts(path, field) as (texts, records):
             for batch in _batches(texts):
                 skipped = [(place, reason) for place, text, reason in batch if text is None]
                 usable = [(place, text) for place, text, _ in batch if text is not None]

@@ -31,11 +31,11 @@ def export(
     The run may have been stopped, have failed or still go on. It takes no GPU. What a completed run leaves in
     OUTPUT/model, this makes of a checkpoint: weights, tokenizer, and a card with the figures up to its step.
     """
-    from services.common.progress import busy
+    from services.common.progress import spinner
     from services.trainer.export_checkpoint import choose
 
     choose(output, step, to)
-    with busy("reading the checkpoint and writing the model", quiet=as_json):
+    with spinner("reading the checkpoint and writing the model", quiet=as_json):
         from services.trainer.export_checkpoint import export_checkpoint
 
         found = export_checkpoint(output, step, to)

@@ -32,12 +32,12 @@ def build(
     as_json: JsonOption = False,
 ) -> None:
     """Build the projection from a student's vocabulary to a teacher's."""
-    from services.common.progress import busy
+    from services.common.progress import spinner
     from xtoken_core.projection.build import BuildOptions, build_projection
     from xtoken_core.projection.files import write_projection
 
     options = BuildOptions(forward, reverse, specials, exact, top_k, as_reference)
-    with busy("reading both vocabularies and building the projection", quiet=as_json):
+    with spinner("reading both vocabularies and building the projection", quiet=as_json):
         ours, theirs = _tokenizer(student, "student"), _tokenizer(teacher, "teacher")
         projection = build_projection(ours, theirs, options, student_rows=_head_width(student))
         write_projection(projection, out, bfloat16=as_reference)
@@ -60,13 +60,13 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a projection covers, and warn where it is thin."""
-    from services.common.progress import busy
+    from services.common.progress import spinner
     from xtoken_core.projection import report
     from xtoken_core.projection.files import read_topk
     from xtoken_core.projection.fingerprint import check_projection_pair
 
     check_projection_pair(file, student, teacher)
-    with busy("reading both vocabularies", quiet=as_json):
+    with spinner("reading both vocabularies", quiet=as_json):
         found = report.inspect_projection(
             read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
         )
@@ -101,13 +101,13 @@ def overlap(
     as_json: JsonOption = False,
 ) -> None:
     """Show how many spellings each pair of vocabularies shares, specials aside."""
-    from services.common.progress import busy
+    from services.common.progress import spinner
     from xtoken_core.errors import ConfigError
     from xtoken_core.projection import report
 
     if len(tokenizers) < 2:
         raise ConfigError("overlap takes two directories or more")
-    with busy("reading the vocabularies", quiet=as_json):
+    with spinner("reading the vocabularies", quiet=as_json):
         rows = report.overlap({str(path): _table(path, "vocabulary") for path in tokenizers})
     if as_json:
         typer.echo(json.dumps(report.overlap_table(rows), indent=2))

@@ -21,7 +21,7 @@ from services.cli.options import (
     JsonOption,
     token_in,
 )
-from services.common.progress import busy
+from services.common.progress import spinner
 from xtoken_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ def start(
     spec = load_run_spec(run_file)
     with _client(control, token_file) as client:
         if dry_run:
-            with busy(f"checking {spec.name}", quiet=as_json):
+            with spinner(f"checking {spec.name}", quiet=as_json):
                 found = client.check(spec)
             line = (
                 f"{found['spec']['name']}: {found['positions']} samples in {found['steps']} steps; nothing was started"
             )
             _print(found, line, as_json)
             return
-        with busy(f"checking {spec.name}", quiet=as_json):
+        with spinner(f"checking {spec.name}", quiet=as_json):
             status = client.start(spec)
         _tell_or_watch(client, status, status["id"], watch=watch, as_json=as_json)
 
@@ -167,7 +167,7 @@ def stop(
     with _client(control, token_file) as client:
         status = client.stop(_find(client, run), now=now)
         if wait:
-            with busy(f"{status['id']} is stopping", quiet=as_json):
+            with spinner(f"{status['id']} is stopping", quiet=as_json):
                 status = _await_end(client, status)
         _print(status, f"{status['id']}: {status['state']}", as_json)
 

@@ -1,7 +1,7 @@
-"""Where a run may read and write: set by whoever serves a control plane, passed on to every worker of its runs.
+"""Directories that a run may read and write: set for a control plane, inherited by every worker of its runs.
 
-The control plane looks at a run's paths before it starts anything, and every worker looks again when it opens them:
-what a name leads to may have changed in between. A worker started by hand has no roots and may open what its user may.
+The control plane checks a run's paths before it starts anything, and every worker checks again when it opens them: a
+symbolic link may have changed in between. A worker without a supervisor has no roots and may open what its user may.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ class Roots:
 
     @classmethod
     def of_environment(cls) -> Roots | None:
-        """The roots that the control plane has set for this process; None if it has not."""
-        told = os.environ.get(VARIABLE)
-        if told is None:
+        """Return the roots that the control plane has set for this process; None without."""
+        value = os.environ.get(VARIABLE)
+        if value is None:
             return None
         try:
-            found = json.loads(told)
-            return cls(tuple(map(Path, found["read"])), tuple(map(Path, found["write"])))
+            roots = json.loads(value)
+            return cls(tuple(map(Path, roots["read"])), tuple(map(Path, roots["write"])))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{VARIABLE} is not what a control plane writes: {error}") from error
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a worker's environment says about them."""
+        """Environment variables that pass the roots to a worker."""
         return {VARIABLE: json.dumps({"read": [str(p) for p in self.read], "write": [str(p) for p in self.write]})}
 
     def check_run(self, spec: RunSpec) -> None:
-        """Every path of a run.
+        """Check every path of a run.
 
         Raises:
             OutsideError: One leads out of the roots.
@@ -84,7 +84,7 @@ class Roots:
             self.check(path, field, write=field in WRITTEN)
 
     def check(self, path: Path, field: str, *, write: bool = False) -> None:
-        """A path, and every symbolic link below it if it is a directory that is read.
+        """Check a path, and every symbolic link below it if it is a directory to read.
 
         Raises:
             OutsideError: It leads out of the roots.
@@ -105,7 +105,7 @@ class Roots:
 
 
 def confined(path: Path, field: str) -> Path:
-    """The path, if this process may open it.
+    """Return the path, if this process may open it.
 
     Raises:
         OutsideError: It leads out of the roots that the control plane has set.

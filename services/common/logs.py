@@ -1,4 +1,4 @@
-"""Logging of a process: one line an event, to standard error."""
+"""Logging of a process: one line per event, to standard error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def set_up(*, debug: bool = False) -> None:
     formatter = logging.Formatter(FORMAT, datefmt="%Y-%m-%dT%H:%M:%SZ")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
-    logging.getLogger("torch").setLevel(logging.ERROR)  # its advice is for its own developers
+    logging.getLogger("torch").setLevel(logging.ERROR)  # hides advice that is no use to a user
     root = logging.getLogger("xtoken")
     root.handlers = [handler]
     root.propagate = False

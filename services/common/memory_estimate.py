@@ -1,4 +1,4 @@
-"""Whether a GPU has room for what a run keeps on it, looked at before anything is loaded; activations come on top."""
+"""Estimate of the GPU memory that a run needs before any activation, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,81 +20,83 @@ from xtoken_core.transports.factory import pick_transport
 from xtoken_core.transports.ring import RingShape
 from xtoken_core.wire.columns import ITEM_SIZES
 
-log = logging.getLogger("xtoken.budget")
+log = logging.getLogger("xtoken.memory")
 
 GIB = 1 << 30
 FLOAT32 = ITEM_SIZES["float32"]
-KINDS = 4
-"""Of what a student keeps per weight: itself, its gradient, AdamW's two moments."""
-BETWEEN_STEPS = KINDS - 1
-"""Without the gradient, which is dropped at a step's end."""
-WAYS_OUT = (
+COPIES = 4
+"""Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
+COPIES_BETWEEN_STEPS = COPIES - 1
+"""Without the gradient, which is freed at a step's end."""
+REMEDIES = (
     "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
 )
 FEWER_SLOTS = "lower train.samples_per_step, all of whose signals select_teacher holds at once"
-WAYS_OUT_OF_READING = f"set eval.teacher_kl = false, or {WAYS_OUT}"
-"""Where it is the teachers beside the student that are too much."""
+REMEDIES_FOR_EVALUATION = f"set eval.teacher_kl = false, or {REMEDIES}"
+"""If the teachers beside the student are too much."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """A part of a GPU's memory that a run takes for as long as it trains, or reads its held-out text."""
+    """A part of a GPU's memory that a run needs while it trains, or while it evaluates."""
 
     what: str
     nbytes: int
 
 
 def weight_bytes(directory: Path, dtype: str) -> int:
-    """Bytes of a model's weights once they are loaded in a dtype."""
+    """Return the bytes of a model's weights in a dtype."""
     return weight_count(directory) * ITEM_SIZES[dtype]
 
 
-def student_bytes(spec: RunSpec, *, kinds: int = KINDS) -> int:
-    """Bytes of a rank's weights, gradients and moments; of adapters and their state nothing is counted.
+def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
+    """Return the bytes of a rank's weights, gradients and moments; adapters and their state are not counted.
 
     Args:
         spec: The run's settings.
-        kinds: How many of these there are per weight: `KINDS`, or `BETWEEN_STEPS`.
+        copies: Values per weight: `COPIES`, or `COPIES_BETWEEN_STEPS`.
     """
     weights = weight_bytes(spec.student.model, spec.student.dtype)
     if spec.train.lora is not None:
         return weights
-    in_float32 = weights // ITEM_SIZES[spec.student.dtype] * FLOAT32 * kinds
+    in_float32 = weights // ITEM_SIZES[spec.student.dtype] * FLOAT32 * copies
     masters = spec.train.master_weights and spec.student.dtype != "float32"
-    if masters and sharing(spec) == 1:
+    if masters and shards(spec) == 1:
         return in_float32 + weights
-    return (in_float32 if masters else kinds * weights) // sharing(spec)
+    return (in_float32 if masters else copies * weights) // shards(spec)
 
 
-def sharing(spec: RunSpec) -> int:
-    """How many ranks share one student: 1 where each has it whole."""
+def shards(spec: RunSpec) -> int:
+    """Return the number of ranks that one student is sharded over; 1 without sharding."""
     return spec.workers.nodes * spec.workers.ranks if spec.train.parallel == "fsdp" else 1
 
 
 def loads_teachers(run: ResolvedRun, rank: int) -> bool:
-    """Whether a rank of this node group loads the teachers beside its student to read the held-out text."""
+    """Return whether a rank of this node group loads the teachers beside its student for evaluation."""
     if run.spec.eval is None or not run.spec.eval.teacher_kl:
         return False
-    return sharing(run.spec) > 1 or run.group == rank == 0
+    return shards(run.spec) > 1 or run.group == rank == 0
 
 
-def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, reading: bool = False) -> Iterator[Need]:
-    """What a node group's processes keep on one of its GPUs.
+def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: bool = False) -> Iterator[Need]:
+    """Yield what a node group's processes keep on one of its GPUs.
 
     Args:
         run: The run.
-        gpu: Which, from 0.
-        gpus: How many there are; ranks beyond them begin at the first one again.
-        rings: Whether the teachers' rings are on their GPUs.
-        reading: While the held-out text is read, not while a step is trained.
+        gpu: Number of the GPU, from 0.
+        gpus: Number of GPUs; rank r is on GPU r modulo this.
+        rings: The teachers' rings are on their GPUs.
+        evaluates: During an evaluation instead of a training step.
     """
     spec = run.spec
     for rank in range(spec.workers.ranks):
         of_rank = f" of rank {rank}" if spec.workers.ranks > 1 else ""
         if rank % gpus == gpu:
-            beside = reading and loads_teachers(run, rank)
-            yield Need(f"the student's state{of_rank}", student_bytes(spec, kinds=BETWEEN_STEPS if beside else KINDS))
+            beside = evaluates and loads_teachers(run, rank)
+            yield Need(
+                f"the student's state{of_rank}", student_bytes(spec, copies=COPIES_BETWEEN_STEPS if beside else COPIES)
+            )
             for number, teacher in enumerate(spec.teacher if beside else ()):
                 what = f"teacher {number}'s weights beside the student{of_rank} while the held-out text is read"
                 yield Need(what, weight_bytes(teacher.model, teacher.dtype))
@@ -109,12 +111,12 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, reading: boo
 
 
 def check_room(run: ResolvedRun, device: torch.device) -> None:
-    """Refuse a run that keeps more on a GPU than the GPU has, in a step or while it reads its held-out text.
+    """Refuse a run that keeps more on a GPU than the GPU has, in a step or in an evaluation.
 
-    Workers that somebody has started by hand may each see other GPUs under the same number: they are only warned.
+    Workers without a supervisor may each see other GPUs under the same number: they only log a warning.
 
     Raises:
-        ConfigError: With what is kept there.
+        ConfigError: It needs more; the text lists the parts.
     """
     if device.type != "cuda":
         return
@@ -127,38 +129,46 @@ def check_room(run: ResolvedRun, device: torch.device) -> None:
 
 
 def shortage(run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool) -> str:
-    """Why a GPU of so many bytes cannot hold what a run keeps there; empty if it can. Arguments as for `needs_of`."""
+    """Return why a GPU cannot hold what a run keeps there; empty if it can.
+
+    Args:
+        run: The run.
+        gpu: As for `needs_of`.
+        gpus: Likewise.
+        total: The GPU's memory in bytes.
+        rings: As for `needs_of`.
+    """
     where = f"cuda:{gpu}"
-    trained, read = (list(needs_of(run, gpu, gpus, rings=rings, reading=reading)) for reading in (False, True))
+    step, evaluation = (list(needs_of(run, gpu, gpus, rings=rings, evaluates=part)) for part in (False, True))
     holds_a_step = rings and run.spec.ring_slots > run.spec.workers.slots
     fewer = f"{FEWER_SLOTS}, " if holds_a_step else ""
-    return too_much(trained, total, where, fewer + WAYS_OUT) or too_much(read, total, where, WAYS_OUT_OF_READING)
+    return too_much(step, total, where, fewer + REMEDIES) or too_much(evaluation, total, where, REMEDIES_FOR_EVALUATION)
 
 
-def too_much(needs: list[Need], total: int, where: str, ways_out: str = WAYS_OUT) -> str:
-    """Why these needs cannot be met by so many bytes; empty if they can."""
-    asked = sum(need.nbytes for need in needs)
-    if asked <= total:
+def too_much(needs: list[Need], total: int, where: str, remedies: str = REMEDIES) -> str:
+    """Return why these needs exceed `total` bytes; empty if they do not."""
+    needed = sum(need.nbytes for need in needs)
+    if needed <= total:
         return ""
     parts = ", ".join(f"{need.what} {need.nbytes / GIB:.2f}" for need in needs)
     return (
-        f"{where} has {total / GIB:.2f} GiB, the run keeps {asked / GIB:.2f} there before any activation ({parts}): "
-        f"{ways_out}"
+        f"{where} has {total / GIB:.2f} GiB, the run keeps {needed / GIB:.2f} there before any activation ({parts}): "
+        f"{remedies}"
     )
 
 
 def check_teacher(device: torch.device, weights: int, shape: RingShape, what: str, *, ring_on_device: bool) -> None:
-    """Refuse a teacher that cannot fit its GPU beside what is there already.
+    """Refuse a teacher that does not fit into the free memory of its GPU.
 
     Args:
-        device: Where it will be; nothing is looked at on a CPU.
+        device: Device of the teacher; a CPU is not checked.
         weights: Bytes of its weights.
-        shape: Of its ring.
-        what: The teacher, for the error.
-        ring_on_device: Whether the ring is on the GPU too.
+        shape: Shape of its ring.
+        what: Name of the teacher for the error.
+        ring_on_device: The ring is on the GPU too.
 
     Raises:
-        ConfigError: With what is needed and what is free.
+        ConfigError: It does not fit; the text has the sizes.
     """
     if device.type != "cuda":
         return

@@ -23,7 +23,7 @@ transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-cal
 
 
 def takes_gpu(wanted: str) -> bool:
-    """Whether a process is on a GPU: where it is asked for one, or where `auto` finds one.
+    """Return whether a process uses a GPU: if `wanted` says so, or is `auto` and torch sees one.
 
     Raises:
         ConfigError: A GPU is asked for and there is none.
@@ -34,7 +34,7 @@ def takes_gpu(wanted: str) -> bool:
 
 
 def pick_device(wanted: str, rank: int) -> torch.device:
-    """The device of a rank: `auto` takes a GPU where there is one, by `LOCAL_RANK` where torchrun has set it.
+    """Return the device of a rank: `auto` takes a GPU if there is one, by torchrun's `LOCAL_RANK` if that is set.
 
     Raises:
         ConfigError: A GPU is asked for and there is none.
@@ -46,11 +46,11 @@ def pick_device(wanted: str, rank: int) -> torch.device:
 
 
 def nth_gpu(number: int, what: str) -> torch.device:
-    """The GPU of a number, modulo how many there are; one that is thereby shared is told of.
+    """Return GPU `number` modulo the number of GPUs, with a warning if it is shared thereby.
 
     Args:
         number: From 0.
-        what: Who takes it, for the log.
+        what: Name of the process, for the log.
     """
     count = torch.cuda.device_count()
     device = torch.device("cuda", number % count)
@@ -66,34 +66,34 @@ def load_model(
     directory: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """A causal language model; only safetensors, never code from the directory.
+    """Load a causal language model: only safetensors, never code from the directory.
 
     Args:
-        spec: Which.
-        what: What errors call it.
-        device: Where it goes.
-        directory: Where it is, if not where the spec says.
-        dtype: Its weights', if not the spec's.
+        spec: Settings of the model.
+        what: Name of the model for errors.
+        device: Device to load it to.
+        directory: Directory, if not the spec's.
+        dtype: Dtype of the weights, if not the spec's.
 
     Raises:
         InputError: It cannot be loaded, or its head is narrower than the configuration says.
     """
-    place = confined(directory or spec.model, f"the {what}'s model")
+    path = confined(directory or spec.model, f"the {what}'s model")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            place,
+            path,
             dtype=dtype or getattr(torch, spec.dtype),
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        raise InputError(f"cannot load the {what}'s model from {place}: {first_line(error)}") from error
+        raise InputError(f"cannot load the {what}'s model from {path}: {first_line(error)}") from error
     model.to(device)  # type: ignore[arg-type]  # the stub's decorator loses `self`
     return model
 
 
 def head_width(model: PreTrainedModel) -> int:
-    """Rows of the model's head."""
+    """Return the number of rows of the model's head, `V_m`."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return int(head.weight.shape[0])

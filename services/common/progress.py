@@ -1,4 +1,4 @@
-"""Telling somebody at a terminal that work goes on, and how far it is: on standard error, and nowhere else."""
+"""Spinner and progress bar on standard error, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Told = Callable[[int, int | None], None]
-"""How much is done, and of how much; None while that is not known."""
+ProgressCallback = Callable[[int, int | None], None]
+"""Takes the amount done and the total; None while that is not known."""
 
 
 @contextmanager
-def busy(text: str, *, quiet: bool = False) -> Iterator[None]:
-    """Say what is done while it is done, where its length cannot be told."""
+def spinner(text: str, *, quiet: bool = False) -> Iterator[None]:
+    """Show a spinner, for work of unknown length."""
     from rich.console import Console
 
     console = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
@@ -21,8 +21,8 @@ def busy(text: str, *, quiet: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def counted(text: str, *, quiet: bool = False) -> Iterator[Told]:
-    """A bar that shows how much is done."""
+def progress_bar(text: str, *, quiet: bool = False) -> Iterator[ProgressCallback]:
+    """Show a progress bar."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -31,7 +31,7 @@ def counted(text: str, *, quiet: bool = False) -> Iterator[Told]:
     with Progress(*columns, console=console, transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
         task = progress.add_task(text, total=None)
 
-        def tell(done: int, total: int | None) -> None:
+        def update(done: int, total: int | None) -> None:
             progress.update(task, completed=done, total=total)
 
-        yield tell
+        yield update

@@ -1,13 +1,13 @@
-"""Whether a supervisor has started this process: then it and all others of its run see the same machine."""
+"""Detection of a supervisor: processes that one has started all see the same machine."""
 
 from __future__ import annotations
 
 import os
 
 MARK = "XTOKEN_ATTEMPT"
-"""In the environment of every process of a run, and of its children: which start of which worker it is."""
+"""Environment variable of every supervised process and its children: the worker and its attempt."""
 
 
 def supervised() -> bool:
-    """Whether this process is a worker that a supervisor has started, not somebody by hand."""
+    """Return whether a supervisor has started this process."""
     return MARK in os.environ

@@ -14,23 +14,23 @@ from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 
 
 def load_tokenizer(directory: Path, what: str) -> Any:
-    """The tokenizer in a directory.
+    """Load the tokenizer in a directory.
 
     Raises:
         InputError: There is no such directory, or it cannot be loaded.
     """
     confined(directory, f"the {what}'s tokenizer")
-    if not directory.is_dir():  # transformers would take it for a name, to be found in a cache or on a hub
+    if not directory.is_dir():  # transformers would look it up as a name on the hub
         raise InputError(f"the {what} has no tokenizer: {directory} is not a directory")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        tokenizer_fingerprint(directory)  # says so if its files are missing or damaged
+        tokenizer_fingerprint(directory)  # raises a better error if its files are missing or damaged
         raise InputError(f"cannot load the {what}'s tokenizer from {directory}: {first_line(error)}") from error
 
 
 def pad_id(tokenizer: Any) -> int:
-    """The id that fills padding: the tokenizer's own, or else its end-of-text token, or else 0."""
+    """Return the id for padding: the tokenizer's pad token, or else its end-of-text token, or else 0."""
     for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(value, int):
             return value

@@ -1,4 +1,4 @@
-"""What a tokenizer's files tell without importing torch: how many token ids it has, whether it takes messages."""
+"""Facts of a tokenizer from its files, without torch: vocabulary size and chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 
 
 def vocabulary_size(directory: Path) -> int:
-    """The highest token id of the tokenizer in a directory, plus one.
+    """Return the highest token id of the tokenizer in a directory, plus one.
 
     Raises:
         InputError: There is no tokenizer, or it cannot be read.
@@ -33,7 +33,7 @@ def vocabulary_size(directory: Path) -> int:
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Whether the tokenizer in a directory can render messages; True where its files do not tell."""
+    """Return whether the tokenizer in a directory has a chat template; True if its files do not say."""
     if any((directory / name).exists() for name in _TEMPLATES):
         return True
     try:
@@ -46,7 +46,7 @@ def has_chat_template(directory: Path) -> bool:
 
 
 def _ask_transformers(directory: Path) -> int:
-    """Let a process of its own load the tokenizer: transformers brings torch with it."""
+    """Load the tokenizer in a subprocess, since transformers imports torch."""
     program = (
         "import json, sys; from transformers import AutoTokenizer; "
         "t = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True); "
@@ -60,6 +60,6 @@ def _ask_transformers(directory: Path) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """What a library's error says, on one line."""
+    """Return the first line of a library's error message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""A model directory's weights, as their files tell of them; nothing is loaded. No torch."""
+"""Facts of a model directory's weights from file headers, without loading them. No torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from safetensors import safe_open
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 ENDS = 1 << 20
-"""Bytes at each end of a file that are told from another's; with its size, all but an edit in the middle."""
+"""Bytes hashed at each end of a file; with the size they catch all but an edit in the middle."""
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that the model is loaded from; other `.safetensors` beside them are somebody else's."""
+    """Return the files that the model is loaded from; other `.safetensors` files in the directory are ignored."""
     if (directory / WHOLE).is_file():
         return [directory / WHOLE]
     try:
@@ -26,7 +26,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weight_count(directory: Path) -> int:
-    """How many numbers they are.
+    """Return the number of weights.
 
     Raises:
         OSError, SafetensorError: A file cannot be read.
@@ -39,7 +39,7 @@ def weight_count(directory: Path) -> int:
 
 
 def weights_fingerprint(directory: Path) -> str:
-    """A hash of the configuration and of every file's size and ends: quick, and other weights differ in it.
+    """Return a hash of the configuration and of every file's size and ends: fast, and different for other weights.
 
     Raises:
         OSError: A file cannot be read.

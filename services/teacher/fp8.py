@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: weights scaled by output row, activations by token, products on the GPU's 8-bit units."""
+"""Linear layers in float8: weights scaled per output row, activations per token."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from xtoken_core.errors import ConfigError
 LARGEST = 448.0
 """The largest finite value of `float8_e4m3fn`."""
 MULTIPLE = 16
-"""The kernels take matrices whose sides are multiples of this."""
+"""Sides of a matrix must be multiples of this for the float8 kernels."""
 OLDEST = (8, 9)
-"""The compute capability of the first GPUs with 8-bit products."""
+"""Compute capability of the first GPUs with float8 matrix products."""
 
 
 class Fp8Linear(nn.Module):
     """`x W^T + b` with `W` in `float8_e4m3fn`, one scale per row of `W` and one per token of `x`.
 
     Args:
-        linear: The layer it stands for, on a GPU.
+        linear: Layer to replace, on a GPU.
     """
 
     weight: Tensor
@@ -35,7 +35,7 @@ class Fp8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows N"]:
-        """The layer's output in the dtype of `x`, which is bfloat16."""
+        """Return `x W^T + b` in the dtype of `x`, which is bfloat16."""
         flat = x.reshape(-1, x.shape[-1])
         scale = row_scale(flat)
         small = (flat.float() / scale).to(torch.float8_e4m3fn)
@@ -48,30 +48,30 @@ class Fp8Linear(nn.Module):
 
 
 def row_scale(x: Float[Tensor, "M K"]) -> Float[Tensor, "M 1"]:
-    """What each row is divided by so that its largest value is the format's, in float32."""
+    """Return the float32 scale of each row: divided by it, the row's largest value is the format's largest."""
     return x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
 
 
 def check_fp8(device: torch.device, dtype: str, what: str) -> None:
-    """Refuse 8-bit weights where they cannot be multiplied.
+    """Refuse float8 on a device or with a dtype that does not support it.
 
     Raises:
-        ConfigError: With the reason.
+        ConfigError: It is not supported; the text says why.
     """
     if device.type != "cuda":
         raise ConfigError(f"{what}: fp8 needs a GPU, and this teacher is on the {device.type.upper()}: set fp8 = false")
-    found = torch.cuda.get_device_capability(device)
-    if found < OLDEST:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
         raise ConfigError(
             f"{what}: fp8 needs a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or newer, "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: set fp8 = false"
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: set fp8 = false"
         )
     if dtype != "bfloat16":
         raise ConfigError(f'{what}: fp8 goes with dtype = "bfloat16", not {dtype!r}')
 
 
 def swap_linears(body: nn.Module) -> int:
-    """Replace the linear layers that the kernels can take, in place; returns how many."""
+    """Replace the linear layers whose sides fit the kernels, in place; returns their number."""
     count = 0
     for module in list(body.modules()):
         for name, child in list(module.named_children()):

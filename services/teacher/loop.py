@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.event_callbacks import Completions
+from services.common.event_callbacks import EventCallbacks
 from services.common.padding import padded_batch
 from services.common.step_plan import StepPlan, plan_fields, plan_step, ring_shape
 from services.common.worker import WAIT_S, Worker
@@ -39,7 +39,7 @@ class Pair:
 
     ring: SignalRing
     number: int
-    published: Completions
+    published: EventCallbacks
 
 
 class TeacherLoop:
@@ -102,7 +102,7 @@ class TeacherLoop:
         spec = self.run.spec
         ring = create_ring(self.transport, self.shape, run=spec.name, session=trainer.trainer, device=self.model.device)
         limit = spec.workers.step_timeout_s
-        published = Completions(self.model.device, f"publisher of teacher {self.teacher}", limit_s=limit)
+        published = EventCallbacks(self.model.device, f"publisher of teacher {self.teacher}", limit_s=limit)
         try:
             with self._head_in(ring):
                 number = self.queue.announce_ring(self.teacher, self.rank, trainer.trainer, ring.handle.to_bytes())
@@ -153,7 +153,7 @@ class TeacherLoop:
         """Nothing is on its way any more before the step is gone through again; what is revoked stays so."""
         while True:
             try:
-                pair.published.settle()
+                pair.published.drain()
                 return
             except QueueError as error:
                 if error.code not in ("lease_revoked", "rewound"):

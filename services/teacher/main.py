@@ -40,25 +40,25 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
                 f"--teacher {teacher} --rank {rank}: the run {spec.name!r} has {len(spec.teacher)} teachers "
                 f"and {spec.workers.ranks} ranks"
             )
-        mine = spec.teacher[teacher]
+        settings = spec.teacher[teacher]
         for leftover in sweep():
             log.warning("removed %s, left behind by a process that is gone", leftover)
-        device = place_of(spec, teacher, rank)
+        device = device_of(spec, teacher, rank)
         transport = pick_transport(spec.workers.signal, device)
         model = prepared_model(worker.run, teacher, device, transport)
         worker.alive()
-        tokenizer = load_tokenizer(mine.tokenizer_dir, f"teacher {teacher}")
+        tokenizer = load_tokenizer(settings.tokenizer_dir, f"teacher {teacher}")
         worker.phase("run")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        log.info("teacher %d loaded from %s on %s", teacher, mine.model, device)
+        log.info("teacher %d loaded from %s on %s", teacher, settings.model, device)
         with torch.inference_mode():
             loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer))
             loop.serve()
 
 
-def place_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:
-    """Where a rank's teacher runs: beside its student, or on the GPU that its settings name."""
+def device_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:
+    """Return the device of a rank's teacher: its student's, or the GPU that `teacher.gpu` names."""
     device, gpu = spec.workers.device, spec.teacher[teacher].gpu
     if gpu is None or not takes_gpu(device):
         return pick_device(device, rank)
@@ -66,10 +66,10 @@ def place_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:
 
 
 def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transport: str) -> TeacherModel:
-    """The teacher as its settings want it, if it fits its device.
+    """Load a teacher and apply its settings, if it fits its device.
 
     Raises:
-        ConfigError: It does not fit, or the device cannot do what is asked for.
+        ConfigError: It does not fit, or the device lacks what the settings need.
         InputError: It cannot be loaded.
     """
     spec, what = run.spec.teacher[teacher], f"teacher {teacher}"

@@ -1,4 +1,4 @@
-"""A teacher as a function from tokens to a slot: logits, or hidden states and each row's column maxima."""
+"""Forward pass of a teacher into a slot: logits, or hidden states and each row's column maxima."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from services.common.logits_check import logits_are_heads
 log = logging.getLogger("xtoken.teacher")
 
 WIDTH_BUCKET = 128
-"""A compiled model's widths are rounded up to a multiple of this, so that few shapes are ever seen."""
+"""Widths of a compiled model are rounded up to a multiple of this, so that few shapes are compiled."""
 CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at a time where only their maxima are wanted."""
+"""Tokens whose logits exist at a time where only their maxima are needed."""
 
 
 class TeacherModel:
-    """A causal language model in evaluation mode, its layers and its head apart.
+    """A causal language model in evaluation mode, with its body and head called separately.
 
     Args:
         model: The model, on its device.
-        compiled: Whether its layers are compiled.
+        compiled: Compile its layers.
 
     Attributes:
-        plain_head: Whether its logits are just the product of hidden states and head, without bias, cap or scale.
+        plain_head: Its logits are hidden states times head, without bias, cap or scale.
     """
 
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False) -> None:
@@ -43,16 +43,16 @@ class TeacherModel:
         if compiled:
             compile_layers(self._body)
         self._chunk: Tensor | None = None
-        self._told = False
+        self._warned = False
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device it computes on."""
         return self._device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights; one that is used twice counts once."""
+        """Bytes of its weights; tied ones count once."""
         return sum(part.nbytes for part in (*self.model.parameters(), *self.model.buffers()))
 
     @property
@@ -63,13 +63,14 @@ class TeacherModel:
 
     @contextmanager
     def head_in(self, memory: Float[Tensor, "V_m H"]) -> Iterator[None]:
-        """Put the head where others read it. On the model's own device the model computes with it there.
+        """Move the head into shared memory; on the model's own device the model then computes with it there.
 
-        The head is then in memory once, not twice; an embedding that is tied to it moves with it. As the context ends
-        it moves to the host, from where the next one takes it: the memory may be given up, and the device may be full.
+        The head is thus in memory once, not twice, and so is an embedding tied to it. When the context ends it moves to
+        the host, from where the next one takes it: the shared memory is freed then, and the device may be full.
 
         Args:
-            memory: Written first. On another device, or in another dtype, it is a copy and the model keeps its own.
+            memory: Shared memory of the ring. On another device, or in another dtype, it gets a copy and the model
+                keeps its own head.
         """
         weight = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         memory.copy_(weight.detach())
@@ -78,7 +79,7 @@ class TeacherModel:
             return
         weight.data = memory
         if memory.is_cuda:
-            torch.cuda.empty_cache()  # the ring is not torch's: what the head leaves is for everybody on the GPU
+            torch.cuda.empty_cache()  # the ring is outside torch's allocator: return the old head's memory to the GPU
         try:
             yield
         finally:
@@ -86,7 +87,7 @@ class TeacherModel:
 
     @torch.inference_mode()
     def write_logits(self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T V_m"]) -> None:
-        """Forward, the head's product written where it belongs.
+        """Run the forward pass, with the head's product written into the slot itself.
 
         Args:
             tokens: Padded ids, on the host.
@@ -98,13 +99,13 @@ class TeacherModel:
         elif self.plain_head:
             out.copy_(self.hidden(tokens) @ self.head.t(), non_blocking=True)
         else:
-            self._tell_copies()
+            self._warn_of_copies()
             out.copy_(self.model(input_ids=self._on_device(tokens), use_cache=False).logits, non_blocking=True)
 
-    def _tell_copies(self) -> None:
-        """Say once, in the teacher's log, that its head is not multiplied out into the slot itself."""
-        if not self._told:
-            self._told = True
+    def _warn_of_copies(self) -> None:
+        """Log once that the logits are copied into the slot instead of computed there."""
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "this teacher's logits are not just hidden states times head (a bias, a cap or a scale comes on top): "
                 "its own forward makes each micro-batch's whole, and they are copied into the slot%s",
@@ -115,12 +116,12 @@ class TeacherModel:
     def write_hidden(
         self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T H"], maxima: Float[Tensor, "B V_t"] | None
     ) -> None:
-        """Forward without logits; their maxima over each padded row are taken from pieces of the head's product.
+        """Run the forward pass without logits; column maxima come from pieces of the head's product.
 
         Args:
             tokens: Padded ids, on the host.
             out: A slot's hidden states, on any device.
-            maxima: A slot's column maxima; None where nobody needs them.
+            maxima: A slot's column maxima; None if the loss does not need them.
         """
         hidden = self.hidden(tokens)
         out.copy_(hidden, non_blocking=True)
@@ -129,9 +130,9 @@ class TeacherModel:
 
     @torch.inference_mode()
     def column_maxima(self, hidden: Float[Tensor, "B T H"], vocab: int) -> Float[Tensor, "B V_t"]:
-        """Each row's largest logit per column, padding included, rounded as the logits themselves would be.
+        """Return each row's largest logit per column `[B, V_t]`, padding included, in the logits' dtype.
 
-        Pieces of the product are made with tokens last, so that a maximum is taken over neighbours in memory.
+        The transposed product `[V_m, tokens]` is computed piece by piece, so that each maximum is over adjacent memory.
         """
         rows, width, H = hidden.shape
         out = hidden.new_empty(vocab, rows)
@@ -145,14 +146,14 @@ class TeacherModel:
                 count, length = piece.shape[:2]
                 logits = self._chunk[: self.head.shape[0] * count * length].view(-1, count * length)
                 torch.mm(self.head, piece.reshape(-1, H).t(), out=logits)
-                found = logits[:vocab].view(vocab, count, length).amax(dim=-1)
-                mine = out[:, first : first + count]
-                mine.copy_(found if start == 0 else torch.maximum(mine, found))
+                largest = logits[:vocab].view(vocab, count, length).amax(dim=-1)  # [V_t, rows]
+                target = out[:, first : first + count]
+                target.copy_(largest if start == 0 else torch.maximum(target, largest))
         return out.t()
 
     @torch.inference_mode()
     def hidden(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
-        """The hidden states that the head reads."""
+        """Return the last hidden states `[B, T, H]`."""
         rows, width = tokens.shape
         if self.compiled:
             tokens = self._bucketed(tokens)
@@ -160,27 +161,27 @@ class TeacherModel:
         return states[:rows, :width]
 
     def _bucketed(self, tokens: Tensor) -> Tensor:
-        """Padded on the right to a shape that few others differ from; causal models do not see it."""
+        """Pad on the right to a multiple of `WIDTH_BUCKET`; a causal model's other positions do not see the padding."""
         width = tokens.shape[1]
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or width
         wanted = max(width, min(-(-width // WIDTH_BUCKET) * WIDTH_BUCKET, longest))
         return torch.nn.functional.pad(tokens, (0, wanted - width), value=int(tokens[0, -1]))
 
     def _on_device(self, tokens: Tensor) -> Tensor:
-        """Copied without waiting for what the device is still doing."""
+        """Copy to the device without synchronisation."""
         if self.device.type != "cuda":
             return tokens.to(self.device)
         return tokens.pin_memory().to(self.device, non_blocking=True)
 
 
 def compile_layers(body: nn.Module) -> None:
-    """Compile a model's layers in place: all are alike, so that one of them is compiled for all."""
+    """Compile a model's layers in place, one by one: they are alike, so that one compilation serves all."""
     layers: list[nn.Module] = [part for part in body.modules() if isinstance(part, GradientCheckpointingLayer)]
     for part in layers or [body]:
         part.compile()
 
 
 def head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether a model's logits are the bare product of its last hidden states and its head's weight."""
+    """Return whether a model's logits are just its last hidden states times its head's weight."""
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return getattr(head, "bias", None) is None and logits_are_heads(model)

@@ -1,4 +1,4 @@
-"""Checkpoints: written beside the training, whole or not at all, named by the step they stand at."""
+"""Checkpoints: written asynchronously and atomically, one directory per step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from services.common.resume import (
     unreadable,
     write_run_document,
 )
-from services.trainer.distributed import Group
+from services.trainer.distributed import RankGroup
 from services.trainer.staging import Stage
 from xtoken_core.atomic import atomic_rename, atomic_write
 from xtoken_core.config.resolved import ResolvedRun
@@ -46,18 +46,18 @@ PRIVATE = 0o700
 
 @dataclass
 class Cursor:
-    """Where a run stands: what a checkpoint holds beside the model and the optimiser.
+    """Position of a run: the state of a checkpoint besides model and optimizer.
 
     Attributes:
         step: The next step; everything below it is done.
-        updates: Steps that the optimiser has taken; fewer than `step` if some had nothing to learn from or no number.
+        updates: Optimizer updates; fewer than `step` if steps had no valid token or no finite gradient.
         trained: Positions trained so far.
         tokens: Student tokens trained so far.
-        truncated: Documents among them that were cut.
-        nonfinite: Steps left out because their loss or gradient was no finite number.
-        nonfinite_in_a_row: How many of them came last, one after the other.
-        skipped: Tombstones below the cursor, with their reason.
-        dead: Dead letters below the cursor, with their reason.
+        truncated: Truncated documents among them.
+        nonfinite: Steps skipped because their loss or gradient was not finite.
+        nonfinite_in_a_row: Number of the last steps that were so, consecutively.
+        skipped: Reason of each tombstone below the cursor, by position.
+        dead: Reason of each dead letter below the cursor, by position.
     """
 
     step: int = 0
@@ -72,39 +72,39 @@ class Cursor:
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest kept.
+    """The checkpoints of one run; the newest `train.keep_checkpoints` are kept.
 
-    Every rank has one of these and calls `save` and `load` together with the others. What the device holds is copied
-    to the host first; a thread writes it while the training goes on.
+    All ranks call `save` and `load` together. The state is copied to the host first; a thread writes it while training
+    continues.
 
     Args:
-        directory: Where they are; private, since loading one trusts its files.
+        directory: Holds them; private, since loading one trusts its files.
         run: The run, whose identity every checkpoint carries.
         group: The ranks that write and read together.
     """
 
-    def __init__(self, directory: Path, run: ResolvedRun, group: Group | None = None) -> None:
+    def __init__(self, directory: Path, run: ResolvedRun, group: RankGroup | None = None) -> None:
         self.directory = directory
         self.run = run
-        self.group = group or Group(0, 1)
+        self.group = group or RankGroup(0, 1)
         self.stage = Stage()
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
 
     def save(self, cursor: Cursor, state: Mapping[str, Tensor]) -> Path:
-        """Copy the state to the host and write it in the background, once the one before is written.
+        """Copy the state to the host and write it in the background, once the previous one is written.
 
         Args:
-            cursor: Where the run stands.
+            cursor: Position of the run.
             state: Tensors by name; they may change as soon as `stage.wait` has been called.
 
         Returns:
-            Where the checkpoint will be.
+            The checkpoint's directory, once it is written.
 
         Raises:
-            OutputError: The checkpoint before could not be written.
+            OutputError: The previous checkpoint could not be written.
         """
-        self.settle()
+        self.wait()
         target = self.directory / f"step-{cursor.step:08d}"
         document = write_run_document(self.run, asdict(cursor))
         self.stage.copy(state)
@@ -112,11 +112,11 @@ class Checkpoints:
         self._writer.start()
         return target
 
-    def settle(self) -> None:
-        """Wait until what was saved is written.
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written.
 
         Raises:
-            OutputError: It could not be; older checkpoints are untouched and nothing half-written is left.
+            OutputError: It could not be written; older checkpoints are untouched and no partial one is left.
         """
         if self._writer is not None:
             self._writer.join()
@@ -124,28 +124,28 @@ class Checkpoints:
         self.check()
 
     def check(self) -> None:
-        """Raise what the writing has met, without waiting for it.
+        """Raise the error of the last write, if it has failed by now.
 
         Raises:
-            OutputError: as `settle`.
+            OutputError: As `wait`.
         """
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def latest(self) -> Path | None:
-        """The newest checkpoint."""
+        """Return the newest checkpoint."""
         return newest_checkpoint(self.directory)
 
     def load(self, path: Path, state: Mapping[str, Tensor]) -> Cursor:
-        """Read a checkpoint of this very run, into tensors that may be shared among ranks otherwise than when saved.
+        """Read a checkpoint of this run; the tensors may be sharded differently than when it was saved.
 
         Args:
             path: The checkpoint.
-            state: Filled in place; the names that `save` was given.
+            state: Tensors by the names given to `save`; filled in place.
 
         Raises:
-            InputError: It cannot be read, or others may write where it lies.
+            InputError: It cannot be read, is of another version, or others may write to its directory.
             ConfigError: It belongs to a run with other data, tokenizers or settings; the text names what differs.
         """
         check_private(self.directory)
@@ -162,24 +162,24 @@ class Checkpoints:
         return cursor
 
     def _write(self, target: Path, document: str) -> None:
-        """A temporary directory, fsync of every rank's file, rename, fsync of the parent: the body of the thread."""
+        """Write a temporary directory, every rank's file with fsync, and rename it: the body of the thread."""
         scratch = target.with_name(f".{target.name}.tmp")
         try:
             staged = self.stage.staged()
             self._prepare(scratch)
             writer = FileSystemWriter(scratch, sync_files=True)
             save_state(staged, storage_writer=writer, process_group=self.group.background, no_dist=self.group.size == 1)
-            if self.group.leads:
+            if self.group.is_leader:
                 self._publish(scratch, target, document)
-        except (Exception, CheckpointException) as error:  # the thread must not die in silence
-            if self.group.leads:
+        except (Exception, CheckpointException) as error:  # reported by the next wait() or check()
+            if self.group.is_leader:
                 shutil.rmtree(scratch, ignore_errors=True)
             self._failure = OutputError(f"cannot write the checkpoint {target}: {_reason(first_failure(error))}")
 
     def _prepare(self, scratch: Path) -> None:
-        """An empty temporary directory, before any rank writes into it."""
+        """Create an empty temporary directory, before any rank writes into it."""
         failure: OSError | None = None
-        if self.group.leads:
+        if self.group.is_leader:
             try:
                 self.directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -200,27 +200,27 @@ class Checkpoints:
         log.info("checkpoint %s", target)
 
     def _prune(self) -> None:
-        found = sorted(self.directory.glob("step-????????"))
-        for old in found[: -self.run.spec.train.keep_checkpoints]:
+        checkpoints = sorted(self.directory.glob("step-????????"))
+        for old in checkpoints[: -self.run.spec.train.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)
         for scratch in self.directory.glob(".step-*.tmp"):
             shutil.rmtree(scratch, ignore_errors=True)
 
 
 def cursor_from(document: Mapping[str, Any]) -> Cursor:
-    """A cursor from JSON, whose keys are all text."""
+    """Return a cursor from JSON, where all keys are strings."""
     positions = {name: {int(i): str(why) for i, why in document[name].items()} for name in ("skipped", "dead")}
     return Cursor(**{**document, **positions})
 
 
 def check_private(directory: Path) -> None:
-    """Refuse a directory into which somebody else may have put files.
+    """Refuse a directory that another user owns or may write to.
 
     Raises:
-        InputError: It is another user's, or others may write to it.
+        InputError: It is.
     """
-    found = directory.stat()
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise InputError(
             f"others may write to the checkpoints in {directory}, and loading one trusts its files: make sure that "
             f"they are yours, then chown and chmod 700 {directory}"
@@ -228,17 +228,17 @@ def check_private(directory: Path) -> None:
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """What a rank met, from what the ranks agreed on."""
+    """Return the first rank's error of a `CheckpointException`; another error as it is."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
-        found = next(iter(failures.values()))[0]
-        return found if isinstance(found, BaseException) else error
+        first = next(iter(failures.values()))[0]
+        return first if isinstance(first, BaseException) else error
     return error
 
 
 def _reason(error: BaseException) -> str:
-    told = str(error)
-    full = getattr(error, "errno", None) == errno.ENOSPC or "file write failed" in told or "writing file" in told
-    if full or "No space left" in told:
+    text = str(error)
+    full = getattr(error, "errno", None) == errno.ENOSPC or "file write failed" in text or "writing file" in text
+    if full or "No space left" in text:
         return "the disk is full: free some space and start the run again"
-    return (told.splitlines() or [type(error).__name__])[0]
+    return (text.splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""The ranks of a trainer: what they must agree on. One rank needs no process group."""
+"""Collectives among the ranks of a trainer. A single rank needs no process group."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from xtoken_core.errors import ConfigError, StaleSessionError
 
-MEETING = timedelta(minutes=10)
-"""How long ranks wait until all have started."""
+RENDEZVOUS = timedelta(minutes=10)
+"""Limit for the rendezvous: until all ranks have started."""
 TIMEOUT = timedelta(days=1)
-"""How long they wait for each other later: a rank that hangs stops beating, and is ended by the run's own limits."""
+"""Limit for later collectives. A rank that hangs stops its heartbeat and is ended by the run's own, shorter limits."""
 BEAT = timedelta(seconds=2)
 BUCKET_BYTES = 256 << 20
 T = TypeVar("T")
 
 
-class Group:
-    """All ranks of one trainer.
+class RankGroup:
+    """All ranks of one trainer: a thin layer over `torch.distributed`, without effect for a single rank.
+
+    Small values travel over gloo on the host, in the thread that asks; gradients over the device's own backend.
 
     Args:
         rank: This process's rank.
-        size: Number of ranks. With more than one, `MASTER_ADDR` and `MASTER_PORT` say where they meet.
-        nodes: Number of node groups among whom they are shared out, equally and in order.
+        size: Number of ranks. With more than one, `MASTER_ADDR` and `MASTER_PORT` name the rendezvous.
+        nodes: Number of node groups; each has `size / nodes` consecutive ranks.
 
     Attributes:
-        beat: Called every few seconds while the others are waited for.
-        background: For one thread beside the training, a process group of its own; None for a single rank.
+        beat: Heartbeat, called every few seconds while a collective waits for other ranks.
+        background: Process group of the checkpoint thread, so that its collectives never mix with the training's; None
+            for a single rank.
 
     Raises:
-        ConfigError: The meeting place is not given.
+        ConfigError: The rendezvous is not given.
     """
 
     def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
         self.rank, self.size, self.nodes = rank, size, nodes
-        self.beat: Callable[[], None] = _nothing
+        self.beat: Callable[[], None] = lambda: None
         self.background: dist.ProcessGroup | None = None
         if size == 1:
             return
@@ -53,82 +56,85 @@ class Group:
         if missing:
             raise ConfigError(f"a trainer of {size} ranks needs {' and '.join(missing)} in the environment")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=MEETING)
-        self.background = dist.new_group(backend="gloo", timeout=MEETING)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=RENDEZVOUS)
+        self.background = dist.new_group(backend="gloo", timeout=RENDEZVOUS)
         for group in (None, self.background):
             _set_pg_timeout(TIMEOUT, group)
 
     @classmethod
-    def of_environment(cls) -> Group | None:
-        """The group that torchrun has described in the environment; None outside of torchrun. Set `nodes` then."""
+    def of_environment(cls) -> RankGroup | None:
+        """Return the group that torchrun has set up, its `nodes` still to be set; None without torchrun."""
         names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
         if any(name not in os.environ for name in names):
             return None
         return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
     @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, which saves and reports."""
+    def is_leader(self) -> bool:
+        """True on rank 0, which saves and logs."""
         return self.rank == 0
 
     @property
     def node(self) -> int:
-        """The node group of this rank."""
+        """Number of this rank's node group."""
         return self.rank * self.nodes // self.size
 
     @property
-    def leads_node(self) -> bool:
-        """Whether this is its node group's first rank, which rewinds and acknowledges in that group's queue."""
+    def is_node_leader(self) -> bool:
+        """True on the first rank of a node group, which rewinds and acknowledges in that group's queue."""
         return self.rank % (self.size // self.nodes) == 0
 
     def incarnation(self) -> int:
-        """A number that is the same for all ranks, and higher at every later start."""
-        return self.from_leader(time.time_ns())
+        """Return a number that is the same on all ranks, and higher at every later start."""
+        return self.broadcast(time.time_ns())
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says yes."""
+        """Return True on all ranks if `flag` is True on any."""
         return self.any_of(flag)[0]
 
     def any_of(self, *flags: bool) -> list[bool]:
-        """For each question, whether any rank says yes."""
+        """Return for each flag whether it is True on any rank."""
         if self.size == 1:
             return list(flags)
         shared = torch.tensor([int(flag) for flag in flags])
         self._finish(dist.all_reduce(shared, async_op=True))
         return [bool(count) for count in shared.tolist()]
 
-    def total(self, value: Tensor) -> Tensor:
-        """The sum of all ranks' values, tensors without dimensions; on the device of this rank's own."""
+    def all_reduce_sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a scalar tensor over all ranks, on the device of this rank's own."""
         if self.size == 1:
             return value
         shared = value.double().cpu()
         self._finish(dist.all_reduce(shared, async_op=True))
         return shared.to(value)
 
-    def from_leader(self, value: int) -> int:
-        """Rank 0's value."""
+    def broadcast(self, value: int) -> int:
+        """Return rank 0's value."""
         if self.size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.int64)
         self._finish(dist.broadcast(shared, src=0, async_op=True))
         return int(shared.item())
 
-    def from_node_leader(self, value: int) -> int:
-        """The value of this node group's first rank."""
+    def broadcast_in_node(self, value: int) -> int:
+        """Return the value of this node group's first rank."""
         if self.size == 1:
             return value
         values = self._all(torch.tensor([value], dtype=torch.int64))
         return int(values[self.node * (self.size // self.nodes)].item())
 
-    def of_nodes(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of every node group's first rank, as many from each."""
+    def gather_nodes(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every node group's first rank, equally many from each."""
         if self.nodes == 1:
             return [list(numbers)]
         every = self._all(torch.tensor(list(numbers), dtype=torch.int64))
         return [found.tolist() for found in every[:: self.size // self.nodes]]
 
-    def gather(self, mine: T) -> list[T]:
-        """What every rank says, as JSON in padded byte tensors: ranks may differ in how much they have to say."""
+    def all_gather(self, mine: T) -> list[T]:
+        """Return every rank's object, in rank order.
+
+        It travels as JSON in byte tensors padded to the longest: ranks may differ in size, and nothing is pickled.
+        """
         if self.size == 1:
             return [mine]
         plain = json.dumps(mine).encode()
@@ -144,22 +150,27 @@ class Group:
         return gathered
 
     def _finish(self, work: dist.Work | None) -> None:
-        """Wait for a collective on the host; the others may come to it late."""
+        """Wait for a collective on the host, with heartbeats, since other ranks may enter it late."""
         assert work is not None
         while not work.is_completed():
-            with suppress(StaleSessionError):  # said again at the next step: a collective is not left in the middle
+            with suppress(
+                StaleSessionError
+            ):  # raised again at the next step: leaving a collective would hang the others
                 self.beat()
-            with suppress(RuntimeError):  # not yet
+            with suppress(RuntimeError):  # not completed within BEAT
                 work.wait(BEAT)
         work.wait()
 
-    def sum_gradients(self, weights: Iterable[torch.nn.Parameter]) -> None:
-        """Add up gradients over ranks: their denominators are the step's own, so there is nothing to average."""
+    def all_reduce_gradients(self, weights: Iterable[torch.nn.Parameter]) -> None:
+        """All-reduce gradients in buckets.
+
+        They are summed, not averaged: each rank's loss is divided by the whole step's denominators already.
+        """
         if self.size == 1:
             return
         every = list(weights)
         for weight in every:
-            if weight.grad is None:
+            if weight.grad is None:  # a rank without a micro-batch must still enter every all-reduce
                 weight.grad = torch.zeros_like(weight)
         for bucket in buckets([weight.grad for weight in every if weight.grad is not None], BUCKET_BYTES):
             flat = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
@@ -167,23 +178,19 @@ class Group:
             parts = _unflatten_dense_tensors(flat, bucket)  # type: ignore[no-untyped-call]
             torch._foreach_copy_(bucket, list(parts))
 
-    def wait(self) -> None:
-        """Until all ranks are here."""
+    def barrier(self) -> None:
+        """Wait until all ranks have entered."""
         if self.size > 1:
             self.any(False)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Destroy the process group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _nothing() -> None:
-    """Nobody listens."""
-
-
 def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Tensors in their order, as many of one dtype together as `limit` bytes allow, at least one."""
+    """Yield tensors in their order, as many of one dtype together as `limit` bytes allow, at least one."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

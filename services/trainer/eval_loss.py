@@ -1,4 +1,4 @@
-"""The run's own loss on held-out text: teachers loaded beside the student for as long as it takes."""
+"""The run's own loss on held-out text, with the teachers loaded beside the student meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from services.common.models import load_model
 from services.common.tokenizers import load_tokenizer
-from services.trainer.metrics import floats
+from services.trainer.metrics import to_floats
 from services.trainer.student import Student
 from xtoken_core import schema
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts
@@ -22,15 +22,15 @@ from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
 REPORTED = ("loss", "kl_loss", "ce_loss", "accuracy", "kl_common", "l1_uncommon", "proj_accuracy", "chunk_mass")
 
 
-class HeldOutLoss:
-    """Some documents, collated once as the run's own are.
+class EvalLoss:
+    """The run's loss on some documents, which are collated once as the run's own are.
 
     Args:
         spec: The run's settings.
         loss: Its loss.
         tokenizer: The student's.
         documents: Texts; the first `eval.kl_documents` that are not empty are taken.
-        progress: Called after every tokenizer that was loaded, and after every batch; what it raises ends this.
+        progress: Called after every tokenizer that was loaded, and after every batch; it may raise to stop.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class HeldOutLoss:
 
     @torch.no_grad()
     def measure(self, student: Student, *, progress: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """The loss and its parts, means over all documents, by the names of `steps.jsonl` with `held_out_` before.
+        """Return the loss and its parts, means over all documents, named as in `steps.jsonl` with a prefix `held_out_`.
 
         All teachers are on the student's device meanwhile, each in its dtype, one with `fp8` too.
 
         Args:
-            student: What is measured.
-            progress: Called after every teacher that was loaded, and after every batch; what it raises ends this.
+            student: The student.
+            progress: Called after every teacher that was loaded, and after every batch; it may raise to stop.
 
         Raises:
             InputError: A teacher cannot be loaded.
@@ -89,10 +89,10 @@ class HeldOutLoss:
             return self._measured(student, progress)
         finally:
             if student.device.type == "cuda":
-                torch.cuda.empty_cache()  # a teacher's process on this GPU cannot take what this one only keeps
+                torch.cuda.empty_cache()  # a teacher's process on this GPU cannot use what this one only caches
 
     def _measured(self, student: Student, progress: Callable[[], None]) -> dict[str, float]:
-        """As `measure`; the teachers are gone with its frame."""
+        """Compute `measure`; the teachers are freed with this frame."""
         teachers = []
         for place, spec in enumerate(self.spec.teacher):
             teachers.append(load_model(spec, f"teacher {place}", student.device).eval())  # type: ignore[no-untyped-call]
@@ -114,13 +114,13 @@ class HeldOutLoss:
             )
             parts.append(metrics)
             progress()
-        found = combine_metrics(floats(parts))
+        found = combine_metrics(to_floats(parts))
         return {f"held_out_{name}": value for name, value in found.items() if name.startswith(REPORTED)}
 
     def _selected_chunks(
         self, teachers: Sequence[PreTrainedModel], device: torch.device, progress: Callable[[], None]
     ) -> float:
-        """The chunks of the teachers that `select_teacher` follows, over all batches: no student has a say in it."""
+        """Return the chunks of the teachers that `select_teacher` chooses over all batches, whatever the student."""
         chunks = 0.0
         for batch in self.batches:
             tensors = on_device(batch, device)
@@ -129,7 +129,7 @@ class HeldOutLoss:
         return chunks
 
     def _signals(self, teachers: Sequence[PreTrainedModel], tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Each teacher's logits of a batch."""
+        """Return each teacher's logits of a batch, `[B, T_t, V_m]`."""
         signals = []
         for index, (same, teacher) in enumerate(zip(self.spec.same_tokenizer, teachers, strict=True)):
             ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)
@@ -138,5 +138,5 @@ class HeldOutLoss:
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """A batch's tensors on a device."""
+    """Return a batch's tensors on a device."""
     return {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)}

@@ -1,4 +1,4 @@
-"""Held-out text during a run: bits per byte, accuracy and losses, into `eval.jsonl`."""
+"""Evaluation on held-out text during a run: bits per byte, accuracy and losses, into `eval.jsonl`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from services.common.resolve import open_index
 from services.common.worker import Worker
-from services.trainer.eval_loss import HeldOutLoss
+from services.trainer.eval_loss import EvalLoss
 from services.trainer.jsonl import JsonLines
-from services.trainer.loggers import held_out_line
+from services.trainer.loggers import eval_line
 from services.trainer.student import Student
 from xtoken_core.evaluation import evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -21,7 +21,7 @@ log = logging.getLogger("xtoken.trainer")
 
 
 class Evaluator:
-    """Reads the run's held-out text.
+    """Evaluates a student on the run's held-out text.
 
     Args:
         worker: The session.
@@ -33,28 +33,28 @@ class Evaluator:
         self.worker, self.tokenizer, self.loss = worker, tokenizer, loss
         self.spec = worker.run.spec
         self.lines = JsonLines(self.spec.output / "eval.jsonl")
-        self._held_out: HeldOutLoss | None = None
-        # Several ranks wait for each other behind it: none leaves from within.
-        self._goes_on = worker.alive if worker.run.world == 1 else worker.beat
+        self._eval_loss: EvalLoss | None = None
+        # `alive` raises once a stop is requested; of several ranks none may leave an evaluation alone.
+        self._heartbeat = worker.alive if worker.run.world == 1 else worker.beat
 
-    def evaluate(self, student: Student, step: int, *, leads: bool = True) -> dict[str, Any] | None:
-        """Append one line, after `step` optimiser steps; all ranks of a sharded student call.
+    def evaluate(self, student: Student, step: int, *, writes: bool = True) -> dict[str, Any] | None:
+        """Evaluate, and append a line to `eval.jsonl`; all ranks of a sharded student call.
 
         Args:
-            student: What is measured.
-            step: How many steps it has been trained.
-            leads: Whether this rank writes.
+            student: The student.
+            step: Optimizer steps that it was trained for.
+            writes: This rank writes the line.
 
         Returns:
             The line; None on a rank that does not write.
         """
         assert self.spec.eval is not None
         index = open_index(
-            self.spec, self.spec.eval.paths, self.spec.eval.field, progress=lambda _done, _all: self._goes_on()
+            self.spec, self.spec.eval.paths, self.spec.eval.field, progress=lambda _done, _all: self._heartbeat()
         )
         student.eval()
         try:
-            with torch.compiler.set_stance("force_eager"):  # text of many widths, read seldom
+            with torch.compiler.set_stance("force_eager"):  # many widths, each seldom: compiling them would take longer
                 result = evaluate(
                     student,
                     self.tokenizer,
@@ -63,22 +63,22 @@ class Evaluator:
                     batch_tokens=self.spec.train.micro_batch_tokens,
                     device=student.device,
                     max_bytes=self.spec.eval.max_bytes,
-                    progress=self._goes_on,
+                    progress=self._heartbeat,
                     outputs=student.outputs if student.blockwise else None,
                 )
                 row = {"step": step, **asdict(result), "loss": result.nll_nats / max(result.tokens, 1)}
                 if self.spec.eval.teacher_kl:
-                    self._goes_on()
-                    if self._held_out is None:
-                        self._held_out = HeldOutLoss(
-                            self.spec, self.loss, self.tokenizer, index.documents(), progress=self._goes_on
+                    self._heartbeat()
+                    if self._eval_loss is None:
+                        self._eval_loss = EvalLoss(
+                            self.spec, self.loss, self.tokenizer, index.documents(), progress=self._heartbeat
                         )
-                    row |= self._held_out.measure(student, progress=self._goes_on)
+                    row |= self._eval_loss.measure(student, progress=self._heartbeat)
         finally:
             student.train()
-        self._goes_on()
-        if not leads:
+        self._heartbeat()
+        if not writes:
             return None
         self.lines.append(row)
-        log.info("after %d steps: %s", step, held_out_line(row))
+        log.info("after %d steps: %s", step, eval_line(row))
         return row

@@ -1,4 +1,4 @@
-"""A student as a Hugging Face directory: safetensors, tokenizer, and a card that tells its origin."""
+"""Export of a student as a Hugging Face directory: safetensors, tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from xtoken_core.errors import OutputError
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SAME_TOKENIZER = "KL token by token"
-"""How a teacher with the student's tokenizer is compared, whatever the run's mode."""
+"""Comparison with a teacher of the student's tokenizer, whatever the run's mode."""
 
-FIGURES = (
+EVAL_METRICS = (
     ("bits_per_byte", "bits per byte"),
     ("loss", "cross-entropy, nats per token"),
     ("next_token_accuracy", "next-token accuracy"),
@@ -46,15 +46,15 @@ def export_student(
     output: Path,
     replaces: bool = True,
 ) -> None:
-    """Write a student as its settings want it, with a card of the figures up to where it stands.
+    """Write a student, adapters merged if so configured, with a model card of the metrics up to its step.
 
     Args:
-        directory: Where to.
+        directory: Target.
         run: The run.
-        cursor: Where the student stands.
-        student: The model and peft's view of it, as `Student.whole` gives them.
+        cursor: Position of the run.
+        student: The model and peft's view of it, as `Student.full_model` gives them.
         tokenizer: The student's.
-        output: The run's directory, where its figures are.
+        output: The run's directory with its metrics.
         replaces: As for `export_model`.
 
     Raises:
@@ -70,7 +70,7 @@ def export_student(
 
 
 def account_of_positions(run: ResolvedRun, cursor: Cursor) -> dict[str, Any]:
-    """What became of every position up to where a run stands: its `summary.json`, at its end."""
+    """Return the counts of positions up to a cursor: the content of `summary.json`."""
     return {
         "positions": run.positions,
         "trained": cursor.trained,
@@ -87,7 +87,7 @@ def account_of_positions(run: ResolvedRun, cursor: Cursor) -> dict[str, Any]:
 
 
 def lines_below(path: Path, step: int) -> Iterator[dict[str, Any]]:
-    """The JSON lines of earlier steps, in order; a file that is still written may end in a torn one."""
+    """Yield the JSON lines of earlier steps, in order; a file that is still written may end in a torn line."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
@@ -104,20 +104,21 @@ def lines_below(path: Path, step: int) -> Iterator[dict[str, Any]]:
 def export_model(
     directory: Path, model: PreTrainedModel, adapted: Any, tokenizer: Any, card: str, *, replaces: bool = True
 ) -> None:
-    """Write the model whole or not at all: beside, every file fsynced, renamed.
+    """Write the model atomically: into a temporary directory, with fsync, then renamed.
 
     Args:
-        directory: Where to.
+        directory: Target.
         model: The student.
         adapted: peft's view of it, if only its adapters are wanted.
         tokenizer: The student's.
         card: The text of its `README.md`.
-        replaces: Whether what is there is replaced; otherwise it is an error.
+        replaces: Replace an existing directory; otherwise that is an error.
 
     Raises:
         OutputError: It cannot be written; what was there stays.
     """
-    # Only a run's own trainer replaces, and what it has left when it was killed goes; others may export at once.
+    # Only a run's own trainer replaces, so one name is enough and a killed trainer's leftover is removed; exports by
+    # hand may run side by side, each with a name of its own.
     scratch = directory.with_name(f".{directory.name}.{'' if replaces else f'{os.getpid()}.'}tmp")
     old = directory.with_name(f".{directory.name}.old")
     try:
@@ -127,7 +128,7 @@ def export_model(
         tokenizer.save_pretrained(scratch)
         (scratch / "README.md").write_text(card, encoding="utf-8")
         for path in scratch.iterdir():
-            path.chmod((scratch / "README.md").stat().st_mode)  # safetensors' own files are their owner's alone
+            path.chmod((scratch / "README.md").stat().st_mode)  # safetensors makes its files private
         sync_tree(scratch)
         if replaces:
             shutil.rmtree(old, ignore_errors=True)
@@ -149,13 +150,13 @@ def model_card(
     evaluations: Sequence[Mapping[str, Any]],
     last_step: Mapping[str, Any] | None,
 ) -> str:
-    """What was distilled from what, on which data, with which loss, and what came out.
+    """Return the model card: student, teachers, data, loss, metrics.
 
     Args:
         run: The run.
-        summary: Its account up to there, as in `summary.json`.
-        evaluations: The lines of its `eval.jsonl` up to there.
-        last_step: The last line of its `steps.jsonl` before.
+        summary: Counts of positions up to the step, as in `summary.json`.
+        evaluations: Lines of `eval.jsonl` up to the step.
+        last_step: Last line of `steps.jsonl` before the step.
     """
     spec = run.spec
     settings = {
@@ -223,9 +224,9 @@ def _version() -> str:
 
 
 def base_model(model: Path) -> str:
-    """What the card's header calls the student's origin: an id of the hub as given, a local directory by its name."""
-    told = str(model)
-    return told if HUB_ID.fullmatch(told) and not model.exists() else model.absolute().name
+    """Return the card's `base_model`: a hub id as given, a local directory by its name."""
+    name = str(model)
+    return name if HUB_ID.fullmatch(name) and not model.exists() else model.absolute().name
 
 
 def _teachers_in_words(spec: RunSpec) -> str:
@@ -248,8 +249,8 @@ def _teachers(run: ResolvedRun) -> str:
 
 def _loss_in_words(spec: RunSpec) -> str:
     loss = spec.loss
-    ways = [SAME_TOKENIZER if same else loss.mode_of(place) for place, same in enumerate(spec.same_tokenizer)]
-    compared = ways[0] if len(set(ways)) == 1 else ", ".join(ways)
+    modes = [SAME_TOKENIZER if same else loss.mode_of(teacher) for teacher, same in enumerate(spec.same_tokenizer)]
+    compared = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
     scaled = "scaled to the cross-entropy" if loss.dynamic_loss_scaling else f"times {loss.kl_loss_weight:g}"
     ce = "" if loss.dynamic_loss_scaling else f" times {loss.ce_loss_scale:g}"
     return f"{compared} at temperature {loss.temperature:g} {scaled}, and cross-entropy{ce}"
@@ -269,10 +270,10 @@ def _held_out(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str
     shown = (first, last) if first["step"] < last["step"] else (last,)
     rows = [
         f"| {words} | {' | '.join(f'{row[name]:.4f}' for row in shown)} |"
-        for name, words in FIGURES
+        for name, words in EVAL_METRICS
         if all(row.get(name) is not None for row in shown)
     ]
-    told = ", ".join(f"`{path}`" for path in run.spec.eval.paths)
+    paths = ", ".join(f"`{path}`" for path in run.spec.eval.paths)
     heads = ["figure", *(f"after {row['step']} steps" for row in shown)]
     table = "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
-    return f"{told}: {last['documents']} documents, {last['bytes']} bytes.\n\n{table}"
+    return f"{paths}: {last['documents']} documents, {last['bytes']} bytes.\n\n{table}"

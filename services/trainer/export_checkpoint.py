@@ -26,14 +26,14 @@ NAME = re.compile(r"step-([0-9]{8})")
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What is exported.
+class Export:
+    """A checkpoint to export.
 
     Attributes:
-        run: The run, as it was resolved.
+        run: The resolved run.
         checkpoint: The checkpoint.
-        step: The step it stands at.
-        target: Where the model goes; nothing is there.
+        step: Its step.
+        target: Directory for the model, which does not exist yet.
     """
 
     run: ResolvedRun
@@ -42,17 +42,17 @@ class Chosen:
     target: Path
 
 
-def choose(output: Path, step: int | None = None, to: Path | None = None) -> Chosen:
-    """Find a checkpoint in a run's directory.
+def choose(output: Path, step: int | None = None, to: Path | None = None) -> Export:
+    """Select a checkpoint in a run's directory.
 
     Args:
-        output: The run's directory, which need not be where it was when the run was made.
+        output: The run's directory, which may have been moved since the run.
         step: The checkpoint's step; None: the newest.
-        to: Where the model goes; None: beside the checkpoints, under its step's name.
+        to: Directory for the model; None: `model-step-NNNNNNNN` in `output`.
 
     Raises:
         InputError: It is no run's directory, or has no such checkpoint.
-        OutputError: There is something where the model would go.
+        OutputError: The target exists.
         ConfigError: A path leads out of the control plane's roots, or the run is of another version.
     """
     confined(output, "OUTPUT")
@@ -61,24 +61,25 @@ def choose(output: Path, step: int | None = None, to: Path | None = None) -> Cho
         run = parse_resolved_run(file.read_bytes(), source=str(file))
     except OSError as error:
         raise InputError(f"{output} is no run's directory: cannot read {file}: {error.strerror}") from error
-    found = checkpoints_in(output / CHECKPOINTS)
-    if not found:
+    checkpoints = checkpoints_in(output / CHECKPOINTS)
+    if not checkpoints:
         raise InputError(
             f"{output} holds no checkpoint yet: a run writes one every train.checkpoint_every = "
             f"{run.spec.train.checkpoint_every} steps, and when it is stopped"
         )
-    at = max(found) if step is None else step
-    if at not in found:
+    at = max(checkpoints) if step is None else step
+    if at not in checkpoints:
         raise InputError(
-            f"{output} holds no checkpoint of step {at}: there are those of step {', '.join(map(str, sorted(found)))}"
+            f"{output} holds no checkpoint of step {at}: there are those of step "
+            f"{', '.join(map(str, sorted(checkpoints)))}"
         )
-    target = to if to is not None else output / f"model-{found[at].name}"
+    target = to if to is not None else output / f"model-{checkpoints[at].name}"
     check_target(target)
-    return Chosen(run, found[at], at, target)
+    return Export(run, checkpoints[at], at, target)
 
 
 def checkpoints_in(directory: Path) -> dict[int, Path]:
-    """The checkpoints in a directory, by step.
+    """Return the checkpoints in a directory, by step.
 
     Raises:
         InputError: It cannot be listed.
@@ -93,10 +94,10 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
 
 
 def check_target(target: Path) -> None:
-    """Refuse a place that is taken, or that this process may not write.
+    """Refuse a target that exists, or that this process may not write.
 
     Raises:
-        OutputError: There is something.
+        OutputError: It exists.
         OutsideError: It leads out of the control plane's roots.
     """
     roots = Roots.of_environment()
@@ -106,8 +107,8 @@ def check_target(target: Path) -> None:
         raise OutputError(f"{target} is there already: remove it, or name another directory with --to")
 
 
-def export_checkpoint(output: Path, step: int | None = None, to: Path | None = None) -> Chosen:
-    """Make a model directory from a checkpoint, whole or not at all; the run may go on meanwhile.
+def export_checkpoint(output: Path, step: int | None = None, to: Path | None = None) -> Export:
+    """Write a model directory from a checkpoint, atomically; the run may continue meanwhile.
 
     Args:
         output: As for `choose`.
@@ -115,7 +116,7 @@ def export_checkpoint(output: Path, step: int | None = None, to: Path | None = N
         to: Likewise.
 
     Returns:
-        What was exported, and where to.
+        The checkpoint and the target.
 
     Raises:
         InputError: The checkpoint, the student's model or its tokenizer cannot be read.
@@ -133,10 +134,10 @@ def export_checkpoint(output: Path, step: int | None = None, to: Path | None = N
     plain = spec.model_copy(update={"student": spec.student.model_copy(update=trained)})
     student = load_student(plain, torch.device("cpu"))
     tokenizer = load_tokenizer(spec.student.tokenizer_dir, "student")
-    state = {f"model.{name}": weight.detach() for name, weight in student.trained.items()}
+    state = {f"model.{name}": weight.detach() for name, weight in student.trainable.items()}
     chosen, cursor = read_checkpoint(output, step, to, state)
-    student.publish()
-    whole = student.whole(plain)
+    student.sync_weights()
+    whole = student.full_model(plain)
     assert whole is not None
     export_student(chosen.target, chosen.run, cursor, whole, tokenizer, output=output, replaces=False)
     return chosen
@@ -144,17 +145,17 @@ def export_checkpoint(output: Path, step: int | None = None, to: Path | None = N
 
 def read_checkpoint(
     output: Path, step: int | None, to: Path | None, state: Mapping[str, Tensor]
-) -> tuple[Chosen, Cursor]:
-    """Read the weights of a checkpoint, and those of the next if a run that goes on has removed it meanwhile.
+) -> tuple[Export, Cursor]:
+    """Read the weights of a checkpoint, or of the next one if a running trainer has removed it meanwhile.
 
     Args:
         output: As for `choose`.
         step: Likewise.
         to: Likewise.
-        state: Filled in place; any part of what was saved.
+        state: Tensors by name, any subset of those saved; filled in place.
 
     Raises:
-        InputError: It cannot be read, or others may write where it lies.
+        InputError: It cannot be read, or others may write to its directory.
         ConfigError: It belongs to another run.
     """
     from services.trainer.checkpoint import Checkpoints

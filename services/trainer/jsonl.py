@@ -1,4 +1,4 @@
-"""What a run writes down: `steps.jsonl`, `eval.jsonl`, `summary.json`."""
+"""JSON-lines files of a run: `steps.jsonl`, `eval.jsonl`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def cut_back(self, step: int, *, inclusive: bool) -> None:
-        """Drop the lines of later steps, and a torn last one: the run goes on from `step`.
+    def truncate(self, step: int, *, inclusive: bool) -> None:
+        """Drop the lines of later steps, and a torn last one, before the run resumes.
 
         Args:
-            step: Where the run goes on.
-            inclusive: Whether a line of that very step stays.
+            step: Step at which the run resumes.
+            inclusive: Keep a line of that very step.
         """
         if not self.path.exists():
             return
@@ -37,14 +37,14 @@ class JsonLines:
         replace_file(self.path, "".join(kept))
 
     def last_step(self) -> int | None:
-        """The step of the last line."""
+        """Return the step of the last line; None without one."""
         if not self.path.exists():
             return None
         lines = self.path.read_text(encoding="utf-8").splitlines()
         return int(json.loads(lines[-1])["step"]) if lines else None
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a line and hand it to the system; numbers that are not finite become null.
+        """Append a line and hand it to the operating system; numbers that are not finite become null.
 
         Raises:
             OutputError: It cannot be written.
@@ -58,7 +58,7 @@ class JsonLines:
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A line as JSON can say it.
+    """Return a line with null for numbers that JSON does not have.
 
     >>> plain({"loss": float("nan"), "step": 1})
     {'loss': None, 'step': 1}

@@ -1,4 +1,4 @@
-"""The student's side of the protocol: rewind, then window after window, each step taken only if it may be."""
+"""The training loop: rewind, then per window forward, backward, `check_step`, optimizer step and acknowledgement."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from services.common.resume import CHECKPOINTS, RESOLVED
 from services.common.step_plan import StepPlan, plan_fields, plan_step
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.checkpoint import Checkpoints, Cursor
-from services.trainer.distributed import Group
+from services.trainer.distributed import RankGroup
 from services.trainer.evaluate import Evaluator
 from services.trainer.jsonl import JsonLines, replace_file
-from services.trainer.loggers import Report, make_reports
-from services.trainer.metrics import floats, flops_per_token, peak_flops, peak_memory
-from services.trainer.node_reduce import Account, account_of, joined, owned
+from services.trainer.loggers import MetricLogger, make_loggers
+from services.trainer.metrics import flops_per_token, peak_flops, peak_memory, to_floats
+from services.trainer.node_reduce import StepOutcome, own_positions, reduce_plan, step_outcome
 from services.trainer.optimizer import StudentOptimizer
 from services.trainer.step import StepRunner
 from services.trainer.student import Student
-from services.trainer.timing import Stopwatch
+from services.trainer.timing import DeviceTimer
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses import combine_metrics
 
 log = logging.getLogger("xtoken.trainer")
 
-TOGETHER_S = 10.0
-"""How long several ranks that were asked to leave go on with the step that they are at."""
+STEP_GRACE_S = 10.0
+"""How long ranks that were asked to stop may take to finish their step."""
 
 
 class TrainerLoop:
@@ -39,14 +39,14 @@ class TrainerLoop:
 
     Args:
         worker: The session.
-        student: What is trained.
-        runner: What turns a step into gradients.
+        student: The student.
+        runner: Computes the gradients of a step.
         group: All ranks.
-        evaluator: Reads the held-out text; None without one.
+        evaluator: Evaluates on held-out text; None without any.
     """
 
     def __init__(
-        self, worker: Worker, student: Student, runner: StepRunner, group: Group, evaluator: Evaluator | None
+        self, worker: Worker, student: Student, runner: StepRunner, group: RankGroup, evaluator: Evaluator | None
     ) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.student, self.runner, self.group, self.evaluator = student, runner, group, evaluator
@@ -54,29 +54,29 @@ class TrainerLoop:
         self.optimizer = StudentOptimizer(student, spec.train, self.run.steps)
         self.checkpoints = Checkpoints(spec.output / CHECKPOINTS, self.run, group)
         self.lines = JsonLines(spec.output / "steps.jsonl")
-        self.reports: list[Report] = []
+        self.loggers: list[MetricLogger] = []
         self.cursor = Cursor()
         self.rewinds = 0
         self._saved = -1
         self._flops_per_token = flops_per_token(student)
         self._peak_flops = peak_flops(student.device, spec.report.peak_tflops)
-        self._optimizing = Stopwatch(student.device)
-        self._asked = worker.stopping
-        if group.size > 1:  # several ranks leave together, at a step's boundary
+        self._optimizer_timer = DeviceTimer(student.device)
+        self._stop_asked = worker.stopping
+        if group.size > 1:  # several ranks stop together, at a step's boundary
             worker.stopping = threading.Event()
-            threading.Thread(target=self._leave_alone, args=(worker.stopping,), name="leave", daemon=True).start()
+            threading.Thread(target=self._stop_late, args=(worker.stopping,), name="stop", daemon=True).start()
 
     def train(self) -> Cursor:
         """Train to the end of the run, from the newest checkpoint if there is one.
 
         Raises:
-            XtokenError: A checkpoint or a record cannot be read or written.
+            XtokenError: A checkpoint or a log file cannot be read or written.
         """
         self._restore()
-        if self.group.leads:  # an export needs it; `xtoken run` has written the same already
+        if self.group.is_leader:  # for `xtoken export`; `xtoken run` has written the same
             replace_file(self.run.spec.output / RESOLVED, json.dumps(self.run.model_dump(mode="json"), indent=2) + "\n")
         self._rewind()
-        self.reports = make_reports(self.run, self.cursor.step) if self.group.leads else []
+        self.loggers = make_loggers(self.run, self.cursor.step) if self.group.is_leader else []
         try:
             self._evaluate_if_due()
             while self.cursor.step < self.run.steps:
@@ -86,19 +86,19 @@ class TrainerLoop:
         except StopRequested:
             if self.cursor.step > max(self._saved, 0):
                 self._save()
-            self.checkpoints.settle()
+            self.checkpoints.wait()
             raise
         finally:
-            for report in self.reports:
-                report.close()
-        self.checkpoints.settle()
+            for logger in self.loggers:
+                logger.close()
+        self.checkpoints.wait()
         return self.cursor
 
-    def _leave_alone(self, leave: threading.Event) -> None:
-        """Wait for nothing any more, if no boundary comes because the teachers have left first."""
-        self._asked.wait()
-        time.sleep(TOGETHER_S)
-        leave.set()
+    def _stop_late(self, stop: threading.Event) -> None:
+        """Stop this rank's waits if no step boundary comes, because the teachers have stopped first."""
+        self._stop_asked.wait()
+        time.sleep(STEP_GRACE_S)
+        stop.set()
 
     # Recovery
 
@@ -107,88 +107,93 @@ class TrainerLoop:
         state = self.optimizer.state()
         if latest is not None:
             self.cursor = self.checkpoints.load(latest, state)
-            self.optimizer.restored(state)
+            self.optimizer.after_restore(state)
             self._saved = self.cursor.step
-            log.info("going on from %s", latest)
+            log.info("resuming from %s", latest)
         self.checkpoints.stage.prepare(state)
-        if self.group.leads:
-            self.lines.cut_back(self.cursor.step, inclusive=False)
+        if self.group.is_leader:
+            self.lines.truncate(self.cursor.step, inclusive=False)
             if self.evaluator is not None:
-                self.evaluator.lines.cut_back(self.cursor.step, inclusive=True)
-        self.group.wait()
+                self.evaluator.lines.truncate(self.cursor.step, inclusive=True)
+        self.group.barrier()
 
     def _rewind(self) -> None:
-        """Put the queue to where this trainer stands: a fresh start, a resumed run, a step to be repeated."""
+        """Rewind the queue to this trainer's cursor: at a start, a resume and before a step is repeated."""
         rewinds = 0
-        if self.group.leads_node:
-            skipped, dead = owned(self.cursor.skipped, self.run), owned(self.cursor.dead, self.run)
+        if self.group.is_node_leader:
+            skipped, dead = own_positions(self.cursor.skipped, self.run), own_positions(self.cursor.dead, self.run)
             rewinds = self.queue.rewind(self.cursor.step, skipped, dead)
-        self.rewinds = self.group.from_node_leader(rewinds)
+        self.rewinds = self.group.broadcast_in_node(rewinds)
 
     # One step
 
     def _one_step(self) -> None:
         began = time.monotonic()
-        step = joined(self._window(), self.group)
+        step = reduce_plan(self._window(), self.group)
         waits = {"data_wait": time.monotonic() - began, "teacher_wait": -self.runner.waited_s}
         self.worker.phase("run")
         metrics = self.runner.run_step(step, self.rewinds)
         waits["teacher_wait"] += self.runner.waited_s
         left = self.runner.left
         redo = left or self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
-        redo, stops = self.group.any_of(redo, left or self._asked.is_set())
+        redo, stops = self.group.any_of(redo, left or self._stop_asked.is_set())
         if redo:
-            self.optimizer.drop_gradients()
+            self.optimizer.zero_grad()
             if stops:
                 raise StopRequested
-            log.warning("step %d is done again: a teacher or a sample was lost under it", step.step)
+            log.warning("repeating step %d: a teacher or a sample was lost during it", step.step)
             self._rewind()
             return
-        row = self._take(step, metrics)
+        row = self._optimizer_step(step, metrics)
         self._advance(step, row, waits, time.monotonic() - began)
 
     def _window(self) -> StepPlan:
-        """This node group's share of the next step; all ranks get one, or all leave."""
-        found: StepPlan | None = None
+        """Return this node group's plan of the next step; all ranks get one, or all stop.
+
+        Raises:
+            StopRequested: Some rank was asked to stop.
+        """
+        plan: StepPlan | None = None
         try:
-            while found is None:
+            while plan is None:
                 self.worker.alive()
                 rows = self.queue.window(self.cursor.step, plan_fields(self.run), rewinds=self.rewinds, wait_s=WAIT_S)
-                found = plan_step(self.run, self.cursor.step, rows) if rows is not None else None
+                plan = plan_step(self.run, self.cursor.step, rows) if rows is not None else None
         except StopRequested:
-            found = None
-        if self.group.any(found is None) or found is None:
+            plan = None
+        if self.group.any(plan is None) or plan is None:
             raise StopRequested
-        return found
+        return plan
 
-    def _take(self, step: StepPlan, metrics: list[dict[str, Tensor]]) -> dict[str, Any]:
-        """The optimiser's step, if there was anything finite to learn; returns what to report of it."""
+    def _optimizer_step(self, step: StepPlan, metrics: list[dict[str, Tensor]]) -> dict[str, Any]:
+        """Take the optimizer step, unless there is no valid token or no finite gradient; returns its metrics."""
         if step.ce_tokens == 0 and not any(step.kd_chunks):
-            self.optimizer.drop_gradients()
+            self.optimizer.zero_grad()
             return {}
         if not self.student.sharded:
-            self.group.sum_gradients(self.optimizer.weights.values())
-        *parts, last = floats([*metrics, {"grad_norm": self.optimizer.clip()}])
-        row = combine_metrics(part for of_rank in self.group.gather(parts) for part in of_rank) | last
+            self.group.all_reduce_gradients(self.optimizer.weights.values())
+        *parts, last = to_floats([*metrics, {"grad_norm": self.optimizer.clip()}])
+        row = combine_metrics(part for of_rank in self.group.all_gather(parts) for part in of_rank) | last
         if not (math.isfinite(row.get("loss", 0.0)) and math.isfinite(row["grad_norm"])):
-            self._leave_out(step, row)
+            self._skip_nonfinite(step, row)
             return {**row, "nonfinite": True}
-        split = self.runner.watch.take() | self._optimizing.take()  # the optimiser's of the step before: this one runs
-        self.checkpoints.stage.wait()
-        self._optimizing.start()
+        # The optimizer's time is that of the step before: this step's kernels have only been enqueued.
+        split = self.runner.timer.collect() | self._optimizer_timer.collect()
+        self.checkpoints.stage.wait()  # the host copy of a checkpoint must see the weights of before
+        self._optimizer_timer.start()
         rate = self.optimizer.step(self.cursor.updates)
-        self._optimizing.lap("optimizer")
+        self._optimizer_timer.lap("optimizer")
         self.cursor.updates += 1
         self.cursor.nonfinite_in_a_row = 0
         return {**row, "learning_rate": rate, **{f"{part}_seconds": round(s, 6) for part, s in split.items()}}
 
-    def _leave_out(self, step: StepPlan, row: dict[str, Any]) -> None:
-        """Count a step whose loss or gradient is no finite number, and forget it."""
-        self.optimizer.drop_gradients()
+    def _skip_nonfinite(self, step: StepPlan, row: dict[str, Any]) -> None:
+        """Clear the gradients of a step whose loss or gradient is not finite, and count it."""
+        self.optimizer.zero_grad()
         self.cursor.nonfinite += 1
         self.cursor.nonfinite_in_a_row += 1
         log.warning(
-            "step %d is left out: its loss is %g, its gradient's norm %g; %d so far, %d in a row",
+            "skipping step %d: its loss is %g, its gradient norm %g; %d so far, %d in a row",
             step.step,
             row.get("loss", 0.0),
             row["grad_norm"],
@@ -197,21 +202,21 @@ class TrainerLoop:
         )
 
     def _advance(self, step: StepPlan, row: dict[str, Any], waits: dict[str, float], seconds: float) -> None:
-        """Write the step down, acknowledge it, and do what is due at its boundary."""
-        account = account_of(step, self.group, self.queue)
-        self._remember(step, account)
-        if self.group.leads and account.ids:
-            self._report(step, account, row, waits, seconds)
-        if self.group.leads_node:
+        """Log and acknowledge the step, then checkpoint and evaluate if due."""
+        outcome = step_outcome(step, self.group, self.queue)
+        self._update_cursor(step, outcome)
+        if self.group.is_leader and outcome.ids:
+            self._log_step(step, outcome, row, waits, seconds)
+        if self.group.is_node_leader:
             self.queue.ack_window(step.step, rewinds=self.rewinds)
         spec = self.run.spec
         if self.cursor.nonfinite_in_a_row >= spec.train.max_nonfinite_steps:
             raise ConfigError(
                 f"{self.cursor.nonfinite_in_a_row} steps in a row (the last: {step.step}) had no finite loss or "
-                "gradient and were left out (train.max_nonfinite_steps): lower train.learning_rate and start the run "
+                "gradient and were skipped (train.max_nonfinite_steps): lower train.learning_rate and start the run "
                 "again, or begin another one, of another student.dtype"
             )
-        stops = self.group.any(self._asked.is_set())
+        stops = self.group.any(self._stop_asked.is_set())
         self.worker.alive(1)
         if stops and self.group.size > 1:
             raise StopRequested
@@ -220,49 +225,49 @@ class TrainerLoop:
             self._save()
         self._evaluate_if_due()
 
-    def _report(
-        self, step: StepPlan, account: Account, row: dict[str, Any], waits: dict[str, float], seconds: float
+    def _log_step(
+        self, step: StepPlan, outcome: StepOutcome, row: dict[str, Any], waits: dict[str, float], seconds: float
     ) -> None:  # fmt: skip
         line = {
             "step": step.step,
-            "ids": list(account.ids),
+            "ids": list(outcome.ids),
             **row,
             "tokens": step.tokens,
             "time": round(time.time(), 6),
             "seconds": round(seconds, 6),
             "tokens_per_second": round(step.tokens / seconds, 3),
-            **{name: round(waited / seconds, 6) for name, waited in waits.items()},
+            **{name: round(wait / seconds, 6) for name, wait in waits.items()},
             "memory_peak_bytes": peak_memory(self.student.device),
-            "skipped": list(account.skipped),
-            "dead": list(account.dead),
+            "skipped": list(outcome.skipped),
+            "dead": list(outcome.dead),
         }
         if self._peak_flops is not None:
-            done = self._flops_per_token * step.tokens
-            line["mfu"] = round(done / (seconds * self._peak_flops * self.group.size), 6)
+            flops = self._flops_per_token * step.tokens
+            line["mfu"] = round(flops / (seconds * self._peak_flops * self.group.size), 6)
         self.lines.append(line)
-        for report in self.reports:
-            report.tell("train", step.step, line)
+        for logger in self.loggers:
+            logger.log("train", step.step, line)
 
     def _evaluate_if_due(self) -> None:
-        """Read the held-out text every so many steps, before the first and after the last; once per step."""
+        """Evaluate every `eval.every` steps, before the first and after the last, unless `eval.jsonl` has the step."""
         spec, step = self.run.spec, self.cursor.step
         due = spec.eval is not None and (step % spec.eval.every == 0 or step == self.run.steps)
         if due and self.evaluator is not None:
-            known = self.group.from_leader(int(self.evaluator.lines.last_step() == step))
-            if not known and (self.student.sharded or self.group.leads):
-                row = self.evaluator.evaluate(self.student, step, leads=self.group.leads)
-                for report in self.reports:
-                    report.tell("eval", step, row or {})
-            self.group.wait()
+            done = self.group.broadcast(int(self.evaluator.lines.last_step() == step))
+            if not done and (self.student.sharded or self.group.is_leader):
+                row = self.evaluator.evaluate(self.student, step, writes=self.group.is_leader)
+                for logger in self.loggers:
+                    logger.log("eval", step, row or {})
+            self.group.barrier()
 
-    def _remember(self, step: StepPlan, account: Account) -> None:
+    def _update_cursor(self, step: StepPlan, outcome: StepOutcome) -> None:
         cursor = self.cursor
         cursor.step = step.step + 1
-        cursor.trained += len(account.ids)
+        cursor.trained += len(outcome.ids)
         cursor.tokens += step.tokens
         cursor.truncated += step.truncated
-        cursor.skipped.update(account.skipped)
-        cursor.dead.update(account.dead)
+        cursor.skipped.update(outcome.skipped)
+        cursor.dead.update(outcome.dead)
         if self.group.nodes > 1 and len(cursor.dead) > self.run.spec.queue.max_dead:  # a queue counts its own only
             ids = ", ".join(map(str, sorted(cursor.dead)[:20]))
             allowed = self.run.spec.queue.max_dead

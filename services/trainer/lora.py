@@ -1,4 +1,4 @@
-"""Low-rank adapters, by peft."""
+"""LoRA adapters, by peft."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from xtoken_core.errors import ConfigError
 
 
 def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Any:
-    """Freeze a model and give its linear layers adapters, in place.
+    """Freeze a model and add LoRA adapters to its linear layers, in place.
 
     Args:
         model: The student.
-        spec: Rank, scale and which layers.
+        spec: Rank, scale and target layers.
 
     Returns:
         peft's view of the model, which can merge or save the adapters.

@@ -16,7 +16,7 @@ from services.common.models import head_width, pick_device
 from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import QueueLink, Worker, worker_session
 from services.trainer.checkpoint import Cursor
-from services.trainer.distributed import Group
+from services.trainer.distributed import RankGroup
 from services.trainer.evaluate import Evaluator
 from services.trainer.export import account_of_positions, export_student
 from services.trainer.jsonl import replace_file
@@ -41,19 +41,19 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
         InputError: The model, a projection or a checkpoint cannot be read.
         XtokenError: Something cannot be written, or positions are missing at the end.
     """
-    group = Group.of_environment()
+    group = RankGroup.of_environment()
     if group is not None:
         rank = int(os.environ.get("LOCAL_RANK", group.rank))
         link = replace(link, incarnation=link.incarnation or group.incarnation())
     try:
         with worker_session(link, role=TRAINER, name=name or f"trainer-{rank}", rank=rank) as worker:
             run, workers = worker.run, worker.run.spec.workers
-            place = run.group * workers.ranks + rank
-            if rank >= workers.ranks or (group is not None and (group.size, group.rank) != (run.world, place)):
-                raise ConfigError(f"{_told(rank, group)}: the run {run.spec.name!r} has {_ranks_of(run)}")
+            world_rank = run.group * workers.ranks + rank
+            if rank >= workers.ranks or (group is not None and (group.size, group.rank) != (run.world, world_rank)):
+                raise ConfigError(f"{_started_as(rank, group)}: the run {run.spec.name!r} has {_ranks_of(run)}")
             if run.world > 1 and link.incarnation is None:
                 raise ConfigError("--incarnation: all ranks of a trainer are started with the same number; give one")
-            group = group or Group(place, run.world)
+            group = group or RankGroup(world_rank, run.world)
             group.nodes, group.beat = workers.nodes, worker.beat
             train(worker, group, rank)
     finally:
@@ -61,7 +61,7 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
             group.close()
 
 
-def _told(rank: int, group: Group | None) -> str:
+def _started_as(rank: int, group: RankGroup | None) -> str:
     if group is None:
         return f"--rank {rank}"
     return f"torchrun with {group.size} processes, of which this is {group.rank}"
@@ -74,13 +74,13 @@ def _ranks_of(run: ResolvedRun) -> str:
     return f"{workers.nodes} node groups of {workers.ranks} ranks, and this is the queue of group {run.group}"
 
 
-def train(worker: Worker, group: Group, rank: int) -> None:
+def train(worker: Worker, group: RankGroup, rank: int) -> None:
     """Train this rank's part of a session's run, and export the model.
 
     Args:
         worker: The session.
         group: All ranks.
-        rank: This one's in its node group.
+        rank: Number of this rank in its node group.
 
     Raises:
         InputError: The model, a projection or a checkpoint cannot be read.
@@ -106,21 +106,21 @@ def train(worker: Worker, group: Group, rank: int) -> None:
         runner = StepRunner(worker, student, loss, rings, group, rank=rank, pad_id=pad_id(tokenizer))
         evaluator = Evaluator(worker, tokenizer, loss) if run.spec.eval is not None else None
         cursor = TrainerLoop(worker, student, runner, group, evaluator).train()
-        finish(worker, cursor, student, tokenizer, leads=group.leads)
-        group.wait()
+        finish(worker, cursor, student, tokenizer, writes=group.is_leader)
+        group.barrier()
     finally:
         rings.close()
 
 
 def make_loss(run: ResolvedRun, device: torch.device) -> CrossTokenizerDistillationLoss:
-    """The run's loss with its projections.
+    """Return the run's loss with its projections.
 
     Raises:
         InputError: A projection cannot be read, or lies outside the control plane's roots.
     """
     teachers = []
-    for place, (spec, resolved) in enumerate(zip(run.spec.teacher, run.teachers, strict=True)):
-        name = f"teacher.{place}.projection"
+    for teacher, (spec, resolved) in enumerate(zip(run.spec.teacher, run.teachers, strict=True)):
+        name = f"teacher.{teacher}.projection"
         teachers.append(
             load_teacher(
                 confined(spec.projection, name) if spec.projection is not None else None,
@@ -135,14 +135,14 @@ def make_loss(run: ResolvedRun, device: torch.device) -> CrossTokenizerDistillat
     )
 
 
-def finish(worker: Worker, cursor: Cursor, student: Student, tokenizer: Any, *, leads: bool) -> None:
-    """Account for every position, write the summary, export the model: the first rank's work, with the others' shares.
+def finish(worker: Worker, cursor: Cursor, student: Student, tokenizer: Any, *, writes: bool) -> None:
+    """Check that every position is accounted for, write the summary and export the model; all ranks call.
 
     Raises:
-        XtokenError: Positions are missing: the run is not what it claims to be.
+        XtokenError: Positions are missing or counted twice.
     """
-    whole = student.whole(worker.run.spec)
-    if not leads or whole is None:
+    model = student.full_model(worker.run.spec)
+    if not writes or model is None:
         return
     run, output = worker.run, worker.run.spec.output
     summary = account_of_positions(run, cursor)
@@ -153,6 +153,6 @@ def finish(worker: Worker, cursor: Cursor, student: Student, tokenizer: Any, *, 
             f"the run's account does not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead positions "
             f"are not {run.positions}"
         )
-    export_student(output / "model", run, cursor, whole, tokenizer, output=output)
+    export_student(output / "model", run, cursor, model, tokenizer, output=output)
     replace_file(output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
     log.info("done: %d trained, %d skipped, %d dead of %d", cursor.trained, skipped, dead, run.positions)

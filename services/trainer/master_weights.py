@@ -1,4 +1,4 @@
-"""float32 weights behind a model that computes in half the bits."""
+"""float32 master weights behind a model that computes in bfloat16 or float16."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 
 class MasterWeights:
-    """What the optimiser works on: each trained weight in float32, with its gradient summed in float32.
+    """Each trained weight in float32, with its gradient accumulated in float32.
 
     The model keeps rounded copies. As soon as the backward pass has a weight's gradient it is added to the master's and
-    dropped, so the gradients of a step's micro-batches are summed without rounding.
+    freed, so that a step's micro-batches are accumulated without rounding and no second set of gradients is held.
 
     Attributes:
         weights: By the model's parameter names; frozen ones have none.
@@ -22,7 +22,7 @@ class MasterWeights:
 
         Args:
             model: In float32, on its device.
-            dtype: What it shall compute in; modules that it must keep in float32 stay.
+            dtype: Dtype it computes in; modules that it must keep in float32 stay.
         """
         self.weights: dict[str, nn.Parameter] = {}
         self._copies: list[Tensor] = []
@@ -35,8 +35,8 @@ class MasterWeights:
             elif rounds:
                 parameter.data = parameter.data.to(dtype)
 
-    def publish(self) -> None:
-        """Round the masters into the model, after the optimiser's step or a restored checkpoint."""
+    def copy_to_model(self) -> None:
+        """Round the masters into the model, after an optimizer step or a restored checkpoint."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._sources)
 
@@ -46,13 +46,13 @@ class MasterWeights:
         self._copies.append(parameter.data)
         self._sources.append(master.data)
 
-        def collect(found: Tensor) -> None:
-            assert found.grad is not None
+        def accumulate(copy: Tensor) -> None:
+            assert copy.grad is not None
             if master.grad is None:
-                master.grad = found.grad.float()
+                master.grad = copy.grad.float()
             else:
-                master.grad.add_(found.grad)
-            found.grad = None
+                master.grad.add_(copy.grad)
+            copy.grad = None
 
-        parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
         return master

@@ -1,4 +1,4 @@
-"""What a step has cost and what came of it, in numbers that a line of `steps.jsonl` can hold."""
+"""Per-step metrics: throughput, MFU, peak memory."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
-"""Dense bfloat16 products, 10^12 operations a second, as the makers state them; by a part of the device's name."""
+"""Peak dense bfloat16 TFLOP/s from the data sheets, by a part of the device's name."""
 
 
-def floats(parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """Metrics of micro-batches as numbers, with a single wait for the device."""
+def to_floats(parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
+    """Return the metrics of micro-batches as numbers, with a single device synchronisation."""
     values = [value.double() for part in parts for value in part.values()]
     numbers = iter(torch.stack(values).tolist() if values else [])
     return [{name: next(numbers) for name in part} for part in parts]
 
 
 def flops_per_token(student: Student) -> float:
-    """Arithmetic of one trained token: `6 N`, or `4 N` where only adapters are trained.
+    """Return the FLOPs of one trained token: `6 N`, or `4 N` where only adapters are trained.
 
     `2 N` for the forward pass, `2 N` for the gradients of activations, `2 N` for those of weights (Kaplan et al. 2020,
     arXiv 2001.08361, section 2.1). `N` counts every weight that a token is multiplied with: of a mixture's experts the
-    chosen ones, and no embedding table unless it is the head too. Attention scores are left out, and so is what
+    active ones, and no embedding table unless it is the head too. Attention scores are left out, and so is what
     activation checkpointing computes again.
     """
     model = student.model
     config = model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    share = chosen / experts if experts and chosen else 1.0
+    active = getattr(config, "num_experts_per_tok", None)
+    active_fraction = active / experts if experts and active else 1.0
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter is not embedding or tied:
             routed = ".experts." in name and "shared" not in name
-            total += parameter.numel() * (share if routed else 1.0)
+            total += parameter.numel() * (active_fraction if routed else 1.0)
     return (4.0 if student.adapted else 6.0) * total
 
 
-def peak_flops(device: torch.device, told: float | None) -> float | None:
-    """What a device can do in a second, from the run's settings or the table; None if neither knows."""
-    if told is not None:
-        return told * 1e12
+def peak_flops(device: torch.device, configured_tflops: float | None) -> float | None:
+    """Return a device's peak FLOP/s from the run's settings or else the table; None if it is in neither."""
+    if configured_tflops is not None:
+        return configured_tflops * 1e12
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes taken since the last call on a GPU, by tensors; on a CPU by the process since its start."""
+    """Return peak memory in bytes: of tensors since the last call on a GPU, of the process since its start on a CPU."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

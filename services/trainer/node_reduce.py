@@ -1,4 +1,4 @@
-"""A step of several node groups: each has planned its own share, and what they must have in common is added up."""
+"""Reductions of a step over node groups: each plans its own positions; counts and outcomes are combined."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.step_plan import StepPlan
-from services.trainer.distributed import Group
+from services.trainer.distributed import RankGroup
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.data_plane.run_client import RunClient
 
@@ -15,11 +15,11 @@ Reasons = dict[int, str]
 
 
 @dataclass(frozen=True)
-class Account:
-    """What has become of a step's positions, over all node groups.
+class StepOutcome:
+    """Outcome of a step's positions, over all node groups.
 
     Attributes:
-        ids: Those that were trained.
+        ids: Trained positions.
         skipped: Positions without a row, with their reason.
         dead: Dead letters, with their reason.
     """
@@ -29,15 +29,15 @@ class Account:
     dead: Reasons
 
 
-def joined(step: StepPlan, group: Group) -> StepPlan:
-    """A node group's step with the denominators and the number of micro-batches of the whole one; all ranks call.
+def reduce_plan(step: StepPlan, group: RankGroup) -> StepPlan:
+    """Return a node group's step with the denominators and the micro-batch count of all groups; all ranks call.
 
-    Its positions stay the group's own: what has become of the others is asked once the step is taken.
+    Its positions stay the group's own; `step_outcome` gathers those of the others after the step.
     """
     if group.nodes == 1:
         return step
     counts = [step.plan.micro_batches, step.ce_tokens, step.tokens, step.truncated, *step.kd_chunks]
-    columns = list(zip(*group.of_nodes(counts), strict=True))
+    columns = list(zip(*group.gather_nodes(counts), strict=True))
     ce_tokens, tokens, truncated, *kd_chunks = (sum(column) for column in columns[1:])
     return replace(
         step,
@@ -49,24 +49,23 @@ def joined(step: StepPlan, group: Group) -> StepPlan:
     )
 
 
-def account_of(step: StepPlan, group: Group, queue: RunClient) -> Account:
-    """What has become of all positions of a step; all ranks call."""
+def step_outcome(step: StepPlan, group: RankGroup, queue: RunClient) -> StepOutcome:
+    """Return the outcome of all positions of a step; all ranks call."""
     skipped = reasons_of(queue, "skipped", step.skipped)
     dead = reasons_of(queue, "dead", step.dead)
     if group.nodes == 1:
-        return Account(step.ids, skipped, dead)
+        return StepOutcome(step.ids, skipped, dead)
     mine: list[Any] = [list(step.ids), list(skipped.items()), list(dead.items())]
-    told = group.gather(mine)
-    firsts = told[:: group.size // group.nodes]
-    return Account(
+    firsts = group.all_gather(mine)[:: group.size // group.nodes]
+    return StepOutcome(
         tuple(i for ids, _, _ in firsts for i in ids),
-        {int(i): str(why) for _, found, _ in firsts for i, why in found},
-        {int(i): str(why) for _, _, found in firsts for i, why in found},
+        {int(i): str(why) for _, reasons, _ in firsts for i, why in reasons},
+        {int(i): str(why) for _, _, reasons in firsts for i, why in reasons},
     )
 
 
 def reasons_of(queue: RunClient, state: str, ids: Iterable[int]) -> Reasons:
-    """Why a step's positions are skipped or dead, as the queue knows."""
+    """Return from the queue why positions are skipped or dead."""
     wanted = sorted(ids)
     if not wanted:
         return {}
@@ -75,6 +74,6 @@ def reasons_of(queue: RunClient, state: str, ids: Iterable[int]) -> Reasons:
     return {i: listed.reasons.get(i, "") for i in wanted}
 
 
-def owned(reasons: Reasons, run: ResolvedRun) -> Reasons:
-    """Those of a run's positions that belong to this node group."""
+def own_positions(reasons: Reasons, run: ResolvedRun) -> Reasons:
+    """Return the entries of positions that belong to this node group."""
     return {i: why for i, why in reasons.items() if run.owns(i)}

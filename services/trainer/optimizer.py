@@ -17,17 +17,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StudentOptimizer:
-    """AdamW over what of a student is trained; every state it will ever have exists from the start.
+    """AdamW over the trainable weights of a student.
+
+    All state exists from the start, so that a checkpoint can be loaded into it in place.
 
     Args:
-        student: Whose weights.
+        student: Its trainable weights are updated.
         spec: The run's settings.
         steps: Optimiser steps of the run.
     """
 
     def __init__(self, student: Student, spec: TrainSpec, steps: int) -> None:
         self.student, self.spec, self.steps = student, spec, steps
-        self.weights = student.trained
+        self.weights = student.trainable
         fused = student.device.type == "cuda"
         self.adamw = AdamW(
             decay_groups(self.weights.values(), spec), lr=spec.learning_rate, betas=spec.betas, fused=fused
@@ -39,16 +41,16 @@ class StudentOptimizer:
             }
 
     def clip(self) -> Tensor:
-        """Scale the gradients down to `grad_clip`; returns their norm before, without dimensions, on the device."""
+        """Clip the gradients to the norm `grad_clip`; returns the norm before, a scalar on the device."""
         limit = self.spec.grad_clip if self.spec.grad_clip is not None else math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self, update: int) -> float:
-        """Take a step and drop the gradients.
+        """Take an optimizer step and clear the gradients.
 
         Args:
-            update: How many were taken before.
+            update: Number of steps taken before.
 
         Returns:
             The learning rate.
@@ -57,16 +59,16 @@ class StudentOptimizer:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
-        self.drop_gradients()
-        self.student.publish()
+        self.zero_grad()
+        self.student.sync_weights()
         return rate
 
-    def drop_gradients(self) -> None:
-        """Forget what was learnt since the last step."""
+    def zero_grad(self) -> None:
+        """Clear gradients."""
         self.adamw.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments by name, themselves and no copies; shares of a sharded student are `DTensor`s."""
+        """Return weights and moments by name, not copied; those of a sharded student are `DTensor`s."""
         state: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             state[f"model.{name}"] = weight.detach()
@@ -74,29 +76,31 @@ class StudentOptimizer:
         state["optimizer.steps"] = torch.stack([self.adamw.state[weight]["step"] for weight in self.weights.values()])
         return state
 
-    def restored(self, state: Mapping[str, Tensor]) -> None:
-        """A checkpoint has been read into what `state` gave."""
+    def after_restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a checkpoint that was loaded into the tensors of `state`."""
         for weight, count in zip(self.weights.values(), state["optimizer.steps"], strict=True):
             self.adamw.state[weight]["step"].copy_(count)
-        self.student.publish()
+        self.student.sync_weights()
 
 
 def decay_groups(weights: Iterable[nn.Parameter], spec: TrainSpec) -> list[dict[str, object]]:
-    """AdamW's groups: weight decay leaves out vectors (biases, norms), as is usual."""
-    every = list(weights)
+    """Return AdamW's parameter groups: no weight decay on vectors (biases, norms)."""
+    params = list(weights)
     return [
-        {"params": [p for p in every if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
 
 
 def learning_rate(spec: TrainSpec, steps: int, update: int) -> float:
-    """Linear warm-up over `warmup_steps`, then a cosine from `learning_rate` down to `min_learning_rate`.
+    """Return the learning rate: linear warm-up, then a cosine from `learning_rate` down to `min_learning_rate`.
+
+    A function of the step alone, so that a resumed run needs no scheduler state.
 
     Args:
         spec: The run's settings.
         steps: Optimiser steps of the run.
-        update: Which step it is, from 0.
+        update: Number of the step, from 0.
     """
     floor = min(spec.min_learning_rate / spec.learning_rate, 1.0)
     if update < spec.warmup_steps:

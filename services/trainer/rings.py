@@ -8,7 +8,7 @@ from collections.abc import Iterable, MutableMapping, Sequence
 import torch
 from torch import Tensor
 
-from services.common.event_callbacks import Completions
+from services.common.event_callbacks import EventCallbacks
 from services.common.step_plan import ring_shape
 from services.common.worker import Worker
 from xtoken_core.transports.factory import open_ring
@@ -33,7 +33,7 @@ class OpenRings:
     def __init__(self, worker: Worker, device: torch.device) -> None:
         self.worker, self.device = worker, device
         self._open: dict[int, int] = {}
-        self._released = Completions(device, "releaser", limit_s=worker.run.spec.workers.step_timeout_s)
+        self._released = EventCallbacks(device, "releaser", limit_s=worker.run.spec.workers.step_timeout_s)
 
     def look_after(self) -> None:
         """Open what a teacher has announced since the last look; close what it replaces, and what a lost one has left.
@@ -88,13 +88,13 @@ class OpenRings:
 
         self._released.after(done)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until every slot is released: a step may be checked only then.
 
         Raises:
             StaleSignalError: A slot was refilled while it was read.
         """
-        self._released.settle()
+        self._released.drain()
 
     def close(self) -> None:
         """Close all."""
@@ -125,5 +125,5 @@ class OpenRings:
         """Close a ring whose teacher has ended, once nothing reads it any more: until then its memory is taken."""
         ring = self._open.pop(teacher, None)
         if ring is not None:
-            self._released.settle()
+            self._released.drain()
             forget_ring(ring)

@@ -14,11 +14,11 @@ from torch import Tensor
 from services.common.padding import padded_batch
 from services.common.step_plan import StepPlan
 from services.common.worker import WAIT_S, StopRequested, Worker
-from services.trainer.distributed import Group
+from services.trainer.distributed import RankGroup
 from services.trainer.rings import OpenRings
 from services.trainer.signals import teacher_logits
 from services.trainer.student import Student
-from services.trainer.timing import Stopwatch
+from services.trainer.timing import DeviceTimer
 from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import Logits
@@ -60,7 +60,7 @@ class StepRunner:
     Attributes:
         waited_s: Seconds that it has waited for the teachers' signals, in all steps.
         left: Whether this rank was asked to leave while it waited, in the last step.
-        watch: How long the device takes for forward, loss and backward.
+        timer: Device time of forward, loss and backward.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepRunner:
         student: Student,
         loss: CrossTokenizerDistillationLoss,
         rings: OpenRings,
-        group: Group,
+        group: RankGroup,
         *,
         rank: int,
         pad_id: int,
@@ -81,7 +81,7 @@ class StepRunner:
         self.fields = list(schema.run_fields(self.run.spec.same_tokenizer))
         self.waited_s = 0.0
         self.left = False
-        self.watch = Stopwatch(student.device)
+        self.timer = DeviceTimer(student.device)
 
     def run_step(self, step: StepPlan, rewinds: int) -> list[dict[str, Tensor]]:
         """Add the gradients of this rank's micro-batches; returns their metrics, on the device.
@@ -95,7 +95,7 @@ class StepRunner:
         """
         metrics = []
         self.left = False
-        self.watch.forget()
+        self.timer.reset()
         received: Iterable[Received | None] = self._receive(step, rewinds)
         choices: Choices | None = None
         if self.loss.selects_teacher:
@@ -108,8 +108,8 @@ class StepRunner:
                 self.rings.release(micro_batch.slots)
                 self.worker.beat(1)
             elif self.student.sharded:
-                self.student.stand_by(self.pad_id)
-        self.rings.settle()
+                self.student.dummy_step(self.pad_id)
+        self.rings.drain()
         return metrics
 
     def _receive(self, step: StepPlan, rewinds: int) -> Iterator[Received | None]:
@@ -160,7 +160,7 @@ class StepRunner:
                 of_batch.append(self.loss.select(on_device, self._signals(micro_batch)))
                 self.worker.beat()
         mine = sum((found.chunks for found in of_batch), start=torch.zeros((), device=device))  # a step may be empty
-        return Choices(of_batch, self.group.total(mine))
+        return Choices(of_batch, self.group.all_reduce_sum(mine))
 
     def _signals(self, micro_batch: Received) -> list[Logits]:
         batch = micro_batch.batch
@@ -178,9 +178,9 @@ class StepRunner:
         tensors = tensors_of(micro_batch.data)
         on_device = to_device(tensors, device)
         blockwise = self.student.blockwise
-        self.watch.start()
+        self.timer.start()
         outputs = self.student.outputs(on_device[schema.INPUT_IDS.name])
-        self.watch.lap("forward")
+        self.timer.lap("forward")
         loss, metrics = self.loss(
             on_device,
             outputs,
@@ -191,10 +191,10 @@ class StepRunner:
             selection=choices.of_batch[index] if choices else None,
             blocks=self.loss.token_blocks(tensors, micro_batch.batch.widths[1:]) if blockwise else None,
         )
-        self.watch.lap("loss")
+        self.timer.lap("loss")
         del outputs  # the graph alone keeps it: a large part of it goes while backward runs
         loss.backward()  # type: ignore[no-untyped-call]
-        self.watch.lap("backward")
+        self.timer.lap("backward")
         return metrics
 
     def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:

@@ -1,4 +1,4 @@
-"""The model that is trained, prepared as its settings say: adapters, precision, compilation, a share per rank."""
+"""The student: a causal language model with adapters, master weights, compilation and sharding as configured."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from xtoken_core.losses.lazy_logits import HeadProjection, Logits
 
 
 class Student(nn.Module):
-    """A causal language model and how it is trained.
+    """A causal language model prepared for training.
 
     Attributes:
         model: The Hugging Face model itself.
-        adapted: peft's view of it; None without adapters.
-        device: Where it computes.
-        masters: The float32 weights behind a model that computes in less; None where the model's own are trained.
-        blockwise: Whether its head is multiplied out by the loss.
-        sharded: Whether each rank holds only a share of it.
+        adapted: peft's view of it in a list, which keeps it out of the module tree; empty without adapters.
+        device: Device it computes on.
+        masters: float32 master weights; None if the model's own weights are trained.
+        blockwise: The loss multiplies its head out, block by block.
+        sharded: Each rank holds only its FSDP shard.
     """
 
     def __init__(self, model: PreTrainedModel, spec: RunSpec, *, ranks: int = 1) -> None:
@@ -41,7 +41,7 @@ class Student(nn.Module):
         Args:
             model: In float32 if master weights are wanted, else in the dtype it computes in; on its device.
             spec: The run's settings.
-            ranks: Processes that train it; several need an initialised process group.
+            ranks: Number of ranks; several need an initialised process group.
         """
         super().__init__()
         self.device: torch.device = model.device
@@ -70,12 +70,12 @@ class Student(nn.Module):
             self.masters = MasterWeights(model, self._dtype)
 
     def forward(self, input_ids: Int[Tensor, "B T"], *, body: bool = False, **options: Any) -> Any:
-        """What the Hugging Face model gives, or with `body` what its decoder gives, without the head."""
+        """Return the Hugging Face model's output, or with `body` its decoder's, without the head."""
         run = self.model.base_model if body else self.model
         return run(input_ids=input_ids, use_cache=False, **{k: v for k, v in options.items() if k != "use_cache"})
 
     def outputs(self, input_ids: Int[Tensor, "B T"]) -> Logits:
-        """The whole head's logits `[B, T, V_m]`, or what gives them; good for one backward pass."""
+        """Return the logits of the whole head `[B, T, V_m]`, or their factors for the chunked head."""
         if not self.blockwise:
             logits: Tensor = self(input_ids).logits
             return logits
@@ -83,29 +83,29 @@ class Student(nn.Module):
         head = self.model.get_output_embeddings()
         return HeadProjection(hidden, head.weight, head.bias)
 
-    def stand_by(self, pad_id: int) -> None:
-        """Take part in the other ranks' forward and backward pass with nothing of one's own."""
+    def dummy_step(self, pad_id: int) -> None:
+        """Run a dummy forward/backward so that FSDP collectives match on ranks without a micro-batch."""
         hidden = self(torch.full((1, 8), pad_id, device=self.device), body=True).last_hidden_state
         head = self.model.get_output_embeddings()
-        (head(hidden[:, :1]) * 0.0).sum().backward()
+        (head(hidden[:, :1]) * 0.0).sum().backward()  # zero gradients, but every layer's all-gather and reduce-scatter
 
     @property
-    def trained(self) -> dict[str, nn.Parameter]:
-        """What the optimiser works on, by the model's parameter names; on a sharded student this rank's shares."""
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Weights that the optimizer updates, by the model's parameter names; this rank's shards of a sharded one."""
         if self.masters is not None:
             return self.masters.weights
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def publish(self) -> None:
-        """Make the model compute with what the optimiser has made of the trained weights."""
+    def sync_weights(self) -> None:
+        """Copy updated master weights into the model."""
         if self.masters is not None:
-            self.masters.publish()
+            self.masters.copy_to_model()
 
-    def whole(self, spec: RunSpec) -> tuple[PreTrainedModel, Any] | None:
-        """The model and peft's view of it (None without adapters) for saving, in the dtype it computes in.
+    def full_model(self, spec: RunSpec) -> tuple[PreTrainedModel, Any] | None:
+        """Return the model and peft's view of it (None without adapters) for saving, in the dtype it computes in.
 
-        All ranks call; of a sharded student only the first one gets it, as a copy on the host. An unsharded one is
-        given away as it is.
+        All ranks call. A sharded student is gathered to the host of rank 0, the others get None; an unsharded one is
+        returned itself.
         """
         if not self.sharded:
             return self.model, self.adapted[0] if self.adapted else None
@@ -118,10 +118,12 @@ class Student(nn.Module):
         return model, adapted
 
     def _shard(self, ranks: int, spec: TrainSpec) -> None:
-        """Share weights, gradients and moments among the ranks; gradients are added up, never averaged."""
+        """Shard weights, gradients and moments by FSDP2; gradients are summed, since losses are divided already."""
         mesh = init_device_mesh(self.device.type, (ranks,))
         summed: torch.dtype = getattr(torch, spec.reduce_dtype)
-        kept = None if spec.reshard_after_forward else False  # None: all but the root, whose head is read after forward
+        kept = (
+            None if spec.reshard_after_forward else False
+        )  # None: all but the root, whose head the loss reads after forward
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=summed, cast_forward_inputs=False)
         for module in (*decoder_layers(self.model), self):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
@@ -143,10 +145,10 @@ def load_student(spec: RunSpec, device: torch.device, *, ranks: int = 1) -> Stud
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Refuse a model that does more to its logits than multiply them out.
+    """Refuse a model whose logits are not just hidden states times head.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: It scales or caps its logits.
     """
     if not logits_are_heads(model):
         raise ConfigError(
@@ -155,5 +157,5 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's layers: what is compiled, checkpointed and sharded one by one."""
+    """Return the model's layers, which are compiled, checkpointed and sharded one by one."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

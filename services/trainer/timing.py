@@ -1,4 +1,4 @@
-"""How long a device takes for the parts of a step, told without making anybody wait for it."""
+"""Timing of the parts of a step on a device, by CUDA events and without synchronisation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import defaultdict
 import torch
 
 
-class Stopwatch:
-    """Seconds between laps on one device; on a GPU by events in the current stream, which is not waited for.
+class DeviceTimer:
+    """Seconds between laps on one device; on a GPU by events in the current stream.
 
     Args:
-        device: Whose.
+        device: Device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,34 +20,35 @@ class Stopwatch:
         self._began: float | torch.cuda.Event = 0.0
         self._laps: list[tuple[str, float | torch.cuda.Event, float | torch.cuda.Event]] = []
 
-    def forget(self) -> None:
-        """Drop the laps that nobody has asked for."""
+    def reset(self) -> None:
+        """Drop all laps."""
         self._laps.clear()
 
     def start(self) -> None:
-        """The next lap begins here."""
+        """Start the first lap."""
         self._began = self._now()
 
     def lap(self, name: str) -> None:
-        """A part ends here, and the next one begins."""
+        """End a lap under a name, and start the next one."""
         now = self._now()
         self._laps.append((name, self._began, now))
         self._began = now
 
-    def take(self) -> dict[str, float]:
-        """Seconds by part, those of one name added up, since this was last asked; begins anew.
+    def collect(self) -> dict[str, float]:
+        """Return the seconds of all laps since the last call, summed by name, and reset.
 
-        On a GPU it waits until the last lap is over: ask once the step's figures have been read.
+        On a GPU it waits for the last lap's event: call it once the step's metrics have been read, when nothing is left
+        to wait for.
         """
-        found: defaultdict[str, float] = defaultdict(float)
+        seconds: defaultdict[str, float] = defaultdict(float)
         for name, began, ended in self._laps:
             if isinstance(began, torch.cuda.Event):
                 ended.synchronize()  # type: ignore[union-attr]
-                found[name] += began.elapsed_time(ended) / 1e3  # type: ignore[arg-type]
+                seconds[name] += began.elapsed_time(ended) / 1e3  # type: ignore[arg-type]
             else:
-                found[name] += ended - began  # type: ignore[operator]
+                seconds[name] += ended - began  # type: ignore[operator]
         self._laps.clear()
-        return dict(found)
+        return dict(seconds)
 
     def _now(self) -> float | torch.cuda.Event:
         if self._device.type != "cuda":

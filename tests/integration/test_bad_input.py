@@ -288,7 +288,7 @@ def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Pa
     spec = tiny_spec(assets, tmp_path, records=16)
     checkpoints = Checkpoints(spec.output / "checkpoints", resolve_run(spec))
     checkpoints.save(Cursor(step=1), {"w": torch.ones(1)})
-    checkpoints.settle()
+    checkpoints.wait()
     raw = json.loads(spec.model_dump_json())
     raw["seed"] = 8
     record = spec.output / "run.json"

@@ -181,7 +181,7 @@ def finished_output(spec: RunSpec) -> None:
     run = resolve_run(spec)
     checkpoints = Checkpoints(spec.output / "checkpoints", run)
     checkpoints.save(Cursor(step=run.steps, trained=run.positions), {"w": torch.ones(1)})
-    checkpoints.settle()
+    checkpoints.wait()
     (spec.output / "model").mkdir()
     (spec.output / "summary.json").write_text(json.dumps({"trained": run.positions, "positions": run.positions}))
     (spec.output / "spec.json").write_text(spec.model_dump_json())

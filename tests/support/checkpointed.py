@@ -44,10 +44,10 @@ def train(run: ResolvedRun, steps: list[int]) -> dict[int, Student]:
         draw = torch.Generator().manual_seed(step)
         for weight in optimizer.weights.values():
             weight.data.copy_(torch.randn(weight.shape, generator=draw) * 0.1)
-        student.publish()
+        student.sync_weights()
         checkpoints.save(Cursor(step=step, updates=step, trained=8 * step, tokens=100 * step), optimizer.state())
         found[step] = student
-    checkpoints.settle()
+    checkpoints.wait()
     return found
 
 

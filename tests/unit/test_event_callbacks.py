@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from services.common.event_callbacks import Completions
+from services.common.event_callbacks import EventCallbacks
 from xtoken_core.errors import QueueUnreachableError, XtokenError
 from xtoken_core.wire import QueueError
 
@@ -26,12 +26,12 @@ def lose() -> None:
 
 def test_on_a_cpu_an_action_runs_at_once_in_the_callers_thread() -> None:
     done: list[int] = []
-    completions = Completions(CPU, "test", limit_s=1.0)
+    completions = EventCallbacks(CPU, "test", limit_s=1.0)
     completions.after(lambda: done.append(threading.get_ident()))
     assert done == [threading.get_ident()]
     with pytest.raises(QueueError, match="gone"):
         completions.after(refuse)
-    completions.settle()
+    completions.drain()
     completions.close()
 
 
@@ -42,7 +42,7 @@ def gpu() -> torch.device:
 
 @pytest.mark.gpu
 def test_actions_come_in_order_and_after_the_work_before_them(gpu: torch.device) -> None:
-    completions = Completions(gpu, "test", limit_s=60.0)
+    completions = EventCallbacks(gpu, "test", limit_s=60.0)
     value, seen = torch.zeros((), device=gpu), list[tuple[int, float]]()
     copies = torch.zeros(3).pin_memory()
     for number in range(3):
@@ -51,40 +51,40 @@ def test_actions_come_in_order_and_after_the_work_before_them(gpu: torch.device)
         copies[number].copy_(value, non_blocking=True)
         completions.after(lambda number=number: seen.append((number, float(copies[number]))))
     assert len(seen) < 3
-    completions.settle()
+    completions.drain()
     assert seen == [(0, 1.0), (1, 2.0), (2, 3.0)]
     completions.close()
 
 
 @pytest.mark.gpu
 def test_what_is_refused_is_met_once_and_what_follows_is_done(gpu: torch.device) -> None:
-    completions, done = Completions(gpu, "test", limit_s=60.0), list[int]()
+    completions, done = EventCallbacks(gpu, "test", limit_s=60.0), list[int]()
     torch.cuda._sleep(SLOW)
     completions.after(refuse)
     completions.after(lambda: done.append(1))
     with pytest.raises(QueueError, match="gone"):
-        completions.settle()
-    completions.settle()
+        completions.drain()
+    completions.drain()
     assert done == [1]
     completions.close()
 
 
 @pytest.mark.gpu
 def test_a_lost_queue_ends_it(gpu: torch.device) -> None:
-    completions, done = Completions(gpu, "test", limit_s=60.0), list[int]()
+    completions, done = EventCallbacks(gpu, "test", limit_s=60.0), list[int]()
     torch.cuda._sleep(SLOW)
     completions.after(lose)
     completions.after(lambda: done.append(1))
     with pytest.raises(QueueUnreachableError, match="nobody answers"):
-        completions.settle()
-    completions.settle()
+        completions.drain()
+    completions.drain()
     completions.close()
     assert done == []
 
 
 @pytest.mark.gpu
 def test_a_device_that_does_not_finish_is_reported(gpu: torch.device) -> None:
-    completions, done = Completions(gpu, "test", limit_s=0.05), list[int]()
+    completions, done = EventCallbacks(gpu, "test", limit_s=0.05), list[int]()
     torch.cuda._sleep(20 * SLOW)
     completions.after(lambda: done.append(1))
     time.sleep(0.2)

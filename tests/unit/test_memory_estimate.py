@@ -12,6 +12,7 @@ from services.common.memory_estimate import (
     GIB,
     Need,
     check_room,
+    check_teacher,
     needs_of,
     shortage,
     student_bytes,
@@ -26,6 +27,7 @@ from tests.support.runs import resolved_run
 from tests.unit.trainer.students import make_model, nll, tokens
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
+from xtoken_core.transports.ring import RingShape
 
 
 def with_models(directory: Path, *, teachers: int = 1, **changes: Any) -> ResolvedRun:
@@ -135,7 +137,7 @@ def test_a_teacher_in_8_bits_is_beside_the_student_in_its_own_dtype(tmp_path: Pa
     plain = with_models(tmp_path)
     run = with_models(tmp_path, teacher=in_bfloat16(plain, fp8=True), **READ)
     weights = weight_bytes(run.spec.student.model, "bfloat16")
-    assert [need.nbytes for need in needs_of(run, 0, 1, rings=False, reading=True)][1:] == [weights, weights // 2]
+    assert [need.nbytes for need in needs_of(run, 0, 1, rings=False, evaluates=True)][1:] == [weights, weights // 2]
 
 
 def in_bfloat16(run: ResolvedRun, **changes: Any) -> list[dict[str, Any]]:
@@ -143,8 +145,16 @@ def in_bfloat16(run: ResolvedRun, **changes: Any) -> list[dict[str, Any]]:
     return [run.spec.teacher[0].model_dump(mode="json") | {"dtype": "bfloat16"} | changes]
 
 
-def test_a_cpu_has_no_budget(tmp_path: Path) -> None:
-    check_room(resolved_run(tmp_path), torch.device("cpu"))
+def test_a_cpu_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = with_models(tmp_path)
+    assert shortage(run, 0, 1, 1, rings=True), "it fits no GPU of one byte"
+    monkeypatch.setenv(MARK, "trainer-0")
+    shape = RingShape(slots=2, slot_tokens=1 << 30, head_width=1 << 18, vocab=1 << 18, dtype="float32")
+    queried: list[object] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *args: queried.append(args) or (0, 0))
+    check_room(run, torch.device("cpu"))
+    check_teacher(torch.device("cpu"), 1 << 60, shape, "teacher 0", ring_on_device=True)
+    assert queried == []
 
 
 @pytest.mark.gpu

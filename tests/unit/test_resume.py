@@ -27,7 +27,7 @@ def saved(tmp_path: Path) -> ResolvedRun:
     run = resolved_run(tmp_path)
     checkpoints = Checkpoints(run.spec.output / CHECKPOINTS, run)
     checkpoints.save(Cursor(step=1), {"w": torch.ones(1)})
-    checkpoints.settle()
+    checkpoints.wait()
     return run
 
 
@@ -72,7 +72,7 @@ def test_a_teacher_that_was_taken_away_makes_another_run(tmp_path: Path) -> None
     run = resolved_run(tmp_path, teachers=2)
     checkpoints = Checkpoints(run.spec.output / CHECKPOINTS, run)
     checkpoints.save(Cursor(step=1), {"w": torch.ones(1)})
-    checkpoints.settle()
+    checkpoints.wait()
     with pytest.raises(ConfigError, match=r"what differs is teacher\.1; choose"):
         check_output(resolved_run(tmp_path))
 

@@ -25,7 +25,7 @@ def saved(directory: Path) -> Path:
     """A checkpoint of step 1."""
     checkpoints = Checkpoints(directory / "c", resolved_run(directory))
     path = checkpoints.save(Cursor(step=1), WEIGHTS)
-    checkpoints.settle()
+    checkpoints.wait()
     return path
 
 
@@ -34,7 +34,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     cursor = Cursor(step=3, trained=20, tokens=99, truncated=1, skipped={4: "empty"}, dead={7: "broken"})
     weights = {"model.w": torch.randn(3, 4), "optimizer.steps": torch.tensor([3.0])}
     path = checkpoints.save(cursor, weights)
-    checkpoints.settle()
+    checkpoints.wait()
     state = {name: torch.zeros_like(value) for name, value in weights.items()}
     assert checkpoints.load(path, state) == cursor
     assert all(torch.equal(state[name], weights[name]) for name in weights)
@@ -48,7 +48,7 @@ def test_what_is_written_is_what_was_there_at_the_call(tmp_path: Path) -> None:
     path = checkpoints.save(Cursor(step=1), {"w": weight})
     checkpoints.stage.wait()
     weight.zero_()
-    checkpoints.settle()
+    checkpoints.wait()
     found = {"w": torch.zeros(1 << 20)}
     checkpoints.load(path, found)
     assert bool((found["w"] == 1).all())
@@ -59,7 +59,7 @@ def test_only_the_newest_checkpoints_are_kept_and_scratch_goes(tmp_path: Path) -
     (tmp_path / "c" / ".step-00000001.tmp").mkdir(parents=True)
     for step in (1, 2, 3):
         checkpoints.save(Cursor(step=step), WEIGHTS)
-    checkpoints.settle()
+    checkpoints.wait()
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step-00000002", "step-00000003"]
 
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     (tmp_path / "c" / "step-00000002").write_text("in the way")
     checkpoints.save(Cursor(step=2), WEIGHTS)
     with pytest.raises(OutputError, match="step-00000002"):
-        checkpoints.settle()
+        checkpoints.wait()
     checkpoints.check()
     assert {file.name: file.read_bytes() for file in old.iterdir()} == before
     assert not list((tmp_path / "c").glob(".*"))
@@ -107,10 +107,10 @@ def test_lines_are_cut_back_to_a_step_and_a_torn_one_is_dropped(tmp_path: Path) 
         lines.append({"step": step})
     with lines.path.open("a") as file:
         file.write('{"step": 5, "i')
-    lines.cut_back(3, inclusive=False)
+    lines.truncate(3, inclusive=False)
     assert [json.loads(x)["step"] for x in lines.path.read_text().splitlines()] == [0, 1, 2]
     assert lines.last_step() == 2
-    lines.cut_back(1, inclusive=True)
+    lines.truncate(1, inclusive=True)
     assert lines.last_step() == 1
 
 

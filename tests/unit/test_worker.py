@@ -58,6 +58,8 @@ def test_heartbeats_stop_when_the_main_loop_hangs(queue: tuple[str, Engine], tmp
     with worker_session(QueueLink(url), role="collator", name="c") as worker:
         worker.phase("run")
         session = next(s for s in engine.sessions.live.values() if s.name == "c")
+        opened = session.last_seen
+        wait_until(lambda: session.phase == "run" and session.last_seen > opened)  # a heartbeat was received
         wait_until(lambda: time.monotonic() - session.last_seen > 0.5)
 
 

@@ -11,7 +11,7 @@ import threading
 
 import torch
 
-from services.common.event_callbacks import Completions
+from services.common.event_callbacks import EventCallbacks
 from xtoken_core.transports import RingHandle, RingShape
 from xtoken_core.transports.cuda_ipc import CudaIpcRing, OpenedCudaIpcRing
 from xtoken_core.transports.signal import (
@@ -54,7 +54,7 @@ def pattern(generation, shape, width):
 def teach(pipe, shape, refills, wait, sleep, endless=False):
     width = shape.slot_tokens // ROWS
     ring = CudaIpcRing.create(shape, DEVICE, run="gpu-test", session="s")
-    done = Completions(DEVICE, "publisher", limit_s=60.0)
+    done = EventCallbacks(DEVICE, "publisher", limit_s=60.0)
     stream = torch.cuda.Stream()
     pipe.put({"handle": ring.handle.to_bytes().hex()})
     assert pipe.get() == "opened"
@@ -82,7 +82,7 @@ def teach(pipe, shape, refills, wait, sleep, endless=False):
                 done.after(publish)
             else:
                 publish()
-    done.settle()
+    done.drain()
     done.close()
     pipe.put("end")
     while pipe.get() != "closed":
@@ -98,7 +98,7 @@ def study(pipe, shape, refills, wait, sleep, endless=False):
     before = torch.cuda.memory_allocated()
     remember_ring(1, OpenedCudaIpcRing(handle, shape, device=DEVICE))
     open_bytes = torch.cuda.memory_allocated() - before
-    done = Completions(DEVICE, "releaser", limit_s=60.0)
+    done = EventCallbacks(DEVICE, "releaser", limit_s=60.0)
     stream = torch.cuda.Stream()
     pipe.put("opened")
     wrong = torch.zeros(2, dtype=torch.int64, device=DEVICE)
@@ -131,7 +131,7 @@ def study(pipe, shape, refills, wait, sleep, endless=False):
             else:
                 release()
         seen += 1
-    done.settle()
+    done.drain()
     done.close()
     report = {
         "seen": seen, "wrong_before": int(wrong[0]), "wrong_after": int(wrong[1]), "stale": stale,

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from services.trainer.checkpoint import Checkpoints, Cursor
-from services.trainer.distributed import Group
+from services.trainer.distributed import RankGroup
 from services.trainer.optimizer import StudentOptimizer
 from services.trainer.student import Student
 from tests.support.runs import resolved_run
@@ -22,7 +22,7 @@ MICRO_BATCHES = 3
 """Of a step, over all ranks: odd, so that one of two ranks has nothing to do in the last round."""
 
 
-def train(group: Group, directory: Path, case: dict[str, Any]) -> dict[str, Any]:
+def train(group: RankGroup, directory: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Train from the newest checkpoint in a directory to a step, save, and say what came out."""
     spec = settings(case.get("student"), case.get("train"))
     model = make_model(case.get("family", "llama"))
@@ -33,10 +33,10 @@ def train(group: Group, directory: Path, case: dict[str, Any]) -> dict[str, Any]
     checkpoints = Checkpoints(directory / "checkpoints", resolved_run(directory), group)
     start, state, norms = Cursor(), optimizer.state(), []
     latest = checkpoints.latest()
-    group.wait()
+    group.barrier()
     if latest is not None:
         start = checkpoints.load(latest, state)
-        optimizer.restored(state)
+        optimizer.after_restore(state)
     for step in range(start.step, case["until"]):
         for index in range(-(-MICRO_BATCHES // group.size)):
             place = index * group.size + group.rank
@@ -44,32 +44,32 @@ def train(group: Group, directory: Path, case: dict[str, Any]) -> dict[str, Any]
                 ids = tokens(seed=100 * step + place)
                 nll(student.outputs(ids), ids).backward()
             elif student.sharded:
-                student.stand_by(0)
+                student.dummy_step(0)
         if not student.sharded:
-            group.sum_gradients(optimizer.weights.values())
+            group.all_reduce_gradients(optimizer.weights.values())
         norms.append(float(optimizer.clip()))
         checkpoints.stage.wait()
         optimizer.step(step)
     checkpoints.save(Cursor(step=case["until"]), optimizer.state())
-    checkpoints.settle()
-    group.wait()
+    checkpoints.wait()
+    group.barrier()
     shares = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in optimizer.state().items()}
-    whole = student.whole(spec) if not student.sharded else None
+    whole = student.full_model(spec) if not student.sharded else None
     return {"norms": norms, "state": shares, "logits": whole[0](tokens()).logits.detach() if whole else None}
 
 
 def main() -> None:
     """Join the others, train, and leave what the first rank has."""
     torch.use_deterministic_algorithms(True)
-    group = Group.of_environment() or Group(0, 1)
+    group = RankGroup.of_environment() or RankGroup(0, 1)
     started = group.incarnation()
-    assert group.from_leader(started) == started
+    assert group.broadcast(started) == started
     assert group.any(group.rank == group.size - 1)
-    assert [len(of_rank) for of_rank in group.gather([{"x": 1.0}] * group.rank)] == list(range(group.size))
+    assert [len(of_rank) for of_rank in group.all_gather([{"x": 1.0}] * group.rank)] == list(range(group.size))
     result = train(group, Path(sys.argv[1]), json.loads(sys.argv[2]))
-    if group.leads:
+    if group.is_leader:
         torch.save(result, Path(sys.argv[1]) / "result.pt")
-    group.wait()
+    group.barrier()
     group.close()
 
 

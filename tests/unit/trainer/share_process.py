@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from services.common.step_plan import StepPlan
-from services.trainer.distributed import Group
-from services.trainer.node_reduce import account_of, joined
+from services.trainer.distributed import RankGroup
+from services.trainer.node_reduce import reduce_plan, step_outcome
 from xtoken_core.plan import RowLengths, plan
 
 NODES = 2
@@ -36,25 +36,25 @@ def listed(_: str, state: str, *, after: int, limit: int) -> Any:
 
 def main() -> None:
     """Agree, and leave what every rank has understood."""
-    group = Group.of_environment()
+    group = RankGroup.of_environment()
     assert group is not None
     group.nodes = NODES
     step = share(group.node, group.size // NODES)
-    whole = joined(step, group)
+    whole = reduce_plan(step, group)
     queue = cast(Any, SimpleNamespace(partition="p", client=SimpleNamespace(list_samples=listed)))
     said = {
         "node": group.node,
-        "leads": [group.leads, group.leads_node],
-        "rewinds": group.from_node_leader(100 + group.rank),
+        "leads": [group.is_leader, group.is_node_leader],
+        "rewinds": group.broadcast_in_node(100 + group.rank),
         "micro_batches": [len(own) for own in whole.plan.ranks],
         "denominators": [whole.ce_tokens, *whole.kd_chunks, whole.tokens, whole.truncated],
         "own": [list(whole.ids), list(whole.skipped), list(whole.dead)],
-        "account": asdict(account_of(step, group, queue)),
+        "account": asdict(step_outcome(step, group, queue)),
     }
-    every = group.gather(said)
-    if group.leads:
+    every = group.all_gather(said)
+    if group.is_leader:
         Path(sys.argv[1]).write_text(json.dumps(every))
-    group.wait()
+    group.barrier()
     group.close()
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from services.common.models import load_model
 from services.common.worker import StopRequested
 from services.trainer import eval_loss as module
-from services.trainer.distributed import Group
-from services.trainer.eval_loss import HeldOutLoss
+from services.trainer.distributed import RankGroup
+from services.trainer.eval_loss import EvalLoss
 from services.trainer.student import Student
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
@@ -33,17 +33,17 @@ import sys, time
 from datetime import timedelta
 from services.trainer import distributed as module
 module.MEETING, module.BEAT = timedelta(seconds=10), timedelta(seconds=0.1)
-group, beats = module.Group.of_environment(), []
+group, beats = module.RankGroup.of_environment(), []
 for pg in (module.dist.group.WORLD, group.background):
     assert pg._get_backend(module.torch.device("cpu")).options._timeout == module.TIMEOUT
 group.beat = lambda: beats.append(1)
-if group.leads:
+if group.is_leader:
     if sys.argv[1] == "dies":
         sys.exit(9)
     time.sleep(1.5)
-group.wait()
-assert group.leads or len(beats) > 3, beats
-print(group.from_leader(7))
+group.barrier()
+assert group.is_leader or len(beats) > 3, beats
+print(group.broadcast(7))
 group.close()
 """
 
@@ -64,9 +64,9 @@ def test_a_rank_that_waits_beats_and_notices_a_death_at_once(rank_0: str) -> Non
 
 
 def test_a_single_rank_waits_for_nobody() -> None:
-    group = Group(0, 1)
-    group.wait()
-    assert group.from_leader(3) == 3
+    group = RankGroup(0, 1)
+    group.barrier()
+    assert group.broadcast(3) == 3
 
 
 def test_an_evaluation_goes_on_batch_by_batch_and_may_be_left_between_them() -> None:
@@ -114,13 +114,13 @@ def held_out_spec(directory: Path, *, teachers: int = 1, loss: dict[str, Any] | 
     )
 
 
-def held_out_loss(spec: RunSpec, device: str = "cpu", **options: Any) -> HeldOutLoss:
+def held_out_loss(spec: RunSpec, device: str = "cpu", **options: Any) -> EvalLoss:
     tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     teachers = [LossTeacher(259, None, None, 1.0) for _ in spec.teacher]
     loss = CrossTokenizerDistillationLoss(
         spec.loss, student_vocab_size=259, teachers=teachers, device=torch.device(device)
     )
-    return HeldOutLoss(spec, loss, tokenizer, TEXTS * 3, **options)
+    return EvalLoss(spec, loss, tokenizer, TEXTS * 3, **options)
 
 
 def test_the_held_out_loss_goes_on_batch_by_batch_and_is_the_same_blockwise(

@@ -17,7 +17,7 @@ from services.cli.app import app
 from services.common.allowed_paths import VARIABLE, OutsideError, Roots
 from services.trainer import export_checkpoint as module
 from services.trainer.export import export_model
-from services.trainer.export_checkpoint import Chosen, choose, export_checkpoint
+from services.trainer.export_checkpoint import Export, choose, export_checkpoint
 from tests.architecture.conftest import run_without
 from tests.architecture.test_imports import HEAVY
 from tests.support.checkpointed import run_directory, train, write_lines
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_gives_way_to_the_next(
     hidden = newer.rename(tmp_path / "hidden")
     calls = []
 
-    def chosen_and_removed(*arguments: Any) -> Chosen:
+    def chosen_and_removed(*arguments: Any) -> Export:
         found = choose(*arguments)
         calls.append(found.step)
         if len(calls) == 2:  # the first is before the student is loaded
@@ -199,7 +199,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_gives_way_to_the_next(
 def test_a_step_that_the_run_removes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(run_directory(tmp_path, make_model()), [4, 8])
 
-    def chosen_and_removed(*arguments: Any) -> Chosen:
+    def chosen_and_removed(*arguments: Any) -> Export:
         found = choose(*arguments)
         shutil.rmtree(found.checkpoint)
         return found

@@ -14,13 +14,13 @@ import pytest
 
 from services.trainer.jsonl import JsonLines
 from services.trainer.loggers import (
-    ConsoleReport,
-    TensorBoardReport,
-    WandbReport,
-    held_out_line,
-    line_of,
-    make_reports,
+    ConsoleLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    eval_line,
+    make_loggers,
     numbers,
+    train_line,
 )
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
@@ -49,12 +49,12 @@ def reported(directory: Path, *, positions: int = 32, **report: Any) -> Resolved
 
 
 def test_a_step_in_the_log() -> None:
-    assert line_of(ONE) == (
+    assert train_line(ONE) == (
         "loss 2.5000, kl_loss 2.2500, ce_loss 1.5000, chunk_mass 0.981, grad_norm 1.0000, 30,000 tokens/s, "
         "data_wait 0.1%, teacher_wait 2.1%, mfu 41.0%, 1.50 GiB"
     )
-    assert line_of({}) == ""
-    assert line_of({"loss": 1.0, "kl_loss": None, "chunk_mass_t0": None}) == "loss 1.0000"
+    assert train_line({}) == ""
+    assert train_line({"loss": 1.0, "kl_loss": None, "chunk_mass_t0": None}) == "loss 1.0000"
 
 
 @pytest.mark.parametrize(
@@ -79,27 +79,27 @@ def test_a_step_in_the_log() -> None:
     ],
 )
 def test_every_teacher_is_named_if_there_are_several(figures: dict[str, float], said: str) -> None:
-    assert line_of(figures) == said
+    assert train_line(figures) == said
 
 
 def test_held_out_text_in_the_log() -> None:
     text = "1.2346 bits per byte on held-out text, loss 3.0000, next-token accuracy 31.2%"
-    assert held_out_line(READ) == text
+    assert eval_line(READ) == text
     measured = {"held_out_loss": 2.0, "held_out_kl_loss": 0.5, "held_out_kl_loss_t0": 0.5, "held_out_accuracy": 0.9}
-    assert held_out_line(READ | measured) == text.replace(", next", ", kl_loss 0.5000, next")
+    assert eval_line(READ | measured) == text.replace(", next", ", kl_loss 0.5000, next")
     measured |= {"held_out_kl_loss_t1": 0.75}
-    assert held_out_line(READ | measured) == text.replace(", next", ", kl_loss 0.5000 (t0 0.5000, t1 0.7500), next")
-    assert held_out_line({"bits_per_byte": 1.0, "loss": None}) == "1.0000 bits per byte on held-out text"
+    assert eval_line(READ | measured) == text.replace(", next", ", kl_loss 0.5000 (t0 0.5000, t1 0.7500), next")
+    assert eval_line({"bits_per_byte": 1.0, "loss": None}) == "1.0000 bits per byte on held-out text"
 
 
 def test_the_log_has_a_line_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
-    report = ConsoleReport(every=4, steps=10)
+    logger = ConsoleLogger(every=4, steps=10)
     with caplog.at_level(logging.INFO, "xtoken.trainer"):
         for step in range(10):
-            report.tell("train", step, {"step": step, "loss": float(step)})
-            report.tell("eval", step, READ)
-        report.tell("train", 11, {"step": 11, "tokens": 5})
-        report.close()
+            logger.log("train", step, {"step": step, "loss": float(step)})
+            logger.log("eval", step, READ)
+        logger.log("train", 11, {"step": 11, "tokens": 5})
+        logger.close()
     assert caplog.messages == ["step 4 of 10: loss 3.0000", "step 8 of 10: loss 7.0000"]
 
 
@@ -112,8 +112,8 @@ def test_what_can_be_drawn_of_a_line() -> None:
 
 
 def test_a_run_tells_its_log_alone_unless_it_says_otherwise(tmp_path: Path) -> None:
-    (console,) = make_reports(reported(tmp_path), 0)
-    assert isinstance(console, ConsoleReport) and (console.every, console.steps) == (10, 4)
+    (console,) = make_loggers(reported(tmp_path), 0)
+    assert isinstance(console, ConsoleLogger) and (console.every, console.steps) == (10, 4)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_is_not_installed_is_said_in_one_line(
     monkeypatch.setitem(sys.modules, module, None)
     (name,) = report
     with pytest.raises(ConfigError, match=rf"^report\.{name} needs {name}: install it by pip install [^\n]*$"):
-        make_reports(reported(tmp_path, **report), 0)
+        make_loggers(reported(tmp_path, **report), 0)
 
 
 # TensorBoard
@@ -146,22 +146,22 @@ class Training:
     def __init__(self, run: ResolvedRun, step: int) -> None:
         self.step, self.life = step, float(step)
         self.lines = JsonLines(run.spec.output / "eval.jsonl")
-        self.lines.cut_back(step, inclusive=True)
-        self.report = TensorBoardReport(run, step)
+        self.lines.truncate(step, inclusive=True)
+        self.logger = TensorBoardLogger(run, step)
         self.evaluate()
 
     def evaluate(self) -> None:
         if self.step % 2 == 0 and self.lines.last_step() != self.step:
             row = {"step": self.step, "bits_per_byte": 100 + self.life, "loss": math.nan}
             self.lines.append(row)
-            self.report.tell("eval", self.step, row)
+            self.logger.log("eval", self.step, row)
 
     def train(self, until: int) -> None:
         while self.step < until:
-            self.report.tell("train", self.step, {"step": self.step, "loss": self.life, "ids": [1], "mfu": None})
+            self.logger.log("train", self.step, {"step": self.step, "loss": self.life, "ids": [1], "mfu": None})
             self.step += 1
             self.evaluate()
-        self.report.close()
+        self.logger.close()
 
 
 @pytest.mark.parametrize("resumed", [0, 2, 3, 4])
@@ -216,16 +216,16 @@ def ids_of(recorded: Recorded, *runs: ResolvedRun) -> list[str]:
     """Under which ids runs were started."""
     first = len(recorded.starts)
     for run in runs:
-        WandbReport(run).close()
+        WandbLogger(run).close()
     return [start["id"] for start in recorded.starts[first:]]
 
 
 def test_weights_and_biases_is_told(tmp_path: Path, recorded: Recorded) -> None:
     run = reported(tmp_path, wandb="online", wandb_project="mine")
-    _, report = make_reports(run, 0)
-    report.tell("train", 3, {"step": 3, "loss": 2.0, "kl_loss": math.nan, "ids": [1]})
-    report.tell("eval", 4, {"step": 4, "bits_per_byte": 1.5})
-    report.close()
+    _, logger = make_loggers(run, 0)
+    logger.log("train", 3, {"step": 3, "loss": 2.0, "kl_loss": math.nan, "ids": [1]})
+    logger.log("eval", 4, {"step": 4, "bits_per_byte": 1.5})
+    logger.close()
     (start,) = recorded.starts
     assert (start["project"], start["mode"], start["name"]) == ("mine", "online", run.spec.name)
     assert start["config"]["train"]["samples_per_step"] == 8
@@ -270,9 +270,9 @@ def test_the_real_weights_and_biases_keeps_one_run(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv(variable, str(tmp_path / "wandb"))
     run = reported(tmp_path, wandb="offline")
     for step in (0, 1):
-        report = WandbReport(run)
-        report.tell("train", step, {"step": step, "loss": 2.0})
-        report.close()
+        logger = WandbLogger(run)
+        logger.log("train", step, {"step": step, "loss": 2.0})
+        logger.close()
     wandb.teardown()
     files = list(run.spec.output.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2, "each start has a folder of its own"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.distributed import Group
+from services.trainer.distributed import RankGroup
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 
@@ -42,6 +42,6 @@ def test_a_group_owns_its_share_of_every_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rank", "node"), [(0, 0), (2, 0), (3, 1), (5, 1)])
 def test_ranks_are_shared_out_in_order(rank: int, node: int) -> None:
-    group = Group(0, 1)
+    group = RankGroup(0, 1)
     group.rank, group.size, group.nodes = rank, 6, 2
     assert group.node == node

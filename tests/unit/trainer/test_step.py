@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.distributed import Group
+from services.trainer.distributed import RankGroup
 from services.trainer.step import Received, StepRunner
 from tests.support.runs import resolved_run
 from xtoken_core.losses.objective import Selection
@@ -24,7 +24,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepRunner:
     loss: Any = SimpleNamespace(select=lambda *_: Selection(torch.tensor(1), torch.tensor(3.0)))
     device: Any = SimpleNamespace(device=torch.device("cpu"))
     rings: Any = None
-    made = StepRunner(worker, device, loss, rings, Group(0, 1), rank=0, pad_id=0)
+    made = StepRunner(worker, device, loss, rings, RankGroup(0, 1), rank=0, pad_id=0)
     monkeypatch.setattr(made, "_signals", lambda _: [])
     return made
 

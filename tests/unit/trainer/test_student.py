@@ -26,7 +26,7 @@ def gradients(student: Student, seeds: tuple[int, ...] = (0, 1)) -> dict[str, to
         ids = tokens(seed)
         out = student.outputs(ids)
         nll(out.logits() if isinstance(out, HeadProjection) else out, ids).backward()
-    return {name: weight.grad for name, weight in student.trained.items() if weight.grad is not None}
+    return {name: weight.grad for name, weight in student.trainable.items() if weight.grad is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,7 +44,7 @@ def test_what_saves_memory_changes_no_gradient(family: str, change: str) -> None
 def test_master_weights_sum_gradients_and_steps_in_float32(family: str) -> None:
     student = Student(make_model(family), settings(BF16))
     assert {p.dtype for p in student.model.parameters()} == {torch.bfloat16}
-    assert {weight.dtype for weight in student.trained.values()} == {torch.float32}
+    assert {weight.dtype for weight in student.trainable.values()} == {torch.float32}
     found = gradients(student)
     assert {grad.dtype for grad in found.values()} == {torch.float32}
     assert all(p.grad is None for p in student.model.parameters())
@@ -59,12 +59,12 @@ def test_a_step_below_the_last_bit_is_kept_by_master_weights_and_lost_without() 
     for master in (True, False):
         model = make_model() if master else make_model().to(torch.bfloat16)
         student = Student(model, settings(BF16, {"master_weights": master}))
-        before = {name: weight.detach().clone() for name, weight in student.trained.items()}
+        before = {name: weight.detach().clone() for name, weight in student.trainable.items()}
         optimizer = StudentOptimizer(student, spec, steps=10)
         gradients(student)
         optimizer.step(0)
         moved[master] = sum(
-            int((before[n] != weight).sum()) for n, weight in student.trained.items() if weight.ndim > 1
+            int((before[n] != weight).sum()) for n, weight in student.trainable.items() if weight.ndim > 1
         )
     assert moved[True] > 20 * moved[False]
 
@@ -75,7 +75,7 @@ def test_the_model_computes_with_its_rounded_masters() -> None:
     gradients(student)
     optimizer.step(0)
     own = dict(student.model.named_parameters())
-    assert all(torch.equal(own[name], weight.to(torch.bfloat16)) for name, weight in student.trained.items())
+    assert all(torch.equal(own[name], weight.to(torch.bfloat16)) for name, weight in student.trainable.items())
 
 
 def test_a_restored_state_goes_on_bit_for_bit() -> None:
@@ -93,7 +93,7 @@ def test_a_restored_state_goes_on_bit_for_bit() -> None:
     state = second.state()
     for name, value in state.items():
         value.copy_(kept[name])
-    second.restored(state)
+    second.after_restore(state)
     trained(second, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(whole.state().values(), second.state().values(), strict=True))
 
@@ -133,7 +133,7 @@ def test_adapters_are_all_that_is_trained_and_merge_into_the_model(family: str, 
     pytest.importorskip("peft")
     lora = {"rank": 4, "targets": ["q_proj", "v_proj"]}
     student = Student(make_model(family), settings({"dtype": dtype}, {"lora": lora}))
-    assert {n.split(".")[-3] for n in student.trained} == {"lora_A", "lora_B"}
+    assert {n.split(".")[-3] for n in student.trainable} == {"lora_A", "lora_B"}
     frozen = {n: p.detach().clone() for n, p in student.model.named_parameters() if "lora" not in n}
     optimizer = StudentOptimizer(student, TrainSpec(learning_rate=0.05), steps=5)
     before = student.outputs(tokens()).detach()
@@ -143,7 +143,7 @@ def test_adapters_are_all_that_is_trained_and_merge_into_the_model(family: str, 
     after = student.outputs(tokens()).detach()
     assert not torch.allclose(after, before, atol=1e-2)
     assert all(torch.equal(p, frozen[n]) for n, p in student.model.named_parameters() if n in frozen)
-    whole = student.whole(settings())
+    whole = student.full_model(settings())
     assert whole is not None
     whole[1].save_pretrained(tmp_path)
     assert (tmp_path / "adapter_model.safetensors").is_file()

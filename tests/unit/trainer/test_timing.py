@@ -7,29 +7,29 @@ import time
 import pytest
 import torch
 
-from services.trainer.timing import Stopwatch
+from services.trainer.timing import DeviceTimer
 
 
 def test_laps_of_one_name_add_up_and_are_told_once() -> None:
-    watch = Stopwatch(torch.device("cpu"))
+    timer = DeviceTimer(torch.device("cpu"))
     for _ in range(2):
-        watch.start()
+        timer.start()
         time.sleep(0.02)
-        watch.lap("forward")
-        watch.lap("loss")
-    found = watch.take()
+        timer.lap("forward")
+        timer.lap("loss")
+    found = timer.collect()
     assert list(found) == ["forward", "loss"]
     assert found["forward"] >= 0.04 > found["loss"]
-    assert watch.take() == {}
+    assert timer.collect() == {}
 
 
 def test_what_is_forgotten_is_not_told() -> None:
-    watch = Stopwatch(torch.device("cpu"))
-    watch.start()
-    watch.lap("forward")
-    watch.forget()
-    watch.lap("loss")
-    assert list(watch.take()) == ["loss"]
+    timer = DeviceTimer(torch.device("cpu"))
+    timer.start()
+    timer.lap("forward")
+    timer.reset()
+    timer.lap("loss")
+    assert list(timer.collect()) == ["loss"]
 
 
 @pytest.mark.gpu
@@ -38,12 +38,12 @@ def test_a_gpu_is_timed_without_being_waited_for() -> None:
     a = torch.randn(8192, 8192, device=device)
     a @ a
     torch.cuda.synchronize()
-    watch, began = Stopwatch(device), time.perf_counter()
-    watch.start()
+    timer, began = DeviceTimer(device), time.perf_counter()
+    timer.start()
     for _ in range(20):
         a @ a
-    watch.lap("forward")
+    timer.lap("forward")
     queued = time.perf_counter() - began
-    found = watch.take()
+    found = timer.collect()
     assert found["forward"] > 2 * queued, "the host was ahead"
     assert found["forward"] <= time.perf_counter() - began
