@@ -52,8 +52,8 @@ def test_a_student_keeps_what_was_counted(tmp_path: Path, dtype: str, master_wei
     optimizer = StudentOptimizer(student, run.spec.train, 4)
     ids = tokens()
     nll(student.outputs(ids), ids).backward()
-    kept = {tensor.data_ptr(): tensor.nbytes for tensor in (*student.model.parameters(), *student.trained.values())}
-    kept |= {w.grad.data_ptr(): w.grad.nbytes for w in student.trained.values() if w.grad is not None}
+    kept = {tensor.data_ptr(): tensor.nbytes for tensor in (*student.model.parameters(), *student.trainable.values())}
+    kept |= {w.grad.data_ptr(): w.grad.nbytes for w in student.trainable.values() if w.grad is not None}
     moments = [m for of_weight in optimizer.adamw.state.values() for m in of_weight.values() if m.numel() > 1]
     assert student_bytes(run.spec) == sum(kept.values()) + sum(moment.nbytes for moment in moments)
 
@@ -97,7 +97,7 @@ READ = {"eval": {"path": "held-out.jsonl", "teacher_kl": True}}
 
 def beside(run: ResolvedRun, *, gpus: int = 1) -> list[str]:
     """What is loaded beside the students on the first GPU while the held-out text is read."""
-    trained, read = (list(needs_of(run, 0, gpus, rings=True, reading=reading)) for reading in (False, True))
+    trained, read = (list(needs_of(run, 0, gpus, rings=True, evaluates=evaluates)) for evaluates in (False, True))
     assert {need.what for need in trained} <= {need.what for need in read}
     return [need.what for need in read if "beside the student" in need.what]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.common.models import pick_device
-from services.teacher.main import place_of
+from services.teacher.main import device_of
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
@@ -59,17 +59,17 @@ def test_a_rank_of_torchrun_is_its_own(
 def test_a_teacher_on_a_gpu_of_its_own_says_what_became_of_it(
     two_gpus: None, caplog: pytest.LogCaptureFixture, tmp_path: Path, gpu: int | None, rank: int, found: int, told: str
 ) -> None:
-    assert place_of(spec_with(tmp_path, gpu), 0, rank) == torch.device("cuda", found)
+    assert device_of(spec_with(tmp_path, gpu), 0, rank) == torch.device("cuda", found)
     expected = [f"{told}, torch sees 2 here: it shares cuda:{found}"] if told else []
     assert caplog.messages == expected
 
 
 def test_without_gpus_nothing_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert place_of(spec_with(tmp_path, 1), 0, 3) == pick_device("auto", 3) == torch.device("cpu")
+    assert device_of(spec_with(tmp_path, 1), 0, 3) == pick_device("auto", 3) == torch.device("cpu")
     with pytest.raises(ConfigError, match="torch sees no GPU here"):
-        place_of(spec_with(tmp_path, 1, "cuda"), 0, 0)
+        device_of(spec_with(tmp_path, 1, "cuda"), 0, 0)
 
 
 def test_on_the_cpu_by_choice_no_gpu_is_taken(two_gpus: None, tmp_path: Path) -> None:
-    assert place_of(spec_with(tmp_path, 1, "cpu"), 0, 3) == pick_device("cpu", 3) == torch.device("cpu")
+    assert device_of(spec_with(tmp_path, 1, "cpu"), 0, 3) == pick_device("cpu", 3) == torch.device("cpu")
