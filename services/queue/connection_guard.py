@@ -1,9 +1,9 @@
-"""Bounds what peers can make the queue hold beside its samples: messages without an end, answers that nobody reads.
+"""Guard against peers that make the queue hold memory beside its samples: endless messages, replies never read.
 
-libzmq keeps the parts of a message until the last one has come, however many there are, and offers no limit for their
-sum; nor does it tell how much it holds for whom. So the guard looks at the memory of the process. Where that is more
-than samples explain, connections that have finished no message lately are cut, the culprits among them. For the others
-this is a lost connection: their clients ask again on a new one.
+libzmq keeps the parts of a message until the last one has come. It limits neither their number nor their sum, and does
+not report how much it holds for which peer. So the guard watches the memory of the process: while that exceeds what
+samples explain, it disconnects all peers that have completed no message lately, the offenders among them. For the
+others this is a lost connection, and their clients ask again on a new one.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from services.queue.memory import resident_bytes, trim
 log = logging.getLogger("xtoken.queue")
 
 SPARE_BYTES = 64 << 20
-HELD_SHARE = 1.25
+HELD_FACTOR = 1.25
 TURNS = 2
-PATIENT_LOOKS = 10
+MAX_FRUITLESS_CHECKS = 10
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
-class Guard:
-    """The connections of a bound socket, and the memory that they may take together.
+class ConnectionGuard:
+    """Connections of a bound socket, and the memory that they may use together.
 
     Args:
-        socket: Bound or about to be; its monitor is taken.
-        allowance: Bytes beside `HELD_SHARE` of the samples and what the process has at first.
-        burst: Messages that one turn of the server's loop takes at most.
-        held: Bytes of samples that are there already.
+        socket: The server's socket; its monitor is used.
+        allowance: Bytes allowed beside `HELD_FACTOR` times the samples and the process's initial memory.
+        burst: Most messages that one turn of the server's loop receives.
+        held: Bytes of samples that are held already.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], allowance: int, burst: int, held: int = 0) -> None:
@@ -43,7 +43,7 @@ class Guard:
         self._last_heard: dict[int, int] = {}
         self._turn = 0
         self._fruitless = 0
-        self._at_first = resident_bytes() - held
+        self._baseline = resident_bytes() - held
         where = f"inproc://connections-{id(self)}"
         socket.monitor(where, EVENTS)
         self._monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
@@ -51,19 +51,23 @@ class Guard:
         self._monitor.connect(where)
 
     def close(self) -> None:
-        """Let the monitor go; before the socket is closed."""
+        """Close the monitor; to be called before the socket is closed."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
     def heard(self, number: int) -> None:
-        """A whole message came from the connection with this file descriptor."""
+        """Record a complete message from the connection with this file descriptor."""
         if number in self._last_heard:
             self._last_heard[number] = self._turn
 
-    def look(self, held: int) -> None:
-        """Called now and then between two turns of the server's loop; `held` bytes of samples are there."""
+    def check(self, held: int) -> None:
+        """Check memory and disconnect silent peers; to be called regularly between two turns of the server's loop.
+
+        Args:
+            held: Bytes of samples.
+        """
         self._turn += 1
-        self._follow()
+        self._update_connections()
         excess = self._excess(held)
         if excess > 0:
             trim()
@@ -73,24 +77,24 @@ class Guard:
             return
         victims = self._silent()
         for number in victims:
-            cut(number)
+            disconnect(number)
             del self._last_heard[number]
         if victims:
-            log.warning("%d bytes more than allowed: %d connections are cut", excess, len(victims))
+            log.warning("memory is %d bytes above the allowance: disconnecting %d peers", excess, len(victims))
             self._fruitless = 0
             return
         self._fruitless += 1
-        if self._fruitless >= PATIENT_LOOKS:
-            log.info("%d bytes more than allowed are nobody's: the allowance begins above them", excess)
-            self._at_first += excess
+        if self._fruitless >= MAX_FRUITLESS_CHECKS:
+            log.info("memory is %d bytes above the allowance with no peer to blame: raising the baseline", excess)
+            self._baseline += excess
             self._fruitless = 0
 
     def _excess(self, held: int) -> int:
-        """Bytes that this process takes beyond what it may."""
-        return resident_bytes() - self._at_first - int(held * HELD_SHARE) - self.allowance
+        """Return the bytes that this process uses beyond its allowance."""
+        return resident_bytes() - self._baseline - int(held * HELD_FACTOR) - self.allowance
 
-    def _follow(self) -> None:
-        """Learn of connections that came and went."""
+    def _update_connections(self) -> None:
+        """Process the monitor's events of new and closed connections."""
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
@@ -99,12 +103,12 @@ class Guard:
                 self._last_heard.pop(int(event["value"]), None)
 
     def _silent(self) -> list[int]:
-        """Connections without a whole message for so long that each had its turn, had it had one."""
+        """Return connections without a complete message for so long that the loop would have read one from each."""
         turns = TURNS + 2 * len(self._last_heard) // self._burst
         return [number for number, turn in self._last_heard.items() if self._turn - turn > turns]
 
 
-def cut(number: int) -> None:
-    """End the connection with this file descriptor; its owner notices and closes it."""
+def disconnect(number: int) -> None:
+    """Shut down the connection with this file descriptor; libzmq notices and closes it."""
     with suppress(OSError), sockets.socket(fileno=os.dup(number)) as connection:
         connection.shutdown(sockets.SHUT_RDWR)

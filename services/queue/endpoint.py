@@ -1,4 +1,4 @@
-"""The queue's socket: where it is bound, and who gets past its handshake."""
+"""Socket of the queue: binding, and authentication in the handshake."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from xtoken_core.data_plane.address import USER, Address, create_token
 from xtoken_core.data_plane.keys import allowed_keys, server_keys
 from xtoken_core.errors import ConfigError, XtokenError
 
-REPLIES_HELD = 64
-REQUESTS_HELD = 64
+MAX_PENDING_REPLIES = 64
+MAX_PENDING_REQUESTS = 64
 HANDSHAKE_MS = 5000
 
 
 class Endpoint:
-    """A bound ROUTER socket.
+    """Bound ROUTER socket.
 
     Args:
         address: `ipc://` in a private directory, loopback tcp with a token file (made if missing), or any tcp address
             with a directory of keys.
-        max_frame: Bytes of one frame at most; a peer that sends a longer one is disconnected.
+        max_frame: Largest frame in bytes; a peer that sends a longer one is disconnected.
 
     Raises:
         XtokenError: The address is in use or cannot be bound.
-        ConfigError: The address asks for a proof that is not there.
+        ConfigError: The token file or keys that the address needs are missing.
     """
 
     def __init__(self, address: Address, *, max_frame: int) -> None:
@@ -54,8 +54,8 @@ class Endpoint:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
             socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-            socket.setsockopt(zmq.SNDHWM, REPLIES_HELD)
-            socket.setsockopt(zmq.RCVHWM, REQUESTS_HELD)
+            socket.setsockopt(zmq.SNDHWM, MAX_PENDING_REPLIES)
+            socket.setsockopt(zmq.RCVHWM, MAX_PENDING_REQUESTS)
             socket.linger = 0
             if self.address.keys is not None:
                 socket.curve_publickey, socket.curve_secretkey = server_keys(self.address.keys)
@@ -93,22 +93,22 @@ class Endpoint:
 
 
 class AllowList:
-    """The client keys in a directory, read at each handshake, so that a key can be added or withdrawn at any time."""
+    """Client keys in a directory, read at each handshake, so that a key can be added or revoked at any time."""
 
     def __init__(self, keys: Path) -> None:
         self.keys = keys
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether a client with this public key (Z85) may connect."""
+        """Return whether a client with this public key (Z85) may connect."""
         return key in allowed_keys(self.keys)
 
 
 def check_private(path: Path) -> None:
-    """The socket's directory must be its owner's alone, and nobody may be listening at the path.
+    """Check that the socket's directory is private and the path is not in use.
 
     Raises:
-        XtokenError: Somebody listens there already, or the directory is missing.
-        ConfigError: Others may enter the directory.
+        XtokenError: Another process listens there, or the directory is missing.
+        ConfigError: Other users may enter the directory.
     """
     try:
         mode = path.parent.stat().st_mode

@@ -1,4 +1,4 @@
-"""`xtoken queue`: serve a queue, with a run's partition opened if one is given."""
+"""`xtoken queue`: serve a queue, and open a run's partition if one is given."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def serve(
     resolved = None if run is None else of_group(load_resolved(run), group)
     limit = memory_limit or (resolved.spec.queue.memory_limit if resolved else DEFAULT_MEMORY)
     engine = Engine(memory_limit=limit, clock=time.monotonic)
-    kept = None if journal is None else WriteAheadLog(journal, engine, fsync=fsync)
+    log_of_changes = None if journal is None else WriteAheadLog(journal, engine, fsync=fsync)
     if resolved is not None:
         open_run(engine, resolved)
-    server = Server(engine, address, journal=kept, metrics_port=metrics_port)
+    server = Server(engine, address, journal=log_of_changes, metrics_port=metrics_port)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         server.stop()
@@ -64,9 +64,9 @@ def serve(
 
 
 def load_resolved(path: Path) -> ResolvedRun:
-    """A run from a RunSpec (`.toml`, resolved here) or from an already resolved one (`.json`)."""
+    """Load a run from a RunSpec (`.toml`, resolved here) or from an already resolved one (`.json`)."""
     if path.suffix == ".toml":
-        from services.common.resolve import resolve_run  # loads what reads data, which a generic queue never needs
+        from services.common.resolve import resolve_run  # imports the data readers, which a generic queue never needs
 
         return resolve_run(load_run_spec(path))
     try:
@@ -76,7 +76,7 @@ def load_resolved(path: Path) -> ResolvedRun:
 
 
 def of_group(resolved: ResolvedRun, group: int) -> ResolvedRun:
-    """The run as the queue of one node group hands it out.
+    """Return the run as the queue of one node group serves it.
 
     Raises:
         ConfigError: There is no such group.

@@ -17,12 +17,12 @@ Stats = dict[str, Any]
 
 
 def show(client: QueueClient, *, every: float, once: bool) -> None:
-    """Draw a queue until interrupted, or once.
+    """Show a queue until interrupted, or once.
 
     Args:
-        client: With a session.
-        every: Seconds between two looks.
-        once: Draw once and return.
+        client: Client with a session.
+        every: Seconds between two updates.
+        once: Show one view and return.
     """
     console = Console()
     before, seen = None, client.stats()
@@ -40,7 +40,7 @@ def show(client: QueueClient, *, every: float, once: bool) -> None:
 
 
 def view(seen: Stats, before: Stats | None) -> Group:
-    """One picture: totals, partitions and tasks, runs, sessions. Rates are over the time since `before`."""
+    """Return one view: totals, partitions and tasks, runs, sessions. Rates cover the time since `before`."""
     runs = [_runs(seen)] if any("run" in part for part in seen["partitions"].values()) else []
     return Group(_totals(seen, before), _tasks(seen, before), *runs, _sessions(seen))
 

@@ -1,4 +1,4 @@
-"""Requests that wait for a change, filed by what they wait for: a change wakes those it may concern, not all."""
+"""Waiting requests, indexed by what they wait for, so that a change retries only those it may concern."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xtoken_core.wire.columns import Buffer
 
 MAX_WAITING = 1 << 16
 MAX_WAITING_OF_SESSION = 256
-FEW = 64
+FEW_IDS = 64
 
 Key = tuple[str, str, str | int]
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
-    """A request that waits, the peer it came from, and until when (monotonic clock)."""
+class WaitingRequest:
+    """A request that waits, its peer, and its deadline (monotonic clock)."""
 
     peer: bytes
     request: m.AnyRequest
@@ -29,41 +29,41 @@ class Parked:
     deadline: float
     since: float
     key: Key = ("", "", "")
-    gone: bool = False
+    removed: bool = False
 
     @property
     def session(self) -> str:
-        """The session it belongs to; a hello has none."""
+        """Return the session it belongs to; a hello has none."""
         return getattr(self.request, "session", "")
 
     @property
     def name(self) -> tuple[str, str]:
-        """What its repetition would be known by."""
+        """Return session and request id, which a repetition shares."""
         return self.session, self.request.id
 
 
 @dataclass
 class Waiting:
-    """All parked requests.
+    """All waiting requests.
 
     Attributes:
-        engine: Says what a request lacks.
-        answer: Tries a request again; False if it still has to wait.
+        engine: State of the queue.
+        answer: Callback that tries a request again; False if it still has to wait.
     """
 
     engine: Engine
-    answer: Callable[[Parked], bool]
-    _by_name: dict[tuple[str, str], Parked] = field(default_factory=dict)
-    _by_key: dict[Key, dict[tuple[str, str], Parked]] = field(default_factory=dict)
+    answer: Callable[[WaitingRequest], bool]
+    _by_name: dict[tuple[str, str], WaitingRequest] = field(default_factory=dict)
+    _by_key: dict[Key, dict[tuple[str, str], WaitingRequest]] = field(default_factory=dict)
     _of_session: dict[str, int] = field(default_factory=dict)
-    _deadlines: list[tuple[float, int, Parked]] = field(default_factory=list)
+    _deadlines: list[tuple[float, int, WaitingRequest]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def park(self, entry: Parked) -> None:
-        """Let a request wait; it replaces the one that it repeats.
+    def add(self, entry: WaitingRequest) -> None:
+        """Add a request; it replaces the one that it repeats.
 
         Raises:
             QueueError: `too_large` if too many wait already.
@@ -78,20 +78,20 @@ class Waiting:
         self._by_name[entry.name] = entry
         self._of_session[entry.session] = self._of_session.get(entry.session, 0) + 1
         heapq.heappush(self._deadlines, (entry.deadline, next(self._numbers), entry))
-        self._file(entry)
+        self._index(entry)
 
-    def expired(self, now: float) -> list[Parked]:
-        """Take out the requests whose time is over."""
+    def expired(self, now: float) -> list[WaitingRequest]:
+        """Remove and return the requests whose time is over."""
         out = []
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = heapq.heappop(self._deadlines)[2]
-            if not entry.gone:
+            if not entry.removed:
                 self._remove(entry)
                 out.append(entry)
         return out
 
     def wake(self, request: m.AnyRequest) -> None:
-        """Try what this request, which was just answered, may have made possible."""
+        """Retry the requests that this one, just answered, may have made possible."""
         if isinstance(request, m.OpenPartition):
             self._try_all(("hello", "", ""))
         if not isinstance(request, m.PartitionRequest):
@@ -103,20 +103,20 @@ class Waiting:
         for task in part.samples.tasks:
             self._try_in_turn(("task", partition, task))
         self._try_all(("partition", partition, ""))
-        ids = request.ids if isinstance(request, m.Put) and len(request.ids) <= FEW else None
+        ids = request.ids if isinstance(request, m.Put) and len(request.ids) <= FEW_IDS else None
         self._try_gets(partition, ids)
         self._try_in_turn(("room", "", ""))
 
     def wake_all(self) -> None:
-        """Sessions have ended: anything may have become possible."""
+        """Retry all requests after the end of a session."""
         for key in list(self._by_key):
             if key[0] in ("task", "room"):
                 self._try_in_turn(key)
             else:
                 self._try_all(key)
 
-    def of_ended_sessions(self) -> None:
-        """Answer those whose session has ended: they are told so."""
+    def answer_ended_sessions(self) -> None:
+        """Retry the requests of ended sessions, which are refused by it."""
         for session in [s for s in self._of_session if s and s not in self.engine.sessions.live]:
             for entry in [e for e in self._by_name.values() if e.session == session]:
                 self._try(entry)
@@ -130,28 +130,28 @@ class Waiting:
             self._try_all(key)
 
     def _try_in_turn(self, key: Key) -> None:
-        """Those who wait for the same thing get it in the order in which they came."""
+        """Retry requests that compete for one thing in the order in which they came, up to the first that waits."""
         while waiting := self._by_key.get(key):
             if not self._try(next(iter(waiting.values()))):
                 return
 
     def _try_all(self, key: Key) -> None:
         for entry in list(self._by_key.get(key, {}).values()):
-            if not entry.gone:
+            if not entry.removed:
                 self._try(entry)
 
-    def _try(self, entry: Parked) -> bool:
+    def _try(self, entry: WaitingRequest) -> bool:
         if self.answer(entry):
             self._remove(entry)
             return True
         if isinstance(entry.request, m.Get):
-            self._unfile(entry)
-            self._file(entry)
+            self._unindex(entry)
+            self._index(entry)
         return False
 
-    def _remove(self, entry: Parked) -> None:
-        entry.gone = True
-        self._unfile(entry)
+    def _remove(self, entry: WaitingRequest) -> None:
+        entry.removed = True
+        self._unindex(entry)
         self._by_name.pop(entry.name, None)
         left = self._of_session.get(entry.session, 1) - 1
         if left:
@@ -159,17 +159,17 @@ class Waiting:
         else:
             self._of_session.pop(entry.session, None)
 
-    def _file(self, entry: Parked) -> None:
-        entry.key = self._lacks(entry.request)
+    def _index(self, entry: WaitingRequest) -> None:
+        entry.key = self._key_of(entry.request)
         self._by_key.setdefault(entry.key, {})[entry.name] = entry
 
-    def _unfile(self, entry: Parked) -> None:
-        filed = self._by_key.get(entry.key, {})
-        filed.pop(entry.name, None)
-        if not filed:
+    def _unindex(self, entry: WaitingRequest) -> None:
+        same_key = self._by_key.get(entry.key, {})
+        same_key.pop(entry.name, None)
+        if not same_key:
             self._by_key.pop(entry.key, None)
 
-    def _lacks(self, request: m.AnyRequest) -> Key:
+    def _key_of(self, request: m.AnyRequest) -> Key:
         match request:
             case m.Hello():
                 return ("hello", "", "")

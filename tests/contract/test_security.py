@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import msgpack
 import pytest
 import zmq
+from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from services.cli.queue import queue_app
@@ -150,19 +152,28 @@ def test_metrics_are_served(short_tmp: Path) -> None:
         peer.call("put", partition='odd "name"', ids=[0, 1], columns={"x": ints([1], [2])})
         peer.call("claim", partition='odd "name"', task="a", count=1)
         assert server.exporter is not None
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.exporter.port}/metrics", timeout=10) as reply:
+        url = f"http://127.0.0.1:{server.exporter.port}"
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
             text = reply.read().decode()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}/other", timeout=10)
         place.leave()
-    samples = dict(re.findall(r"^(xtoken_queue_\S+?(?:\{.*\})?) (\S+)$", text, re.MULTILINE))
-    assert samples['xtoken_queue_task_samples{partition="odd \\"name\\"",task="a",state="leased"}'] == "1"
-    assert samples['xtoken_queue_task_bytes{partition="odd \\"name\\"",task="a",state="leased"}'] == "8"
-    assert samples['xtoken_queue_partition_leases_by_age{partition="odd \\"name\\"",le="+Inf"}'] == "1"
-    assert samples['xtoken_queue_partition_rows_put_total{partition="odd \\"name\\""}'] == "2"
-    assert samples['xtoken_queue_requests_total{type="claim"}'] == "1"
-    assert samples['xtoken_queue_request_seconds_count{type="put"}'] == "1"
-    assert samples['xtoken_queue_request_seconds_bucket{type="put",le="+Inf"}'] == "1"
-    assert samples["xtoken_queue_bytes"] == str(2 * 8 + 3 * 8)
+    samples = {
+        (sample.name.removeprefix("xtoken_queue_"), *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    at = ("partition", 'odd "name"')
+    assert samples["task_samples", at, ("state", "leased"), ("task", "a")] == 1
+    assert samples["task_bytes", at, ("state", "leased"), ("task", "a")] == 8
+    assert samples["partition_leases_by_age", ("le", "+Inf"), at] == 1
+    assert samples["partition_rows_put_total", at] == 2
+    assert samples["requests_total", ("type", "claim")] == 1
+    assert samples["request_seconds_count", ("type", "put")] == 1
+    assert samples["request_seconds_bucket", ("le", "+Inf"), ("type", "put")] == 1
+    assert samples["bytes",] == 2 * 8 + 3 * 8
     assert all(re.match(r"# (HELP|TYPE) xtoken_queue_|xtoken_queue_", line) for line in text.splitlines())
+    assert not any(name.endswith("_created") for name, *_ in samples)
 
 
 def test_a_queue_can_be_looked_into(short_tmp: Path) -> None:

@@ -12,7 +12,7 @@ import msgpack
 import psutil
 import pytest
 
-from services.queue.connection_guard import HELD_SHARE, SPARE_BYTES
+from services.queue.connection_guard import HELD_FACTOR, SPARE_BYTES
 from tests.contract.attacker import Attacker
 from tests.contract.peers import Place, ints
 from tests.contract.processes import ipc_address, queue_process, tcp_address
@@ -104,7 +104,7 @@ def test_answers_that_nobody_reads_are_let_go(short_tmp: Path) -> None:
             assert time.monotonic() < deadline
             found = peer.call("get", partition="p", ids=[19, 3], fields=["x"])
             assert found["columns"]["x"][3] == [rows[19], rows[3]]
-        while now() > len(rows) * len(rows[0]) * HELD_SHARE + MEMORY + SPARE_BYTES:
+        while now() > len(rows) * len(rows[0]) * HELD_FACTOR + MEMORY + SPARE_BYTES:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert grown() > now()

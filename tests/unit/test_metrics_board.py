@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 from fastapi.testclient import TestClient
+from prometheus_client import generate_latest
 
 from services.control.app import create_app
 from services.control.runs import Runs
-from services.queue.metrics import Latencies, prometheus_text
+from services.queue.metrics import Metrics
 from services.trainer import loop
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.stats import stats_document
@@ -60,7 +61,8 @@ def names() -> set[str]:
     with TestClient(create_app(Runs(None)), base_url="http://127.0.0.1") as client:
         answer = client.get("/metrics")
     assert answer.status_code == 200
-    queue = prometheus_text(json.loads(stats_document(Engine(memory_limit=1 << 20, clock=time.monotonic))), Latencies())
+    engine = Engine(memory_limit=1 << 20, clock=time.monotonic)
+    queue = generate_latest(Metrics(lambda: stats_document(engine)).registry).decode()
     return served(answer.text) | served(queue)
 
 

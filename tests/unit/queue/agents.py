@@ -6,11 +6,10 @@ argument is what the move has chosen; a negative one says that the answer is los
 
 from __future__ import annotations
 
+from tests.unit.queue.world import Checkpoint, Config, Ids, ViolationError, Worker, World, ask, owned
 from xtoken_core import schema
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
-
-from .world import Checkpoint, Config, Ids, ViolationError, Worker, World, ask, owned
 
 ROW = (schema.INPUT_IDS.name,)
 

@@ -6,8 +6,8 @@ import pickle
 from collections import deque
 from dataclasses import dataclass, field
 
-from .model import Model
-from .world import Config, ViolationError, Worker, World
+from tests.unit.queue.model import Model
+from tests.unit.queue.world import Config, ViolationError, Worker, World
 
 
 @dataclass

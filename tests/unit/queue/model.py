@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from tests.unit.queue.agents import Agents
+from tests.unit.queue.world import Move, ViolationError, Worker, World, ask, new_protocol
 from xtoken_core.queue.run.slots import SlotState
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
-
-from .agents import Agents
-from .world import Move, ViolationError, Worker, World, ask, new_protocol
 
 
 class Model(Agents):

@@ -2,9 +2,8 @@
 
 import pytest
 
+from tests.unit.queue.test_run import ack_window, lease_block, make_run, put_block, rewind, rows
 from xtoken_core.wire import QueueError
-
-from .test_run import ack_window, lease_block, make_run, put_block, rewind, rows
 
 
 def test_a_queue_hands_out_its_groups_share_of_every_step_and_waits_for_no_other() -> None:

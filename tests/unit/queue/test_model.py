@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.unit.queue.explore import explore
+from tests.unit.queue.world import Config
 from xtoken_core.queue.run.protocol import RunProtocol
 from xtoken_core.queue.run.slots import SlotState, SlotTable
 from xtoken_core.wire import messages as m
-
-from .explore import explore
-from .world import Config
 
 SMALL = Config(collators=1, block_size=2)
 """Two steps of two positions, a micro-batch each; two teachers with one slot."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.unit.queue.world import ask
 from xtoken_core import schema
 from xtoken_core.queue.run.protocol import RunProtocol
 from xtoken_core.queue.run.slots import Ring, SlotState
@@ -10,8 +11,6 @@ from xtoken_core.queue.sample import Status
 from xtoken_core.queue.sessions import Session, Sessions
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
-
-from .world import ask
 
 ROW = [schema.INPUT_IDS.name]
 TEACHER, TRAINER, COLLATOR = "teacher/1", "trainer/1", "collator/1"
