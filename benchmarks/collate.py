@@ -101,7 +101,7 @@ def offset_walk() -> Callable[[list[Offsets], list[Offsets]], Any]:
 
 
 def byte_offsets(table: TokenTable, ids: np.ndarray, text: str) -> list[Offsets]:
-    """Where each token begins and ends in its text, as TRL takes them; a space put before the text has no place there.
+    """Return each token's offsets in its text, as TRL takes them; a space put before the text has none.
 
     Raises:
         ValueError: The tokens do not spell the text.
@@ -151,7 +151,7 @@ def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], tur
                     "equal_chunks": bool(torch.equal(found.pair_is_correct, found.pair_valid)),
                 }
             )
-            _tell(
+            _print_row(
                 rows[-1], f"{rows[-1]['student_tokens_per_s'] / 1e6:.1f} M/s, {rows[-1]['times_offset_walk']:.0f} x TRL"
             )
     return rows
@@ -192,7 +192,7 @@ def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str],
                     "rate_of_tokenizing": statistics.median(p / w for p, w in zip(plain, whole, strict=True)),
                 }
             )
-            _tell(rows[-1], f"collated at {rows[-1]['rate_of_tokenizing']:.2f} of the rate of tokenizing")
+            _print_row(rows[-1], f"collated at {rows[-1]['rate_of_tokenizing']:.2f} of the rate of tokenizing")
     return rows
 
 
@@ -209,7 +209,7 @@ def projection() -> dict[str, Any]:
 
 
 def built_projection() -> dict[str, Any]:
-    """What one process builds, and the hash of the file that it writes."""
+    """Return the projection that one process builds, and the hash of the file that it writes."""
     student, teacher = vocabularies.tekken(130000), vocabularies.mistral_tekken()
     began = time.process_time()
     built = build_projection(student, teacher)
@@ -221,7 +221,7 @@ def built_projection() -> dict[str, Any]:
     return {"seconds": seconds, "sha256": digest}
 
 
-def _tell(row: dict[str, Any], what: str) -> None:
+def _print_row(row: dict[str, Any], what: str) -> None:
     print(f"[{time.perf_counter() - _BEGAN:5.0f} s] {row['pair']}, {row['corpus']}, {row['cap']}: {what}", flush=True)
 
 

@@ -1,6 +1,6 @@
 """Two collator processes beside one: `python -m benchmarks.collate_workers`; about two minutes on two free cores.
 
-A real queue, two real collators, nobody who trains: rows are discarded between turns. Both collators live through the
+A real queue, two real collators, no trainer: rows are discarded between turns. Both collators live through the
 whole benchmark; in every other turn one of them is paused by SIGSTOP, so that nothing but their number changes. The
 vocabularies are tekken's (130,000 tokens) and its first 32,000 merges; documents fill the contexts.
 """
@@ -63,10 +63,10 @@ def run_spec(directory: Path) -> RunSpec:
 
 
 def rate(crew: CollatorCrew, seconds: float) -> dict[str, float]:
-    """What arrives while the collators go on as they are.
+    """Return the rates of the collators while they run on.
 
     Returns:
-        `rows_per_s`: rows a second by the clock; `rows_per_cpu_s`: by the CPU time of the collators, which tells what
+        `rows_per_s`: rows a second by the clock; `rows_per_cpu_s`: by the CPU time of the collators, which shows what
         the two take from each other from what other processes take from both; `queue_cores`: cores that the queue took.
     """
     crew.discard()

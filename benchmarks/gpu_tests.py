@@ -77,7 +77,7 @@ def machine() -> dict[str, str | None]:
 
 
 def belongs_to(test: str, op: str, backend: str) -> bool:
-    """Whether `file::test[id]` holds a backend to its op: by the id, in a file of the op's own, or at several blocks.
+    """Return whether `file::test[id]` tests a backend of an op, by its id or by its file.
 
     A test of the op's own file that names no backend counts for each of them.
     """
@@ -93,19 +93,19 @@ def belongs_to(test: str, op: str, backend: str) -> bool:
 
 
 def backend_passes(report: dict, op: str, backend: str) -> bool:
-    """Whether a backend's tests all passed, with the kernels as they are now."""
+    """Return whether a backend's tests all passed, with the kernels as they are now."""
     own = [outcome for name, outcome in report["tests"].items() if belongs_to(name, op, backend)]
     return report["kernel_hash"] == kernel_hash() and "passed" in own and "failed" not in own
 
 
 def losses_pass(report: dict, backend: str) -> bool:
-    """Whether the reference vectors passed through whole losses with every op on a backend, kernels as they are now."""
+    """Return whether the loss vectors passed with every op on a backend, with the kernels as they are now."""
     own = [o for n, o in report["tests"].items() if n.startswith(LOSS_TESTS) and n.endswith(f"-{backend}]")]
     return report["kernel_hash"] == kernel_hash() and "passed" in own and "failed" not in own
 
 
 def _at_a_time() -> int:
-    """How many tests may run at once: 1 without pytest-xdist."""
+    """Return the number of tests that may run at once: 1 without pytest-xdist."""
     cores = len(os.sched_getaffinity(0))
     return min(MOST_AT_A_TIME, cores // 2) if find_spec("xdist") else 1
 
@@ -124,9 +124,9 @@ def run_part(part: str, folder: Path) -> dict[str, str]:
 
 def joined(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     """A report with the tests that an earlier one has besides, if sources, GPU and versions are the same."""
-    told = ("parts", "tests", "passed", "skipped", "failed")
-    of_what = {name: value for name, value in report.items() if name not in told}
-    if of_what != {name: value for name, value in before.items() if name not in told}:
+    merged = ("parts", "tests", "passed", "skipped", "failed")
+    of_what = {name: value for name, value in report.items() if name not in merged}
+    if of_what != {name: value for name, value in before.items() if name not in merged}:
         before = {}
     tests = {**before.get("tests", {}), **report["tests"]}
     counts = Counter(tests.values())

@@ -183,7 +183,7 @@ def measure(name: str, shape: Shape, device: torch.device, rows: int | None) -> 
 
 
 def tests_pass() -> bool:
-    """Whether the tests of these losses passed on this GPU with the kernels as they are."""
+    """Return whether the tests of these losses passed on this GPU with the kernels as they are."""
     if not RESULTS.exists():
         return False
     report = json.loads(RESULTS.read_text())

@@ -233,7 +233,7 @@ def timed_by_events(function: Callable[[], object], *, repeats: int = 20) -> flo
 
 
 def timed_by_graph(function: Callable[[], object], runs: int = 1) -> float:
-    """As `timed_by_events`, of replays of one captured call, which holds `runs` runs."""
+    """Return the times of replays of one captured call, as `timed_by_events` does, which holds `runs` runs."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

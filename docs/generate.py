@@ -122,10 +122,10 @@ def docs_of(model: type[BaseModel]) -> dict[str, str]:
         for line, following in zip(definition.body, [*definition.body[1:], None], strict=True):
             if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
                 continue
-            said = ""
+            text = ""
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                said = " ".join(str(following.value.value).split())
-            found[line.target.id] = said
+                text = " ".join(str(following.value.value).split())
+            found[line.target.id] = text
     return found
 
 
@@ -212,8 +212,8 @@ def cli() -> str:
         words = [*path, *(_argument(p) for p in arguments), *(["[OPTIONS]"] if options else [])]
         rows = [_row(parameter) for parameter in (*arguments, *options)]
         table = "\n".join(["", "| argument | default | meaning |", "|---|---|---|", *rows, ""]) if rows else ""
-        said = " ".join((command.help or "").split())
-        sections.append(f"## {' '.join(path)}\n\n{said}\n\n```\n{' '.join(words)}\n```\n{table}")
+        text = " ".join((command.help or "").split())
+        sections.append(f"## {' '.join(path)}\n\n{text}\n\n```\n{' '.join(words)}\n```\n{table}")
     return CLI.format(make=MAKE, sections="\n".join(sections).rstrip())
 
 
@@ -230,10 +230,10 @@ def _row(parameter: Any) -> str:
     shown = parameter.show_default if isinstance(parameter.show_default, str) else None
     value = parameter.default
     default = "required" if parameter.required else shown or (f"`{value}`" if value is not None else "-")
-    said = " ".join((parameter.help or "").split())
+    text = " ".join((parameter.help or "").split())
     if variable := getattr(parameter, "envvar", None):
-        said += f" Left out, `{variable}` of the environment says it."
-    return f"| {names} | {default} | {said} |"
+        text += f" Left out, `{variable}` of the environment sets it."
+    return f"| {names} | {default} | {text} |"
 
 
 def rest() -> str:
@@ -259,8 +259,8 @@ def _is_answer(name: str) -> bool:
 
 
 def _request(method: str, path: str, operation: dict[str, Any]) -> str:
-    said = " ".join((operation.get("description") or operation["summary"]).split())
-    lines = [f"## {method} {path}", "", said, ""]
+    text = " ".join((operation.get("description") or operation["summary"]).split())
+    lines = [f"## {method} {path}", "", text, ""]
     rows = [
         f"| `{p['name']}` | {p['in']} | {_schema_in_words(p['schema'])} | {_json_default(p['schema'])} "
         f"| {p.get('description', '')} |"
@@ -279,18 +279,18 @@ def _request(method: str, path: str, operation: dict[str, Any]) -> str:
 
 def _answer(answer: dict[str, Any]) -> str:
     """A response's description, and the object or type that it carries."""
-    said = " ".join(answer.get("description", "").split()).rstrip(".")
+    text = " ".join(answer.get("description", "").split()).rstrip(".")
     carried = []
     for kind, content in answer.get("content", {}).items():
         schema = content.get("schema", {})
         carried.append(_schema_in_words(schema) if "$ref" in schema else f"`{kind}`")
-    return ": ".join(filter(None, [said, ", ".join(carried)]))
+    return ": ".join(filter(None, [text, ", ".join(carried)]))
 
 
 def _object(name: str, schema: dict[str, Any]) -> str:
     """One object's fields."""
-    said = " ".join(schema.get("description", "").split())
-    lines = [f"### {name}", "", *([said, ""] if said else [])]
+    text = " ".join(schema.get("description", "").split())
+    lines = [f"### {name}", "", *([text, ""] if text else [])]
     if "enum" in schema:
         return "\n".join([*lines, "One of " + ", ".join(f'`"{value}"`' for value in schema["enum"]) + ".", ""])
     rows = [

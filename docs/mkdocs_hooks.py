@@ -1,4 +1,4 @@
-"""What the site needs beyond the pages in this folder: its first page and the protocol's lie elsewhere in the tree.
+"""MkDocs hooks: pages of the site that lie outside this folder, and their links.
 
 Links are bent on the way, so that the same Markdown works in the tree and on the site. `mkdocs.yml` names this file.
 """

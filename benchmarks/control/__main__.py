@@ -24,17 +24,17 @@ from benchmarks.control.readers import bench_readers, bench_windows
 
 RESULTS = ROOT / "benchmarks" / "results" / "control.json"
 STORED = 10_000
-ASKED = 2_000
+REQUESTS = 2_000
 
 
 def bench_list() -> dict[str, Any]:
     """Times of `GET /v1/runs` in milliseconds, one request after the other over one connection."""
-    found: dict[str, Any] = {"stored_runs": STORED, "requests_of_each": ASKED}
-    asked = {"first page": {}, "page in the middle": {"cursor": STORED // 2}, "failed ones": {"state": "failed"}}
+    found: dict[str, Any] = {"stored_runs": STORED, "requests_of_each": REQUESTS}
+    queries = {"first page": {}, "page in the middle": {"cursor": STORED // 2}, "failed ones": {"state": "failed"}}
     with plane(fill=STORED) as there:
-        for name, params in asked.items():
+        for name, params in queries.items():
             times = []
-            for number in range(ASKED + 50):
+            for number in range(REQUESTS + 50):
                 began = time.perf_counter()
                 answer = there.http.get("/v1/runs", params=params)
                 assert answer.status_code == 200 and len(answer.json()["runs"]) == 50

@@ -1,4 +1,4 @@
-"""A control plane for a benchmark: started, asked, given runs, ended."""
+"""A control plane for a benchmark: started, queried, given runs, ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much readers of the control plane slow a run's training: by alternating runs, and by windows of one run.
+"""Slow-down of a run's training by readers of the control plane: by alternating runs, and by windows of one run.
 
 Every worker of the run keeps to one core; control plane, readers and the measuring process to another.
 """
@@ -28,7 +28,7 @@ OVER = re.compile(rb'"state":"(completed|failed|stopped|interrupted)"')
 PAIRS = 5
 WARM_STEPS = 150
 STEPS = 1000
-WINDOWS, WINDOW_S, SETTLE_S = 30, 6.0, 1.0
+WINDOWS, WINDOW_S, WARM_UP_S = 30, 6.0, 1.0
 WINDOW_STEPS = 60_000
 """More than any machine takes in the windows' time: the run is stopped when they are over."""
 RESAMPLES = 2_000
@@ -69,14 +69,14 @@ def bench_windows() -> dict[str, Any]:
     with plane(core=cores[1]) as there:
         run_id, output = _pinned(there, _assets(there), "windows", cores, WINDOW_STEPS)
         wait(lambda: len(lines(output)) > WARM_STEPS, every_s=0.5)
-        told = subprocess.run(
+        printed = subprocess.run(
             [*_load_command(there, run_id, cores), "--windows", str(WINDOWS)],
             cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
         ).stdout  # fmt: skip
         rows = lines(output)
         there.http.post(f"/v1/runs/{run_id}/stop").raise_for_status()
         wait(lambda: there.http.get(f"/v1/runs/{run_id}").json()["state"] == "stopped", every_s=0.2)
-    load = json.loads(told)
+    load = json.loads(printed)
     found = windows(rows, [tuple(span) for span in load.pop("spans")])
     return {"readers": READERS, "every_s": EVERY_S, "window_s": WINDOW_S, **found, "load": load}
 
@@ -94,7 +94,7 @@ def windows(rows: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float]]
         windows; and each window's mean seconds of a step.
     """
     edges = [spans[0][0] - WINDOW_S, *(edge for span in spans for edge in span), spans[-1][1] + WINDOW_S]
-    means = [_mean_step(rows, began + SETTLE_S, ended) for began, ended in pairwise(edges)]
+    means = [_mean_step(rows, began + WARM_UP_S, ended) for began, ended in pairwise(edges)]
     alone, read = means[0::2], means[1::2]
     shares = [
         mine / statistics.fmean(around) - 1 for mine, around in zip(read, pairwise(alone), strict=True)
@@ -123,13 +123,13 @@ def one_run(
     if readers:
         load = subprocess.Popen(_load_command(there, run_id, cores), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait((output / "summary.json").exists, every_s=0.2)
-    told = load.communicate(timeout=60)[0] if load else ""
+    printed = load.communicate(timeout=60)[0] if load else ""
     if load and load.returncode != 0:
         raise SystemExit("the readers have failed")
     share = (there.cpu_s - taken) / (time.monotonic() - began)
     wait(lambda: there.http.get(f"/v1/runs/{run_id}").json()["state"] == "completed")
     seconds = sum(line["seconds"] for line in lines(output)[WARM_STEPS:])
-    return seconds, json.loads(told) | {"control_core_share": round(share, 4)} if told else {}
+    return seconds, json.loads(printed) | {"control_core_share": round(share, 4)} if printed else {}
 
 
 def two_cores() -> list[int]:
@@ -186,7 +186,7 @@ class Load:
         return self.seen()
 
     async def run_windows(self, count: int) -> dict[str, Any]:
-        """So many windows with everybody, as long without them before each and after the last."""
+        """So many windows with all readers, as long without them before each and after the last."""
         spans = []
         for _ in range(count):
             await asyncio.sleep(WINDOW_S)
@@ -204,7 +204,7 @@ class Load:
         return {**self.seen(), "spans": spans}
 
     def seen(self) -> dict[str, Any]:
-        """What the readers have seen so far."""
+        """Return what the readers have seen so far."""
         return {
             "requests": len(self.times), "failed": self.failed,
             "p50_ms": quantile(self.times, 0.5) * 1000, "p99_ms": quantile(self.times, 0.99) * 1000,

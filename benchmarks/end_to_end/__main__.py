@@ -37,7 +37,7 @@ HIDDEN = ("serial", "public", "checkpointing", "out", "work")
 
 
 def main() -> int:
-    """Measure what is asked for, write JSON after every part."""
+    """Measure the chosen variants, write JSON after every part."""
     arguments = parsed()
     if arguments.serial:
         print(json.dumps(_serial(arguments)))
@@ -166,7 +166,7 @@ def _machine() -> dict[str, Any]:
     own = sorted(str(getattr(gpu, "uuid", platform.node())) for gpu in gpus) or [platform.node()]
     return {
         "gpus": [gpu.name for gpu in gpus],
-        "digest": hashlib.sha256(" ".join(own).encode()).hexdigest()[:12],  # tells two machines of a kind apart
+        "digest": hashlib.sha256(" ".join(own).encode()).hexdigest()[:12],  # distinguishes two machines of a kind
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

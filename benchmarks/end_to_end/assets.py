@@ -1,4 +1,4 @@
-"""What both sides of the comparison read: models with random weights, tokenizers, text, a projection."""
+"""Inputs of both sides of the comparison: models with random weights, tokenizers, text, a projection."""
 
 from __future__ import annotations
 

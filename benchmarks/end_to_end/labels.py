@@ -54,7 +54,7 @@ def bytes_above_state(variant: dict[str, Any]) -> int | None:
     return sum(variant[part] for part in parts) if all(part in variant for part in parts) else None
 
 
-def asked(call: dict[str, Any]) -> str:
+def options_of(call: dict[str, Any]) -> str:
     """Return the options of one call of the benchmark."""
     words = ["--variants", *call["variants"]] if call["variants"] else []
     words += [f"--{name.replace('_', '-')}" for name in ("public_loss", "no_serial") if call.get(name)]

@@ -14,7 +14,7 @@ CONTROL = "nvidia-cuda-mps-control"
 
 @contextmanager
 def mps_daemon() -> Iterator[Mapping[str, str]]:
-    """What a process needs in its environment to use a daemon that lives as long as the context.
+    """Run an MPS daemon for the context; yield the environment of its clients.
 
     Raises:
         RuntimeError: The daemon does not start.

@@ -57,7 +57,7 @@ def pipeline(
         command = [sys.executable, "-m", "services.cli", "run", str(file)]
         code = _run(command, out, timeout_s, {**os.environ, **(env or {})})
     rows = [json.loads(line) for line in _lines(directory / "out" / "steps.jsonl")]
-    for weights in ("checkpoints", "model"):  # ten gigabytes, and nobody reads them
+    for weights in ("checkpoints", "model"):  # ten gigabytes, and no reader
         shutil.rmtree(directory / "out" / weights, ignore_errors=True)
     if code != 0 or len(rows) <= warmup:
         raise RuntimeError(f"xtoken run ended with {code} after {len(rows)} steps:\n" + _tail(directory))

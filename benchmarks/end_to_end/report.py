@@ -81,5 +81,5 @@ def compare(report: dict[str, Any]) -> None:
 
 
 def measured(found: dict[str, Any]) -> bool:
-    """Whether a variant or a loop has figures: it may have failed, or not be there."""
+    """Return whether a variant or a loop was measured: it may have failed or be missing."""
     return "tokens_per_second" in found

@@ -1,4 +1,4 @@
-"""What is compared: the losses of the serial loop, and the settings of every run through the processes."""
+"""The compared variants: the losses of the serial loop, and the settings of every run through the processes."""
 
 from __future__ import annotations
 

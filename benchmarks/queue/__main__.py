@@ -44,7 +44,7 @@ class Places:
         self._numbers = count(1)
 
     def url(self, transport: str) -> str:
-        """An address that nobody has had."""
+        """Return an unused address."""
         if transport == "ipc":
             return f"ipc://{self.directory}/{next(self._numbers)}"
         return f"tcp://127.0.0.1:{free_port()}"
@@ -69,7 +69,7 @@ def free_port() -> int:
 
 
 def transferqueue(python: Path) -> dict[str, Any]:
-    """What the package TransferQueue does, or why that was not measured."""
+    """Measure the package TransferQueue, or return why it was not measured."""
     if not python.exists():
         return {"skipped": f"no {python}: `make bench-queue-peer` installs it"}
     command = [str(LOOPBACK), str(python), str(HERE / "transferqueue" / "measure.py")]
@@ -119,7 +119,7 @@ def journal(places: Places, rounds_wanted: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on, and how busy that was with other things."""
+    """Describe the machine and its load."""
     block = bytes(1 << 28)
     start = time.perf_counter()
     copied = bytearray(block)

@@ -1,6 +1,6 @@
 """1,000 connections from 4 processes on one server, each in a closed loop: put a sample, claim it, acknowledge it.
 
-A wait is the time from a request to its reply. A client's wait is the mean of its waits; its longest wait is told too.
+A wait is the time from a request to its reply; of each client the mean and the longest are reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the disk under a journal takes: batches written one after the other, flushed every 100 ms, as a journal is.
+"""Write rate of the disk under a journal: batches written one after the other, flushed every 100 ms, as a journal is.
 
 As many are written before as are timed, since a queue's journal has had as many when its second puts are timed.
 """

@@ -70,6 +70,6 @@ def timed(call: Callable[[int], None], sample: int) -> float:
 
 
 def measure(address: Address, plain_url: str) -> dict[str, Any]:
-    """Both servers at rest but for the one that is asked."""
+    """Both servers at rest except the one in use."""
     with ours.server(address), plain.server(plain_url):
         return alone(singles, address, plain_url)

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 PARTITION, TASK = "bench", "read"
 MEMORY_LIMIT = 4 << 30
 IDLE_S = 10.0
-SETTLE_S = 5.0
+IDLE_WAIT_S = 5.0
 SILENCE_S = 600.0
 
 
@@ -156,7 +156,7 @@ def measure(address: Address, in_flight: int, *extra: str) -> dict[str, float]:
             full = memory(process)
             found |= alone(get, address, in_flight) | alone(consume, address, in_flight)
             assert client.stats()["bytes"] == 0
-        time.sleep(SETTLE_S)
+        time.sleep(IDLE_WAIT_S)
         after = memory(process)
     return found | {
         "start_to_first_put_s": started,
@@ -194,7 +194,7 @@ def measure_tensordicts(address: Address) -> dict[str, float]:
 
 
 def measure_idle(address: Address) -> dict[str, float]:
-    """What an idle queue takes: proportional memory and share of a core, over some seconds."""
+    """Measure an idle queue: proportional memory and fraction of a core, over some seconds."""
     with server(address) as process:
         first_put(address)
         before = process.cpu_times()

@@ -1,4 +1,4 @@
-"""What is moved, and what all sides share: batches, processes of their own, quantiles.
+"""The workload, and helpers that all sides share: batches, processes of their own, quantiles.
 
 A batch is 64 samples: four jagged int64 columns of 1024 to 2048 tokens and one bool mask, 3.2 MB.
 """
@@ -40,7 +40,7 @@ def batch(rows: int = BATCH, seed: int = 1) -> dict[str, Column]:
 
 
 def buffers_of(columns: dict[str, Column]) -> list[memoryview]:
-    """What travels of them."""
+    """Return the buffers that are sent."""
     found = []
     for column in columns.values():
         found += [column.offsets.cast("B")] if column.offsets is not None else []

@@ -41,7 +41,7 @@ WIDE_HEAD = 8192
 
 @dataclass
 class Outcome:
-    """What came of it. Bytes are the whole device's; a run's are two processes'.
+    """Outcome of the kills. Bytes are the whole device's; a run's are two processes'.
 
     Attributes:
         used_at_start: Before anything was started.
@@ -69,8 +69,8 @@ class Outcome:
         return {
             "kills": {victim: sum(kill["victim"] == victim for kill in self.kills) for victim in VICTIMS},
             "kills_while_pairing": sum(not kill["paired"] for kill in self.kills),
-            "unreported": sum(told is None for told in reports),
-            "slowest_report_s": max((told for told in reports if told is not None), default=None),
+            "unreported": sum(seconds is None for seconds in reports),
+            "slowest_report_s": max((seconds for seconds in reports if seconds is not None), default=None),
             "deadline_s": DEADLINE_S,
             "pair_again_s": {"median": statistics.median(again), "slowest": max(again)} if again else {},
             "memory_not_returned": self.used_at_end - self.used_at_start,
@@ -79,11 +79,11 @@ class Outcome:
         }
 
     def holds(self) -> bool:
-        """Whether everything is as it must be."""
+        """Return whether every bound holds."""
         found = self.summary()
-        told = found["unreported"] == 0 and (found["slowest_report_s"] or 0.0) <= DEADLINE_S
+        reported = found["unreported"] == 0 and (found["slowest_report_s"] or 0.0) <= DEADLINE_S
         freed = max(found["memory_not_returned"], found["most_growth_of_a_run"]) <= LIMIT
-        return told and freed and not self.errors
+        return reported and freed and not self.errors
 
 
 def kill_repeatedly(
@@ -124,7 +124,7 @@ def kill_repeatedly(
         for lane in lanes:
             lane.close()
         launcher.close()
-    outcome.used_at_end = settled(outcome.used_at_start + LIMIT, on_gpu)
+    outcome.used_at_end = memory_at_rest(outcome.used_at_start + LIMIT, on_gpu)
     outcome.kills = [asdict(kill) for lane in lanes for kill in lane.kills]
     for lane in lanes:
         ids = trained_ids(lane.spec.output)
@@ -166,7 +166,7 @@ def used(on_gpu: bool) -> int:
     return total - free
 
 
-def settled(limit: int, on_gpu: bool, seconds: float = 20.0) -> int:
+def memory_at_rest(limit: int, on_gpu: bool, seconds: float = 20.0) -> int:
     """The device's use once it has fallen to a limit, or what it is after that time."""
     deadline = time.monotonic() + seconds
     while used(on_gpu) > limit and time.monotonic() < deadline:

@@ -47,7 +47,7 @@ class ForkLauncher(LocalLauncher):
         self._answer()
 
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, **place: Any) -> Handle:
-        """As `LocalLauncher.start`."""
+        """Start a process by forking, like `LocalLauncher.start`."""
         arguments = list(command[4:])  # python -P -m services.cli ...
         if arguments[0] not in FORKED:
             return super().start(command, env, log, **place)
@@ -78,7 +78,7 @@ def serve() -> None:
     """Import, then fork a worker per line."""
     for module in PRELOADED:
         importlib.import_module(module)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits: a worker leaves its status in a file
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits: a worker leaves its status in a file
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)

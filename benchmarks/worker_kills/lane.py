@@ -40,7 +40,7 @@ class Kill:
     Attributes:
         paired: Whether the two sessions were a pair, and trained; otherwise one of them was still on its way.
         step: The step that the run stood at.
-        reported_s: Until the other one's log said so; None where it was no pair, or never did.
+        reported_s: Until the other one's log reported it; None where it was no pair, or never did.
         paired_s: Until the two sessions of the run were a pair again and a step was taken.
     """
 
@@ -72,7 +72,7 @@ class Lane:
         queue = Address.parse(f"ipc://{self._sockets}/queue")
         limits = Limits(max_restarts=spec.workers.max_restarts, first_delay_s=0.0)
         self.supervisor = Supervisor(fleet_of(resolved, file, [queue]), [queue], spec.output, launcher, limits)
-        self._said_before = self._opened_before = 0
+        self._reports_before = self._opened_before = 0
         self._killed_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"lane {seed}")
         self._thread.start()
@@ -82,14 +82,14 @@ class Lane:
 
     @property
     def running(self) -> bool:
-        """Whether the run has not ended yet."""
+        """Return whether the run has not ended yet."""
         return self._thread.is_alive()
 
     def kill(self, victim: Victim, *, paired: bool) -> Kill:
         """SIGKILL a worker."""
         done = Kill(victim, paired, self.step())
         pid = self.wait(lambda: self._pid(victim))
-        self._said_before = self._said(victim)
+        self._reports_before = self._reports(victim)
         os.kill(pid, signal.SIGKILL)
         self._killed_at = time.monotonic()
         self._opened_before = self._count("trainer-0", (OPEN,))
@@ -97,12 +97,12 @@ class Lane:
         return done
 
     def await_report(self, done: Kill) -> None:
-        """Until the other one has said that the victim of this kill, the last one, is gone.
+        """Until the other one has reported that the victim of this kill, the last one, is gone.
 
         Raises:
             RuntimeError: It never does, or the run ends.
         """
-        self.wait(lambda: self._said(done.victim) > self._said_before)
+        self.wait(lambda: self._reports(done.victim) > self._reports_before)
         done.reported_s = time.monotonic() - self._killed_at
 
     def await_pair(self, done: Kill) -> None:
@@ -121,7 +121,7 @@ class Lane:
         self.wait(lambda: bool(self.last_line()), seconds)
 
     def wait(self, condition: Callable[[], Any], seconds: float = 90.0) -> Any:
-        """What a condition gives once it gives anything.
+        """Wait for a condition and return its first true value.
 
         Raises:
             RuntimeError: It never does, or the run ends before.
@@ -170,12 +170,12 @@ class Lane:
     def _pid(self, name: str) -> int:
         return next((w["pid"] for w in self.supervisor.status()["workers"] if w["name"] == name and w["pid"]), 0)
 
-    def _said(self, victim: Victim) -> int:
+    def _reports(self, victim: Victim) -> int:
         other = VICTIMS[1 - VICTIMS.index(victim)]
         return self._count(other, GONE[victim])
 
     def _count(self, name: str, texts: tuple[str, ...]) -> int:
-        """How often a worker has logged any of these, in all its lives."""
+        """Return how often a worker has logged any of these, in all its attempts."""
         logs = (self.spec.output / "logs").glob(f"{name}.*.log")
         return sum(log.read_text(encoding="utf-8", errors="replace").count(text) for log in logs for text in texts)
 

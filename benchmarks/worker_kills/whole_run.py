@@ -1,7 +1,7 @@
 """A whole run whose workers are killed, beside two that are left alone: `python -m benchmarks.worker_kills.whole_run`.
 
 The models of `benchmarks.end_to_end`, eager, with fewer layers if wanted; all three runs have the same settings and
-seed and share the machine. The killed one loses its teacher or its trainer at random moments and goes on from its
+seed and share the machine. The killed one loses its teacher or its trainer at random moments and resumes from its
 checkpoints. Compared are the ids of every step, in their order, and the losses; how far the two undisturbed runs differ
 is the noise of a run. Writes JSON.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.worker_kills.__main__ import DEADLINE_S, LIMIT, settled, used
+from benchmarks.worker_kills.__main__ import DEADLINE_S, LIMIT, memory_at_rest, used
 from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import VICTIMS, Lane
 from services.supervisor.run_record import RunState
@@ -69,7 +69,7 @@ def compare(spec_of: SpecOf, directory: Path, *, kills: int, checkpoint_every: i
         if ending.state != RunState.COMPLETED:
             raise RuntimeError(f"{lane.spec.output}: {ending.error}")
     lines = {name: _lines(lane.spec.output) for name, lane in zip(RUNS, lanes, strict=True)}
-    at_end = settled(at_start + LIMIT, torch.cuda.is_available())
+    at_end = memory_at_rest(at_start + LIMIT, torch.cuda.is_available())
     return {
         **verdict(lines),
         "losses": {name: [line["loss"] for line in rows] for name, rows in lines.items()},
@@ -83,7 +83,7 @@ def compare(spec_of: SpecOf, directory: Path, *, kills: int, checkpoint_every: i
 
 
 def verdict(lines: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Whether the killed run has trained what the others have, and how far its losses are from theirs."""
+    """Compare the killed run with the others: trained ids and losses."""
     first, again, killed = (lines[name] for name in RUNS)
     ids = [i for line in killed for i in line["ids"]]
     return {
@@ -96,9 +96,9 @@ def verdict(lines: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def holds(result: dict[str, Any]) -> bool:
-    """Whether everything is as it must be."""
-    told = [kill["reported_s"] for kill in result["kills"]]
-    reported = all(seconds is not None and seconds <= DEADLINE_S for seconds in told)
+    """Return whether every bound holds."""
+    seconds_to_report = [kill["reported_s"] for kill in result["kills"]]
+    reported = all(seconds is not None and seconds <= DEADLINE_S for seconds in seconds_to_report)
     near = result["difference"]["mean"] <= TIMES_NOISE * result["noise"]["mean"]
     same = result["each_id_once"] and result["same_ids_in_order"]
     return bool(reported and near and same and result["memory_not_returned"] <= LIMIT)

@@ -5,7 +5,7 @@
     measure   answers, bits per byte, divergences of every model that there is; writes the result file
     all       the three of them
 
-Every stage leaves out what is done. `--seconds` ends a stage in order: what was stopped goes on when it is asked for
+Every stage leaves out what is done. `--seconds` stops a stage gracefully: what was stopped resumes when it is called
 again, on this machine or on another one that was given the state's directory.
 """
 
@@ -56,7 +56,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[])
     parser.add_argument("--seeds", nargs="*", type=int, default=[])
     parser.add_argument("--side-by-side", type=int, default=0, help="runs at a time; 0: what the scale says")
-    parser.add_argument("--seconds", type=float, default=500.0, help="when runs are stopped, to go on later")
+    parser.add_argument("--seconds", type=float, default=500.0, help="when runs are stopped, to resume later")
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ _LONGEST = 6
 def continuations(
     model: nn.Module, tokenizer: Any, questions: Sequence[str], *, sample: int | None = None
 ) -> list[str]:
-    """What the model writes after each question, up to the end of the line, six tokens at most.
+    """Return the model's continuation of each question, up to the end of the line, six tokens at most.
 
     Args:
         model: Maps `input_ids` `[B, T]` to `.logits` `[B, T, V]`.
@@ -55,8 +55,8 @@ def by_length(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], lis
 
 def exact_match(model: nn.Module, tokenizer: Any, problems: Sequence[Problem], questions: Sequence[str]) -> float:
     """The share of problems whose answer the model writes after its question."""
-    said = continuations(model, tokenizer, questions)
-    return sum(text == str(p.answer) for text, p in zip(said, problems, strict=True)) / len(problems)
+    answers = continuations(model, tokenizer, questions)
+    return sum(text == str(p.answer) for text, p in zip(answers, problems, strict=True)) / len(problems)
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What is measured of a model, and of a teacher's signal."""
+"""Measurements of a model and of a teacher's signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.digits.answers import by_length, continuations, exact_match, log_likelihoods
 from experiments.digits.settings import Scale
-from experiments.digits.text import SHOWN, Problem, Texts, asked, held_out_problems, read_texts
+from experiments.digits.text import SHOWN, Problem, Texts, held_out_problems, prompt_of, read_texts
 from xtoken_core import schema
 from xtoken_core.alignment import TokenAligner
 from xtoken_core.collate import CrossTokenizerCollator
@@ -28,7 +28,7 @@ _CONTEXT = 192
 
 
 def device() -> torch.device:
-    """Where models are measured."""
+    """Return the device of the measurements."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -61,7 +61,7 @@ def of_any_model(model: Any, tokenizer: Any, scale: Scale, texts: Texts) -> dict
     for name, shown in (("exact_match", SHOWN), ("exact_match_first", 0)):
         problems = held_out_problems(scale)
         right = {
-            str(digits): exact_match(model, tokenizer, some, [asked(scale, problem, shown) for problem in some])
+            str(digits): exact_match(model, tokenizer, some, [prompt_of(scale, problem, shown) for problem in some])
             for digits, some in problems.items()
         }
         total = sum(len(some) for some in problems.values())
@@ -71,7 +71,7 @@ def of_any_model(model: Any, tokenizer: Any, scale: Scale, texts: Texts) -> dict
 
 
 def of_student(student: tuple[Any, Any], teacher: tuple[Any, Any], scale: Scale, state: Path) -> dict[str, Any]:
-    """What a student has of its teacher of the other tokenizer.
+    """Return the divergence of a student from its teacher of the other tokenizer.
 
     Returns:
         `kl_answers`: nats of `KL(teacher || student)` per answer, estimated from an answer that the teacher draws to
@@ -80,7 +80,7 @@ def of_student(student: tuple[Any, Any], teacher: tuple[Any, Any], scale: Scale,
     """
     texts = Texts(state / "text")
     problems = [problem for some in held_out_problems(scale).values() for problem in some]
-    questions = [asked(scale, problem, SHOWN) for problem in problems]
+    questions = [prompt_of(scale, problem, SHOWN) for problem in problems]
     drawn = continuations(*teacher, questions, sample=5)
     theirs, ours = (log_likelihoods(*model, questions, drawn) for model in (teacher, student))
     batches = collated(student[1], teacher[1], read_texts(texts.arithmetic)[:_DOCUMENTS])
@@ -94,7 +94,7 @@ def of_student(student: tuple[Any, Any], teacher: tuple[Any, Any], scale: Scale,
 
 @torch.inference_mode()
 def on_numerals(model: Any, tokenizer: Any, problems: Sequence[Problem], questions: Sequence[str]) -> dict[str, float]:
-    """Where the student's probability is when an answer of two digits or more is due.
+    """Return the student's probabilities where an answer of two digits or more is due.
 
     Returns:
         Means over the held-out problems: `all`, on all numerals of several digits; `right`, on the first token of the

@@ -58,7 +58,7 @@ def planned(scale: Scale) -> list[tuple[str, int]]:
 
 
 def run_name(name: str, seed: int) -> str:
-    """What a run's directory is called."""
+    """Return the name of a run's directory."""
     return f"{name}-{seed}".replace("_", "-")
 
 

@@ -48,15 +48,15 @@ def pictures(summary: Summary) -> dict[str, str]:
 
 
 def _gains(summary: Summary) -> str:
-    """How many more answers are right than with cross-entropy only, from the same first student."""
+    """Draw the gain in right answers over cross-entropy only, from the same first student."""
     path, least, most = "exact_match.all", -0.8, 0.2
     rows = [(m.title.replace("`", ""), summary.difference(name, "ce", path)) for name, m in METHODS.items()]
     rows = [(title, values) for title, values in rows[1:] if values]
     title = "Right answers, less those of cross-entropy only from the same first student"
-    told = "; ".join(f"{name}: {100 * statistics.fmean(values):+.0f} points" for name, values in rows)
+    text = "; ".join(f"{name}: {100 * statistics.fmean(values):+.0f} points" for name, values in rows)
     lines = _head(
         title,
-        f"Bars are means over seeds, dots single seeds, lines the standard deviation. {told}.",
+        f"Bars are means over seeds, dots single seeds, lines the standard deviation. {text}.",
         len(rows),
         "percentage points",
     )
@@ -76,12 +76,12 @@ def _gains(summary: Summary) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _head(title: str, told: str, rows: int, legend: str = "") -> list[str]:
+def _head(title: str, text: str, rows: int, legend: str = "") -> list[str]:
     height = _TOP + _ROW * rows + 34
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" role="img" aria-labelledby="title desc">',
         f'  <title id="title">{title}</title>',
-        f'  <desc id="desc">{told}</desc>',
+        f'  <desc id="desc">{text}</desc>',
         _STYLE,
         f'  <rect class="paper" width="900" height="{height}" rx="10"/>',
         f'  <text class="name" x="20" y="26">{title}</text>',
@@ -97,10 +97,10 @@ def _tick(x: float, bottom: int, text: str) -> list[str]:
 
 
 def _bars(
-    title: str, told: str, rows: Sequence[tuple[str, list[Measured]]], parts: Sequence[tuple[str, str, str]]
+    title: str, text: str, rows: Sequence[tuple[str, list[Measured]]], parts: Sequence[tuple[str, str, str]]
 ) -> str:
     """Horizontal bars from 0 to 1; several parts stand one after the other."""
-    lines = _head(title, f"{told} {_in_words(rows, parts)}", len(rows))
+    lines = _head(title, f"{text} {_in_words(rows, parts)}", len(rows))
     for place, (_, kind, name) in enumerate(parts):
         x = _LEFT + 130 * place
         lines.append(f'  <rect class="{kind}" x="{x}" y="36" width="10" height="10"/>')
@@ -138,12 +138,12 @@ def _error(y: int, places: Sequence[float], least: float, most: float) -> list[s
 
 
 def _in_words(rows: Sequence[tuple[str, list[Measured]]], parts: Sequence[tuple[str, str, str]]) -> str:
-    told = []
+    text = []
     for name, found in rows:
         values = [
             f"{what} {statistics.fmean(known):.0%}"
             for path, _, what in parts
             if (known := [v for v in (number(one, path) for one in found) if v is not None])
         ]
-        told.append(f"{name}: {', '.join(values)}")
-    return "; ".join(told) + "."
+        text.append(f"{name}: {', '.join(values)}")
+    return "; ".join(text) + "."

@@ -1,4 +1,4 @@
-"""What was predicted, beside what came out."""
+"""Predictions beside the outcomes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def outcomes(summary: Summary) -> Iterator[str]:
         value, seeds = measured(summary, prediction)
         low, high = prediction.get("low"), prediction.get("high")
         if value is None:
-            said, verdict = "not run", ""
+            outcome, verdict = "not run", ""
         else:
-            said = f"{value:.3f}" + (f" ({_ONE_SEED})" if seeds == 1 else "")
+            outcome = f"{value:.3f}" + (f" ({_ONE_SEED})" if seeds == 1 else "")
             verdict = "as predicted" if holds(value, low, high) else "**not**"
-        yield f"| {prediction['says']} | {_range(low, high)} | {said} | {verdict} |"
+        yield f"| {prediction['says']} | {_range(low, high)} | {outcome} | {verdict} |"
 
 
 def measured(summary: Summary, prediction: dict[str, Any]) -> tuple[float | None, int]:
@@ -48,7 +48,7 @@ def measured(summary: Summary, prediction: dict[str, Any]) -> tuple[float | None
 
 
 def holds(value: float, low: float | None, high: float | None) -> bool:
-    """Whether a figure is in a range; None is no bound."""
+    """Return whether a figure is in a range; None is no bound."""
     return (low is None or value >= low) and (high is None or value <= high)
 
 

@@ -1,4 +1,4 @@
-"""Several `xtoken run` side by side, each finished one skipped, all stopped in order when the time is up."""
+"""Several `xtoken run` side by side, each finished one skipped, all stopped gracefully when the time is up."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SHORTEST_S = 45.0
 
 
 def finished(state: Path, name: str, seed: int) -> bool:
-    """Whether a run has left its model."""
+    """Return whether a run has left its model."""
     return (state / "runs" / run_name(name, seed) / "summary.json").is_file()
 
 
 def run_all(state: Path, scale: Scale, wanted: Sequence[tuple[str, int]], *, side_by_side: int, until: float) -> bool:
-    """Run what is wanted and not finished; a run that was stopped goes on from its checkpoint.
+    """Run what is wanted and not finished; a stopped run resumes from its checkpoint.
 
     Args:
         state: Holds models and text.
@@ -43,7 +43,7 @@ def run_all(state: Path, scale: Scale, wanted: Sequence[tuple[str, int]], *, sid
         for run, process in list(living.items()):
             if process.poll() is not None:
                 del living[run]
-                _tell(state, run, process.returncode, time.monotonic() - began[run])
+                _print_outcome(state, run, process.returncode, time.monotonic() - began[run])
         now = time.monotonic()
         if now >= until:
             _stop(list(living.values()))
@@ -85,7 +85,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.send_signal(signal.SIGINT)
 
 
-def _tell(state: Path, run: tuple[str, int], code: int, seconds: float) -> None:
+def _print_outcome(state: Path, run: tuple[str, int], code: int, seconds: float) -> None:
     print(f"{run_name(*run)}: {'done' if code == 0 else f'ended with {code}'} after {seconds:.0f} s", flush=True)
     if code:
         lines = (state / f"{run_name(*run)}.log").read_text(encoding="utf-8", errors="replace").splitlines()

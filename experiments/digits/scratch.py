@@ -63,8 +63,8 @@ def train_from_scratch(
     partial = directory.with_name(directory.name + ".part")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    told = {"parameters": sum(p.numel() for p in model.parameters()), "losses": losses}
-    (partial / "scratch.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+    record = {"parameters": sum(p.numel() for p in model.parameters()), "losses": losses}
+    (partial / "scratch.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     partial.rename(directory)
 
 
@@ -97,7 +97,7 @@ def new_model(tokenizer: Any, family: str, shape: Shape) -> PreTrainedModel:
 def packed(
     tokenizer: Any, documents: list[str], settings: Scratch, seed: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Rows that begin with a document and go on with others, each between BOS and EOS; shuffled anew when all are used.
+    """Rows that begin with a document and continue with others, each between BOS and EOS, shuffled again after all.
 
     Yields:
         `[rows, context]` int64.

@@ -1,4 +1,4 @@
-"""How large everything is: once for a GPU, once for two cores."""
+"""Sizes of the experiment: one scale for a GPU, one for two cores."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Scale:
         begin: How the students that every method starts from are made.
         go_on: The compared training.
         seeds: How many first students there are.
-        problems: Held-out problems of each number of digits that answers are asked for, at most.
+        problems: Held-out problems of each number of digits that are answered, at most.
         side_by_side: Runs at a time.
         device: As in a run file.
     """

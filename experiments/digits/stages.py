@@ -94,17 +94,17 @@ def measure(state: Path, scale: Scale, out: Path) -> None:
 
     teacher = measures.load(state / CROSS)
     for name in filter(lambda name: (state / name).is_dir(), (CROSS, SAME)):
-        once(name, lambda name=name: of_model(state / name, student=False) | _scratch_told(state / name))  # type: ignore[misc]
+        once(name, lambda name=name: of_model(state / name, student=False) | _scratch_record(state / name))  # type: ignore[misc]
     once("mass", lambda: _mass(state, teacher))
     for seed in range(scale.seeds):
         place = state / f"student-{seed}"
         if not place.is_dir():
             continue
-        once(place.name, lambda place=place: of_model(place, student=True) | _scratch_told(place))  # type: ignore[misc]
+        once(place.name, lambda place=place: of_model(place, student=True) | _scratch_record(place))  # type: ignore[misc]
     for run in planned(scale):
         if finished(state, *run):
             place = state / "runs" / run_name(*run)
-            once(place.name, lambda place=place: of_model(place / "model", student=True) | _run_told(place))  # type: ignore[misc]
+            once(place.name, lambda place=place: of_model(place / "model", student=True) | _run_record(place))  # type: ignore[misc]
     collect(state, scale, out)
 
 
@@ -126,7 +126,7 @@ def collect(state: Path, scale: Scale, out: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what it was measured."""
+    """Describe the machine and its versions."""
     import torch
     import transformers
 
@@ -171,13 +171,13 @@ def _mass(state: Path, teacher: tuple[Any, Any]) -> dict[str, Any]:
     return {"rows": measures.teacher_mass(teacher, tokenizer, documents)}
 
 
-def _scratch_told(directory: Path) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((directory / "scratch.json").read_text(encoding="utf-8"))
-    return {"parameters": told["parameters"], "scratch_seconds": told["losses"][-1]["seconds"]}
+def _scratch_record(directory: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((directory / "scratch.json").read_text(encoding="utf-8"))
+    return {"parameters": record["parameters"], "scratch_seconds": record["losses"][-1]["seconds"]}
 
 
-def _run_told(directory: Path) -> dict[str, Any]:
-    """What the run wrote down itself."""
+def _run_record(directory: Path) -> dict[str, Any]:
+    """Return the run's own records."""
     steps = [json.loads(line) for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     evals = [json.loads(line) for line in (directory / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
     seconds = sum(row["seconds"] for row in steps)

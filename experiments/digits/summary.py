@@ -76,8 +76,8 @@ def spread(values: Sequence[float | None], form: str) -> str:
     if not known:
         return ""
     mean = statistics.fmean(known)
-    told = f"{mean:.1%}" if form == "%" else format(mean, form)
+    text = f"{mean:.1%}" if form == "%" else format(mean, form)
     if len(known) == 1:
-        return told
+        return text
     deviation = statistics.stdev(known)
-    return f"{told} ± {100 * deviation:.1f}" if form == "%" else f"{told} ± {format(deviation, form.lstrip('+'))}"
+    return f"{text} ± {100 * deviation:.1f}" if form == "%" else f"{text} ± {format(deviation, form.lstrip('+'))}"

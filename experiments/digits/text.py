@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
     @property
     def answer(self) -> int:
-        """What is right."""
+        """Return the right answer."""
         return self.left + self.right if self.operator == "+" else self.left - self.right
 
     @property
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Whether it is one of the sixteenth that no model is trained on; both orders of a sum are."""
+        """Return whether it is one of the sixteenth that no model is trained on; both orders of a sum are."""
         low, high = sorted((self.left, self.right))
         return zlib.crc32(f"{low}{self.operator}{high}".encode()) % HELD_OUT_ONE_IN == 0
 
@@ -159,7 +159,7 @@ def held_out_problems(scale: Scale) -> dict[int, list[Problem]]:
     return {digits: list(problems) for digits, problems in found.items()}
 
 
-def asked(scale: Scale, problem: Problem, shown: int) -> str:
+def prompt_of(scale: Scale, problem: Problem, shown: int) -> str:
     """A document up to a problem's equals sign, so many solved problems of the training text's kind before it."""
     rng = random.Random(problem.question)
     others = [training_problem(scale, rng) for _ in range(shown)]

@@ -57,7 +57,7 @@ def attach(address: str):
 
 
 def consumer(address: str, pipe) -> None:
-    """Read what it is told to, and answer with the rate; with a size of 1, with the times of single reads."""
+    """Read on request, and reply with the rate; with a size of 1, with the times of single reads."""
     queue = attach(address)
     pipe.send("ready")
     while (size := pipe.recv()) is not None:
