@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from services.supervisor import os_process
-from services.supervisor.launchers.local import STATUS_FILE, FoundHandle, Handle, LocalLauncher
+from services.supervisor.launchers.base import STATUS_FILE, Handle
+from services.supervisor.launchers.local import AttachedHandle, LocalLauncher
 from services.supervisor.os_process import MARK
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ class ForkLauncher(LocalLauncher):
             self._template.stdin.write(json.dumps(order) + "\n")
             self._template.stdin.flush()
             pid = int(self._answer())
-        return FoundHandle(os_process.identify(pid), env[MARK], Path(env[STATUS_FILE]))
+        return AttachedHandle(os_process.identify(pid), env[MARK], Path(env[STATUS_FILE]))
 
     def close(self) -> None:
         """End the process that forks, and with it what it has forked."""

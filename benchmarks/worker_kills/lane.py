@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.common.resolve import resolve_run
-from services.supervisor.launchers.local import Launcher
-from services.supervisor.process_spec import fleet_of
+from services.supervisor.launchers.base import Launcher
+from services.supervisor.process_spec import build_process_specs
 from services.supervisor.supervisor import Limits, RunResult, Supervisor
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
@@ -71,7 +71,9 @@ class Lane:
         file.write_text(resolved.model_dump_json(), encoding="utf-8")
         queue = Address.parse(f"ipc://{self._sockets}/queue")
         limits = Limits(max_restarts=spec.workers.max_restarts, first_delay_s=0.0)
-        self.supervisor = Supervisor(fleet_of(resolved, file, [queue]), [queue], spec.output, launcher, limits)
+        self.supervisor = Supervisor(
+            build_process_specs(resolved, file, [queue]), [queue], spec.output, launcher, limits
+        )
         self._reports_before = self._opened_before = 0
         self._killed_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"lane {seed}")

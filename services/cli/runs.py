@@ -127,10 +127,10 @@ def show(
         else:
             from rich.console import Console
 
-            from services.supervisor.progress import picture
+            from services.supervisor.progress import render_status
 
             console = Console()
-            console.print(picture(status, ""))
+            console.print(render_status(status, ""))
             if status["error"]:
                 console.print(status["error"], style="yellow", markup=False, highlight=False, soft_wrap=True)
 
@@ -228,9 +228,9 @@ def get(
                 target = to / item["path"]
                 target.parent.mkdir(parents=True, exist_ok=True)
                 client.download(run_id, item["path"], target, lambda size: progress.advance(task, size))
-    from services.supervisor.progress import count_of
+    from services.supervisor.progress import plural
 
-    line = f"{to / path}: {count_of(len(wanted), 'file')}"
+    line = f"{to / path}: {plural(len(wanted), 'file')}"
     _print({"files": [str(to / item["path"]) for item in wanted]}, line, as_json)
 
 
@@ -280,9 +280,9 @@ def _tell_or_watch(client: ControlClient, status: dict[str, Any], line: str, *, 
 
 def _watch(client: ControlClient, status: dict[str, Any], *, as_json: bool) -> None:
     from services.control.client import follow_until_interrupted
-    from services.supervisor.progress import watch_for
+    from services.supervisor.progress import open_view
 
-    with watch_for(show=True, as_json=as_json) as view:
+    with open_view(show=True, as_json=as_json) as view:
         view.end(follow_until_interrupted(client, status, view))
 
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 
 from services.supervisor.interrupts import Interrupts
-from services.supervisor.progress import SteadyWatch, Watch, watch_for
+from services.supervisor.progress import FailsafeView, ProgressView, open_view
 from services.supervisor.run_record import RunState
 from services.supervisor.supervisor import RunResult
 from xtoken_core.atomic import atomic_path
@@ -183,7 +183,7 @@ def run_at(url: str, spec: RunSpec, *, token: str | None = None, show: bool = Tr
         XtokenError: The control plane does not respond, or refuses the run.
     """
     with Interrupts() as interrupts:
-        return _run(ControlClient(url, token), spec, watch_for(show, as_json=as_json), interrupts)
+        return _run(ControlClient(url, token), spec, open_view(show, as_json=as_json), interrupts)
 
 
 def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
@@ -214,12 +214,12 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
 
 
 def _run(
-    client: ControlClient, spec: RunSpec, watch: AbstractContextManager[Watch], interrupts: Interrupts
+    client: ControlClient, spec: RunSpec, watch: AbstractContextManager[ProgressView], interrupts: Interrupts
 ) -> RunResult:
     try:
         first = start_or_resume(client, spec)
         with watch as shown:
-            view = SteadyWatch(shown)
+            view = FailsafeView(shown)
             last = follow(client, first, view, interrupts)
             view.end(last)
     finally:
@@ -230,7 +230,7 @@ def _run(
     return RunResult(state, error, exit_code)
 
 
-def follow(client: ControlClient, status: dict[str, Any], view: Watch, interrupts: Interrupts) -> dict[str, Any]:
+def follow(client: ControlClient, status: dict[str, Any], view: ProgressView, interrupts: Interrupts) -> dict[str, Any]:
     """Show a run until it is over, and stop it on signals; return its last status."""
     run_id, handled = status["id"], 0
     poll = _tolerant(lambda: client.show(run_id))
@@ -245,7 +245,7 @@ def follow(client: ControlClient, status: dict[str, Any], view: Watch, interrupt
     return status
 
 
-def follow_until_interrupted(client: ControlClient, status: dict[str, Any], view: Watch) -> dict[str, Any]:
+def follow_until_interrupted(client: ControlClient, status: dict[str, Any], view: ProgressView) -> dict[str, Any]:
     """Show a run until it is over, or until Ctrl+C, which does not stop it; return its last status."""
     run_id = status["id"]
     poll = _tolerant(lambda: client.show(run_id))

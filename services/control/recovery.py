@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.control.tables import AttemptRow, GroupRow
-from services.supervisor.launchers.local import Handle, Launcher, read_status
+from services.supervisor.launchers.base import Handle, Launcher, read_status
 from services.supervisor.os_process import mark_of
-from services.supervisor.process_group import TakenGroup, describe_exit, last_line, status_of_log
-from services.supervisor.process_spec import Member
+from services.supervisor.process_group import RecoveredGroup, describe_exit, last_log_line, status_path
+from services.supervisor.process_spec import ProcessSpec
 from services.supervisor.run_record import SUMMARY, RunState
 from services.supervisor.supervisor import RunResult
 from xtoken_core.errors import ConfigError
@@ -28,7 +28,7 @@ class RecoveredRun:
         exited: Workers whose processes exited while no control plane was running, with the reason.
     """
 
-    groups: dict[str, TakenGroup] = field(default_factory=dict)
+    groups: dict[str, RecoveredGroup] = field(default_factory=dict)
     running: tuple[str, ...] = ()
     exited: dict[str, str] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class RecoveredRun:
 
 
 def recover(
-    run_id: str, members: Sequence[Member], attempts: Sequence[AttemptRow], counts: dict[str, GroupRow],
+    run_id: str, members: Sequence[ProcessSpec], attempts: Sequence[AttemptRow], counts: dict[str, GroupRow],
     launcher: Launcher,
 ) -> RecoveredRun:  # fmt: skip
     """Find the processes of a run's last launch.
@@ -56,7 +56,7 @@ def recover(
     """
     last = {attempt.worker: attempt for attempt in attempts}
     nodes = {member.name: member.node for member in members}
-    groups: dict[str, TakenGroup] = {}
+    groups: dict[str, RecoveredGroup] = {}
     running: list[str] = []
     exited: dict[str, str] = {}
     for name in dict.fromkeys(member.group for member in members):
@@ -64,10 +64,10 @@ def recover(
         if not starts:
             continue
         handles = {
-            start.worker: launcher.find(
+            start.worker: launcher.attach(
                 start.identity,
                 mark_of(run_id, start.worker, start.incarnation),
-                status_of_log(Path(start.log)),
+                status_path(Path(start.log)),
                 node=nodes[start.worker],
             )
             for start in starts
@@ -81,18 +81,18 @@ def recover(
     return RecoveredRun(groups, tuple(running), exited)
 
 
-def _size(members: Iterable[Member], group: str) -> int:
+def _size(members: Iterable[ProcessSpec], group: str) -> int:
     return sum(member.group == group for member in members)
 
 
 def _group(
     starts: Sequence[AttemptRow], handles: dict[str, Handle], count: GroupRow | None, *, complete: bool
-) -> TakenGroup:  # fmt: skip
+) -> RecoveredGroup:  # fmt: skip
     failed = not complete or any(start.ended is not None and start.exit_code != 0 for start in starts)
     if failed:
         for handle in handles.values():
             handle.kill()
-    return TakenGroup(
+    return RecoveredGroup(
         incarnation=max(start.incarnation for start in starts),
         handles={} if failed else handles,
         waiting=failed,
@@ -112,7 +112,7 @@ def infer_ending(output: Path, attempts: Sequence[AttemptRow], exited: dict[str,
     """
     last = {attempt.worker: attempt for attempt in attempts}
     statuses = {
-        worker: start.exit_code if start.ended is not None else read_status(status_of_log(Path(start.log)))
+        worker: start.exit_code if start.ended is not None else read_status(status_path(Path(start.log)))
         for worker, start in last.items()
     }
     trainers = [statuses[worker] for worker, start in last.items() if start.kind == "trainer"]
@@ -120,7 +120,7 @@ def infer_ending(output: Path, attempts: Sequence[AttemptRow], exited: dict[str,
         return RunResult(RunState.COMPLETED)
     for worker, status in statuses.items():
         if status == ConfigError.exit_code:
-            message = last_line(Path(last[worker].log)).removeprefix("error: ")
+            message = last_log_line(Path(last[worker].log)).removeprefix("error: ")
             return RunResult(RunState.FAILED, f"{worker}: {message}", ConfigError.exit_code)
     if not last:
         error = f"the control plane exited before it had started any process: {RESUME}"

@@ -10,9 +10,9 @@ from services.control.db_events import DatabaseEvents
 from services.control.recovery import infer_ending, recover
 from services.control.store import Store
 from services.control.tables import RunRow
-from services.supervisor.launchers.local import read_status
-from services.supervisor.process_group import status_of_log
-from services.supervisor.run_directory import QueuePlace
+from services.supervisor.launchers.base import read_status
+from services.supervisor.process_group import status_path
+from services.supervisor.run_directory import QueueDirectory
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun
 from services.supervisor.supervisor import RunResult
 from xtoken_core.config.resolved import parse_resolved_run
@@ -50,7 +50,7 @@ class Run(SupervisedRun):
         attempts = self._store.attempts(self.id, launch=row.launch)
         if row.queue is None:
             return infer_ending(output, attempts, {})
-        queues = QueuePlace.of_document(row.queue)
+        queues = QueueDirectory.from_document(row.queue)
         launcher = self._launchers(self.spec, queues.private)
         source = output / "resolved.json"
         resolved = parse_resolved_run(source.read_bytes(), source=str(source))
@@ -63,7 +63,7 @@ class Run(SupervisedRun):
         result = infer_ending(output, attempts, recovered.exited)
         for attempt in attempts:
             if attempt.ended is None:
-                status = read_status(status_of_log(Path(attempt.log)))
+                status = read_status(status_path(Path(attempt.log)))
                 self._events.exited(attempt.worker, attempt.incarnation, status)
         self._clean_up(queues, launcher)
         return result

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP, counted instead of obeyed: whoever is asked to leave has things to end first."""
+"""SIGINT, SIGTERM and SIGHUP, counted instead of obeyed, so that a command can shut down gracefully."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ POLL_S = 0.25
 
 
 class Interrupts:
-    """While this is entered, signals are counted. In another than the main thread it does nothing.
+    """Context in which signals are counted; it does nothing outside the main thread.
 
     Attributes:
-        count: How many have come.
-        status: What a process that obeys the first of them exits with; 0 before.
+        count: Number of signals received.
+        status: Exit status for the first of them, 128 + its number; 0 before.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.status = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in SIGNALS if not _ignored(number)]
-            self._before = {number: signal.signal(number, self._on_signal) for number in heard}
+            handled = [number for number in SIGNALS if not _ignored(number)]
+            self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def wait(self, seconds: float = POLL_S) -> bool:
-        """Let so many seconds pass; whether any signal has come yet."""
+        """Sleep, then return whether a signal has come yet."""
         time.sleep(seconds)
         return self.count > 0
 
@@ -48,5 +48,5 @@ class Interrupts:
 
 
 def _ignored(number: signal.Signals) -> bool:
-    """Whether a hang-up is none of ours, as under `nohup`."""
+    """Return whether a hang-up is ignored already, as under `nohup`."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

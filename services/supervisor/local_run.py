@@ -12,7 +12,7 @@ from services.common.resume import CHECKPOINTS, newest_checkpoint
 from services.supervisor.interrupts import POLL_S, Interrupts
 from services.supervisor.json_files import last_line, read_json
 from services.supervisor.launch_check import check_launch
-from services.supervisor.progress import STOPPING, STOPPING_NOW, SteadyWatch, Watch, watch_for
+from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
 from services.supervisor.run_record import SUMMARY, RunState
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
 from services.supervisor.supervisor import RunResult
@@ -23,7 +23,7 @@ log = logging.getLogger("xtoken.supervisor")
 QUIET_S = 1.0
 """Time for the check of a run's files before anything is displayed: most errors are reported within it."""
 SUMMARY_FIELDS = (
-    "id", "name", "output", "created", "began", "ended", "life", "state", "error", "exit_code", "step", "steps",
+    "id", "name", "output", "created", "began", "ended", "launch", "state", "error", "exit_code", "step", "steps",
     "text_read", "skipped", "dead", "queue",
 )  # fmt: skip
 
@@ -54,8 +54,8 @@ def run_locally(
         run.start()
         try:
             run.started.wait(QUIET_S)
-            with watch_for(show, as_json=as_json) as view:
-                follow(run, SteadyWatch(view), interrupts)
+            with open_view(show, as_json=as_json) as view:
+                follow(run, FailsafeView(view), interrupts)
         finally:
             _shut_down(run, interrupts)
     result = run.result
@@ -80,7 +80,7 @@ class LocalRun(SupervisedRun):
         output, status = self.spec.output, self.status()
         known = {
             "id": self.id, "name": self.spec.name, "output": str(output), "created": self._began, "began": self._began,
-            "ended": _now() if self.over.is_set() else None, "life": 1, "state": RunState.STARTING, "error": "",
+            "ended": _now() if self.over.is_set() else None, "launch": 1, "state": RunState.STARTING, "error": "",
         } | {name: value for name, value in status.items() if value is not None}  # fmt: skip
         checkpoint = newest_checkpoint(output / CHECKPOINTS)
         completed = known["state"] == RunState.COMPLETED
@@ -94,7 +94,7 @@ class LocalRun(SupervisedRun):
         }
 
 
-def follow(run: LocalRun, view: Watch, interrupts: Interrupts) -> None:
+def follow(run: LocalRun, view: ProgressView, interrupts: Interrupts) -> None:
     """Show a run until it is over, and turn signals into requests to stop."""
     seen = 0
     while not run.over.is_set():

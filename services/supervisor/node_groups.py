@@ -1,4 +1,4 @@
-"""The node groups of a run as its supervisor sees them: a queue each, and what it tells."""
+"""The node groups of a run: a queue each, and the supervisor's view of it."""
 
 from __future__ import annotations
 
@@ -8,87 +8,89 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from services.supervisor.launchers.local import Launcher
-from services.supervisor.process_group import Group
-from services.supervisor.process_spec import Member
-from services.supervisor.queue_monitor import Observer
+from services.supervisor.launchers.base import Launcher
+from services.supervisor.process_group import ProcessGroup
+from services.supervisor.process_spec import ProcessSpec
+from services.supervisor.queue_monitor import QueueMonitor
 from xtoken_core.data_plane.address import Address
 
 
-class Site:
+class NodeGroup:
     """One node group.
 
     Attributes:
         node: Its number.
-        queue: The group of one process that serves its queue.
-        observer: The supervisor's session there.
+        queue: The process group that serves its queue.
+        monitor: The supervisor's session on that queue.
     """
 
-    def __init__(self, node: int, queue: Group, observer: Observer) -> None:
-        self.node, self.queue, self.observer = node, queue, observer
+    def __init__(self, node: int, queue: ProcessGroup, monitor: QueueMonitor) -> None:
+        self.node, self.queue, self.monitor = node, queue, monitor
 
 
-class Sites:
-    """All of a run's.
+class NodeGroups:
+    """All node groups of a run.
 
     Args:
-        queues: The groups that serve the queues, in the order of their nodes.
-        planned: The queues' addresses, likewise.
-        launcher: Knows what of an address only a machine decides.
-        step: Where the run goes on.
+        queues: The process groups that serve the queues, in the order of their nodes.
+        planned: The queues' addresses, in the same order.
+        launcher: Fills in what of an address only the machine decides.
+        step: The step that the run resumes from.
 
     Attributes:
-        step: The first step that is not done everywhere, as far as anybody knows.
+        step: The first step that is not done on every node, as last polled.
     """
 
-    def __init__(self, queues: Sequence[Group], planned: Sequence[Address], launcher: Launcher, step: int = 0) -> None:
+    def __init__(
+        self, queues: Sequence[ProcessGroup], planned: Sequence[Address], launcher: Launcher, step: int = 0
+    ) -> None:
         self._launcher = launcher
         self.step = step
-        self._sites = [
-            Site(node, queue, Observer(partial(launcher.queue, node, address)))
+        self._nodes = [
+            NodeGroup(node, queue, QueueMonitor(partial(launcher.queue_address, node, address)))
             for node, (queue, address) in enumerate(zip(queues, planned, strict=True))
         ]
 
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self._sites)
+    def __iter__(self) -> Iterator[NodeGroup]:
+        return iter(self._nodes)
 
-    def __getitem__(self, node: int) -> Site:
-        return self._sites[node]
+    def __getitem__(self, node: int) -> NodeGroup:
+        return self._nodes[node]
 
-    def where(self, node: int) -> str:
-        """Which machine a node is on, in words; empty if that goes without saying."""
-        return self._launcher.where(node)
+    def machine(self, node: int) -> str:
+        """Return a node's machine in words; empty for this machine."""
+        return self._launcher.machine(node)
 
     def connected(self, nodes: Collection[int] | None = None) -> bool:
-        """Whether the queues of these nodes, or all, have answered since they were started."""
-        return all(site.observer.connected for site in self if nodes is None or site.node in nodes)
+        """Return whether the queues of these nodes, or all, have answered since they were started."""
+        return all(group.monitor.connected for group in self if nodes is None or group.node in nodes)
 
-    def look(self) -> set[int]:
-        """Read every queue's counts; the nodes of those that answered."""
-        answered = {site.node for site in self if site.observer.look()}
-        # A queue knows no step before a trainer has told it where the run goes on.
-        known = [site.observer.run["step"] for site in self if site.observer.run.get("rewinds")]
-        self.step = min(known, default=self.step)
+    def poll(self) -> set[int]:
+        """Read every queue's statistics and return the nodes whose queue answered."""
+        answered = {group.node for group in self if group.monitor.poll()}
+        # A restarted queue counts from step 0 until a trainer has rewound it to its checkpoint.
+        steps = [group.monitor.run["step"] for group in self if group.monitor.run.get("rewinds")]
+        self.step = min(steps, default=self.step)
         return answered
 
     @property
-    def failed(self) -> str:
-        """Why a queue says that the run was given up; empty if none does."""
-        return next((str(why) for site in self if (why := site.observer.run.get("failed"))), "")
+    def failure(self) -> str:
+        """Reason for which a queue has given up the run; empty if none has."""
+        return next((str(reason) for group in self if (reason := group.monitor.run.get("failed"))), "")
 
     def ended(self, nodes: Collection[int] | None = None) -> bool:
-        """Whether every position of these nodes, or of all, is done."""
-        return all(site.observer.run.get("ended") for site in self if nodes is None or site.node in nodes)
+        """Return whether every position of these nodes, or of all, is done."""
+        return all(group.monitor.run.get("ended") for group in self if nodes is None or group.node in nodes)
 
-    def silent_for(self, site: Site) -> float:
-        """Seconds since a connected queue has last answered; 0 if it is not connected."""
-        observer = site.observer
-        return time.monotonic() - observer.answered_at if observer.connected else 0.0
+    def silent_for(self, group: NodeGroup) -> float:
+        """Return the seconds since a connected queue has last answered; 0 if it is not connected."""
+        monitor = group.monitor
+        return time.monotonic() - monitor.answered_at if monitor.connected else 0.0
 
-    def document(self) -> dict[str, Any]:
-        """What the queues hold, and what they could not train, added up; sizes are bytes."""
-        partitions = [site.observer.partition for site in self]
-        runs = [site.observer.run for site in self]
+    def totals(self) -> dict[str, Any]:
+        """Return what all queues hold, and how many samples were skipped or dead; sizes are bytes."""
+        partitions = [group.monitor.partition for group in self]
+        runs = [group.monitor.run for group in self]
         tasks: dict[str, Counter[str]] = {}
         for partition in partitions:
             for task, counts in partition.get("tasks", {}).items():
@@ -99,27 +101,27 @@ class Sites:
             "dead": sum(partition.get("dead", 0) for partition in partitions),
             "queue": {
                 "samples": sum(partition.get("samples", 0) for partition in partitions),
-                "bytes": sum(site.observer.stats.get("bytes", 0) for site in self),
-                "memory_limit": sum(site.observer.stats.get("memory_limit", 0) for site in self),
+                "bytes": sum(group.monitor.stats.get("bytes", 0) for group in self),
+                "memory_limit": sum(group.monitor.stats.get("memory_limit", 0) for group in self),
                 "tasks": {task: dict(counts) for task, counts in tasks.items()},
             },
         }
 
-    def leased(self, member: Member) -> str:
-        """What a worker's kind holds, for the message that ends the run."""
-        observer = self[member.node].observer
-        if member.kind == "collator":
-            blocks = observer.run.get("blocks_leased", 0)
+    def leases(self, spec: ProcessSpec) -> str:
+        """Return what workers of this kind have leased, for the message that ends the run."""
+        monitor = self[spec.node].monitor
+        if spec.kind == "collator":
+            blocks = monitor.run.get("blocks_leased", 0)
             return f" (collators hold {blocks} block{'s' if blocks != 1 else ''} of positions)"
-        ids = observer.leased(member.task) if member.task else []
+        ids = monitor.leased(spec.task) if spec.task else []
         return f" (leased: {', '.join(map(str, ids))})" if ids else ""
 
     def give_up(self, reason: str) -> None:
-        """Tell every worker, through its queue, that the run has ended; best effort."""
-        for site in self:
-            site.observer.give_up(reason)
+        """End the run for every worker, through its queue; best effort."""
+        for group in self:
+            group.monitor.give_up(reason)
 
     def close(self) -> None:
-        """Say bye to all."""
-        for site in self:
-            site.observer.close()
+        """Close all sessions."""
+        for group in self:
+            group.monitor.close()

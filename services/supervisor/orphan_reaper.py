@@ -1,10 +1,12 @@
-"""The guard of a run in place: a small process that ends the run's workers once the process that started them is gone.
+"""The orphan reaper of `xtoken run`: a small process that kills the run's workers if their supervisor dies.
 
-It reads `watch PID` and `forget PID` lines from standard input. The pipe's end means that the other side is gone,
-however it died: then the process groups still watched are killed, the directories named as arguments removed, and
-what the killed left in shared memory as well. While it waits only the standard library is loaded.
+It reads `watch PID` and `forget PID` lines from standard input. End of file means that the supervisor is gone, however
+it died, because the kernel closes the pipe: then the process groups that are still watched are killed, the directories
+named as arguments removed, and shared memory that the killed processes left. While it waits, only the standard library
+is loaded.
 
-With `--apart` as first argument it is nobody's child: some who end kill their children as they go.
+With `--detach` as first argument it is no child of the supervisor, for a supervisor inside a process that kills its
+children as it exits.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import sys
 import time
 from collections.abc import Iterable
 
-GONE_WITHIN_S = 2.0
-APART = "--apart"
+KILL_TIMEOUT_S = 2.0
+DETACH = "--detach"
 
 
-def still_watched(lines: Iterable[str]) -> set[int]:
-    """The process groups left when the other side has gone."""
+def watched_at_end(lines: Iterable[str]) -> set[int]:
+    """Return the process groups that are still watched at the end of input."""
     watched: set[int] = set()
     for line in lines:
         verb, _, pid = line.strip().partition(" ")
@@ -35,30 +37,31 @@ def still_watched(lines: Iterable[str]) -> set[int]:
 
 def main() -> None:
     """Wait for the end of standard input, then clean up."""
+    # Ctrl+C in a terminal reaches the whole foreground group: the supervisor handles it, and the reaper outlives it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     arguments = sys.argv[1:]
-    if arguments[:1] == [APART]:
+    if arguments[:1] == [DETACH]:
         if os.fork():
             os._exit(0)
         os.setsid()
         arguments.pop(0)
-    orphaned = still_watched(sys.stdin)
+    orphans = watched_at_end(sys.stdin)
     for directory in arguments:
         shutil.rmtree(directory, ignore_errors=True)
-    deadline = time.monotonic() + GONE_WITHIN_S
-    left = orphaned
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    left = orphans
     while left and time.monotonic() < deadline:
         left = {group for group in left if _kill(group)}
         time.sleep(0.05)
-    if orphaned:
+    if orphans:
         from xtoken_core.transports import sweep
 
         sweep()
 
 
 def _kill(group: int) -> bool:
-    """Kill a process group; whether there was anything left of it."""
+    """Kill a process group; return whether any process of it was left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
         return True

@@ -1,4 +1,4 @@
-"""Processes of this machine: named for good by pid and time of start, and found again by others than their parent."""
+"""Processes of this machine, identified by pid and start time, so that they are recognised by others than a parent."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from services.common.supervised import MARK
 
 PROC = Path("/proc")
 START_FIELD = 19
-"""Where `/proc/PID/stat` has the time of start, counted after the command's closing parenthesis."""
+"""Index of the start time in `/proc/PID/stat`, counted after the command's closing parenthesis."""
 DEAD_STATES = "ZXx"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process, told apart from every later one with its number.
+    """A process, distinguished from every later one with the same pid.
 
     Attributes:
-        ticks: When the kernel started it, in clock ticks since the machine's start.
-        boot: Which start of the machine that was.
-        namespace: The PID namespace that its number belongs to.
+        pid: Process id.
+        ticks: Start time, in clock ticks since the machine booted.
+        boot: Boot id of the machine.
+        namespace: PID namespace of the pid.
     """
 
     pid: int
@@ -35,13 +36,13 @@ class Identity:
     boot: str
     namespace: str
 
-    def document(self) -> dict[str, Any]:
-        """For a file or database."""
+    def to_document(self) -> dict[str, Any]:
+        """Return plain values for a file or database."""
         return asdict(self)
 
     @classmethod
-    def of_document(cls, document: dict[str, Any]) -> Identity | None:
-        """The opposite of `document`; None if it is none."""
+    def from_document(cls, document: dict[str, Any]) -> Identity | None:
+        """Return the identity in a document; None if there is none."""
         try:
             return cls(**{name: document[name] for name in cls.__dataclass_fields__})
         except (KeyError, TypeError):
@@ -49,9 +50,9 @@ class Identity:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs: a zombie does not."""
-        found = _ticks_and_state(self.pid) if _is_here(self) else None
-        return found is not None and found[0] == self.ticks and found[1] not in DEAD_STATES
+        """Whether it runs; a zombie does not."""
+        current = _ticks_and_state(self.pid) if _is_local(self) else None
+        return current is not None and current[0] == self.ticks and current[1] not in DEAD_STATES
 
 
 def mark_of(run_id: str, worker: str, incarnation: int) -> str:
@@ -60,31 +61,30 @@ def mark_of(run_id: str, worker: str, incarnation: int) -> str:
 
 
 def identify(pid: int) -> Identity | None:
-    """A process by its number; None if there is none."""
-    found = _ticks_and_state(pid)
-    return Identity(pid, found[0], _boot(), _namespace()) if found else None
+    """Return the identity of the process with this pid; None if there is none."""
+    current = _ticks_and_state(pid)
+    return Identity(pid, current[0], _boot(), _namespace()) if current else None
 
 
-def open_handle(identity: Identity) -> int | None:
-    """A pidfd of the process; None if it is gone.
-
-    The descriptor is opened first and the time of start compared after: whatever it then says is about that process.
-    """
-    if not _is_here(identity):
+def open_pidfd(identity: Identity) -> int | None:
+    """Return a pidfd of the process; None if it is gone."""
+    if not _is_local(identity):
         return None
     try:
-        handle = os.pidfd_open(identity.pid)
+        pidfd = os.pidfd_open(identity.pid)
     except OSError:
         return None
-    found = _ticks_and_state(identity.pid)
-    if found is None or found[0] != identity.ticks:
-        os.close(handle)
+    # Compared only after opening: the pidfd stays with its process, while the pid may be given to another one between
+    # a comparison and the opening.
+    current = _ticks_and_state(identity.pid)
+    if current is None or current[0] != identity.ticks:
+        os.close(pidfd)
         return None
-    return handle
+    return pidfd
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """All processes below one, those that have left its group or session included."""
+    """Return all descendants of a process, also those that have left its process group or session."""
     try:
         return list(psutil.Process(pid).children(recursive=True))
     except psutil.Error:
@@ -92,49 +92,49 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """SIGKILL to each that still is the one it was."""
+    """Send SIGKILL to processes; psutil compares start times, so a reused pid is not signalled."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL to a process group."""
+    """Send SIGKILL to a process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def marked(prefix: str) -> list[tuple[Identity, str]]:
-    """Living processes of this user whose mark begins with `prefix`, each with its mark."""
-    found = []
+    """Return the running processes of this user whose mark begins with `prefix`, each with its mark."""
+    matches = []
     wanted = f"{MARK}={prefix}".encode()
-    for place in PROC.iterdir():
-        if not place.name.isdigit() or int(place.name) == os.getpid():
+    for directory in PROC.iterdir():
+        if not directory.name.isdigit() or int(directory.name) == os.getpid():
             continue
         try:
-            variables = (place / "environ").read_bytes().split(b"\0")
-        except OSError:
+            variables = (directory / "environ").read_bytes().split(b"\0")
+        except OSError:  # another user's, or gone since the listing
             continue
         mark = next((item for item in variables if item.startswith(wanted)), None)
-        identity = identify(int(place.name)) if mark else None
+        identity = identify(int(directory.name)) if mark else None
         if mark and identity is not None and identity.alive:
-            found.append((identity, mark.decode(errors="replace").partition("=")[2]))
-    return found
+            matches.append((identity, mark.decode(errors="replace").partition("=")[2]))
+    return matches
 
 
 def kill_marked(prefix: str) -> int:
-    """SIGKILL to every process whose mark begins with `prefix`; returns how many there were."""
-    found = marked(prefix)
-    for identity, _ in found:
-        handle = open_handle(identity)
-        if handle is not None:
+    """Send SIGKILL to every process whose mark begins with `prefix`; return their number."""
+    matches = marked(prefix)
+    for identity, _ in matches:
+        pidfd = open_pidfd(identity)
+        if pidfd is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            os.close(handle)
-    return len(found)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+    return len(matches)
 
 
-def _is_here(identity: Identity) -> bool:
+def _is_local(identity: Identity) -> bool:
     return (identity.boot, identity.namespace) == (_boot(), _namespace())
 
 

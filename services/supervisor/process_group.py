@@ -1,4 +1,4 @@
-"""A group of workers that live and restart together: one collator, one teacher, the queue, or all trainers."""
+"""A process group: processes that are started together and, if one fails, restarted together."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from pathlib import Path
 from services.common.supervised import MARK
 from services.supervisor import os_process
 from services.supervisor.events import Attempt, SupervisorEvents
-from services.supervisor.launchers.local import LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
-from services.supervisor.process_spec import STOP_ORDER, Kind, Member
-from services.supervisor.restart_policy import RestartPolicy
+from services.supervisor.launchers.base import NODE_LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
+from services.supervisor.process_spec import STOP_ORDER, Kind, ProcessSpec
 
 JOIN_POLL_S = 0.02
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 30.0
 LAST_LINE_BYTES = 8192
-LEFT = (None, 0, -signal.SIGTERM)
-"""How a worker that was asked to leave may end: never started, in order, or by the signal before it has listened."""
+CLEAN_EXITS = (None, 0, -signal.SIGTERM)
+"""Exit codes after a request to stop: never started, graceful, or SIGTERM before the handler was installed."""
 OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
-"""A process title must not overwrite the environment, by which a worker and its children are found."""
+"""Keeps setproctitle from overwriting the environment, in which the mark of a worker is looked up."""
 
 
 class GroupState(StrEnum):
-    """Where a group stands."""
+    """State of a process group."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -37,52 +38,90 @@ class GroupState(StrEnum):
     STOPPED = "stopped"
 
 
-@dataclass
-class Worker:
-    """One process of a group and what is known of its last start."""
+class RestartPolicy:
+    """Restarts with exponential back-off, limited in number until the run makes progress.
 
-    member: Member
+    Args:
+        limit: Restarts allowed without progress.
+        first_delay_s: Seconds before the first restart; each further one waits twice as long.
+        failures: Failures in a row so far.
+        highest_step: Highest step that the run has reached so far.
+    """
+
+    def __init__(
+        self, limit: int, *, first_delay_s: float = FIRST_DELAY_S, failures: int = 0, highest_step: int = 0
+    ) -> None:  # fmt: skip
+        self.limit = limit
+        self.failures = failures
+        self.highest_step = highest_step
+        self._first_delay_s = first_delay_s
+
+    def record_failure(self, step: int) -> float | None:
+        """Count a failure.
+
+        Args:
+            step: The run's step at the failure. Only a step beyond `highest_step` is progress: repeating the steps
+                since a checkpoint is not.
+
+        Returns:
+            Seconds to wait before the restart; None if the limit is exceeded.
+        """
+        if step > self.highest_step:
+            self.highest_step, self.failures = step, 0
+        self.failures += 1
+        if self.failures > self.limit:
+            return None
+        return float(min(LONGEST_DELAY_S, self._first_delay_s * 2 ** (self.failures - 1)))
+
+
+@dataclass
+class ManagedProcess:
+    """One process of a group, with the handle, log and exit code of its last start."""
+
+    spec: ProcessSpec
     handle: Handle | None = None
     log: Path | None = None
     exit_code: int | None = None
-    on_end: Callable[[Worker], None] = lambda worker: None
+    on_exit: Callable[[ManagedProcess], None] = lambda process: None
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs; looks, and remembers how it ended."""
+        """Poll the process and return whether it runs."""
         if self.handle is not None and self.exit_code is None:
             self.exit_code = self.handle.poll()
             if self.exit_code is not None:
-                self.on_end(self)
+                self.on_exit(self)
         return self.handle is not None and self.exit_code is None
 
     @property
     def pid(self) -> int | None:
-        """The id of its running process."""
+        """Process id; None if it does not run."""
         handle = self.handle
         return handle.pid if handle is not None and self.exit_code is None else None
 
     def kill(self) -> None:
-        """End its process and all that it started, and wait until it is gone."""
+        """Kill the process and everything that it started, and wait until it is gone."""
         if self.handle is not None:
             self.handle.kill()
         while self.alive:
             time.sleep(JOIN_POLL_S)
 
-    def last_line(self) -> str:
-        """The last line of its last log, without the log's own `error:`."""
-        return last_line(self.log).removeprefix("error: ") if self.log else ""
+    def last_log_line(self) -> str:
+        """Return the last line of the log, without the prefix `error:`."""
+        return last_log_line(self.log).removeprefix("error: ") if self.log else ""
 
 
 @dataclass(frozen=True)
-class TakenGroup:
-    """Where an earlier supervisor has left a group.
+class RecoveredGroup:
+    """State in which an earlier supervisor has left a group.
 
     Attributes:
-        incarnation: The number of its last start.
-        handles: The processes of that start that had not ended when it was last heard of, by the worker's name.
-        waiting: Whether it had failed and was to be started again.
-        failures: Those in a row, up to `highest_step`.
+        incarnation: Number of its last start.
+        handles: Processes of that start that had not exited when the earlier supervisor last saw them, by name.
+        waiting: Whether it had failed and was waiting for a restart.
+        restarts: Starts beyond the first so far.
+        failures: Failures in a row, up to `highest_step`.
+        highest_step: Highest step that the run had reached at a failure.
     """
 
     incarnation: int
@@ -93,22 +132,29 @@ class TakenGroup:
     highest_step: int = 0
 
 
-class Group:
-    """Members that are started together and, if one fails, restarted together.
+class ProcessGroup:
+    """Processes that are started together and, if one fails, restarted together.
 
     Attributes:
-        incarnation: The number of the last start; logs are named by it.
-        due: When to start next, by `time.monotonic`, while the group waits.
-        restarts: Starts beyond the first in this supervisor's life.
+        incarnation: Number of the last start; it names the logs.
+        due: Time of the next start while the group waits, by `time.monotonic`.
+        restarts: Starts beyond the first.
+
+    Args:
+        specs: Its processes, all of one kind and one group.
+        policy: Limits its restarts.
+        first_incarnation: Number of its first start.
+        run_id: Prefix of its processes' marks.
+        events: Observer of starts and exits.
     """
 
     def __init__(
-        self, members: Sequence[Member], policy: RestartPolicy, first_incarnation: int, run_id: str,
+        self, specs: Sequence[ProcessSpec], policy: RestartPolicy, first_incarnation: int, run_id: str,
         events: SupervisorEvents,
     ) -> None:  # fmt: skip
-        self.kind: Kind = members[0].kind
-        self.name = members[0].group
-        self.workers = [Worker(member, on_end=self._note_end) for member in members]
+        self.kind: Kind = specs[0].kind
+        self.name = specs[0].group
+        self.processes = [ManagedProcess(spec, on_exit=self._report_exit) for spec in specs]
         self.policy = policy
         self._run_id, self._events = run_id, events
         self.state = GroupState.WAITING
@@ -117,156 +163,164 @@ class Group:
         self.due = 0.0
         self.restarts = 0
 
+    @property
+    def nodes(self) -> set[int]:
+        """Numbers of the node groups that its processes belong to."""
+        return {process.spec.node for process in self.processes}
+
     def start(self, launcher: Launcher, logs: Path) -> None:
-        """Start every member under the next incarnation number.
+        """Start every process under the next incarnation number.
 
         Raises:
             OSError: A process cannot be started.
-            LostPlaceError: A machine has gone; those on others may have been started.
+            NodeLostError: A machine is gone; processes on others may have been started.
         """
         self.incarnation += 1
         self.restarts += self.started_at > 0
         self.state, self.started_at = GroupState.RUNNING, time.monotonic()
-        shared = launcher.rendezvous(self.workers[0].member.node) if len(self.workers) > 1 else {}
-        for worker in self.workers:
-            worker.handle, worker.exit_code = None, None
-            worker.log = log_of(logs, worker.member.name, self.incarnation)
-        self._events.starting([self._attempt(worker) for worker in self.workers])
-        for worker in self.workers:
-            assert worker.log is not None
+        rendezvous = launcher.rendezvous(self.processes[0].spec.node) if len(self.processes) > 1 else {}
+        for process in self.processes:
+            process.handle, process.exit_code = None, None
+            process.log = log_path(logs, process.spec.name, self.incarnation)
+        # The attempts are recorded before their processes exist: a supervisor that dies in between leaves processes
+        # without a recorded identity, which are recognised by the marks that the attempts imply.
+        self._events.starting([self._attempt(process) for process in self.processes])
+        for process in self.processes:
+            assert process.log is not None
             own = {
-                MARK: os_process.mark_of(self._run_id, worker.member.name, self.incarnation),
-                STATUS_FILE: str(status_of_log(worker.log)),
+                MARK: os_process.mark_of(self._run_id, process.spec.name, self.incarnation),
+                STATUS_FILE: str(status_path(process.log)),
             }
-            env = _environment({**worker.member.env, **shared, **own})
-            command, node = worker.member.command_of(self.incarnation), worker.member.node
-            worker.handle = launcher.start(command, env, worker.log, node=node)
-            self._events.started(worker.member.name, self.incarnation, worker.handle.identity)
-        self.count()
+            env = _environment({**process.spec.env, **rendezvous, **own})
+            command, node = process.spec.command_line(self.incarnation), process.spec.node
+            process.handle = launcher.start(command, env, process.log, node=node)
+            self._events.started(process.spec.name, self.incarnation, process.handle.identity)
+        self.report_failures()
 
-    def take_over(self, handles: Mapping[str, Handle], incarnation: int, restarts: int, logs: Path) -> None:
-        """Go on with processes that an earlier supervisor has started, living or not.
+    def attach(self, handles: Mapping[str, Handle], restarts: int, logs: Path) -> None:
+        """Continue with the last start of an earlier supervisor, the one before `first_incarnation`.
 
         Args:
-            handles: By the worker's name; a missing one has ended well.
-            incarnation: Which start of the group they are.
-            restarts: Starts beyond the first until now.
-            logs: The directory of its logs.
+            handles: Its processes by name, running or not; a missing one has exited with 0.
+            restarts: Starts beyond the first so far.
+            logs: Directory of the logs.
         """
-        self.incarnation, self.restarts = incarnation, restarts
+        self.restarts = restarts
         self.state, self.started_at = GroupState.RUNNING, time.monotonic()
-        for worker in self.workers:
-            worker.handle = handles.get(worker.member.name)
-            worker.exit_code = None if worker.handle else 0
-            worker.log = log_of(logs, worker.member.name, incarnation)
+        for process in self.processes:
+            process.handle = handles.get(process.spec.name)
+            process.exit_code = None if process.handle else 0
+            process.log = log_path(logs, process.spec.name, self.incarnation)
 
-    @property
-    def nodes(self) -> set[int]:
-        """The node groups that its members belong to."""
-        return {worker.member.node for worker in self.workers}
-
-    def count(self) -> None:
-        """Write down how often it has failed."""
-        self._events.failures_counted(self.name, self.restarts, self.policy.failures, self.policy.highest)
-
-    def settle(self) -> Worker | None:
-        """A member that has ended with a failure; the group is `finished` once all have ended well."""
-        failed = next((w for w in self.workers if not w.alive and w.exit_code), None)
-        if failed is None and not any(worker.alive for worker in self.workers):
+    def poll(self) -> ManagedProcess | None:
+        """Return a process that has failed, if any; set `finished` once all have exited with 0."""
+        failed = next((p for p in self.processes if not p.alive and p.exit_code), None)
+        if failed is None and not any(process.alive for process in self.processes):
             self.state = GroupState.FINISHED
         return failed
 
-    def wait_until(self, due: float) -> None:
-        """Be started again, at this time."""
+    def restart_at(self, due: float) -> None:
+        """Wait for a restart at this time, by `time.monotonic`."""
         self.state, self.due = GroupState.WAITING, due
 
-    def _note_end(self, worker: Worker) -> None:
-        self._events.exited(worker.member.name, self.incarnation, worker.exit_code)
+    def report_failures(self) -> None:
+        """Report the restart counters."""
+        self._events.failures_counted(self.name, self.restarts, self.policy.failures, self.policy.highest_step)
 
-    def _attempt(self, worker: Worker) -> Attempt:
-        assert worker.log is not None
-        return Attempt(worker.member.name, worker.member.kind, self.incarnation, worker.log)
+    def _report_exit(self, process: ManagedProcess) -> None:
+        self._events.exited(process.spec.name, self.incarnation, process.exit_code)
+
+    def _attempt(self, process: ManagedProcess) -> Attempt:
+        assert process.log is not None
+        return Attempt(process.spec.name, process.spec.kind, self.incarnation, process.log)
 
 
-def end_in_order(groups: Sequence[Group], grace_s: Callable[[], float]) -> tuple[list[str], list[Worker]]:
-    """Let the trainers leave while the others still serve them, then end the others; see `end_all`.
+def shut_down_gracefully(
+    groups: Sequence[ProcessGroup], grace_s: Callable[[], float]
+) -> tuple[list[str], list[ManagedProcess]]:  # fmt: skip
+    """Stop the trainers while the other workers still serve them, then stop the others.
+
+    A trainer writes a checkpoint before it exits, for which it needs its collators and teachers alive.
 
     Args:
-        groups: The groups to end.
-        grace_s: How long to wait for all of them together.
+        groups: The groups to stop.
+        grace_s: Seconds for all of them together, see `stop_groups`.
 
     Returns:
-        The trainers that had to be killed, and the workers that have failed instead of leaving.
+        Names of the trainers that were killed, and the processes that failed instead of stopping.
     """
     began = time.monotonic()
     trainers = [group for group in groups if group.kind == "trainer"]
     others = sorted((g for g in groups if g.kind != "trainer"), key=lambda group: STOP_ORDER.index(group.kind))
-    asked = [w for group in (*trainers, *others) if group.state == GroupState.RUNNING for w in group.workers]
-    late = end_all(trainers, grace_s, since=began)
-    killed = {worker.member.name for worker in [*late, *end_all(others, grace_s, since=began)]}
-    failed = [worker for worker in asked if worker.exit_code not in LEFT and worker.member.name not in killed]
-    return [worker.member.name for worker in late], failed
+    running = [p for group in (*trainers, *others) if group.state == GroupState.RUNNING for p in group.processes]
+    late = stop_groups(trainers, grace_s, since=began)
+    killed = {process.spec.name for process in [*late, *stop_groups(others, grace_s, since=began)]}
+    failed = [p for p in running if p.exit_code not in CLEAN_EXITS and p.spec.name not in killed]
+    return [process.spec.name for process in late], failed
 
 
-def failed_leaving(worker: Worker, how: str) -> str:
-    """One line about a worker that has failed when it was asked to leave."""
-    line = worker.last_line()
-    return f"{worker.member.name} {how} while the run was stopped{f': {line}' if line else ''}"
-
-
-def lost_with(trainers: Sequence[str], grace_s: float) -> str:
-    """What it means that these had to be killed when a run was stopped, in one line."""
-    return (
-        f"{', '.join(trainers)} did not leave within {grace_s:g} s (workers.stop_timeout_s): "
-        "what was trained since the last checkpoint is lost"
-    )
-
-
-def end_all(groups: Iterable[Group], grace_s: Callable[[], float], *, since: float | None = None) -> list[Worker]:
-    """Ask all members of the groups to leave, in the groups' order, then wait for them, then kill what is left.
+def stop_groups(
+    groups: Iterable[ProcessGroup], grace_s: Callable[[], float], *, since: float | None = None
+) -> list[ManagedProcess]:  # fmt: skip
+    """Send SIGTERM to all processes, wait for them, and kill those that still run.
 
     Args:
-        groups: The groups to end.
-        grace_s: How long to wait for them; asked again and again, so that it may become less while waiting.
-        since: When the waiting began, by `time.monotonic`; now, if left out.
+        groups: The groups to stop, in the order of the signals.
+        grace_s: Returns the seconds to wait; polled, so that a second Ctrl+C can shorten the wait.
+        since: Start of the wait, by `time.monotonic`; now, if left out.
 
     Returns:
-        Those that were killed.
+        The processes that were killed.
     """
-    workers = [worker for group in groups for worker in group.workers]
-    for worker in workers:
-        if worker.alive and worker.handle is not None:
-            worker.handle.terminate()
+    processes = [process for group in groups for process in group.processes]
+    for process in processes:
+        if process.alive and process.handle is not None:
+            process.handle.terminate()
     began = time.monotonic() if since is None else since
-    while any(worker.alive for worker in workers) and time.monotonic() - began < grace_s():
+    while any(process.alive for process in processes) and time.monotonic() - began < grace_s():
         time.sleep(JOIN_POLL_S)
-    late = [worker for worker in workers if worker.alive]
-    for worker in late:
-        if worker.handle is not None:
-            worker.handle.kill()
-    for worker in workers:
-        worker.kill()
+    late = [process for process in processes if process.alive]
+    # All are signalled before the first is waited for, or the last would run on while the first one dies.
+    for process in late:
+        if process.handle is not None:
+            process.handle.kill()
+    for process in processes:
+        process.kill()
     return late
 
 
-def log_of(logs: Path, worker: str, incarnation: int) -> Path:
-    """Where one start of a worker logs."""
+def failure_during_shutdown(process: ManagedProcess, how: str) -> str:
+    """Return the message for a process that failed when it was asked to stop."""
+    line = process.last_log_line()
+    return f"{process.spec.name} {how} while the run was stopped{f': {line}' if line else ''}"
+
+
+def lost_progress(trainers: Sequence[str], grace_s: float) -> str:
+    """Return the message for trainers that were killed when the run was stopped."""
+    return (
+        f"{', '.join(trainers)} did not exit within {grace_s:g} s (workers.stop_timeout_s): "
+        "progress since the last checkpoint is lost"
+    )
+
+
+def log_path(logs: Path, worker: str, incarnation: int) -> Path:
+    """Return the log file of one start of a worker."""
     return logs / f"{worker}.{incarnation}.log"
 
 
-def status_of_log(log: Path) -> Path:
-    """Where the start of a worker that writes this log leaves its exit status."""
+def status_path(log: Path) -> Path:
+    """Return the file in which the worker that writes this log leaves its exit status."""
     return log.with_suffix(".status")
 
 
 def next_incarnation(logs: Path) -> int:
-    """A number above every attempt that has a log in this directory."""
-    found = (re.search(r"\.(\d+)\.log$", path.name) for path in logs.glob("*.log"))
-    return 1 + max((int(match[1]) for match in found if match), default=0)
+    """Return a number above every attempt that has a log in this directory."""
+    matches = (re.search(r"\.(\d+)\.log$", path.name) for path in logs.glob("*.log"))
+    return 1 + max((int(match[1]) for match in matches if match), default=0)
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that is not empty."""
+def last_log_line(log: Path) -> str:
+    """Return the last line of a log that is not empty."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LAST_LINE_BYTES))
@@ -277,14 +331,14 @@ def last_line(log: Path) -> str:
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit status in words."""
+    """Return an exit status in words."""
     if code is None:
-        return "has not ended"
-    if code == LOST_EXIT:
-        return "was lost with its machine"
+        return "has not exited"
+    if code == NODE_LOST_EXIT:
+        return "exited: node lost"
     if code == UNKNOWN_EXIT:
-        return "has ended without a word"
-    return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        return "exited with unknown status"
+    return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Showing a run's progress: live on a terminal, a line every few seconds elsewhere."""
+"""Progress display of a run: live on a terminal, a line every few seconds elsewhere, or JSON lines."""
 
 from __future__ import annotations
 
@@ -20,201 +20,209 @@ from rich.text import Text
 
 from services.supervisor.run_record import RunState
 
-log = logging.getLogger("xtoken.control")
+log = logging.getLogger("xtoken.supervisor")
 
 LINE_EVERY_S = 5.0
-STOPPING = "stopping in order; once more to stop at once"
-STOPPING_NOW = "stopping at once: what is in no checkpoint yet is lost"
+STOPPING = "Shutting down gracefully; press Ctrl+C again to force quit"
+STOPPING_NOW = "Force quit: progress since the last checkpoint is lost"
 LOADING, READY = "load", "run"
-NAMED = 4
-BAR = 24
+MOST_NAMES = 4
+BAR_WIDTH = 24
 LOSSES = ("loss", "ce_loss", "kl_loss")
-UNSHOWN = (*LOSSES, "step", "time", "seconds", "tokens", "tokens_per_second")
+HIDDEN_METRICS = (*LOSSES, "step", "time", "seconds", "tokens", "tokens_per_second")
 STATE_STYLES = {"running": "green", "finished": "dim", "waiting": "yellow", "stopped": "dim"}
 
 
-class Watch(Protocol):
-    """Somewhere to show a run; statuses are those of `GET /v1/runs/{id}`."""
+class ProgressView(Protocol):
+    """A display of one run; statuses are those of `GET /v1/runs/{id}`."""
 
     def show(self, status: dict[str, Any]) -> None:
-        """The run goes on."""
+        """Display the status of a run that is not over."""
         ...
 
     def stopping(self, *, now: bool) -> None:
-        """The user has asked to stop."""
+        """Display that the user has requested a graceful shutdown, or with `now` an immediate one."""
         ...
 
     def end(self, status: dict[str, Any]) -> None:
-        """The run is over."""
+        """Display how the run ended."""
         ...
 
 
 @contextmanager
-def watch_for(show: bool, console: Console | None = None, *, as_json: bool = False) -> Iterator[Watch]:
-    """What suits where the output goes; nothing is printed unless `show`, and one object a line with `as_json`."""
+def open_view(show: bool, console: Console | None = None, *, as_json: bool = False) -> Iterator[ProgressView]:
+    """Open the view that suits the output.
+
+    Args:
+        show: Whether anything is printed at all.
+        console: Console to print to; standard output if left out.
+        as_json: Whether statuses are printed as JSON, one object a line.
+    """
     console = console or Console(quiet=not show)
     if show and as_json:
-        yield JsonWatch()
+        yield JsonView()
     elif show and console.is_terminal:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
-            yield LiveWatch(live)
+            yield LiveView(live)
     else:
-        yield LineWatch(console)
+        yield LineView(console)
 
 
-class SteadyWatch:
-    """Another watch, whose failures end nothing: training goes on where it cannot be shown."""
+class FailsafeView:
+    """A view whose failures are logged once and ignored, so that training continues without a display."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, view: ProgressView) -> None:
+        self._view = view
         self._failed = False
 
     def show(self, status: dict[str, Any]) -> None:
-        """Show it if that can be done."""
-        self._try(lambda: self._watch.show(status))
+        """Display the status."""
+        self._try(lambda: self._view.show(status))
 
     def stopping(self, *, now: bool) -> None:
-        """Say so if that can be done."""
-        self._try(lambda: self._watch.stopping(now=now))
+        """Display that the run is being stopped."""
+        self._try(lambda: self._view.stopping(now=now))
 
     def end(self, status: dict[str, Any]) -> None:
-        """Show the end if that can be done."""
-        self._try(lambda: self._watch.end(status))
+        """Display how the run ended."""
+        self._try(lambda: self._view.end(status))
 
     def _try(self, show: Callable[[], None]) -> None:
         try:
             show()
-        except (Exception, SystemExit) as error:  # rich leaves by SystemExit where nobody reads the pipe any more
+        except (Exception, SystemExit) as error:  # rich raises SystemExit when the pipe is closed
             if not self._failed:
                 self._failed = True
-                log.warning("the run goes on, but cannot be shown: %s: %s", type(error).__name__, error)
+                log.warning("the run continues, but cannot be displayed: %s: %s", type(error).__name__, error)
 
 
-class LiveWatch:
-    """A picture that renews itself."""
+class LiveView:
+    """A display that is redrawn in place."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
         self._note = ""
 
     def show(self, status: dict[str, Any]) -> None:
-        """Renew the picture."""
-        self._live.update(picture(status, self._note))
+        """Redraw it."""
+        self._live.update(render_status(status, self._note))
 
     def stopping(self, *, now: bool) -> None:
-        """Say so below the picture."""
+        """Add a line below it."""
         self._note = STOPPING_NOW if now else STOPPING
 
     def end(self, status: dict[str, Any]) -> None:
-        """Leave the summary in place of the picture."""
+        """Replace it by the summary."""
         self._live.update(Text(""))
-        self._live.console.print(ending_line(status), markup=False, highlight=False)
+        self._live.console.print(final_line(status), markup=False, highlight=False)
 
 
-class News:
-    """Tells when a status is worth a line: the state has changed, or steps were taken and some seconds have passed."""
+class ChangeDetector:
+    """Decides when a status is worth a line: on a change of state, and every few seconds while steps are taken."""
 
     def __init__(self) -> None:
-        self._said: tuple[Any, ...] = ()
-        self._said_at = 0.0
+        self._last: tuple[Any, ...] = ()
+        self._last_at = 0.0
 
-    def has(self, status: dict[str, Any]) -> bool:
-        """Whether there is news since this was last true."""
-        news = (status["state"], [(w["name"], w["state"], w["restarts"]) for w in status["workers"]])
-        done = (status["step"], status.get("text_read"), _unready(status))
-        due = time.monotonic() - self._said_at >= LINE_EVERY_S and done != self._said[2:]
-        if news == self._said[:2] and not due:
+    def changed(self, status: dict[str, Any]) -> bool:
+        """Return whether the status is worth a line since the last one that was."""
+        state = (status["state"], [(w["name"], w["state"], w["restarts"]) for w in status["workers"]])
+        progress = (status["step"], status.get("text_read"), _unready(status))
+        due = time.monotonic() - self._last_at >= LINE_EVERY_S and progress != self._last[2:]
+        if state == self._last[:2] and not due:
             return False
-        self._said, self._said_at = (*news, *done), time.monotonic()
+        self._last, self._last_at = (*state, *progress), time.monotonic()
         return True
 
 
-class JsonWatch:
-    """The status as one line of JSON on standard output whenever there is news; the last line is how it ended."""
+class JsonView:
+    """Statuses as lines of JSON on standard output, whenever they have changed; the last line is the run's end."""
 
     def __init__(self) -> None:
-        self._news = News()
+        self._changes = ChangeDetector()
 
     def show(self, status: dict[str, Any]) -> None:
-        """Print it if there is news."""
-        if self._news.has(status):
+        """Print the status if it has changed."""
+        if self._changes.changed(status):
             self.end(status)
 
     def stopping(self, *, now: bool) -> None:
-        """The status will say so."""
+        """Print nothing: the next status shows it."""
 
     def end(self, status: dict[str, Any]) -> None:
-        """Print it."""
+        """Print the status."""
         sys.stdout.write(json.dumps(status) + "\n")
         sys.stdout.flush()
 
 
-class LineWatch:
-    """A line whenever the state changes, and every few seconds while steps are taken."""
+class LineView:
+    """A line on every change of state, and every few seconds while steps are taken."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._news = News()
+        self._changes = ChangeDetector()
 
     def show(self, status: dict[str, Any]) -> None:
-        """Print a line if it is time for one."""
-        if self._news.has(status):
-            self._print(progress_line(status))
+        """Print a line if the status has changed."""
+        if self._changes.changed(status):
+            self._print(status_line(status))
 
     def stopping(self, *, now: bool) -> None:
-        """Print it."""
+        """Print that the run is being stopped."""
         self._print(STOPPING_NOW if now else STOPPING)
 
     def end(self, status: dict[str, Any]) -> None:
-        """Print the last line."""
-        self._print(ending_line(status))
+        """Print how the run ended."""
+        self._print(final_line(status))
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def progress_line(status: dict[str, Any]) -> str:
-    """One line on where a run stands."""
-    parts = [f"{status['name']}: {status['state']}", _done(status)]
+def status_line(status: dict[str, Any]) -> str:
+    """Return a run's status in one line."""
+    parts = [f"{status['name']}: {status['state']}", _progress(status)]
     parts += [f"{name} {value}" for name, value in metrics_of(status)]
     if status["queue"]:
         parts.append(f"queue {status['queue']['samples']} samples")
     if names := _unready(status):
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        parts.append(f"waiting for {', '.join(names[:NAMED])}{more} to load")
-    workers = [f"{w['name']} {w['state']}{_restarts(w)}" for w in status["workers"] if _worth_telling(w)]
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        parts.append(f"waiting for {', '.join(names[:MOST_NAMES])}{more} to load")
+    workers = [f"{w['name']} {w['state']}{_restarts(w)}" for w in status["workers"] if _is_notable(w)]
     return ", ".join(parts + workers)
 
 
 def _unready(status: dict[str, Any]) -> list[str]:
-    """Workers that were started and have not said yet that they can work; what they say is seconds old."""
+    """Return the workers that are loading; phases are seconds old, so later evidence of work overrules them."""
     if status["state"] not in (RunState.STARTING, RunState.RUNNING) or status["step"] == status["steps"]:
         return []
     workers = [w for w in status["workers"] if w["kind"] != "queue" and w["state"] == "running"]
-    if any(w["kind"] == "trainer" and w["phase"] == READY for w in workers):  # all have begun: who has no phase leaves
+    if any(
+        w["kind"] == "trainer" and w["phase"] == READY for w in workers
+    ):  # all were ready once: one without a phase is exiting
         return [w["name"] for w in workers if w["phase"] == LOADING and w["restarts"]]
-    if status["last"] and status["last"].get("step", 0) >= (status["step"] or 0):  # it has trained since the last look
+    if status["last"] and status["last"].get("step", 0) >= (status["step"] or 0):  # it has trained since the last poll
         return []
     filled = bool(status["queue"] and status["queue"]["samples"])
     return [w["name"] for w in workers if w["phase"] != READY and not (filled and w["kind"] == "collator")]
 
 
-def _done(status: dict[str, Any]) -> str:
-    """How far a run is: its steps, or before them what is being checked."""
+def _progress(status: dict[str, Any]) -> str:
+    """Return a run's steps, or before them what is being checked."""
     if status["steps"] is None and not RunState(status["state"]).over:
         read = status.get("text_read")
         return "checking models, tokenizers and text" if read is None else f"{read:.0%} of the text read"
     return f"step {status['step'] or 0}/{status['steps'] or '?'}"
 
 
-def ending_line(status: dict[str, Any]) -> str:
-    """One line on how a run ended."""
+def final_line(status: dict[str, Any]) -> str:
+    """Return how a run ended in one line."""
     if not RunState(status["state"]).over:
-        return f"{status['name']} goes on: xtoken runs show {status['id']}"
+        return f"{status['name']} is still running: xtoken runs show {status['id']}"
     where = f"{status['name']}: {status['state']} after step {status['step'] or 0} of {status['steps'] or '?'}"
     if status["state"] == "stopped":
         lost = f": {status['error']}" if status["error"] else ""
-        return f"{where}{lost}; {_way_on(status)}"
+        return f"{where}{lost}; {_resume_hint(status)}"
     summary = status["summary"]
     if status["state"] != "completed" or summary is None:
         return f"{where}; logs are in {status['output']}/logs"
@@ -226,66 +234,66 @@ def ending_line(status: dict[str, Any]) -> str:
     return f"{where}: {counts} of {summary.get('positions')} samples{held_out}; model in {status['output']}/model"
 
 
-def _way_on(status: dict[str, Any]) -> str:
-    """What starting a stopped run again goes on from."""
+def _resume_hint(status: dict[str, Any]) -> str:
+    """Return where a stopped run resumes."""
     step, checkpoint = status["step"] or 0, status["checkpoint"]
     if checkpoint is None:
         lost = "what was trained is lost" if step else "nothing was trained"
-        return f"there is no checkpoint in {status['output']}, {lost}: started again, it begins anew"
-    lost = f", the {count_of(step - checkpoint, 'step')} after it being lost" if step > checkpoint else ""
-    return f"start it again to go on from its last checkpoint, of step {checkpoint}, in {status['output']}{lost}"
+        return f"there is no checkpoint in {status['output']}, {lost}: a rerun starts from the beginning"
+    lost = f" ({plural(step - checkpoint, 'step')} after it lost)" if step > checkpoint else ""
+    return f"rerun to resume from the checkpoint of step {checkpoint} in {status['output']}{lost}"
 
 
-def count_of(count: int, what: str) -> str:
-    """So many of something, in the right number."""
+def plural(count: int, what: str) -> str:
+    """Return a count with its noun in the singular or plural."""
     return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def metrics_of(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """The last step's losses and speed, and the last reading of the held-out text, as names and figures."""
+    """Return names and values of the last step's losses and speed, and of the last evaluation."""
     last = status["last"] or {}
-    found = [(name, f"{value:.4f}") for name in LOSSES if _is_number(value := last.get(name))]
+    metrics = [(name, f"{value:.4f}") for name in LOSSES if _is_number(value := last.get(name))]
     if _is_number(speed := last.get("tokens_per_second")):
-        found.append(("tokens/s", f"{speed:,.0f}"))
+        metrics.append(("tokens/s", f"{speed:,.0f}"))
     bits = (status["evaluation"] or {}).get("bits_per_byte")
-    return [*found, ("bits per byte", f"{bits:.4f}")] if _is_number(bits) else found
+    return [*metrics, ("bits per byte", f"{bits:.4f}")] if _is_number(bits) else metrics
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether it can be shown: what was not finite is null in a run's curves."""
+    """Return whether a metric can be displayed; one that was not finite is null."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def picture(status: dict[str, Any], note: str) -> RenderableType:
-    """Where a run stands: progress, losses and their parts, queue, workers."""
+def render_status(status: dict[str, Any], note: str) -> RenderableType:
+    """Return a display of a run's progress, metrics, queue and workers, with a note below."""
     step, steps = status["step"] or 0, status["steps"] or 0
     head = Table.grid(padding=(0, 2))
     completed = step if steps else status.get("text_read") or 0
-    bar = ProgressBar(total=steps or 1, completed=completed, width=BAR)
-    head.add_row(Text(status["name"], style="bold", overflow="fold"), status["state"], bar, _done(status))
-    parts = [head, _figures(status), _workers(status)]
+    bar = ProgressBar(total=steps or 1, completed=completed, width=BAR_WIDTH)
+    head.add_row(Text(status["name"], style="bold", overflow="fold"), status["state"], bar, _progress(status))
+    parts = [head, _metrics(status), _workers(status)]
     return Group(*parts, Text(note, style="yellow")) if note else Group(*parts)
 
 
-def _figures(status: dict[str, Any]) -> RenderableType:
-    """As many beside each other as the width has room for, none cut."""
+def _metrics(status: dict[str, Any]) -> RenderableType:
+    """Return metrics in as many columns as fit the width."""
     last = status["last"] or {}
-    others = [(k, f"{v:.4g}") for k, v in last.items() if k not in UNSHOWN and _is_number(v)]
+    others = [(k, f"{v:.4g}") for k, v in last.items() if k not in HIDDEN_METRICS and _is_number(v)]
     parts: list[RenderableType] = [
-        Columns((_figure(*each) for each in figures), padding=(0, 2)) for figures in (metrics_of(status), others)
+        Columns((_metric(*item) for item in metrics), padding=(0, 2)) for metrics in (metrics_of(status), others)
     ]
     if status["queue"]:
         held, limit = status["queue"]["bytes"] / 2**20, status["queue"]["memory_limit"] / 2**20
-        parts.append(_figure("queue", f"{status['queue']['samples']} samples, {held:.1f}/{limit:.0f} MiB"))
+        parts.append(_metric("queue", f"{status['queue']['samples']} samples, {held:.1f}/{limit:.0f} MiB"))
     return Group(*parts)
 
 
-def _figure(name: str, value: str) -> Text:
+def _metric(name: str, value: str) -> Text:
     return Text.assemble((name, "dim"), f" {value}", overflow="fold")
 
 
 def _workers(status: dict[str, Any]) -> Table:
-    """A row each; a column that no worker has anything in is left out."""
+    """Return a table with a row per worker, without columns that are empty for all."""
     rows = [_worker(worker) for worker in status["workers"]]
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
     shown = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
@@ -298,23 +306,23 @@ def _workers(status: dict[str, Any]) -> Table:
 
 def _worker(worker: dict[str, Any]) -> dict[str, Text]:
     age = worker["heartbeat_age_s"]
-    told = {
+    cells = {
         "worker": worker["name"],
         "state": worker["state"],
         "pid": str(worker["pid"] or ""),
         "phase": worker["phase"],
         "work": str(worker["progress"] or ""),
-        "heard": "" if age is None else f"{age:.0f} s ago",
+        "heartbeat": "" if age is None else f"{age:.0f} s ago",
         "restarts": str(worker["restarts"] or ""),
     }
     style = STATE_STYLES.get(worker["state"], "")
-    return {name: Text(value, style=style if name == "state" else "") for name, value in told.items()}
+    return {name: Text(value, style=style if name == "state" else "") for name, value in cells.items()}
 
 
-def _worth_telling(worker: dict[str, Any]) -> bool:
+def _is_notable(worker: dict[str, Any]) -> bool:
     return bool(worker["state"] != "running" or worker["restarts"])
 
 
 def _restarts(worker: dict[str, Any]) -> str:
     count = worker["restarts"]
-    return f" ({count_of(count, 'restart')})" if count else ""
+    return f" ({plural(count, 'restart')})" if count else ""

@@ -1,4 +1,4 @@
-"""The supervisor's own connection to the queue: is it there, what does it count, who has fallen silent."""
+"""The supervisor's session on a queue: reads its statistics and detects workers that are gone."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ PATIENCE_S = 1.0
 SILENCE_S = 120.0
 SHOWN_IDS = 20
 SILENT = "no sign of life"
-LEAVE_S = 60.0
+EXIT_TIMEOUT_S = 60.0
 
 
-class Observer:
-    """A session on a run's queue that only looks, apart from `give_up`.
+class QueueMonitor:
+    """A session on a run's queue; it only reads, apart from `give_up`.
 
     Args:
-        address: Tells where the queue is; None while nobody knows.
+        address: Returns the queue's address; None while it is not known.
 
     Attributes:
-        stats: What the queue last told, as `xtoken_core.queue.stats` writes it; empty before.
-        answered_at: When it last answered, by `time.monotonic`.
+        stats: The queue's last statistics, see `xtoken_core.queue.stats`; empty before the first.
+        answered_at: Time of its last answer, by `time.monotonic`.
     """
 
     def __init__(self, address: Callable[[], Address | None]) -> None:
         self._address = address
         self._client: QueueClient | None = None
         self.stats: dict[str, Any] = {}
-        self._held: dict[str, list[int]] = {}
+        self._leased: dict[str, list[int]] = {}
         self.answered_at = 0.0
 
     @property
@@ -48,18 +48,19 @@ class Observer:
 
     @property
     def partition(self) -> dict[str, Any]:
-        """What the queue tells of the run's partition; empty before it told anything."""
-        found: dict[str, Any] = next((p for p in self.stats.get("partitions", {}).values() if "run" in p), {})
-        return found
+        """Statistics of the run's partition; empty before the first."""
+        partitions = self.stats.get("partitions", {}).values()
+        partition: dict[str, Any] = next((p for p in partitions if "run" in p), {})
+        return partition
 
     @property
     def run(self) -> dict[str, Any]:
-        """What the queue tells of the run's progress; empty before it told anything."""
-        found: dict[str, Any] = self.partition.get("run", {})
-        return found
+        """Statistics of the run's progress; empty before the first."""
+        run: dict[str, Any] = self.partition.get("run", {})
+        return run
 
     def connect(self) -> bool:
-        """Open a session; False if the queue does not answer yet.
+        """Open a session; return False if the queue does not answer yet.
 
         Raises:
             XtokenError: The address or its token file is wrong.
@@ -78,10 +79,10 @@ class Observer:
             raise
         self._client = client
         self.answered_at = time.monotonic()
-        return self.look()
+        return self.poll()
 
-    def look(self) -> bool:
-        """Read the queue's counts; False if it did not answer, or not to this session any more."""
+    def poll(self) -> bool:
+        """Read the queue's statistics; return False if it did not answer, or has ended this session."""
         if self._client is None:
             return False
         try:
@@ -94,65 +95,67 @@ class Observer:
         self.answered_at = time.monotonic()
         return True
 
-    def note_leases(self, tasks: Collection[str]) -> None:
-        """Remember the first ids that are leased for each task now: a worker that fails in order gives its own back."""
+    def record_leases(self, tasks: Collection[str]) -> None:
+        """Record the first ids that are leased for each task now: a worker that fails gracefully returns its own."""
         if self._client is None or not self._client.partition:
             return
         for task in tasks:
             with contextlib.suppress(XtokenError, QueueError):
                 listed = self._client.list_samples(self._client.partition, "leased", task=task, limit=SHOWN_IDS)
-                self._held[task] = list(listed.ids) or self._held.get(task, [])
+                self._leased[task] = list(listed.ids) or self._leased.get(task, [])
 
     def leased(self, task: str) -> list[int]:
-        """The ids last seen leased for a task, of steps that are not done."""
-        self.note_leases([task])
+        """Return the ids last seen leased for a task, without those of steps that are done."""
+        self.record_leases([task])
         first = self.run.get("step", 0) * self.run.get("samples_per_step", 0)
-        return [sample for sample in self._held.get(task, []) if sample >= first]
+        return [sample for sample in self._leased.get(task, []) if sample >= first]
 
     def give_up(self, reason: str) -> None:
-        """Tell every worker, through the queue, that the run has ended; best effort."""
+        """End the run for every worker, through the queue; best effort."""
         if self._client is not None and self._client.partition:
             with contextlib.suppress(XtokenError, QueueError):
                 RunClient(self._client).give_up(reason)
 
     def disconnect(self) -> None:
-        """Forget the connection."""
+        """Drop the connection."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
     def close(self) -> None:
-        """Say bye and disconnect."""
+        """End the session and drop the connection."""
         if self._client is not None:
             with contextlib.suppress(XtokenError, QueueError):
                 self._client.bye()
         self.disconnect()
 
 
-def why_gone(stats: dict[str, Any], name: str, incarnation: int, *, unseen_for_long: bool) -> str:
-    """Why a worker whose process lives counts as lost: its session has ended and it does not leave; empty if not.
+def loss_reason(stats: dict[str, Any], name: str, incarnation: int, *, overdue: bool) -> str:
+    """Return why a worker counts as lost although its process runs; empty if it does not.
+
+    A worker whose session has ended gracefully has `EXIT_TIMEOUT_S` to exit: it may still write a model.
 
     Args:
-        stats: What the queue tells.
-        name: The worker's name.
-        incarnation: Which start of it.
-        unseen_for_long: Whether it should have opened its session by now.
+        stats: The queue's statistics.
+        name: Name of the worker.
+        incarnation: Number of its start.
+        overdue: Whether it should have opened its session by now.
     """
-    if session_of(stats, name, incarnation) is not None:
+    if find_session(stats, name, incarnation) is not None:
         return ""
     ended = [s for s in stats.get("ended_sessions", ()) if (s["name"], s["incarnation"]) == (name, incarnation)]
     if not ended:
-        return "it has opened no session in time" if unseen_for_long else ""
+        return "it has opened no session in time" if overdue else ""
     last = ended[-1]
-    if SILENT in last["ended"] or last["seen_age_s"] > LEAVE_S:
+    if SILENT in last["ended"] or last["seen_age_s"] > EXIT_TIMEOUT_S:
         return f"its session has ended: {last['ended']}"
     return ""
 
 
-def session_of(stats: dict[str, Any], name: str, incarnation: int) -> dict[str, Any] | None:
-    """A worker's living session, as the queue counts it."""
+def find_session(stats: dict[str, Any], name: str, incarnation: int) -> dict[str, Any] | None:
+    """Return a worker's open session from the queue's statistics."""
     for session in stats.get("sessions", ()):
         if (session["name"], session["incarnation"]) == (name, incarnation):
-            found: dict[str, Any] = session
-            return found
+            match: dict[str, Any] = session
+            return match
     return None

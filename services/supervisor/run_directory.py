@@ -1,4 +1,4 @@
-"""Where a run lives: its output directory, which nobody else may write to, and the private one of its queue."""
+"""The directories of a run: its output, locked against other runs, and the private one of its queues."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from xtoken_core.errors import XtokenError
 
 SOCKET = "queue"
 KEYS = "keys"
-QUEUE_PLACE, KEYS_PLACE = "tcp://@queue@", "@keys@"
-"""What stands for a queue's address and for its directory of keys where only the machine that it is on decides them."""
+QUEUE_PLACEHOLDER, KEYS_PLACEHOLDER = "tcp://@queue@", "@keys@"
+"""Placeholders for a queue's address and its directory of keys, where only the queue's machine decides them."""
 
 
 class OccupiedError(XtokenError):
-    """Another run is writing to the same directory."""
+    """Another run writes to the same directory."""
 
     status = 409
 
 
 @dataclass(frozen=True)
-class QueuePlace:
-    """Where a run's queues are.
+class QueueDirectory:
+    """The private directory of a run's queues.
 
     Attributes:
-        addresses: One per node group.
-        private: A directory of this user alone, for their sockets and proofs.
+        addresses: Addresses of the queues, one per node group.
+        private: Directory of this user alone, for their sockets, tokens and keys.
     """
 
     addresses: tuple[Address, ...]
     private: Path
 
     @classmethod
-    def make(cls, spec: RunSpec) -> QueuePlace:
-        """A new one."""
-        place = tempfile.gettempdir()
-        longest = len(os.fsencode(place)) + len("/xtoken-12345678/") + len(f"{SOCKET}-1023")
+    def create(cls, spec: RunSpec) -> QueueDirectory:
+        """Create the directory of a run."""
+        temporary = tempfile.gettempdir()
+        # The kernel limits the path of a Unix socket, so a deep TMPDIR is not used.
+        longest = len(os.fsencode(temporary)) + len("/xtoken-12345678/") + len(f"{SOCKET}-1023")
         private = Path(tempfile.mkdtemp(prefix="xtoken-", dir=None if longest <= IPC_PATH_BYTES else "/tmp"))
-        return cls(_addresses_of(spec, private), private)
+        return cls(_addresses(spec, private), private)
 
-    def document(self) -> dict[str, Any]:
-        """For the database."""
+    def to_document(self) -> dict[str, Any]:
+        """Return plain values for the database."""
         first = self.addresses[0]
         return {
             "urls": [address.url for address in self.addresses],
@@ -62,22 +63,22 @@ class QueuePlace:
         }
 
     @classmethod
-    def of_document(cls, document: dict[str, Any]) -> QueuePlace:
-        """The opposite of `document`."""
+    def from_document(cls, document: dict[str, Any]) -> QueueDirectory:
+        """Return the directory that a document describes."""
         token, keys = (Path(document[name]) if document.get(name) else None for name in ("token_file", "keys"))
         urls = document.get("urls") or [document["url"]]
         return cls(tuple(Address(url, token, keys) for url in urls), Path(document["private"]))
 
     def remove(self) -> None:
-        """Nothing of it is left."""
+        """Remove the directory and all that is in it."""
         shutil.rmtree(self.private, ignore_errors=True)
 
 
-def _addresses_of(spec: RunSpec, private: Path) -> tuple[Address, ...]:
+def _addresses(spec: RunSpec, private: Path) -> tuple[Address, ...]:
     nodes = spec.workers.nodes
     if spec.workers.launcher == "ray":
-        make_keys(private / KEYS)
-        return (Address(QUEUE_PLACE, None, Path(KEYS_PLACE)),) * nodes
+        create_keys(private / KEYS)
+        return (Address(QUEUE_PLACEHOLDER, None, Path(KEYS_PLACEHOLDER)),) * nodes
     if nodes > 1:
         return tuple(Address.parse(f"ipc://{private / SOCKET}-{node}") for node in range(nodes))
     if spec.queue.address is None:
@@ -90,8 +91,8 @@ def _addresses_of(spec: RunSpec, private: Path) -> tuple[Address, ...]:
     return (Address.parse(spec.queue.address, token),)
 
 
-def make_keys(directory: Path) -> None:
-    """Keys of a run's queues and of those who may reach them: one pair each, all in one directory.
+def create_keys(directory: Path) -> None:
+    """Create one key pair for a run's queues and one for their clients, in one directory.
 
     Raises:
         InputError: It cannot be written.
@@ -103,22 +104,23 @@ def make_keys(directory: Path) -> None:
 
 @contextmanager
 def sole_writer(output: Path, run_id: str) -> Iterator[None]:
-    """Hold a run's directory against any other run.
+    """Lock a run's output directory against any other run.
 
     Raises:
-        OccupiedError: Another run is writing there, or processes are that another control plane has left.
-        XtokenError: It cannot be made.
+        OccupiedError: Another run writes there, or processes that a control plane has left.
+        XtokenError: It cannot be created.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
         handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise XtokenError(f"cannot make the output directory {output}: {error.strerror}") from error
+        raise XtokenError(f"cannot create the output directory {output}: {error.strerror}") from error
     try:
+        # The lock is on the directory itself: it needs no file, and the kernel drops it however this process ends.
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise OccupiedError(f"another run is writing to {output}: stop it, or name another output") from error
+            raise OccupiedError(f"another run is writing to {output}: stop it, or choose another output") from error
         _check_left_processes(output, run_id)
         yield
     finally:
@@ -126,13 +128,14 @@ def sole_writer(output: Path, run_id: str) -> Iterator[None]:
 
 
 def _check_left_processes(output: Path, run_id: str) -> None:
+    """Refuse an output to which workers still write although their supervisor, and with it the lock, is gone."""
     record = read_record(output)
     if record.get("run") in (None, run_id):
         return
-    found = [Identity.of_document(worker.get("identity") or {}) for worker in record.get("workers", {}).values()]
-    living = [str(process.pid) for process in found if process is not None and process.alive]
-    if living:
+    identities = [Identity.from_document(worker.get("identity") or {}) for worker in record.get("workers", {}).values()]
+    running = [str(process.pid) for process in identities if process is not None and process.alive]
+    if running:
         raise OccupiedError(
-            f"processes of the run {record['run']} still write to {output} ({', '.join(living)}): start its control "
-            "plane again, which finds them, or name another output"
+            f"processes of the run {record['run']} still write to {output} ({', '.join(running)}): restart its control "
+            "plane, which takes them over, or choose another output"
         )

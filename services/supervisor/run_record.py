@@ -1,4 +1,4 @@
-"""A run's own account of itself: `run.json` in its output directory, replaced atomically."""
+"""The record of a run: `run.json` in its output directory, replaced atomically."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from xtoken_core.atomic import atomic_write
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import InputError
 
 FILE, SPEC, SUMMARY, MODEL = "run.json", "spec.json", "summary.json", "model"
+VERSION = 1
+"""Version of `run.json`; a file without one was written before versions existed and has the same fields."""
 
 
 class RunState(StrEnum):
-    """Where a run stands."""
+    """State of a run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -23,11 +28,11 @@ class RunState(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     INTERRUPTED = "interrupted"
-    """All its processes were found gone by a control plane that came after the one that had started them."""
+    """All its processes were gone when a control plane was restarted."""
 
     @property
     def over(self) -> bool:
-        """Whether it will not change any more, unless somebody resumes it."""
+        """Whether it changes no more, unless the run is resumed."""
         return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
 
 
@@ -35,35 +40,51 @@ def write_record(output: Path, document: dict[str, Any]) -> None:
     """Replace a run's `run.json`.
 
     Raises:
-        OSError: It cannot be written; what was there stays.
+        OSError: It cannot be written; the previous one is kept.
     """
-    replace_json(output / FILE, document)
+    write_json(output / FILE, {"version": VERSION} | document)
 
 
-def replace_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file whole or not at all.
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON file atomically.
 
     Raises:
-        OSError: It cannot be written; what was there stays.
+        OSError: It cannot be written; the previous one is kept.
     """
     atomic_write(path, json.dumps(document, indent=2) + "\n")
 
 
 def read_record(output: Path) -> dict[str, Any]:
-    """A run's `run.json`; empty if there is none that can be read."""
-    return _read(output / FILE)
+    """Return a run's `run.json`; empty if there is none that can be read.
+
+    Raises:
+        InputError: A later version of xtoken has written it.
+    """
+    record = _read(output / FILE)
+    version = record.get("version", 0)
+    if not isinstance(version, int) or version > VERSION:
+        raise InputError(
+            f"{output / FILE} has version {version}, and this xtoken reads versions up to {VERSION}: update xtoken, or "
+            "choose another output"
+        )
+    return record
 
 
 def is_finished(spec: RunSpec) -> bool:
-    """Whether a run of exactly these settings has written its model and its summary, which comes last."""
+    """Return whether a run of exactly these settings has written its model, and its summary, which comes last."""
     output = spec.output
-    there = (output / SUMMARY).is_file() and (output / MODEL).is_dir()
-    return there and _read(output / SPEC) == spec.model_dump(mode="json")
+    if not ((output / SUMMARY).is_file() and (output / MODEL).is_dir()):
+        return False
+    try:
+        # Compared by value, so that a setting that did not exist yet counts as its default.
+        return RunSpec.model_validate(_read(output / SPEC)) == spec
+    except ValidationError:
+        return False
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

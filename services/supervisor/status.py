@@ -1,52 +1,52 @@
-"""What a supervisor tells of its run: a status for those who watch, attempts and pids for those who come later."""
+"""Status of a run: for those who watch it, and for `run.json`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from services.supervisor.node_groups import Sites
-from services.supervisor.process_group import Group, Worker
-from services.supervisor.queue_monitor import session_of
+from services.supervisor.node_groups import NodeGroups
+from services.supervisor.process_group import ManagedProcess, ProcessGroup
+from services.supervisor.queue_monitor import find_session
 
 
-def status_of(groups: Sequence[Group], sites: Sites, steps: int) -> dict[str, Any]:
-    """Where a run stands, as its queues were last seen; ages are seconds, sizes bytes."""
+def run_status(groups: Sequence[ProcessGroup], nodes: NodeGroups, steps: int) -> dict[str, Any]:
+    """Return a run's progress, queue and workers, as last polled; ages are seconds, sizes bytes."""
     workers = [
-        _worker_status(group, worker, sites[worker.member.node].observer.stats)
-        | {"where": sites.where(worker.member.node)}
+        _worker_status(group, process, nodes[process.spec.node].monitor.stats)
+        | {"where": nodes.machine(process.spec.node)}
         for group in groups
-        for worker in group.workers
+        for process in group.processes
     ]
-    return {**sites.document(), "steps": steps, "workers": workers}
+    return {**nodes.totals(), "steps": steps, "workers": workers}
 
 
-def attempts_of(groups: Sequence[Group]) -> dict[str, Any]:
-    """Every worker's last start: what a later supervisor needs to find it again."""
+def last_attempts(groups: Sequence[ProcessGroup]) -> dict[str, Any]:
+    """Return every worker's last start, by which a later supervisor recognises its processes."""
     return {
-        worker.member.name: {
-            "pid": worker.pid,
-            "identity": worker.handle.identity if worker.handle is not None and worker.pid else None,
+        process.spec.name: {
+            "pid": process.pid,
+            "identity": process.handle.identity if process.handle is not None and process.pid else None,
             "attempt": group.incarnation,
             "restarts": group.restarts,
-            "exit_code": worker.exit_code,
-            "log": str(worker.log) if worker.log else None,
+            "exit_code": process.exit_code,
+            "log": str(process.log) if process.log else None,
         }
         for group in groups
-        for worker in group.workers
+        for process in group.processes
     }
 
 
-def _worker_status(group: Group, worker: Worker, stats: dict[str, Any]) -> dict[str, Any]:
-    session = session_of(stats, worker.member.name, group.incarnation) or {}
+def _worker_status(group: ProcessGroup, process: ManagedProcess, stats: dict[str, Any]) -> dict[str, Any]:
+    session = find_session(stats, process.spec.name, group.incarnation) or {}
     return {
-        "name": worker.member.name,
+        "name": process.spec.name,
         "kind": group.kind,
         "state": group.state,
-        "pid": worker.pid,
+        "pid": process.pid,
         "incarnation": group.incarnation,
         "restarts": group.restarts,
-        "exit_code": worker.exit_code,
+        "exit_code": process.exit_code,
         "phase": session.get("phase", ""),
         "progress": session.get("progress", 0),
         "heartbeat_age_s": session.get("seen_age_s"),

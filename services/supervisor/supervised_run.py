@@ -13,20 +13,21 @@ from typing import Any
 from services.common.input_files import check_input_files
 from services.common.resume import check_output
 from services.supervisor.events import SupervisorEvents
-from services.supervisor.launchers.local import Launcher, LocalLauncher
-from services.supervisor.process_group import TakenGroup
-from services.supervisor.process_spec import Member, fleet_of
-from services.supervisor.run_directory import QueuePlace, sole_writer
+from services.supervisor.launchers.base import Launcher
+from services.supervisor.launchers.local import LocalLauncher
+from services.supervisor.process_group import RecoveredGroup
+from services.supervisor.process_spec import ProcessSpec, build_process_specs
+from services.supervisor.run_directory import QueueDirectory, sole_writer
 from services.supervisor.run_record import (
     FILE,
     SPEC,
     RunState,
     is_finished,
     read_record,
-    replace_json,
+    write_json,
     write_record,
 )
-from services.supervisor.supervisor import Limits, RunResult, Supervisor
+from services.supervisor.supervisor import SUPERVISOR_FAILED, Limits, RunResult, Supervisor
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
@@ -35,7 +36,6 @@ from xtoken_core.transports import sweep
 log = logging.getLogger("xtoken.supervisor")
 
 JOIN_POLL_S = 0.1
-SUPERVISOR_FAILED = "its supervisor has failed: this is an error in xtoken, see the log"
 NOTHING_LEFT = "every step is trained and the model is written: nothing is left to do"
 
 LauncherFactory = Callable[[RunSpec, Path], Launcher]
@@ -190,13 +190,13 @@ class SupervisedRun:
         step = check_output(resolved)  # before anything is written: another run's files stay as they are
         if step >= resolved.steps and is_finished(self.spec):
             return self._already_finished(resolved)
-        replace_json(output / SPEC, self.spec.model_dump(mode="json"))
-        replace_json(output / "resolved.json", resolved.model_dump(mode="json"))
+        write_json(output / SPEC, self.spec.model_dump(mode="json"))
+        write_json(output / "resolved.json", resolved.model_dump(mode="json"))
         for warning in warnings:
             self._events.message(warning)
             log.warning("%s", warning)
-        queues = QueuePlace.make(self.spec)
-        self._events.queues_assigned(queues.document())
+        queues = QueueDirectory.create(self.spec)
+        self._events.queues_assigned(queues.to_document())
         self._events.progressed(step, resolved.steps)
         return self._supervise(resolved, queues, self._launchers(self.spec, queues.private), {}, step)
 
@@ -218,8 +218,8 @@ class SupervisedRun:
             raise StoppedEarly
 
     def _supervise(
-        self, resolved: ResolvedRun, queues: QueuePlace, launcher: Launcher, recovered: Mapping[str, TakenGroup],
-        step: int,
+        self, resolved: ResolvedRun, queues: QueueDirectory, launcher: Launcher,
+        recovered: Mapping[str, RecoveredGroup], step: int,
     ) -> RunResult | None:  # fmt: skip
         workers = self.spec.workers
         limits = Limits(
@@ -229,7 +229,7 @@ class SupervisedRun:
         try:
             supervisor = Supervisor(
                 self._process_specs(resolved, queues), queues.addresses, self.spec.output, launcher, limits,
-                run_id=self.id, step=step, steps=resolved.steps, events=self._events, taken=recovered,
+                run_id=self.id, step=step, steps=resolved.steps, events=self._events, recovered=recovered,
             )  # fmt: skip
             with self._lock:  # a request that came before there was a supervisor
                 self._supervisor = supervisor
@@ -246,15 +246,15 @@ class SupervisedRun:
             else:
                 launcher.close()
 
-    def _clean_up(self, queues: QueuePlace, launcher: Launcher) -> None:
-        launcher.sweep(f"{self.id}/")
+    def _clean_up(self, queues: QueueDirectory, launcher: Launcher) -> None:
+        launcher.kill_marked(f"{self.id}/")
         launcher.close()
         queues.remove()
         sweep()
 
-    def _process_specs(self, resolved: ResolvedRun, queues: QueuePlace) -> tuple[Member, ...]:
-        members = fleet_of(resolved, self.spec.output / "resolved.json", queues.addresses)
-        return tuple(dataclasses.replace(member, env={**member.env, **self._environment}) for member in members)
+    def _process_specs(self, resolved: ResolvedRun, queues: QueueDirectory) -> tuple[ProcessSpec, ...]:
+        specs = build_process_specs(resolved, self.spec.output / "resolved.json", queues.addresses)
+        return tuple(dataclasses.replace(spec, env={**spec.env, **self._environment}) for spec in specs)
 
     def _finish(self, result: RunResult | None) -> None:
         with self._lock:

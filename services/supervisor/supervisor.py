@@ -1,4 +1,4 @@
-"""The one place that starts the processes of a run, watches them, restarts them and ends them in order."""
+"""The supervisor of one run: starts its processes, watches them, restarts them and shuts them down."""
 
 from __future__ import annotations
 
@@ -14,43 +14,45 @@ from typing import Any
 
 from services.supervisor import os_process
 from services.supervisor.events import SupervisorEvents
-from services.supervisor.launchers.local import Launcher, LostPlaceError
-from services.supervisor.node_groups import Site, Sites
+from services.supervisor.launchers.base import Launcher, NodeLostError
+from services.supervisor.node_groups import NodeGroup, NodeGroups
 from services.supervisor.process_group import (
-    Group,
+    FIRST_DELAY_S,
     GroupState,
-    TakenGroup,
-    Worker,
+    ManagedProcess,
+    ProcessGroup,
+    RecoveredGroup,
+    RestartPolicy,
     describe_exit,
-    end_all,
-    end_in_order,
-    failed_leaving,
-    lost_with,
+    failure_during_shutdown,
+    lost_progress,
     next_incarnation,
+    shut_down_gracefully,
+    stop_groups,
 )
-from services.supervisor.process_spec import STOP_ORDER, Member
-from services.supervisor.queue_monitor import why_gone
-from services.supervisor.restart_policy import FIRST_DELAY_S, RestartPolicy
+from services.supervisor.process_spec import STOP_ORDER, ProcessSpec
+from services.supervisor.queue_monitor import loss_reason
 from services.supervisor.run_record import RunState, write_record
-from services.supervisor.status import attempts_of, status_of
+from services.supervisor.status import last_attempts, run_status
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import ConfigError, XtokenError
 
-log = logging.getLogger("xtoken.control")
+log = logging.getLogger("xtoken.supervisor")
 
 TICK_S = 0.1
-LOOK_S = 1.0
+POLL_S = 1.0
 QUEUE_SILENCE_S = 30.0
 GRACE_S = 30.0
 QUEUE_GRACE_S = 5.0
 RESTART_GRACE_S = 5.0
+SUPERVISOR_FAILED = "its supervisor has failed: this is an error in xtoken, see the log"
 
 
-class GivenUp(Exception):  # noqa: N818 - how the loop ends, told to the caller as an RunResult
-    """The run cannot go on.
+class RunFailed(Exception):  # noqa: N818 - ends the loop, and reaches the caller as a RunResult
+    """The run cannot continue.
 
     Attributes:
-        exit_code: What a command that ran it exits with.
+        exit_code: Exit code of a command that ran it.
     """
 
     def __init__(self, reason: str, exit_code: int = 1) -> None:
@@ -63,7 +65,8 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        error: Why, in one line, if it failed; if it was stopped, what that has lost and who failed meanwhile.
+        state: Its last state.
+        error: Reason of a failure, in one line; for a run that was stopped, what was lost and which workers failed.
         exit_code: 0 if it completed, the fatal worker's status or 1 if it failed, 130 if it was stopped.
     """
 
@@ -74,7 +77,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Limits:
-    """How patient a supervisor is; times are seconds."""
+    """Limits of a supervisor; times are seconds."""
 
     max_restarts: int = 3
     load_timeout_s: float = 600.0
@@ -83,49 +86,54 @@ class Limits:
 
 
 class Supervisor:
-    """Runs the processes of one run until it is complete, fails or is stopped.
+    """Runs the processes of one run until it completes, fails or is stopped.
 
-    The queues come first; the workers once theirs answers. A worker that exits with 0 has finished, with the status of
-    a ConfigError or InputError it is fatal, with any other it is restarted. The run is complete when all trainers have
-    finished and every queue says that all its positions are done.
+    Queues are started first, and a worker once the queue of its node answers. A worker that exits with 0 has finished,
+    with the status of a ConfigError or InputError it ends the run, with any other it is restarted. The run is complete
+    when all trainers have finished and every queue reports that all its positions are done.
 
     Args:
-        members: The processes, a queue per node group among them.
-        queues: Their addresses, as planned.
-        output: The run's directory; logs and `run.json` are written there.
+        specs: The processes, a queue per node group among them.
+        queues: Addresses of the queues, as planned.
+        output: Directory of the run, for logs and `run.json`.
+        launcher: Starts the processes.
+        limits: Restarts and timeouts.
         run_id: Name of the run in the marks of its processes; the output directory if left out.
-        step: Where the run goes on, for `status` until a queue knows.
-        steps: Optimiser steps of the whole run, likewise.
+        step: Step that the run resumes from; `status` shows it until a queue reports one.
+        steps: Optimiser steps of the whole run.
         events: Observer of what another supervisor would need to take over.
-        taken: Where an earlier supervisor has left each group, by the group's name; a group it lacks starts anew.
+        recovered: State in which an earlier supervisor has left each process group, by its name; others start anew.
     """
 
     def __init__(
-        self, members: Sequence[Member], queues: Sequence[Address], output: Path, launcher: Launcher, limits: Limits, *,
-        run_id: str | None = None, step: int = 0, steps: int = 0, events: SupervisorEvents | None = None,
-        taken: Mapping[str, TakenGroup] | None = None,
+        self, specs: Sequence[ProcessSpec], queues: Sequence[Address], output: Path, launcher: Launcher,
+        limits: Limits, *, run_id: str | None = None, step: int = 0, steps: int = 0,
+        events: SupervisorEvents | None = None, recovered: Mapping[str, RecoveredGroup] | None = None,
     ) -> None:  # fmt: skip
         self._logs = output / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._run_id = run_id or str(output)
         self._events = events or SupervisorEvents()
         self._limits = limits
-        names = dict.fromkeys(member.group for member in members)
+        names = dict.fromkeys(spec.group for spec in specs)
         first = next_incarnation(self._logs)
-        self._groups = [self._group([m for m in members if m.group == name], first, taken or {}) for name in names]
+        self._groups = [
+            self._group([spec for spec in specs if spec.group == name], first, (recovered or {}).get(name))
+            for name in names
+        ]
         self._queues = [group for group in self._groups if group.kind == "queue"]
         self._workers = [group for group in self._groups if group.kind != "queue"]
-        self._sites = Sites(self._queues, queues, launcher, step)
+        self._nodes = NodeGroups(self._queues, queues, launcher, step)
         self._output = output
         self._launcher = launcher
         self._steps = steps
-        self._looked_at = 0.0
-        self._tried: dict[int, float] = {}
+        self._polled_at = 0.0
+        self._connect_tried_at: dict[int, float] = {}
         self._wake = threading.Event()
-        self._stop_asked = False
-        self._hurry = False
-        self._leave_asked = False
-        self._ending: RunResult | None = None
+        self._stop_requested = False
+        self._immediately = False
+        self._leave_requested = False
+        self._result: RunResult | None = None
         self._identity = {
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "run": self._run_id,
@@ -134,264 +142,272 @@ class Supervisor:
         self._recorded: dict[str, Any] = {}
         self._status: dict[str, Any] = {}
         self.ticked_at = time.monotonic()
-        self._tell()
+        self._update_status()
 
-    # What others may call, from any thread
+    # Called from any thread
 
     def stop(self, *, now: bool = False) -> None:
-        """End the run in order; `now` leaves nobody any time to do so."""
-        self._stop_asked = True
-        self._hurry = self._hurry or now
+        """Request a graceful shutdown; with `now`, kill every process without waiting."""
+        self._stop_requested = True
+        self._immediately = self._immediately or now
         self._wake.set()
 
     def leave(self) -> None:
-        """Go, and let the run's processes go on: another supervisor will take this one's place."""
-        self._leave_asked = True
+        """Return from `run` and let the processes continue, for another supervisor to take over."""
+        self._leave_requested = True
         self._wake.set()
 
     def status(self) -> dict[str, Any]:
-        """Where the run stands, as last looked at; asks no other process. Ages are seconds."""
+        """Return the run's status as last polled, without asking another process; ages are seconds."""
         return self._status
 
     # The loop
 
     def run(self) -> RunResult | None:
-        """Start everything and stay until the run has ended; nothing of it is left then.
+        """Start everything and stay until the run has ended and no process of it is left.
 
         Returns:
-            How it ended; None if this supervisor was told to leave it.
+            How it ended; None after `leave`.
         """
-        ending = RunResult(RunState.FAILED, "its supervisor has failed: this is an error in xtoken, see the log", 1)
+        result = RunResult(RunState.FAILED, SUPERVISOR_FAILED, 1)
         try:
-            while not self._stop_asked:
-                if self._leave_asked:
-                    self._sites.close()
+            while not self._stop_requested:
+                if self._leave_requested:
+                    self._nodes.close()
                     return None
                 self._tick()
                 if self._complete():
-                    ending = RunResult(RunState.COMPLETED)
+                    result = RunResult(RunState.COMPLETED)
                     break
                 self._wake.wait(TICK_S)
             else:
-                ending = RunResult(RunState.STOPPED, "", 130)
-        except (GivenUp, XtokenError) as error:
-            ending = RunResult(RunState.FAILED, str(error), error.exit_code)
+                result = RunResult(RunState.STOPPED, "", 130)
+        except (RunFailed, XtokenError) as error:
+            result = RunResult(RunState.FAILED, str(error), error.exit_code)
         except OSError as error:
-            ending = RunResult(RunState.FAILED, f"cannot keep the run going: {error}", 1)
+            result = RunResult(RunState.FAILED, f"cannot continue the run: {error}", 1)
         except Exception:
             log.exception("the run's supervisor has failed")
-        return self._end(ending)
+        return self._end(result)
 
     def _tick(self) -> None:
-        for site in self._sites:
-            self._watch_queue(site)
+        for node in self._nodes:
+            self._watch_queue(node)
         self._connect()
         for group in self._workers:
             if group.state == GroupState.RUNNING:
-                failed = group.settle()
+                failed = group.poll()
                 if failed is not None:
-                    self._fail(group, failed, self._how(failed))
-        if time.monotonic() - self._looked_at >= LOOK_S:
-            self._look()
+                    self._fail(group, failed, self._exit_reason(failed))
+        if time.monotonic() - self._polled_at >= POLL_S:
+            self._poll_queues()
         for group in self._workers:
-            waits = group.state == GroupState.WAITING and group.due <= time.monotonic()
-            if waits and self._sites.connected(group.nodes):
+            due = group.state == GroupState.WAITING and group.due <= time.monotonic()
+            if due and self._nodes.connected(group.nodes):
                 self._start(group)
-        self._tell()
+        self._update_status()
         self.ticked_at = time.monotonic()
 
     def _complete(self) -> bool:
         trainers = [group for group in self._workers if group.kind == "trainer"]
         if any(group.state != GroupState.FINISHED for group in trainers):
             return False
-        return len(self._sites.look()) == len(self._queues) and self._sites.ended()
+        return len(self._nodes.poll()) == len(self._queues) and self._nodes.ended()
 
-    # The queues
+    # Queues
 
-    def _watch_queue(self, site: Site) -> None:
-        queue = site.queue
-        if queue.state == GroupState.RUNNING and not queue.workers[0].alive:
-            site.observer.disconnect()
-            self._fail(queue, queue.workers[0], self._how(queue.workers[0]))
-            self._restart_trainers_after_queue()
+    def _watch_queue(self, node: NodeGroup) -> None:
+        queue = node.queue
+        if queue.state == GroupState.RUNNING and not queue.processes[0].alive:
+            node.monitor.disconnect()
+            self._fail(queue, queue.processes[0], self._exit_reason(queue.processes[0]))
+            self._restart_trainers()
         if queue.state == GroupState.WAITING and queue.due <= time.monotonic():
             self._start(queue)
 
     def _connect(self) -> None:
-        """Open a session on the next queue that has none; at most one of them lets the others wait in a round."""
-        waiting = [s for s in self._sites if s.queue.state == GroupState.RUNNING and not s.observer.connected]
-        waiting.sort(key=lambda site: self._tried.get(site.node, 0.0))
-        for site in waiting:
-            self._tried[site.node] = time.monotonic()
-            if not site.observer.connect():
-                if time.monotonic() - site.queue.started_at > self._limits.load_timeout_s:
-                    site.queue.workers[0].kill()
-                    why = f"did not answer within {self._limits.load_timeout_s:g} s"
-                    self._fail(site.queue, site.queue.workers[0], why)
-                return
-            log.info("%s answers", site.queue.name)
-            self._looked_at = time.monotonic()
+        """Open a session on queues that have none, up to the first that does not answer.
 
-    def _restart_trainers_after_queue(self) -> None:
-        # What the new queue knows comes from a trainer's rewind; the other workers find their sessions gone.
+        An attempt blocks for `queue_monitor.PATIENCE_S`, so at most one may fail in a tick; the one tried longest ago
+        is next, or a queue that never answers would keep the others from being tried.
+        """
+        waiting = [n for n in self._nodes if n.queue.state == GroupState.RUNNING and not n.monitor.connected]
+        waiting.sort(key=lambda node: self._connect_tried_at.get(node.node, 0.0))
+        for node in waiting:
+            self._connect_tried_at[node.node] = time.monotonic()
+            if not node.monitor.connect():
+                if time.monotonic() - node.queue.started_at > self._limits.load_timeout_s:
+                    node.queue.processes[0].kill()
+                    why = f"did not answer within {self._limits.load_timeout_s:g} s"
+                    self._fail(node.queue, node.queue.processes[0], why)
+                return
+            log.info("%s answers", node.queue.name)
+            self._polled_at = time.monotonic()
+
+    def _restart_trainers(self) -> None:
+        """Restart the trainers after a queue was lost.
+
+        A new queue is empty, and only a trainer that resumes from its checkpoint tells it where to start. Collators and
+        teachers need no restart: they find their sessions gone and exit, and are restarted for that.
+        """
         for group in self._workers:
             if group.kind == "trainer" and group.state in (GroupState.RUNNING, GroupState.FINISHED):
-                end_all([group], self._grace)
-                group.wait_until(time.monotonic())
+                stop_groups([group], self._grace)
+                group.restart_at(time.monotonic())
 
-    # Looking at the run through the queue
-
-    def _look(self) -> None:
-        self._looked_at = time.monotonic()
-        answered = self._sites.look()
-        for site in self._sites:
-            if site.node not in answered and self._sites.silent_for(site) > QUEUE_SILENCE_S:
-                log.error("%s has not answered for %g s: it is killed", site.queue.name, QUEUE_SILENCE_S)
-                site.queue.workers[0].kill()
+    def _poll_queues(self) -> None:
+        self._polled_at = time.monotonic()
+        answered = self._nodes.poll()
+        for node in self._nodes:
+            if node.node not in answered and self._nodes.silent_for(node) > QUEUE_SILENCE_S:
+                log.error("%s has not answered for %g s: killing it", node.queue.name, QUEUE_SILENCE_S)
+                node.queue.processes[0].kill()
         self._check_given_up()
-        tasks = {w.member.task for group in self._workers for w in group.workers if w.member.task}
-        for node in answered:
-            self._sites[node].observer.note_leases(tasks)
+        tasks = {p.spec.task for group in self._workers for p in group.processes if p.spec.task}
+        for number in answered:
+            self._nodes[number].monitor.record_leases(tasks)
         for group in self._workers:
             if not group.nodes <= answered:
                 continue
             if group.state == GroupState.RUNNING:
                 self._check_sessions(group)
-            elif group.state == GroupState.FINISHED and not self._sites.ended(group.nodes):
-                # It left too early, or a trainer went back behind the end for its checkpoint's sake.
-                self._fail(group, group.workers[0], "left before the end of the run")
+            elif group.state == GroupState.FINISHED and not self._nodes.ended(group.nodes):
+                # It exited too early, or a trainer has since resumed from a checkpoint before the end.
+                self._fail(group, group.processes[0], "exited before the end of the run")
 
-    def _check_sessions(self, group: Group) -> None:
-        for worker in group.workers:
-            if not worker.alive:
+    def _check_sessions(self, group: ProcessGroup) -> None:
+        for process in group.processes:
+            if not process.alive:
                 continue
-            waited = time.monotonic() - group.started_at
-            unseen = waited > self._limits.load_timeout_s
-            stats = self._sites[worker.member.node].observer.stats
-            why = why_gone(stats, worker.member.name, group.incarnation, unseen_for_long=unseen)
+            overdue = time.monotonic() - group.started_at > self._limits.load_timeout_s
+            stats = self._nodes[process.spec.node].monitor.stats
+            why = loss_reason(stats, process.spec.name, group.incarnation, overdue=overdue)
             if why:
-                worker.kill()
-                self._fail(group, worker, f"was killed: {why}")
+                process.kill()
+                self._fail(group, process, f"was killed: {why}")
                 return
 
     # Failures
 
-    def _how(self, worker: Worker) -> str:
-        """How a worker has ended, and where."""
-        where = self._sites.where(worker.member.node)
-        return f"{describe_exit(worker.exit_code)}{f' on {where}' if where else ''}"
+    def _exit_reason(self, process: ManagedProcess) -> str:
+        """Return a process's exit status in words, with its machine."""
+        machine = self._nodes.machine(process.spec.node)
+        return f"{describe_exit(process.exit_code)}{f' on {machine}' if machine else ''}"
 
-    def _fail(self, group: Group, worker: Worker, why: str) -> None:
+    def _fail(self, group: ProcessGroup, process: ManagedProcess, why: str) -> None:
         """Restart a group after its policy's delay.
 
         Raises:
-            GivenUp: Starting again cannot mend it, the queue has ended the run, or it has failed too often.
+            RunFailed: A restart cannot help, a queue has given up the run, or the group has failed too often.
         """
-        line = worker.last_line()
-        if worker.exit_code == ConfigError.exit_code:
-            raise GivenUp(f"{worker.member.name}: {line}", ConfigError.exit_code)
-        self._sites.look()
+        line = process.last_log_line()
+        if process.exit_code == ConfigError.exit_code:
+            raise RunFailed(f"{process.spec.name}: {line}", ConfigError.exit_code)
+        self._nodes.poll()  # a queue that has given up the run knows the reason better than its workers
         self._check_given_up()
-        said = f": {line}" if line else ""
-        delay = group.policy.failed(self._sites.step)
+        detail = f": {line}" if line else ""
+        delay = group.policy.record_failure(self._nodes.step)
         if delay is None:
             count = group.policy.limit
             restarts = f"after {count} restart{'s' if count != 1 else ''} without progress"
-            raise GivenUp(f"{worker.member.name} {why}, {restarts}{self._sites.leased(worker.member)}{said}")
-        group.count()
-        self._events.message(f"{why}: starting it again in {delay:.1f} s{said}", worker=worker.member.name)
-        log.warning("%s %s: starting it again in %.1f s%s", worker.member.name, why, delay, said)
-        end_all([group], lambda: min(self._grace(), RESTART_GRACE_S))
-        group.wait_until(time.monotonic() + delay)
+            raise RunFailed(f"{process.spec.name} {why}, {restarts}{self._nodes.leases(process.spec)}{detail}")
+        group.report_failures()
+        self._events.message(f"{why}: restarting in {delay:.1f} s{detail}", worker=process.spec.name)
+        log.warning("%s %s: restarting in %.1f s%s", process.spec.name, why, delay, detail)
+        # The others of the group have lost a rank and can make no progress; they get a short grace to exit.
+        stop_groups([group], lambda: min(self._grace(), RESTART_GRACE_S))
+        group.restart_at(time.monotonic() + delay)
 
     def _check_given_up(self) -> None:
-        if self._sites.failed:
-            raise GivenUp(self._sites.failed)
+        if self._nodes.failure:
+            raise RunFailed(self._nodes.failure)
 
     # Processes
 
-    def _group(self, members: Sequence[Member], first: int, taken: Mapping[str, TakenGroup]) -> Group:
-        limits, found = self._limits, taken.get(members[0].group)
-        if found is None:
+    def _group(self, specs: Sequence[ProcessSpec], first: int, recovered: RecoveredGroup | None) -> ProcessGroup:
+        limits = self._limits
+        if recovered is None:
             policy = RestartPolicy(limits.max_restarts, first_delay_s=limits.first_delay_s)
-            return Group(members, policy, first, self._run_id, self._events)
+            return ProcessGroup(specs, policy, first, self._run_id, self._events)
         policy = RestartPolicy(
-            limits.max_restarts, first_delay_s=limits.first_delay_s, failures=found.failures, highest=found.highest_step
-        )
-        group = Group(members, policy, found.incarnation + 1, self._run_id, self._events)
-        group.take_over(found.handles, found.incarnation, found.restarts, self._logs)
-        if found.waiting:
-            group.wait_until(time.monotonic())
+            limits.max_restarts, first_delay_s=limits.first_delay_s, failures=recovered.failures,
+            highest_step=recovered.highest_step,
+        )  # fmt: skip
+        group = ProcessGroup(specs, policy, recovered.incarnation + 1, self._run_id, self._events)
+        group.attach(recovered.handles, recovered.restarts, self._logs)
+        if recovered.waiting:
+            group.restart_at(time.monotonic())
         return group
 
-    def _start(self, group: Group) -> None:
+    def _start(self, group: ProcessGroup) -> None:
         if not all(self._launcher.ready(node) for node in group.nodes):
             return
         try:
             group.start(self._launcher, self._logs)
-        except LostPlaceError as error:
+        except NodeLostError as error:
             log.warning("%s: %s", group.name, error)
-            end_all([group], lambda: RESTART_GRACE_S)
-            group.wait_until(time.monotonic() + LOOK_S)
+            stop_groups([group], lambda: RESTART_GRACE_S)
+            group.restart_at(time.monotonic() + POLL_S)
             return
-        for worker in group.workers:
-            assert worker.handle is not None
-            log.info("%s started as process %d, log %s", worker.member.name, worker.handle.pid, worker.log)
+        for process in group.processes:
+            assert process.handle is not None
+            log.info("%s started as process %d, log %s", process.spec.name, process.handle.pid, process.log)
 
     def _grace(self) -> float:
-        self.ticked_at = time.monotonic()  # it is asked again and again while workers leave
-        return 0.0 if self._hurry else self._limits.grace_s
+        # Polled while workers stop, which may take longer than the health check allows between two ticks.
+        self.ticked_at = time.monotonic()
+        return 0.0 if self._immediately else self._limits.grace_s
 
-    def _end(self, ending: RunResult) -> RunResult:
-        """End every process: workers first, in order, then the queue, then whatever still carries the run's mark."""
-        if ending.state == RunState.FAILED:
-            self._sites.give_up(ending.error)
-        if ending.state == RunState.STOPPED:
-            late, failed = end_in_order(self._workers, self._grace)
-            told = [lost_with(late, self._limits.grace_s)] if late and not self._hurry else []
-            told += [failed_leaving(worker, self._how(worker)) for worker in failed]
-            ending = replace(ending, error="; ".join(told))
-            if told:
-                log.warning("%s", ending.error)
+    def _end(self, result: RunResult) -> RunResult:
+        """Stop the workers, then the queues they report to, then kill whatever still carries the run's mark."""
+        if result.state == RunState.FAILED:
+            self._nodes.give_up(result.error)
+        if result.state == RunState.STOPPED:
+            late, failed = shut_down_gracefully(self._workers, self._grace)
+            lines = [lost_progress(late, self._limits.grace_s)] if late and not self._immediately else []
+            lines += [failure_during_shutdown(process, self._exit_reason(process)) for process in failed]
+            result = replace(result, error="; ".join(lines))
+            if lines:
+                log.warning("%s", result.error)
         else:
-            end_all(sorted(self._workers, key=lambda group: STOP_ORDER.index(group.kind)), self._grace)
-        self._sites.look()
-        self._sites.close()
-        end_all(self._queues, lambda: QUEUE_GRACE_S)
-        self._launcher.sweep(f"{self._run_id}/")
+            stop_groups(sorted(self._workers, key=lambda group: STOP_ORDER.index(group.kind)), self._grace)
+        self._nodes.poll()
+        self._nodes.close()
+        stop_groups(self._queues, lambda: QUEUE_GRACE_S)
+        self._launcher.kill_marked(f"{self._run_id}/")
         for group in self._groups:
-            group.state = GroupState.FINISHED if ending.state == RunState.COMPLETED else GroupState.STOPPED
-        self._ending = ending
+            group.state = GroupState.FINISHED if result.state == RunState.COMPLETED else GroupState.STOPPED
+        self._result = result
         try:
-            self._tell()
+            self._update_status()
         except OSError as error:
-            log.error("the run's record cannot be written: %s", error)
-        return ending
+            log.error("cannot write the run's record: %s", error)
+        return result
 
-    # Telling
+    # Status
 
     def _state(self) -> RunState:
-        if self._ending is not None:
-            return self._ending.state
-        if self._stop_asked:
+        if self._result is not None:
+            return self._result.state
+        if self._stop_requested:
             return RunState.STOPPING
         started = any(group.state != GroupState.WAITING for group in self._workers)
         return RunState.RUNNING if started else RunState.STARTING
 
-    def _tell(self) -> None:
-        """Renew `status`, and `run.json` if it would say something new.
+    def _update_status(self) -> None:
+        """Update `status`, and `run.json` if it has changed.
 
         Raises:
             OSError: It cannot be written.
         """
         state = self._state()
-        common = {"state": state, "error": self._ending.error if self._ending else ""}
-        self._status = common | status_of(self._groups, self._sites, self._steps)
-        exit_code = self._ending.exit_code if self._ending else None
-        if self._ending is None:  # whoever started this supervisor writes down how it ends
+        common = {"state": state, "error": self._result.error if self._result else ""}
+        self._status = common | run_status(self._groups, self._nodes, self._steps)
+        exit_code = self._result.exit_code if self._result else None
+        if self._result is None:  # the end is reported by the caller, once nothing of the run is left
             self._events.state_changed(state)
             self._events.progressed(self._status["step"], self._steps)
-        record = common | {"exit_code": exit_code, **self._identity, "workers": attempts_of(self._groups)}
+        record = common | {"exit_code": exit_code, **self._identity, "workers": last_attempts(self._groups)}
         if record != self._recorded:
             write_record(self._output, record)
             self._recorded = record
@@ -399,4 +415,4 @@ class Supervisor:
 
 def _own_identity() -> dict[str, Any]:
     own = os_process.identify(os.getpid())
-    return own.document() if own else {}
+    return own.to_document() if own else {}

@@ -14,7 +14,7 @@ import pytest
 
 from services.common.resolve import resolve_run
 from services.supervisor.launchers.local import LocalLauncher
-from services.supervisor.process_spec import fleet_of
+from services.supervisor.process_spec import build_process_specs
 from services.supervisor.supervisor import Limits, RunResult, Supervisor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of
 from xtoken_core.config.spec import RunSpec
@@ -35,7 +35,7 @@ class Crew:
         queues = [Address.parse(f"ipc://{self.sockets}/queue-{node}") for node in range(spec.workers.nodes)]
         self.launcher = LocalLauncher(tied=True)
         self.supervisor = Supervisor(
-            fleet_of(resolved, file, queues),
+            build_process_specs(resolved, file, queues),
             queues,
             spec.output,
             self.launcher,

@@ -275,7 +275,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told_when_the_run_has_stopp
     ending = crew.stop()
     assert ending.state == RunState.STOPPED
     assert ending.error.startswith(
-        f"trainer-0 ended with status 2 while the run was stopped: cannot write the checkpoint {place}/step-"
+        f"trainer-0 exited with status 2 while the run was stopped: cannot write the checkpoint {place}/step-"
     )
     assert "File exists" in ending.error
     assert "\n" not in ending.error

@@ -171,7 +171,7 @@ def test_interrupting_a_run_in_place_stops_it_in_order(tmp_path: Path, assets: T
     command.process.send_signal(signal.SIGINT)
     assert command.ended() == 130, command.said()
     assert gone(pids) and list(command.temporary.iterdir()) == []
-    assert "stopping in order" in command.said() and "Traceback" not in command.said()
+    assert "Shutting down gracefully" in command.said() and "Traceback" not in command.said()
     assert json.loads((spec.output / "run.json").read_text())["state"] == "stopped"
     assert len(list((spec.output / "checkpoints").iterdir())) == 1, "the trainer has saved where it was"
 

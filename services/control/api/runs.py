@@ -15,7 +15,7 @@ from services.control.api.dependencies import AppContext, Context, RunId, proble
 from services.control.api.examples import RUNS
 from services.control.api.models import DryRun, RunPage, RunStatus
 from services.control.run import Run
-from services.supervisor.process_spec import fleet_of
+from services.supervisor.process_spec import build_process_specs
 from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
@@ -147,6 +147,7 @@ def dry_run_of(context: AppContext, spec: RunSpec) -> DryRun:
         steps=resolved.steps,
         queue_bytes=resolved.span * largest_row(spec),
         processes=[
-            member.name for member in fleet_of(resolved, scratch, [Address.parse(UNUSED_ADDRESS)] * spec.workers.nodes)
+            member.name
+            for member in build_process_specs(resolved, scratch, [Address.parse(UNUSED_ADDRESS)] * spec.workers.nodes)
         ],
     )

@@ -1,4 +1,4 @@
-"""How a process of a run is started, signalled and found again: an interface, and its form for this machine."""
+"""Launcher for this machine."""
 
 from __future__ import annotations
 
@@ -11,195 +11,96 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from services.supervisor import os_process
-from services.supervisor.orphan_reaper import APART
+from services.supervisor.launchers.base import read_status
+from services.supervisor.orphan_reaper import DETACH
 from services.supervisor.os_process import Identity
 from xtoken_core.data_plane.address import Address
-from xtoken_core.errors import XtokenError
 
-UNKNOWN_EXIT = 255
-"""The status of a process that ended without leaving one, while nobody watched it who could have been told."""
-STATUS_FILE = "XTOKEN_STATUS_FILE"
-"""The variable that tells a worker where to leave its exit status: only a parent is told it by the kernel."""
 LOOPBACK = "127.0.0.1"
-LOST_EXIT = 256
-"""The status of a process whose machine has gone: none that a process can leave."""
-
-
-class LostPlaceError(XtokenError):
-    """The machine on which something was to be started has gone: another may take its place."""
-
-
-class Handle(Protocol):
-    """A started process."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id, on the machine where it runs."""
-        ...
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What its launcher finds it again by, as plain values."""
-        ...
-
-    def poll(self) -> int | None:
-        """Its exit status, -N for a death by signal N, `UNKNOWN_EXIT` if it left none; None while it lives."""
-        ...
-
-    def terminate(self) -> None:
-        """Ask it to leave in order."""
-        ...
-
-    def kill(self) -> None:
-        """End it and everything that it started, at once."""
-        ...
-
-
-class Launcher(Protocol):
-    """Starts processes somewhere, and finds again what an earlier one of its kind has started.
-
-    A node is the number of one of the run's node groups; a launcher gives each a machine.
-    """
-
-    def ready(self, node: int) -> bool:
-        """Whether processes of a node group can be started now; never waits.
-
-        Raises:
-            XtokenError: They never will.
-        """
-        ...
-
-    def where(self, node: int) -> str:
-        """Which machine a node group is on, in words; empty if that goes without saying."""
-        ...
-
-    def queue(self, node: int, planned: Address) -> Address | None:
-        """Where a node group's queue is reached from here: as planned, but for what only its machine decides.
-
-        None while it has no machine.
-        """
-        ...
-
-    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, *, node: int = 0) -> Handle:
-        """Start a command with exactly this environment, its output going to a file.
-
-        `env` has the attempt's mark (`supervised.MARK`), unique among all, and the file for its status (`STATUS_FILE`).
-
-        Raises:
-            OSError: It cannot be started.
-            LostPlaceError: Not at present.
-        """
-        ...
-
-    def find(self, identity: dict[str, Any] | None, mark: str, status: Path, *, node: int = 0) -> Handle:
-        """A process that was started before, living or not.
-
-        Args:
-            identity: What its handle said it is found by; None if that was never written down.
-            mark: Its mark.
-            status: Where it leaves its status.
-            node: Its node group.
-        """
-        ...
-
-    def rendezvous(self, node: int = 0) -> Mapping[str, str]:
-        """What the ranks of a trainer need in their environment to meet there: `MASTER_ADDR`, `MASTER_PORT`.
-
-        Raises:
-            LostPlaceError: Not at present.
-        """
-        ...
-
-    def sweep(self, prefix: str) -> None:
-        """End, at once, everything that carries a mark beginning like this."""
-        ...
-
-    def close(self) -> None:
-        """Nothing will be started any more; what was started without being tied to this process lives on."""
-        ...
 
 
 class LocalHandle:
-    """A process of this machine, leader of a session and process group of its own."""
+    """A child process, leader of a session and process group of its own."""
 
-    def __init__(self, process: subprocess.Popen[bytes], guard: Guard | None) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], reaper: OrphanReaper | None) -> None:
         self._process = process
-        self._guard = guard
+        self._reaper = reaper
         identity = os_process.identify(process.pid)
-        self._identity = identity.document() if identity else {}
-        if guard is not None:
-            guard.watch(process.pid)
+        self._identity = identity.to_document() if identity else {}
+        if reaper is not None:
+            reaper.watch(process.pid)
 
     @property
     def pid(self) -> int:
-        """Its process id, which is its group's as well."""
+        """Process id, which is also the id of its process group."""
         return self._process.pid
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Pid, time of start, machine's start and PID namespace."""
+        """Process id, start time, boot id and PID namespace."""
         return self._identity
 
     def poll(self) -> int | None:
-        """Its exit status; what it leaves running in its group is killed before it is reaped."""
+        """Return its exit status; kill what it leaves in its process group, then reap it."""
         if self._process.returncode is None and self._has_exited():
             self._kill_group()
             self._process.wait()
-            if self._guard is not None:
-                self._guard.forget(self.pid)
+            if self._reaper is not None:
+                self._reaper.forget(self.pid)
         return self._process.returncode
 
     def terminate(self) -> None:
-        """SIGTERM to the process itself: how its children end is its own business."""
+        """Send SIGTERM to the process alone: it ends its children itself."""
         if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to its group and to all its descendants, also those that left the group."""
+        """Send SIGKILL to its process group and to all descendants, also those that left the group."""
         if self.poll() is not None:
             return
+        # Listed first: once their parent is dead, descendants belong to init and cannot be listed any more.
         descendants = os_process.descendants(self.pid)
         self._kill_group()
         os_process.kill(descendants)
 
     def _has_exited(self) -> bool:
-        # Not reaped yet: until then nobody else can get this process or group id.
+        # WNOWAIT leaves a zombie: until it is reaped, the kernel gives its process and group id to no other process.
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _kill_group(self) -> None:
         os_process.kill_group(self.pid)
 
 
-class FoundHandle:
-    """A process of this machine that another process has started: watched by a pidfd, found by pid and time of start.
+class AttachedHandle:
+    """A process of this machine that is not a child of this one, watched through a pidfd.
 
     Args:
-        identity: Which process; None if it was gone when it was looked for.
-        mark: What its environment and its children's say.
-        status: The file in which it leaves its exit status.
+        identity: The process; None if it was gone when it was looked up.
+        mark: Mark in its environment and in its children's.
+        status: File in which it leaves its exit status.
     """
 
     def __init__(self, identity: Identity | None, mark: str, status: Path) -> None:
-        self._pidfd = os_process.open_handle(identity) if identity is not None else None
+        self._pidfd = os_process.open_pidfd(identity) if identity is not None else None
         self._process = identity
         self._mark, self._status = mark, status
         self._exit_code: int | None = None
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 if it never had one that is known."""
+        """Process id; 0 if it is not known."""
         return self._process.pid if self._process else 0
 
     @property
     def identity(self) -> dict[str, Any]:
-        """As of the handle that started it."""
-        return self._process.document() if self._process else {}
+        """Identity as of the handle that started it."""
+        return self._process.to_document() if self._process else {}
 
     def poll(self) -> int | None:
-        """Its exit status, if it left one; what it leaves running is killed."""
+        """Return its exit status, if it left one; kill what it leaves running."""
         if self._exit_code is None and (self._pidfd is None or select.select([self._pidfd], [], [], 0)[0]):
             if self._pidfd is not None:
                 os.close(self._pidfd)
@@ -209,18 +110,18 @@ class FoundHandle:
         return self._exit_code
 
     def terminate(self) -> None:
-        """SIGTERM to the process itself."""
+        """Send SIGTERM to the process."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to it, to its group, to its descendants and to all that carry its mark."""
+        """Send SIGKILL to it, its process group, its descendants and all processes with its mark."""
         if self.poll() is not None:
             return
-        below = os_process.descendants(self.pid)
-        # It has not been reaped: the poll above found it alive, so the group's number is still its own.
+        descendants = os_process.descendants(self.pid)
+        # `poll` has just seen it alive, so the number of its process group has not been given to another one.
         os_process.kill_group(self.pid)
         self._send(signal.SIGKILL)
-        os_process.kill(below)
+        os_process.kill(descendants)
         os_process.kill_marked(self._mark)
 
     def _send(self, number: signal.Signals) -> None:
@@ -229,37 +130,29 @@ class FoundHandle:
                 signal.pidfd_send_signal(self._pidfd, number)
 
 
-def read_status(file: Path) -> int:
-    """The exit status that a process has left in a file, `UNKNOWN_EXIT` if it has not."""
-    try:
-        return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return UNKNOWN_EXIT
-
-
 class LocalLauncher:
     """Starts processes on this machine, each in a session of its own.
 
     Args:
-        tied: Should the calling process die in any way, SIGKILL included, everything it started dies with it. Without
-            it the processes live on.
+        tied: If this process dies in any way, SIGKILL included, kill everything it started. Without it the processes
+            keep running.
         private: Directories to remove in that case.
-        apart: The calling process is one that kills its children as it ends: what sees to it is none of them.
+        detached: Make the orphan reaper no child of this process, for a parent that kills its children as it exits.
     """
 
-    def __init__(self, *, tied: bool = False, private: Sequence[Path] = (), apart: bool = False) -> None:
-        self._guard = Guard(private, apart=apart) if tied else None
+    def __init__(self, *, tied: bool = False, private: Sequence[Path] = (), detached: bool = False) -> None:
+        self._reaper = OrphanReaper(private, detached=detached) if tied else None
 
     def ready(self, node: int) -> bool:
-        """This machine is there."""
+        """Return True: this machine is always there."""
         return True
 
-    def where(self, node: int) -> str:
-        """Here."""
+    def machine(self, node: int) -> str:
+        """Return the empty string, for this machine."""
         return ""
 
-    def queue(self, node: int, planned: Address) -> Address | None:
-        """As planned."""
+    def queue_address(self, node: int, planned: Address) -> Address | None:
+        """Return the planned address."""
         return planned
 
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, *, node: int = 0) -> LocalHandle:
@@ -273,67 +166,73 @@ class LocalLauncher:
                 list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
-        return LocalHandle(process, self._guard)
+        return LocalHandle(process, self._reaper)
 
-    def find(self, identity: dict[str, Any] | None, mark: str, status: Path, *, node: int = 0) -> FoundHandle:
-        """A process that an earlier launcher on this machine has started, living or not."""
-        process = Identity.of_document(identity) if identity else None
+    def attach(self, identity: dict[str, Any] | None, mark: str, status: Path, *, node: int = 0) -> AttachedHandle:
+        """Return a handle of a process that an earlier launcher on this machine has started, running or not."""
+        process = Identity.from_document(identity) if identity else None
         if process is None:
-            # Its starter was killed before it could write its number down.
-            candidates = sorted((found for found, _ in os_process.marked(mark)), key=lambda found: found.ticks)
+            # The earlier supervisor was killed between starting the process and storing its identity. Children carry
+            # the same mark and started later, so the oldest process is the one.
+            candidates = sorted((candidate for candidate, _ in os_process.marked(mark)), key=lambda c: c.ticks)
             process = next(iter(candidates), None)
-        return FoundHandle(process, mark, status)
+        return AttachedHandle(process, mark, status)
 
     def rendezvous(self, node: int = 0) -> Mapping[str, str]:
-        """A free port of this machine."""
+        """Return a free port of this machine."""
         return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK))}
 
-    def sweep(self, prefix: str) -> None:
-        """SIGKILL to every process of this user with such a mark, wherever it has moved in the tree of processes."""
+    def kill_marked(self, prefix: str) -> None:
+        """Send SIGKILL to every process of this user with such a mark, wherever it is in the process tree."""
         os_process.kill_marked(prefix)
 
     def close(self) -> None:
-        """Send the guard home."""
-        if self._guard is not None:
-            self._guard.close()
+        """Stop the orphan reaper."""
+        if self._reaper is not None:
+            self._reaper.close()
 
 
 def free_port(host: str) -> int:
-    """A tcp port that nobody uses at an address of this machine."""
+    """Return a TCP port that is free at an address of this machine."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-class Guard:
-    """The supervisor's end of the pipe to an orphan reaper, see `services.supervisor.orphan_reaper`."""
+class OrphanReaper:
+    """This process's end of the pipe to an orphan reaper, see `services.supervisor.orphan_reaper`.
 
-    def __init__(self, private: Sequence[Path], *, apart: bool = False) -> None:
+    Args:
+        private: Directories that it removes if this process dies.
+        detached: Start it as no child of this process.
+    """
+
+    def __init__(self, private: Sequence[Path], *, detached: bool = False) -> None:
         program = [sys.executable, "-P", "-m", "services.supervisor.orphan_reaper"]
         self._process = subprocess.Popen(
-            [*program, *([APART] if apart else ()), *map(str, private)],
+            [*program, *([DETACH] if detached else ()), *map(str, private)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True,
         )  # fmt: skip
         assert self._process.stdin is not None
         self._pipe: IO[str] = self._process.stdin
-        if apart:  # until then it is still a child of ours
+        if detached:  # the child forks the reaper and exits; nothing may be started before that
             self._process.wait()
 
     def watch(self, pid: int) -> None:
-        """End this process's group should ours die."""
-        self._say(f"watch {pid}")
+        """Have this process's group killed if ours dies."""
+        self._write(f"watch {pid}")
 
     def forget(self, pid: int) -> None:
-        """This process has ended."""
-        self._say(f"forget {pid}")
+        """Report that this process has exited."""
+        self._write(f"forget {pid}")
 
     def close(self) -> None:
-        """Let the guard go; there is nothing left for it to end."""
+        """Stop the reaper, once all processes have been forgotten."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
         self._process.wait()
 
-    def _say(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._pipe.write(line + "\n")
             self._pipe.flush()

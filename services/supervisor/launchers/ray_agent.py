@@ -1,4 +1,4 @@
-"""A node's agent: the one process of ours that Ray starts on a machine. It starts and watches the others there."""
+"""The agent of a node: the one process that Ray starts on a machine. It starts and watches the others there."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from xtoken_core.transports import sweep as sweep_shared_memory
 
 POLL_S = 0.02
 GIVEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""What of a process's environment the machine decides, not whoever starts the run."""
+"""Variables that the machine decides, not the environment of the supervisor."""
 
 
 class NodeAgent:
-    """Starts processes on this machine as the local launcher does. They end with it, however it ends.
+    """Starts processes on this machine with the local launcher; they die with the agent, however it dies.
 
     Args:
-        address: This machine's address among the nodes.
-        node_id: What Ray calls it.
-        keys: Contents of the files with the queue's keys, by their names.
-        sees: A file that every node must see.
+        address: Address of this machine among the nodes.
+        node_id: Ray's id of the node.
+        keys: Contents of the queue's key files, by file name.
+        required_file: File that every node must see, see `describe`.
     """
 
-    def __init__(self, address: str, node_id: str, keys: Mapping[str, str], sees: str) -> None:
-        with contextlib.suppress(PermissionError):  # Ray gives its workers way to everybody else
+    def __init__(self, address: str, node_id: str, keys: Mapping[str, str], required_file: str) -> None:
+        with contextlib.suppress(PermissionError):  # Ray starts its workers with a lower priority
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         self._private = Path(tempfile.mkdtemp(prefix="xtoken-"))
         for name, text in keys.items():
@@ -39,7 +39,7 @@ class NodeAgent:
             file.parent.mkdir(mode=0o700, exist_ok=True)
             file.touch(mode=0o600)
             file.write_text(text)
-        self._launcher = LocalLauncher(tied=True, private=[self._private], apart=True)
+        self._launcher = LocalLauncher(tied=True, private=[self._private], detached=True)
         self._handles: dict[str, LocalHandle] = {}
         self._facts: dict[str, Any] = {
             "address": address,
@@ -47,15 +47,15 @@ class NodeAgent:
             "id": node_id,
             "url": f"tcp://{f'[{address}]' if ':' in address else address}:{free_port(address)}",
             "keys": str(self._private),
-            "sees": Path(sees).exists(),
+            "sees_files": Path(required_file).exists(),
         }
 
     def describe(self) -> dict[str, Any]:
-        """Where it is: `address`, `host`, Ray's `id`, the queue's `url`, the directory of `keys`, `sees` the files."""
+        """Return `address`, `host`, Ray's `id`, the queue's `url`, the directory of `keys`, and `sees_files`."""
         return self._facts
 
     def start(self, mark: str, command: Sequence[str], env: Mapping[str, str], log: str) -> int | str:
-        """Start a process; returns its id, or why it could not be started."""
+        """Start a process; return its id, or the reason why it cannot be started."""
         given = {name: os.environ[name] for name in GIVEN_BY_RAY if name in os.environ}
         try:
             self._handles[mark] = self._launcher.start(command, {**env, **given}, Path(log))
@@ -64,29 +64,29 @@ class NodeAgent:
         return self._handles[mark].pid
 
     def statuses(self) -> dict[str, int | None]:
-        """Exit statuses of all that it has started, by their marks; None for the living."""
+        """Return the exit statuses of all processes it has started, by mark; None for those that run."""
         return {mark: handle.poll() for mark, handle in self._handles.items()}
 
     def terminate(self, mark: str) -> None:
-        """SIGTERM to a process itself."""
+        """Send SIGTERM to a process."""
         self._handles[mark].terminate()
 
     def kill(self, mark: str) -> None:
-        """SIGKILL to a process and to everything that it started."""
+        """Kill a process and everything that it started."""
         self._handles[mark].kill()
 
-    def sweep(self, prefix: str) -> None:
-        """SIGKILL to all with such a mark; shared memory that they leave is removed."""
-        self._launcher.sweep(prefix)
+    def kill_marked(self, prefix: str) -> None:
+        """Kill all processes with such a mark, and remove the shared memory that they leave."""
+        self._launcher.kill_marked(prefix)
         self.statuses()
         sweep_shared_memory()
 
     def free_port(self) -> int:
-        """A tcp port that nobody uses at its address."""
+        """Return a TCP port that is free at its address."""
         return free_port(self._facts["address"])
 
     def close(self) -> None:
-        """Kill what is left, and leave nothing behind."""
+        """Kill what is left and remove the private directory."""
         for handle in self._handles.values():
             handle.kill()
         while any(handle.poll() is None for handle in self._handles.values()):

@@ -12,11 +12,12 @@ import pytest
 
 from services.control.validation import RefusedError, SpecValidator, check_launch
 from services.queue.main import of_group
-from services.supervisor.launchers.local import LOST_EXIT, free_port
+from services.supervisor.launchers.base import NODE_LOST_EXIT
+from services.supervisor.launchers.local import free_port
 from services.supervisor.launchers.ray import RayLauncher, cpus_of, gpus_of
 from services.supervisor.process_group import describe_exit
-from services.supervisor.process_spec import fleet_of, threads_of_model_workers
-from services.supervisor.run_directory import KEYS, QueuePlace
+from services.supervisor.process_spec import build_process_specs, threads_of_model_workers
+from services.supervisor.run_directory import KEYS, QueueDirectory
 from services.supervisor.run_record import RunState
 from tests.support.runs import resolved_run
 from tests.unit.control.stored_runs import make_runs, put
@@ -32,7 +33,7 @@ RAY = {"launcher": "ray", "device": "cpu"}
 def test_members_of_two_groups_say_which_and_all_trainers_are_one(tmp_path: Path) -> None:
     run = resolved_run(tmp_path, nodes=2, ranks=2, collators=1)
     queues = [Address.parse(f"ipc:///private/queue-{node}") for node in range(2)]
-    members = fleet_of(run, tmp_path / "resolved.json", queues)
+    members = build_process_specs(run, tmp_path / "resolved.json", queues)
     second = [(m.name, m.group, m.node) for m in members if m.node]
     assert second == [
         ("node1-queue", "node1-queue", 1), ("node1-collator-0", "node1-collator-0", 1),
@@ -41,7 +42,7 @@ def test_members_of_two_groups_say_which_and_all_trainers_are_one(tmp_path: Path
     ]  # fmt: skip
     assert len(members) == 2 * len(second)
     queue, last = members[len(second)], members[-1]
-    assert queue.command_of(1)[-2:] == ["--group", "1"]
+    assert queue.command_line(1)[-2:] == ["--group", "1"]
     assert [last.env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["3", "1", "4"]
     assert "ipc:///private/queue-1" in last.command
     assert last.command[-4:] == ("--name", "node1-trainer-1", "--rank", "1")
@@ -76,10 +77,10 @@ def test_the_places_of_queues_are_found_again(tmp_path: Path, workers: dict[str,
     spec = RunSpec.model_validate(
         {**resolved_run(tmp_path).spec.model_dump(), "workers": workers, "train": {"samples_per_step": 12}}
     )
-    place = QueuePlace.make(spec)
+    place = QueueDirectory.create(spec)
     try:
         assert len(place.addresses) == spec.workers.nodes
-        assert QueuePlace.of_document(place.document()) == place
+        assert QueueDirectory.from_document(place.to_document()) == place
         if spec.workers.launcher == "ray":
             keys = place.private / KEYS
             public, _ = server_keys(keys)
@@ -94,7 +95,7 @@ def test_the_places_of_queues_are_found_again(tmp_path: Path, workers: dict[str,
 
 def test_the_place_of_a_queue_of_an_earlier_version_is_understood() -> None:
     document = {"url": "tcp://127.0.0.1:5000", "token_file": "/t", "private": "/p"}
-    place = QueuePlace.of_document(document)
+    place = QueueDirectory.from_document(document)
     assert place.addresses == (Address("tcp://127.0.0.1:5000", Path("/t")),)
 
 
@@ -197,19 +198,19 @@ def test_a_queue_of_a_group_that_the_run_does_not_have_is_refused(tmp_path: Path
 
 
 def test_a_lost_machine_is_told_in_words() -> None:
-    assert describe_exit(LOST_EXIT) == "was lost with its machine"
+    assert describe_exit(NODE_LOST_EXIT) == "exited: node lost"
 
 
 def test_a_cluster_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
     spec = with_ray(tmp_path, address=f"127.0.0.1:{free_port('127.0.0.1')}")
-    place = QueuePlace.make(spec)
+    place = QueueDirectory.create(spec)
     launcher = RayLauncher(spec, place.private, tied=True)
     try:
-        with pytest.raises(XtokenError, match=r"^the Ray cluster at 127\.0\.0\.1:\d+ is not there: .*refused"):
+        with pytest.raises(XtokenError, match=r"^the Ray cluster at 127\.0\.0\.1:\d+ cannot be reached: .*refused"):
             while not launcher.ready(0):
                 time.sleep(0.05)
-        assert launcher.find(None, "mark", tmp_path / "status").poll() == LOST_EXIT
+        assert launcher.attach(None, "mark", tmp_path / "status").poll() == NODE_LOST_EXIT
     finally:
-        launcher.sweep("run/")
+        launcher.kill_marked("run/")
         launcher.close()
         place.remove()

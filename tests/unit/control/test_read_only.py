@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from services.control.app import create_app
 from services.control.runs import Runs
 from services.supervisor import os_process
-from services.supervisor.supervisor import LOOK_S
+from services.supervisor.supervisor import POLL_S
 from tests.unit.control.stored_runs import HERE
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 from xtoken_core.data_plane.queue_client import QueueClient
@@ -40,7 +40,7 @@ def test_reading_sends_no_requests_to_the_queue(tmp_path: Path, monkeypatch: pyt
         for _ in range(ROUNDS):
             answers = [client.get(path + way) for way in ways] + [client.get("/v1/runs"), client.get("/metrics")]
             assert {answer.status_code for answer in answers} == {200}
-        looks = (time.monotonic() - began) / LOOK_S + 2
+        looks = (time.monotonic() - began) / POLL_S + 2
         assert len(sent) - before <= 3 * looks, "a look is one `stats` and two `list_samples`"
         assert set(sent[before:]) <= {"stats", "list_samples"}, "no new connection"
         (state / "go").touch()

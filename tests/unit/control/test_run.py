@@ -30,7 +30,7 @@ def test_killing_a_trainer_during_shutdown_is_recorded(tmp_path: Path, monkeypat
             assert not run.over.wait(0.05), run.status()
         runs.stop(row.id)
         run.join()
-        lost = "trainer-0 did not leave within 1 s (workers.stop_timeout_s): what was trained since"
+        lost = "trainer-0 did not exit within 1 s (workers.stop_timeout_s): progress since"
         ended = runs.store.run(row.id)
         assert ended is not None
         assert (ended.state, ended.exit_code) == ("stopped", 130)

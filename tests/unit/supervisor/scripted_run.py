@@ -13,7 +13,7 @@ import psutil
 
 from services.supervisor import supervised_run
 from services.supervisor.launchers.local import LocalLauncher
-from services.supervisor.process_spec import Member
+from services.supervisor.process_spec import ProcessSpec
 from services.supervisor.supervisor import Limits, RunResult, Supervisor
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
@@ -42,14 +42,14 @@ def resolved_run(output: Path, steps: int, ranks: int = 1) -> ResolvedRun:
 
 def scripted_members(
     output: Path, state: Path, address: Address, steps: int, ranks: int = 1, *, rows: bool = False, **deeds: list[str]
-) -> list[Member]:
+) -> list[ProcessSpec]:
     """The queue and one scripted worker of each kind; `trainer_0=["work:kill"]` tells one what to do."""
     file = output / "resolved.json"
     file.write_text(resolved_run(output, steps, ranks).model_dump_json())
     real = (sys.executable, "-m", "services.cli")
     token = ("--token-file", str(address.token_file)) if address.token_file else ()
     bind = ("--bind", address.url, *token, "--run", str(file))
-    found = [Member("queue", "queue", "queue", (*real, "queue", *bind))]
+    found = [ProcessSpec("queue", "queue", "queue", (*real, "queue", *bind))]
     names = ["collator-0", "teacher-0-0", *(f"trainer-{rank}" for rank in range(ranks))]
     for name in names:
         kind = name.split("-")[0]
@@ -61,7 +61,7 @@ def scripted_members(
         )  # fmt: skip
         group = "trainers" if kind == "trainer" else name
         task = {"trainer": "train", "teacher": "teacher_0"}.get(kind, "")
-        found.append(Member(kind, name, group, command, {}, task))  # type: ignore[arg-type]
+        found.append(ProcessSpec(kind, name, group, command, {}, task))  # type: ignore[arg-type]
     return found
 
 
@@ -77,14 +77,14 @@ def use_scripted_workers(
         deeds: See `scripted_members`.
     """
 
-    def specs(resolved: ResolvedRun, _file: Path, addresses: Sequence[Address]) -> list[Member]:
+    def specs(resolved: ResolvedRun, _file: Path, addresses: Sequence[Address]) -> list[ProcessSpec]:
         return scripted_members(resolved.spec.output, state, addresses[0], steps, **deeds)
 
     def resolve(spec: RunSpec, _progress: Any) -> tuple[ResolvedRun, list[str]]:
         return resolved_run(spec.output, steps).model_copy(update={"spec": spec}), []
 
     replace(supervised_run, "resolve", resolve)
-    replace(supervised_run, "fleet_of", specs)
+    replace(supervised_run, "build_process_specs", specs)
 
 
 class ScriptedRun:
@@ -99,7 +99,7 @@ class ScriptedRun:
         self.ending: RunResult | None = None
         self._thread: threading.Thread | None = None
 
-    def members(self, steps: int, ranks: int = 1, *, rows: bool = False, **deeds: list[str]) -> list[Member]:
+    def members(self, steps: int, ranks: int = 1, *, rows: bool = False, **deeds: list[str]) -> list[ProcessSpec]:
         """The run's processes; see `scripted_members`."""
         return scripted_members(self.output, self.state, self.address, steps, ranks, rows=rows, **deeds)
 
@@ -108,7 +108,7 @@ class ScriptedRun:
         **deeds: list[str],
     ) -> Supervisor:  # fmt: skip
         limits = limits or Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=0.05)
-        self.supervisor = Supervisor(
+        supervisor = Supervisor(
             self.members(steps, ranks, rows=rows, **deeds),
             [self.address],
             self.output,
@@ -117,9 +117,13 @@ class ScriptedRun:
             step=step,
             steps=steps,
         )
+        self.run_supervisor(supervisor)
+        return supervisor
+
+    def run_supervisor(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        return self.supervisor
 
     def _run(self) -> None:
         assert self.supervisor is not None

@@ -9,6 +9,7 @@ import pytest
 
 from services.supervisor.json_files import last_line, read_json
 from services.supervisor.run_record import read_record, write_record
+from xtoken_core.errors import InputError
 
 
 def test_last_complete_line_without_ids(tmp_path: Path) -> None:
@@ -44,5 +45,17 @@ def test_record_is_replaced_atomically(tmp_path: Path) -> None:
     write_record(tmp_path, {"state": "running"})
     with pytest.raises(TypeError):
         write_record(tmp_path, {"state": object()})
-    assert read_record(tmp_path) == {"state": "running"}
+    assert read_record(tmp_path) == {"version": 1, "state": "running"}
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_record_without_a_version_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"state": "completed", "run": "tiny"}')
+    assert read_record(tmp_path) == {"state": "completed", "run": "tiny"}
+
+
+@pytest.mark.parametrize("version", [2, "1.5"])
+def test_record_of_a_later_version_is_refused(tmp_path: Path, version: object) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"version": version, "state": "completed"}))
+    with pytest.raises(InputError, match=rf"run\.json has version {version}, and this xtoken reads versions up to 1"):
+        read_record(tmp_path)

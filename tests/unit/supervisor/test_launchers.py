@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from services.supervisor.launchers.local import LocalHandle, LocalLauncher
-from services.supervisor.orphan_reaper import still_watched
+from services.supervisor.orphan_reaper import watched_at_end
 from tests.unit.supervisor.scripted_run import alive
 
 SLEEP = "import time; time.sleep(600)"
@@ -94,7 +94,7 @@ STARTER = """
 import sys, time
 from pathlib import Path
 from services.supervisor.launchers.local import LocalLauncher
-launcher = LocalLauncher(tied={tied}, private=[Path({private!r})], apart={apart})
+launcher = LocalLauncher(tied={tied}, private=[Path({private!r})], detached={detached})
 program = {program!r}
 handle = launcher.start([sys.executable, "-c", program], {{}}, Path({log!r}))
 Path({file!r}).write_text(str(handle.pid))
@@ -103,19 +103,21 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("tied", "apart"), [(True, False), (True, True), (False, False)], ids=["tied", "its children killed first", "free"]
+    ("tied", "detached"),
+    [(True, False), (True, True), (False, False)],
+    ids=["tied", "children killed", "free"],
 )
-def test_what_a_killed_starter_leaves(tmp_path: Path, tied: bool, apart: bool) -> None:
+def test_what_a_killed_starter_leaves(tmp_path: Path, tied: bool, detached: bool) -> None:
     private, file, grandchild = tmp_path / "private", tmp_path / "pid", tmp_path / "grandchild"
     private.mkdir()
     (private / "socket").touch()
     program = PARENT.format(own=False, file=str(grandchild), then="time.sleep(600)")
     text = STARTER.format(
-        tied=tied, apart=apart, private=str(private), program=program, log=str(tmp_path / "log"), file=str(file)
+        tied=tied, detached=detached, private=str(private), program=program, log=str(tmp_path / "log"), file=str(file)
     )  # fmt: skip
     starter = subprocess.Popen([sys.executable, "-c", text])
     pids = [read_pid(file), read_pid(grandchild)]
-    for child in psutil.Process(starter.pid).children() if apart else ():
+    for child in psutil.Process(starter.pid).children() if detached else ():
         child.kill()
     starter.kill()
     starter.wait()
@@ -131,4 +133,4 @@ def test_what_a_killed_starter_leaves(tmp_path: Path, tied: bool, apart: bool) -
 
 
 def test_a_guard_watches_what_was_not_forgotten() -> None:
-    assert still_watched(["watch 3\n", "watch 5\n", "forget 3\n", "\n"]) == {5}
+    assert watched_at_end(["watch 3\n", "watch 5\n", "forget 3\n", "\n"]) == {5}

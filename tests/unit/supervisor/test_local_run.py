@@ -15,7 +15,7 @@ import pytest
 
 from services.supervisor import local_run, supervised_run
 from services.supervisor.local_run import run_locally
-from services.supervisor.progress import Watch
+from services.supervisor.progress import ProgressView
 from services.supervisor.run_record import RunState
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 from tests.unit.supervisor.test_progress import Broken
@@ -56,10 +56,10 @@ def test_broken_display_does_not_end_the_run(
     scripted_spec: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def broken(show: bool, **_: Any) -> Iterator[Watch]:
+    def broken(show: bool, **_: Any) -> Iterator[ProgressView]:
         yield Broken()
 
-    monkeypatch.setattr(local_run, "watch_for", broken)
+    monkeypatch.setattr(local_run, "open_view", broken)
     result = run_locally(scripted_spec(20))
     assert (result.state, result.error, result.exit_code) == (RunState.COMPLETED, "", 0)
     assert steps_done(tmp_path) == 20
@@ -95,5 +95,18 @@ def test_refused_start_keeps_an_earlier_record(
         (spec.output / "run.json").write_text(json.dumps(earlier))
     with pytest.raises(Exception, match="there is no such directory"):
         run_locally(spec, show=False)
-    refused = {"state": "failed", "error": "student.model: there is no such directory", "exit_code": 2}
+    refused = {"version": 1, "state": "failed", "error": "student.model: there is no such directory", "exit_code": 2}
     assert record(spec) == (earlier or refused)
+
+
+def test_status_has_the_fields_of_the_control_plane(
+    scripted_spec: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from services.control.api.models import RunStatus, WorkerStatus
+
+    assert run_locally(scripted_spec(4), as_json=True).exit_code == 0
+    for line in capsys.readouterr().out.splitlines():
+        status = json.loads(line)
+        assert list(status) == list(RunStatus.model_fields)
+        RunStatus.model_validate(status)
+        assert all(set(worker) == set(WorkerStatus.model_fields) for worker in status["workers"])

@@ -9,14 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from services.supervisor.process_spec import fleet_of, threads_of_model_workers
+from services.supervisor.process_spec import build_process_specs, threads_of_model_workers
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.data_plane.address import Address
 
 
 def test_members_of_a_run_of_two_ranks(tmp_path: Path) -> None:
     run = resolved_run(tmp_path, steps=2, ranks=2)
-    members = fleet_of(run, tmp_path / "resolved.json", [Address.parse("ipc:///private/queue")])
+    members = build_process_specs(run, tmp_path / "resolved.json", [Address.parse("ipc:///private/queue")])
     assert [(m.name, m.group) for m in members] == [
         ("queue", "queue"), ("collator-0", "collator-0"), ("collator-1", "collator-1"),
         ("teacher-0-0", "teacher-0-0"), ("teacher-0-1", "teacher-0-1"),
@@ -24,19 +24,21 @@ def test_members_of_a_run_of_two_ranks(tmp_path: Path) -> None:
     ]  # fmt: skip
     trainer = members[-1]
     assert (trainer.env["RANK"], trainer.env["WORLD_SIZE"], trainer.task) == ("1", "2", "train")
-    assert trainer.command_of(7)[-6:] == ["--name", "trainer-1", "--rank", "1", "--incarnation", "7"]
-    assert "--incarnation" not in members[0].command_of(7)
+    assert trainer.command_line(7)[-6:] == ["--name", "trainer-1", "--rank", "1", "--incarnation", "7"]
+    assert "--incarnation" not in members[0].command_line(7)
 
 
 def test_one_rank_meets_nobody(tmp_path: Path) -> None:
-    members = fleet_of(resolved_run(tmp_path, steps=2), tmp_path / "r.json", [Address.parse("ipc:///private/queue")])
+    members = build_process_specs(
+        resolved_run(tmp_path, steps=2), tmp_path / "r.json", [Address.parse("ipc:///private/queue")]
+    )
     assert not {"RANK", "WORLD_SIZE"} & set(members[-1].env)
 
 
 def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
     address = Address.parse("tcp://127.0.0.1:5000", tmp_path / "token")
-    for member in fleet_of(resolved_run(tmp_path, steps=2, ranks=2), tmp_path / "r.json", [address]):
-        arguments = member.command_of(3)
+    for member in build_process_specs(resolved_run(tmp_path, steps=2, ranks=2), tmp_path / "r.json", [address]):
+        arguments = member.command_line(3)
         assert arguments[1:4] == ["-P", "-m", "services.cli"], "a folder `services` where it is started is not ours"
         assert str(tmp_path / "token") in arguments
         shown = CliRunner().invoke(app, [*arguments[4:], "--help"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.supervisor.progress import SteadyWatch, Watch, ending_line, picture, progress_line, watch_for
+from services.supervisor.progress import FailsafeView, ProgressView, final_line, open_view, render_status, status_line
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def status(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_line_of_progress() -> None:
-    assert progress_line(status()) == (
+    assert status_line(status()) == (
         "tiny: running, step 3/12, loss 4.5000, ce_loss 5.2500, kl_loss 3.7500, tokens/s 4,511, "
         "bits per byte 2.5000, queue 24 samples"
     )
@@ -36,13 +36,13 @@ def test_a_line_of_progress() -> None:
 
 def test_workers_in_trouble_are_named() -> None:
     worker = status()["workers"][0] | {"state": "waiting", "restarts": 2, "pid": None, "heartbeat_age_s": None}
-    assert progress_line(status(workers=[worker])).endswith(", trainer-0 waiting (2 restarts)")
+    assert status_line(status(workers=[worker])).endswith(", trainer-0 waiting (2 restarts)")
 
 
 def test_before_anything_is_known() -> None:
     bare = status(step=None, steps=None, last=None, evaluation=None, queue=None, workers=[], state="starting")
-    assert progress_line(bare) == "tiny: starting, checking models, tokenizers and text"
-    Console(file=io.StringIO()).print(picture(bare, ""))
+    assert status_line(bare) == "tiny: starting, checking models, tokenizers and text"
+    Console(file=io.StringIO()).print(render_status(bare, ""))
 
 
 def workers(**phases: str) -> list[dict[str, Any]]:
@@ -57,21 +57,21 @@ def workers(**phases: str) -> list[dict[str, Any]]:
 def test_at_the_start_a_line_says_what_is_waited_for() -> None:
     empty = {"samples": 0, "bytes": 0, "memory_limit": 1 << 30, "tasks": {}}
     loading = workers(queue="", collator_0="", teacher_0_0="load", trainer_0="load")
-    said = progress_line(status(step=0, last=None, evaluation=None, queue=empty, workers=loading))
+    said = status_line(status(step=0, last=None, evaluation=None, queue=empty, workers=loading))
     assert said.endswith("queue 0 samples, waiting for collator-0, teacher-0-0, trainer-0 to load")
-    filled = progress_line(status(step=0, last=None, workers=loading))
+    filled = status_line(status(step=0, last=None, workers=loading))
     assert filled.endswith("waiting for teacher-0-0, trainer-0 to load")
-    assert "waiting" not in progress_line(status(step=0, workers=loading)), "a step was taken since the last look"
+    assert "waiting" not in status_line(status(step=0, workers=loading)), "a step was taken since the last look"
     many = workers(**{f"teacher_{number}_0": "load" for number in range(9)}, trainer_0="load")
-    assert "teacher-3-0 and 6 more to load" in progress_line(status(workers=many))
+    assert "teacher-3-0 and 6 more to load" in status_line(status(workers=many))
 
 
 def test_a_worker_that_leaves_is_not_waited_for() -> None:
     leaving = workers(collator_0="", teacher_0_0="run", trainer_0="run")
-    assert "waiting" not in progress_line(status(workers=leaving))
-    assert "waiting" not in progress_line(status(step=12, workers=workers(collator_0="", trainer_0="")))
+    assert "waiting" not in status_line(status(workers=leaving))
+    assert "waiting" not in status_line(status(step=12, workers=workers(collator_0="", trainer_0="")))
     again = [leaving[2], leaving[1] | {"phase": "load", "restarts": 1}]
-    assert "waiting for teacher-0-0 to load" in progress_line(status(workers=again))
+    assert "waiting for teacher-0-0 to load" in status_line(status(workers=again))
 
 
 def test_the_picture_cuts_nothing_at_80_columns() -> None:
@@ -79,7 +79,7 @@ def test_the_picture_cuts_nothing_at_80_columns() -> None:
     last |= {f"a_figure_with_a_longer_name_{number}": 0.001234 for number in range(5)}
     names = workers(node1_collator_0="run", node1_teacher_0_0="run", node1_trainer_0="run")
     out = io.StringIO()
-    Console(file=out, width=80).print(picture(status(step=12345, steps=100000, last=last, workers=names), ""))
+    Console(file=out, width=80).print(render_status(status(step=12345, steps=100000, last=last, workers=names), ""))
     said = out.getvalue()
     for text in ("step 12345/100000", "node1-teacher-0-0", "backward_seconds 0.25", "1 s ago"):
         assert text in said, text
@@ -90,7 +90,7 @@ def test_the_picture_cuts_nothing_at_80_columns() -> None:
 
 def test_the_picture_shows_losses_speed_queue_and_workers() -> None:
     out = io.StringIO()
-    Console(file=out, width=120).print(picture(status(), "stopping"))
+    Console(file=out, width=120).print(render_status(status(), "stopping"))
     for text in (
         "step 3/12",
         "loss 4.5000",
@@ -108,16 +108,16 @@ def test_the_picture_shows_losses_speed_queue_and_workers() -> None:
     [
         ({"state": "completed", "summary": {"trained": 90, "skipped": 6, "dead": 0, "truncated": 2, "positions": 96}},
          "90 trained, 6 skipped, 0 dead, 2 truncated of 96 samples; 2.5000 bits per byte on held-out text; model in"),
-        ({"state": "stopped"}, "tiny: stopped after step 3 of 12; start it again to go on"),
+        ({"state": "stopped"}, "tiny: stopped after step 3 of 12; rerun to resume from the checkpoint of step 3"),
         ({"state": "stopped", "checkpoint": None}, "there is no checkpoint in /runs/tiny, what was trained is lost"),
-        ({"state": "stopped", "checkpoint": None, "step": 0}, "in /runs/tiny, nothing was trained: started again"),
-        ({"state": "stopped", "checkpoint": 2}, "of step 2, in /runs/tiny, the 1 step after it being lost"),
+        ({"state": "stopped", "checkpoint": None, "step": 0}, "in /runs/tiny, nothing was trained: a rerun starts"),
+        ({"state": "stopped", "checkpoint": 2}, "of step 2 in /runs/tiny (1 step after it lost)"),
         ({"state": "failed"}, "tiny: failed after step 3 of 12; logs are in /runs/tiny/logs"),
     ],
     ids=["completed", "stopped", "no checkpoint", "nothing trained", "steps lost", "failed"],
 )  # fmt: skip
-def test_the_last_line(changes: dict[str, Any], expected: str) -> None:
-    assert expected in ending_line(status(**changes))
+def test_final_line(changes: dict[str, Any], expected: str) -> None:
+    assert expected in final_line(status(**changes))
 
 
 NO_NUMBERS = {
@@ -128,90 +128,90 @@ NO_NUMBERS = {
 }  # fmt: skip
 
 
-def test_what_is_no_finite_number_is_left_out() -> None:
-    assert progress_line(status(**NO_NUMBERS)) == "tiny: running, step 3/12, ce_loss 5.2500, queue 24 samples"
+def test_metrics_that_are_not_finite_are_left_out() -> None:
+    assert status_line(status(**NO_NUMBERS)) == "tiny: running, step 3/12, ce_loss 5.2500, queue 24 samples"
     out = io.StringIO()
-    Console(file=out, width=120).print(picture(status(**NO_NUMBERS), ""))
+    Console(file=out, width=120).print(render_status(status(**NO_NUMBERS), ""))
     assert "ce_loss 5.2500" in out.getvalue() and "grad_norm" not in out.getvalue()
     infinite = status(last={"step": 3, "loss": float("nan"), "tokens_per_second": float("inf")})
-    assert progress_line(infinite) == "tiny: running, step 3/12, bits per byte 2.5000, queue 24 samples"
+    assert status_line(infinite) == "tiny: running, step 3/12, bits per byte 2.5000, queue 24 samples"
 
 
 @pytest.mark.parametrize("how", ["terminal", "pipe", "json"])
-def test_every_watch_shows_a_step_without_a_finite_loss(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_view_shows_a_step_without_a_finite_loss(how: str, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(file=io.StringIO(), force_terminal=how == "terminal", width=120)
-    with watch_for(True, console, as_json=how == "json") as watch:
-        watch.show(status(**NO_NUMBERS))
-        watch.end(status(**NO_NUMBERS | {"state": "completed"}))
+    with open_view(True, console, as_json=how == "json") as view:
+        view.show(status(**NO_NUMBERS))
+        view.end(status(**NO_NUMBERS | {"state": "completed"}))
     said = capsys.readouterr().out if how == "json" else console.file.getvalue()  # type: ignore[attr-defined]
     assert "completed" in said
 
 
-def test_the_last_line_says_what_a_stop_has_lost() -> None:
-    line = ending_line(status(state="stopped", error="trainer-0 did not leave within 2 s"))
-    assert "after step 3 of 12: trainer-0 did not leave within 2 s; start it again to go on" in line
+def test_final_line_names_what_a_stop_has_lost() -> None:
+    line = final_line(status(state="stopped", error="trainer-0 did not exit within 2 s"))
+    assert "after step 3 of 12: trainer-0 did not exit within 2 s; rerun to resume" in line
 
 
-class Broken(Watch):
-    """What cannot show anything."""
+class Broken(ProgressView):
+    """A view that cannot display anything."""
 
     def show(self, status: dict[str, Any]) -> None:
         raise TypeError("no number")
 
     def stopping(self, *, now: bool) -> None:
-        raise BrokenPipeError("nobody reads this")
+        raise BrokenPipeError("closed pipe")
 
     def end(self, status: dict[str, Any]) -> None:
         raise SystemExit(1)
 
 
-def test_a_watch_that_fails_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    watch = SteadyWatch(Broken())
-    watch.show(status())
-    watch.stopping(now=False)
-    watch.end(status(state="stopped"))
-    assert caplog.messages == ["the run goes on, but cannot be shown: TypeError: no number"]
+def test_failing_view_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    view = FailsafeView(Broken())
+    view.show(status())
+    view.stopping(now=False)
+    view.end(status(state="stopped"))
+    assert caplog.messages == ["the run continues, but cannot be displayed: TypeError: no number"]
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_a_whole_watch(terminal: bool) -> None:
+def test_view_of_a_whole_run(terminal: bool) -> None:
     out = io.StringIO()
-    with watch_for(True, Console(file=out, force_terminal=terminal, width=120)) as watch:
-        watch.show(status(step=0))
-        watch.show(status(step=0))
-        watch.stopping(now=False)
-        watch.stopping(now=True)
-        watch.show(status(state="running", step=1))
-        watch.end(status(state="stopped"))
+    with open_view(True, Console(file=out, force_terminal=terminal, width=120)) as view:
+        view.show(status(step=0))
+        view.show(status(step=0))
+        view.stopping(now=False)
+        view.stopping(now=True)
+        view.show(status(state="running", step=1))
+        view.end(status(state="stopped"))
     assert "stopped after step 3 of 12" in out.getvalue()
     if not terminal:
         lines = out.getvalue().splitlines()
-        assert len(lines) == 4, "one line for the state, one for each wish to stop, one for the end"
-        assert lines[2] == "stopping at once: what is in no checkpoint yet is lost"
+        assert len(lines) == 4, "one line for the state, one for each request to stop, one for the end"
+        assert lines[2] == "Force quit: progress since the last checkpoint is lost"
 
 
-def test_json_is_a_line_where_there_is_news(capsys: pytest.CaptureFixture[str]) -> None:
-    with watch_for(True, as_json=True) as watch:
+def test_json_line_on_every_change(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_view(True, as_json=True) as view:
         for text_read in (0.1, 0.2):
-            watch.show(status(state="starting", step=None, steps=None, workers=[], text_read=text_read))
-        watch.show(status())
-        watch.show(status())
-        watch.stopping(now=False)
-        watch.end(status(state="stopped"))
+            view.show(status(state="starting", step=None, steps=None, workers=[], text_read=text_read))
+        view.show(status())
+        view.show(status())
+        view.stopping(now=False)
+        view.end(status(state="stopped"))
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["state"] for line in found] == ["starting", "running", "stopped"]
 
 
-def test_before_its_first_step_a_run_reads_its_text() -> None:
+def test_text_read_before_the_first_step() -> None:
     reading = status(step=None, steps=None, last=None, evaluation=None, queue=None, workers=[], text_read=0.345)
-    assert progress_line(reading) == "tiny: running, 34% of the text read"
+    assert status_line(reading) == "tiny: running, 34% of the text read"
     out = io.StringIO()
-    Console(file=out, width=120).print(picture(reading, ""))
+    Console(file=out, width=120).print(render_status(reading, ""))
     assert "34% of the text read" in out.getvalue()
 
 
-def test_nothing_is_shown_if_nothing_shall_be(capsys: pytest.CaptureFixture[str]) -> None:
-    with watch_for(False) as watch:
-        watch.show(status())
-        watch.end(status(state="stopped"))
+def test_quiet_view_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_view(False) as view:
+        view.show(status())
+        view.end(status(state="stopped"))
     assert capsys.readouterr().out == ""

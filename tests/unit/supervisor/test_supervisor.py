@@ -7,11 +7,14 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
+from services.supervisor.launchers.local import LocalLauncher
+from services.supervisor.process_group import RecoveredGroup
 from services.supervisor.run_record import RunState
-from services.supervisor.supervisor import Limits
+from services.supervisor.supervisor import Limits, Supervisor
 from tests.unit.supervisor.scripted_run import ScriptedRun, alive
 from xtoken_core.data_plane.address import Address, create_token
 
@@ -24,7 +27,7 @@ def record(run: ScriptedRun) -> dict:
     return json.loads((run.output / "run.json").read_text())
 
 
-def test_a_run_completes(scripted: ScriptedRun) -> None:
+def test_run_completes(scripted: ScriptedRun) -> None:
     scripted.start(steps=6)
     ending = scripted.wait()
     assert (ending.state, ending.error, ending.exit_code) == (RunState.COMPLETED, "", 0)
@@ -38,7 +41,7 @@ def test_a_run_completes(scripted: ScriptedRun) -> None:
     assert (status["step"], status["steps"], status["skipped"]) == (6, 6, 24)
 
 
-def test_a_resumed_run_is_where_its_checkpoint_is_until_its_queue_knows(scripted: ScriptedRun) -> None:
+def test_resumed_run_shows_the_step_of_its_checkpoint(scripted: ScriptedRun) -> None:
     supervisor = scripted.start(steps=6, step=3, trainer_0=["start:kill"])
     steps = [supervisor.status()["step"]]
     scripted.until(lambda status: steps.append(status["step"]) or status["workers"][-1]["restarts"] == 1)
@@ -47,7 +50,7 @@ def test_a_resumed_run_is_where_its_checkpoint_is_until_its_queue_knows(scripted
     assert scripted.steps_done() == list(range(6)), "the trainer has gone back to the beginning"
 
 
-def test_every_kind_of_worker_may_be_killed(scripted: ScriptedRun) -> None:
+def test_killed_workers_are_restarted(scripted: ScriptedRun) -> None:
     scripted.start(
         steps=8, collator_0=["work:kill"], teacher_0_0=["work:kill"], trainer_0=["work:kill"],
     )  # fmt: skip
@@ -58,7 +61,7 @@ def test_every_kind_of_worker_may_be_killed(scripted: ScriptedRun) -> None:
         assert record(scripted)["workers"][name]["attempt"] == 2
 
 
-def test_a_killed_queue_is_started_again_and_the_trainer_puts_it_right(scripted: ScriptedRun) -> None:
+def test_killed_queue_is_restarted_and_rewound(scripted: ScriptedRun) -> None:
     scripted.start(steps=60)
     scripted.until(lambda s: s["step"] >= 3)
     before = scripted.pid("trainer-0")
@@ -70,58 +73,58 @@ def test_a_killed_queue_is_started_again_and_the_trainer_puts_it_right(scripted:
     assert sorted(set(scripted.steps_done())) == list(range(60))
 
 
-def test_a_worker_that_keeps_failing_ends_the_run_with_its_last_words(scripted: ScriptedRun) -> None:
+def test_repeated_failure_ends_the_run_with_the_last_log_line(scripted: ScriptedRun) -> None:
     scripted.start(steps=6, trainer_0=["step2:always exit 7"])
     ending = scripted.wait()
     assert (ending.state, ending.exit_code) == (RunState.FAILED, 1)
-    assert ending.error == "trainer-0 ended with status 7, after 2 restarts without progress: told to leave"
+    assert ending.error == "trainer-0 exited with status 7, after 2 restarts without progress: told to leave"
     assert attempts(scripted, "trainer-0") == 3
     assert record(scripted)["error"] == ending.error
 
 
 @pytest.mark.parametrize("way", ["kill", "exit 7"])
-def test_what_a_failing_worker_held_is_named(scripted: ScriptedRun, way: str) -> None:
+def test_failure_names_the_leased_samples(scripted: ScriptedRun, way: str) -> None:
     scripted.start(steps=6, rows=True, teacher_0_0=[f"hold:always {way}"])
     ending = scripted.wait()
-    how = {"kill": "was killed by signal 9", "exit 7": "ended with status 7"}[way]
+    how = {"kill": "was killed by signal 9", "exit 7": "exited with status 7"}[way]
     said = {"kill": "", "exit 7": ": told to leave"}[way]
     assert ending.error == f"teacher-0-0 {how}, after 2 restarts without progress (leased: 0, 1, 2, 3){said}"
 
 
-def test_progress_forgives_earlier_failures(scripted: ScriptedRun) -> None:
+def test_progress_resets_failures(scripted: ScriptedRun) -> None:
     scripted.start(steps=12, trainer_0=[f"step{step}:kill {step}" for step in (2, 4, 6, 8)])
     assert scripted.wait().state == RunState.COMPLETED
     assert attempts(scripted, "trainer-0") == 5
     assert scripted.steps_done() == list(range(12))
 
 
-def test_a_given_up_run_ends_with_the_reason_the_queue_has(scripted: ScriptedRun) -> None:
+def test_give_up_ends_the_run_with_its_reason(scripted: ScriptedRun) -> None:
     scripted.start(steps=6, collator_0=["work:always give_up too much is dead"])
     ending = scripted.wait()
     assert (ending.state, ending.error) == (RunState.FAILED, "too much is dead")
 
 
-def test_a_configuration_error_is_fatal_at_once(scripted: ScriptedRun) -> None:
+def test_configuration_error_is_fatal(scripted: ScriptedRun) -> None:
     scripted.start(steps=6, trainer_0=["work:exit 2"])
     ending = scripted.wait()
     assert (ending.state, ending.exit_code, ending.error) == (RunState.FAILED, 2, "trainer-0: told to leave")
     assert attempts(scripted, "trainer-0") == 1
 
 
-def test_a_frozen_worker_is_killed_and_replaced(scripted: ScriptedRun) -> None:
+def test_frozen_worker_is_restarted(scripted: ScriptedRun) -> None:
     scripted.start(steps=6, collator_0=["work:freeze"])
     assert scripted.wait().state == RunState.COMPLETED
     assert attempts(scripted, "collator-0") == 2
 
 
-def test_a_worker_that_opens_no_session_is_killed(scripted: ScriptedRun) -> None:
+def test_worker_without_a_session_is_restarted(scripted: ScriptedRun) -> None:
     limits = Limits(max_restarts=1, load_timeout_s=3, grace_s=1, first_delay_s=0.05)
     scripted.start(steps=4, collator_0=["start:freeze"], limits=limits)
     assert scripted.wait().state == RunState.COMPLETED
     assert attempts(scripted, "collator-0") == 2
 
 
-def test_a_dead_rank_restarts_all_trainers_under_one_incarnation(scripted: ScriptedRun) -> None:
+def test_dead_rank_restarts_all_trainers(scripted: ScriptedRun) -> None:
     scripted.start(steps=30, ranks=2)
     scripted.until(lambda s: s["step"] >= 2)
     os.kill(scripted.pid("trainer-1"), signal.SIGKILL)
@@ -140,13 +143,13 @@ def test_a_dead_rank_restarts_all_trainers_under_one_incarnation(scripted: Scrip
     assert len({env["MASTER_PORT"] for env in environments}) == 1
 
 
-def test_a_worker_that_leaves_early_is_started_again(scripted: ScriptedRun) -> None:
+def test_early_exit_is_restarted(scripted: ScriptedRun) -> None:
     scripted.start(steps=20, collator_0=["work:exit 0"])
     assert scripted.wait().state == RunState.COMPLETED
     assert attempts(scripted, "collator-0") == 2
 
 
-def test_stop_ends_everything_in_order(scripted: ScriptedRun) -> None:
+def test_graceful_shutdown(scripted: ScriptedRun) -> None:
     supervisor = scripted.start(steps=1000)
     scripted.until(lambda s: s["step"] >= 2)
     supervisor.stop()
@@ -156,7 +159,7 @@ def test_stop_ends_everything_in_order(scripted: ScriptedRun) -> None:
     assert record(scripted)["state"] == "stopped"
 
 
-def test_stop_kills_who_ignores_sigterm_and_the_children_of_all(scripted: ScriptedRun) -> None:
+def test_stop_kills_deaf_workers_and_all_children(scripted: ScriptedRun) -> None:
     deeds = ["start:deaf", "start:child group", "start:child own"]
     supervisor = scripted.start(steps=1000, teacher_0_0=deeds, collator_0=["start:child group"])
     scripted.until(lambda s: s["step"] >= 2)
@@ -165,7 +168,7 @@ def test_stop_kills_who_ignores_sigterm_and_the_children_of_all(scripted: Script
     assert scripted.wait().state == RunState.STOPPED
 
 
-def test_stop_now_waits_for_nobody(scripted: ScriptedRun) -> None:
+def test_stop_now_does_not_wait(scripted: ScriptedRun) -> None:
     limits = Limits(grace_s=3600)
     supervisor = scripted.start(steps=1000, trainer_0=["start:deaf"], limits=limits)
     scripted.until(lambda s: s["step"] >= 1)
@@ -179,7 +182,7 @@ def moment(run: ScriptedRun, name: str) -> float:
     return float((run.state / name).read_text())
 
 
-def test_trainers_leave_before_the_others_are_asked_to(scripted: ScriptedRun) -> None:
+def test_trainers_exit_before_the_others_are_signalled(scripted: ScriptedRun) -> None:
     others = {"teacher_0_0": ["start:linger 0"], "collator_0": ["start:linger 0"]}
     limits = Limits(grace_s=60)
     supervisor = scripted.start(steps=1000, ranks=2, trainer_1=["start:linger 0.5"], limits=limits, **others)
@@ -191,9 +194,7 @@ def test_trainers_leave_before_the_others_are_asked_to(scripted: ScriptedRun) ->
     assert all(moment(scripted, f"{name}.asked") >= left for name in ("teacher-0-0", "collator-0"))
 
 
-def test_a_trainer_that_outlasts_the_grace_is_named_and_leaves_none_to_others(
-    scripted: ScriptedRun, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trainer_that_uses_up_the_grace_is_named(scripted: ScriptedRun, caplog: pytest.LogCaptureFixture) -> None:
     limits = Limits(grace_s=2)
     supervisor = scripted.start(
         steps=1000, trainer_0=["start:deaf"], teacher_0_0=["start:linger 1"], limits=limits
@@ -201,10 +202,7 @@ def test_a_trainer_that_outlasts_the_grace_is_named_and_leaves_none_to_others(
     scripted.until(lambda s: s["step"] >= 2)
     supervisor.stop()
     ending = scripted.wait()
-    lost = (
-        "trainer-0 did not leave within 2 s (workers.stop_timeout_s): "
-        "what was trained since the last checkpoint is lost"
-    )
+    lost = "trainer-0 did not exit within 2 s (workers.stop_timeout_s): progress since the last checkpoint is lost"
     assert (ending.state, ending.exit_code, ending.error) == (RunState.STOPPED, 130, lost)
     assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", lost)
     assert supervisor.status()["error"] == lost
@@ -212,9 +210,7 @@ def test_a_trainer_that_outlasts_the_grace_is_named_and_leaves_none_to_others(
     assert not (scripted.state / "teacher-0-0.left").exists(), "there is one grace in all"
 
 
-def test_workers_that_fail_while_they_are_stopped_are_named_with_their_last_words(
-    scripted: ScriptedRun, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_during_shutdown_are_named(scripted: ScriptedRun, caplog: pytest.LogCaptureFixture) -> None:
     limits = Limits(grace_s=60)
     supervisor = scripted.start(
         steps=1000, trainer_0=["start:stumble 2"], teacher_0_0=["start:stumble 7"], limits=limits
@@ -223,8 +219,8 @@ def test_workers_that_fail_while_they_are_stopped_are_named_with_their_last_word
     supervisor.stop()
     ending = scripted.wait()
     said = (
-        "trainer-0 ended with status 2 while the run was stopped: told to leave; "
-        "teacher-0-0 ended with status 7 while the run was stopped: told to leave"
+        "trainer-0 exited with status 2 while the run was stopped: told to leave; "
+        "teacher-0-0 exited with status 7 while the run was stopped: told to leave"
     )
     assert (ending.state, ending.exit_code, ending.error) == (RunState.STOPPED, 130, said)
     assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", said)
@@ -232,7 +228,7 @@ def test_workers_that_fail_while_they_are_stopped_are_named_with_their_last_word
     assert attempts(scripted, "trainer-0") == 1
 
 
-def test_a_trainer_that_fails_and_one_that_outlasts_the_grace_are_both_named(scripted: ScriptedRun) -> None:
+def test_failed_and_killed_trainers_are_both_named(scripted: ScriptedRun) -> None:
     limits = Limits(grace_s=2)
     supervisor = scripted.start(
         steps=1000, ranks=2, trainer_0=["start:deaf"], trainer_1=["start:stumble 2"], limits=limits
@@ -240,12 +236,12 @@ def test_a_trainer_that_fails_and_one_that_outlasts_the_grace_are_both_named(scr
     scripted.until(lambda s: s["step"] >= 2)
     supervisor.stop()
     assert scripted.wait().error == (
-        "trainer-0 did not leave within 2 s (workers.stop_timeout_s): what was trained since the last checkpoint is "
-        "lost; trainer-1 ended with status 2 while the run was stopped: told to leave"
+        "trainer-0 did not exit within 2 s (workers.stop_timeout_s): progress since the last checkpoint is "
+        "lost; trainer-1 exited with status 2 while the run was stopped: told to leave"
     )
 
 
-def test_a_failure_before_a_stop_at_once_is_told(scripted: ScriptedRun) -> None:
+def test_failure_before_stop_now_is_named(scripted: ScriptedRun) -> None:
     limits = Limits(grace_s=3600)
     supervisor = scripted.start(
         steps=1000, trainer_0=["start:stumble 2"], collator_0=["start:deaf"], limits=limits
@@ -259,10 +255,10 @@ def test_a_failure_before_a_stop_at_once_is_told(scripted: ScriptedRun) -> None:
         time.sleep(0.05)
     supervisor.stop(now=True)
     ending = scripted.wait()
-    assert ending.error == "trainer-0 ended with status 2 while the run was stopped: told to leave"
+    assert ending.error == "trainer-0 exited with status 2 while the run was stopped: told to leave"
 
 
-def test_a_worker_that_was_being_restarted_has_not_failed_while_stopped(scripted: ScriptedRun) -> None:
+def test_worker_waiting_for_a_restart_has_not_failed_during_shutdown(scripted: ScriptedRun) -> None:
     limits = Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=600)
     supervisor = scripted.start(steps=1000, collator_0=["work:exit 7"], limits=limits)
     scripted.until(lambda s: any(w["state"] == "waiting" and w["exit_code"] == 7 for w in s["workers"]))
@@ -270,7 +266,7 @@ def test_a_worker_that_was_being_restarted_has_not_failed_while_stopped(scripted
     assert scripted.wait().error == "", "its failure was told when it failed"
 
 
-def test_a_worker_that_is_asked_before_it_listens_has_left_well(scripted: ScriptedRun) -> None:
+def test_sigterm_before_the_handler_is_a_clean_exit(scripted: ScriptedRun) -> None:
     supervisor = scripted.start(steps=1000)  # a scripted worker never listens: the signal ends it
     scripted.until(lambda s: s["step"] >= 1)
     supervisor.stop()
@@ -279,7 +275,7 @@ def test_a_worker_that_is_asked_before_it_listens_has_left_well(scripted: Script
     assert set(left.values()) == {-signal.SIGTERM}
 
 
-def test_a_later_supervisor_counts_on_from_the_logs_it_finds(scripted: ScriptedRun) -> None:
+def test_incarnations_continue_after_existing_logs(scripted: ScriptedRun) -> None:
     (scripted.output / "logs").mkdir()
     (scripted.output / "logs" / "collator-0.7.log").write_text("older\n")
     scripted.start(steps=3)
@@ -288,7 +284,7 @@ def test_a_later_supervisor_counts_on_from_the_logs_it_finds(scripted: ScriptedR
     assert {worker["attempt"] for worker in record(scripted)["workers"].values()} == {8}
 
 
-def test_an_address_in_use_ends_the_run_with_one_line(scripted: ScriptedRun) -> None:
+def test_address_in_use_ends_the_run(scripted: ScriptedRun) -> None:
     with socket.socket() as occupied:
         occupied.bind(("127.0.0.1", 0))
         occupied.listen()
@@ -298,5 +294,21 @@ def test_an_address_in_use_ends_the_run_with_one_line(scripted: ScriptedRun) -> 
         ending = scripted.wait()
     assert (ending.state, ending.exit_code) == (RunState.FAILED, 1)
     assert ending.error.startswith(
-        "queue ended with status 1, after 0 restarts without progress: cannot serve at tcp://"
+        "queue exited with status 1, after 0 restarts without progress: cannot serve at tcp://"
     )
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["running", "failed"])
+def test_recovered_group_continues_its_incarnation(scripted: ScriptedRun, waiting: bool) -> None:
+    """The next start of a recovered group has the next number, or its log would be another start's."""
+    recovered = {"collator-0": RecoveredGroup(incarnation=4, handles={}, waiting=waiting, restarts=2)}
+    supervisor = Supervisor(
+        scripted.members(steps=2), [scripted.address], scripted.output, LocalLauncher(), Limits(), recovered=recovered
+    )
+    worker = record(scripted)["workers"]["collator-0"]
+    assert (worker["attempt"], worker["restarts"]) == (4, 2)
+    assert Path(worker["log"]).name == "collator-0.4.log"
+    scripted.run_supervisor(supervisor)
+    assert scripted.wait().state == RunState.COMPLETED
+    assert record(scripted)["workers"]["collator-0"]["attempt"] == 5
+    assert [path.name for path in (scripted.output / "logs").glob("collator-0.*.log")] == ["collator-0.5.log"]
