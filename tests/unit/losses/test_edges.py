@@ -242,11 +242,11 @@ REFUSED_TEACHERS = {
     "modes_for_other_teachers": ({"teacher_modes": ("p_kl", "gold")}, [False], "names 2 teachers, the run has 1"),
     "averaging_mixed": ({"teacher_aggregation": "averaged_logits"}, [True, False], "every teacher must have"),
     "mode_of_a_same_tokenizer": ({"teacher_modes": ("gold", "gold")}, [False, True], "teacher 1 has the student's"),
-    "gold_of_same_tokenizers": ({"gold_loss": True}, [True, True], "gold_loss is used by no teacher"),
+    "gold_of_same_tokenizers": ({"gold_loss": True}, [True, True], 'mode = "gold" is used by no teacher'),
     "h_kl_of_own_modes": (
         {"gold_loss": True, "xtoken_loss": True, "teacher_modes": ("p_kl", None)},
         [False, True],
-        "xtoken_loss is used by no teacher",
+        'mode = "h_kl" is used by no teacher',
     ),
     "exact_only_of_same_tokenizers": ({"exact_token_match_only": True}, [True], "belongs to P-KL, which compares no"),
     "prob_of_same_tokenizers": ({"teacher_chunk_average": "prob"}, [True], "belongs to P-KL, which compares no"),
