@@ -134,9 +134,9 @@ class TrainerLoop:
         self.worker.phase("run")
         metrics = self.runner.run_step(step, self.rewinds)
         waits["teacher_wait"] += self.runner.waited_s
-        left = self.runner.left
-        redo = left or self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
-        redo, stops = self.group.any_of(redo, left or self._stop_asked.is_set())
+        stopped = self.runner.stopped
+        redo = stopped or self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
+        redo, stops = self.group.any_of(redo, stopped or self._stop_asked.is_set())
         if redo:
             self.optimizer.zero_grad()
             if stops:

@@ -21,7 +21,7 @@ from services.trainer.evaluate import Evaluator
 from services.trainer.export import account_of_positions, export_student
 from services.trainer.jsonl import replace_file
 from services.trainer.loop import TrainerLoop
-from services.trainer.rings import OpenRings
+from services.trainer.rings import TeacherRings
 from services.trainer.step import StepRunner
 from services.trainer.student import Student, load_student
 from xtoken_core.config.resolved import ResolvedRun
@@ -101,7 +101,7 @@ def train(worker: Worker, group: RankGroup, rank: int) -> None:
             f"the student's head has {head_width(student.model)} rows, its tokenizer {run.student.vocab_size} ids"
         )
     loss = make_loss(run, device)
-    rings = OpenRings(worker, device)
+    rings = TeacherRings(worker, device)
     try:
         runner = StepRunner(worker, student, loss, rings, group, rank=rank, pad_id=pad_id(tokenizer))
         evaluator = Evaluator(worker, tokenizer, loss) if run.spec.eval is not None else None

@@ -1,4 +1,4 @@
-"""The student's end of its teachers' rings: opened once per teacher session, looked after between claims."""
+"""The student's side of the teachers' rings: opens what teachers announce, reads slots, releases them."""
 
 from __future__ import annotations
 
@@ -11,98 +11,116 @@ from torch import Tensor
 from services.common.event_callbacks import EventCallbacks
 from services.common.step_plan import ring_shape
 from services.common.worker import Worker
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits
 from xtoken_core.transports.factory import open_ring
 from xtoken_core.transports.head import load_head
 from xtoken_core.transports.queue_signal import OpenedQueueRing, take_columns
 from xtoken_core.transports.ring import SignalError
-from xtoken_core.transports.signal import forget_ring, opened_ring
+from xtoken_core.transports.signal import RINGS, SignalSlot
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.messages import SlotRef
 
 log = logging.getLogger("xtoken.trainer")
 
 
-class OpenRings:
-    """The rings that this rank has open, one per teacher.
+class TeacherRings:
+    """One open ring per teacher. Which are open, the process's `RINGS` says.
 
     Args:
         worker: The session.
-        device: Where the student computes.
+        device: The student's device.
     """
 
     def __init__(self, worker: Worker, device: torch.device) -> None:
         self.worker, self.device = worker, device
-        self._open: dict[int, int] = {}
-        self._released = EventCallbacks(device, "releaser", limit_s=worker.run.spec.workers.step_timeout_s)
+        self._teachers = range(len(worker.run.spec.teacher))
+        self._releases = EventCallbacks(device, "releaser", limit_s=worker.run.spec.workers.step_timeout_s)
 
-    def look_after(self) -> None:
-        """Open what a teacher has announced since the last look; close what it replaces, and what a lost one has left.
+    def poll(self) -> None:
+        """Open rings that teachers have announced; close those that were replaced, or whose teacher has ended.
 
         Raises:
-            Exception: What a release has met.
+            Exception: Error of a release.
         """
-        self._released.check()
-        run = self.worker.run
-        for teacher in range(len(run.spec.teacher)):
-            ring = self.worker.queue.await_ring(teacher, wait_s=0.0)
-            known = self._open.get(teacher)
-            if known is not None and (ring is None or ring.ring != known):
-                log.warning("teacher %d has gone: ring %d is closed, the next teacher brings its own", teacher, known)
-                self._forget(teacher)
-            if ring is None or ring.ring == known:
+        self._releases.check()
+        for teacher in self._teachers:
+            announced = self.worker.queue.await_ring(teacher, wait_s=0.0)
+            known = RINGS.of_teacher(teacher)
+            if known is not None and (announced is None or announced.ring != known):
+                log.warning("teacher %d has ended: ring %d is closed, the next teacher opens a new one", teacher, known)
+                self._close(teacher)
+            if announced is None or announced.ring == known:
                 continue
             try:
-                self._take(teacher, ring.ring, ring.handle)
-                self.worker.queue.opened_ring(teacher, ring.ring)
+                self._open(teacher, announced.ring, announced.handle)
+                self.worker.queue.opened_ring(teacher, announced.ring)
             except (SignalError, QueueError) as error:
-                self._explain(teacher, ring.ring, error)
+                self._check_replaced(teacher, announced.ring, error)
             else:
-                log.info("ring %d of teacher %d is open", ring.ring, teacher)
+                log.info("ring %d of teacher %d is open", announced.ring, teacher)
 
     def receive(self, slots: Iterable[SlotRef], columns: MutableMapping[str, Column]) -> None:
         """Move signals that came through the queue from a claim's columns into their rings."""
         for ref in slots:
-            mine = take_columns(columns, ref.teacher)
-            if not mine:
+            signal = take_columns(columns, ref.teacher)
+            if not signal:
                 continue
-            ring = opened_ring(ref.ring)
+            ring = RINGS.get(ref.ring)
             if not isinstance(ring, OpenedQueueRing):
                 raise SignalError(f"ring {ref.ring} is in memory, and its signal came through the queue as well")
-            ring.receive(ref.slot, ref.generation, mine, ref.teacher)
+            ring.receive(ref.slot, ref.generation, signal, ref.teacher)
 
-    def is_open(self, ref: SlotRef) -> bool:
-        """Return whether the ring of a slot is open: a claim closes those of teachers that have gone."""
-        return ref.ring in self._open.values()
+    def logits(self, ref: SlotRef, rows: int, width: int) -> Logits:
+        """Return a micro-batch's teacher logits `[B, T_t, V_t]` on the student's device, or their factors.
+
+        They are a view of the teacher's memory if that is on the device, and one copy otherwise.
+
+        Args:
+            ref: Slot that holds the signal.
+            rows: Samples of the micro-batch, B.
+            width: Padded tokens per row, T_t.
+        """
+        signal = SignalSlot(RINGS.get(ref.ring), ref.slot, ref.generation, 0, rows, width)
+        if not signal.ring.shape.hidden:
+            return signal.logits().to(self.device, non_blocking=True)
+        states = signal.hidden(self.device)
+        maxima = None if states.maxima is None else states.maxima.to(self.device, non_blocking=True)
+        hidden = states.hidden.to(self.device, non_blocking=True)
+        return HeadProjection(hidden, states.head, column_maxima=maxima)
 
     def release(self, slots: Sequence[SlotRef]) -> None:
-        """Once the backward that read these slots has completed on the device: check, then release.
+        """Check and release slots once the backward that read them has completed on the device.
+
+        The check comes after the device is done: a slot that was refilled meanwhile has been read half old, half new.
 
         Raises:
-            StaleSignalError: A slot was refilled while it was read; on a GPU it comes from a later call.
+            StaleSignalError: A slot was refilled while it was read; on a GPU a later call raises it.
         """
 
-        def done() -> None:
+        def check_and_release() -> None:
             for ref in slots:
-                opened_ring(ref.ring).check(ref.slot, ref.generation)
+                RINGS.get(ref.ring).check(ref.slot, ref.generation)
                 self.worker.queue.release(ref.ring, ref.slot, ref.generation)
 
-        self._released.after(done)
+        self._releases.after(check_and_release)
 
     def drain(self) -> None:
-        """Wait until every slot is released: a step may be checked only then.
+        """Wait until every slot is released: only then may the step be checked.
 
         Raises:
             StaleSignalError: A slot was refilled while it was read.
         """
-        self._released.drain()
+        self._releases.drain()
 
     def close(self) -> None:
-        """Close all."""
-        self._released.close()
-        for teacher in list(self._open):
-            forget_ring(self._open.pop(teacher))
+        """Close all rings."""
+        self._releases.close()
+        for teacher in self._teachers:
+            number = RINGS.of_teacher(teacher)
+            if number is not None:
+                RINGS.close(number)
 
-    def _take(self, teacher: int, number: int, handle: bytes) -> None:
+    def _open(self, teacher: int, number: int, handle: bytes) -> None:
         run = self.worker.run
         shape, spec = ring_shape(run, teacher), run.spec.teacher[teacher]
 
@@ -110,20 +128,20 @@ class OpenRings:
             dtype: torch.dtype = getattr(torch, shape.dtype)
             return load_head(spec.model, width=shape.head_width, hidden=shape.hidden, dtype=dtype)
 
-        open_ring(run.spec.workers.signal, number, handle, shape, device=self.device, head=head)
-        self._open[teacher] = number
+        signal = run.spec.workers.signal
+        open_ring(signal, number, handle, shape, teacher=teacher, device=self.device, head=head)
 
-    def _explain(self, teacher: int, ring: int, error: Exception) -> None:
-        """Go on if the teacher has gone meanwhile, with its ring: the next one announces its own."""
-        self._forget(teacher)
+    def _check_replaced(self, teacher: int, number: int, error: Exception) -> None:
+        """Raise the error of opening a ring, unless its teacher has ended meanwhile: the next one announces its own."""
+        self._close(teacher)
         now = self.worker.queue.await_ring(teacher, wait_s=0.0)
-        if now is not None and now.ring == ring:
+        if now is not None and now.ring == number:
             raise error
-        log.info("ring %d of teacher %d is gone before it was open: %s", ring, teacher, error)
+        log.info("ring %d of teacher %d was withdrawn before it was open: %s", number, teacher, error)
 
-    def _forget(self, teacher: int) -> None:
-        """Close a ring whose teacher has ended, once nothing reads it any more: until then its memory is taken."""
-        ring = self._open.pop(teacher, None)
-        if ring is not None:
-            self._released.drain()
-            forget_ring(ring)
+    def _close(self, teacher: int) -> None:
+        """Close a teacher's ring once nothing reads it any more: until then its memory must stay mapped."""
+        number = RINGS.of_teacher(teacher)
+        if number is not None:
+            self._releases.drain()
+            RINGS.close(number)

@@ -1,4 +1,4 @@
-"""One optimiser step: its micro-batches in plan order, forward, loss, backward, release."""
+"""Gradients of one step: its micro-batches in plan order, each claim, forward, loss, backward, release."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from services.common.padding import padded_batch
 from services.common.step_plan import StepPlan
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.distributed import RankGroup
-from services.trainer.rings import OpenRings
-from services.trainer.signals import teacher_logits
+from services.trainer.rings import TeacherRings
 from services.trainer.student import Student
 from services.trainer.timing import DeviceTimer
 from xtoken_core import schema
@@ -24,13 +23,20 @@ from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import Logits
 from xtoken_core.losses.objective import Selection
 from xtoken_core.plan import MicroBatch
+from xtoken_core.transports.signal import RINGS
 from xtoken_core.wire import Column
 from xtoken_core.wire.messages import Claimed, SlotRef
 
 
 @dataclass(frozen=True)
 class Received:
-    """A micro-batch that this rank holds: its place in the plan, its padded columns, the slots of its signals."""
+    """A micro-batch that this rank has claimed.
+
+    Attributes:
+        batch: The micro-batch as planned.
+        data: Its padded columns.
+        slots: Each teacher's slot, in the order of the teachers.
+    """
 
     batch: MicroBatch
     data: dict[str, Any]
@@ -39,14 +45,19 @@ class Received:
 
 @dataclass(frozen=True)
 class Choices:
-    """What `select_teacher` has found: the choice of each micro-batch, and all ranks' chunks of the teachers chosen."""
+    """Result of `select_teacher`.
+
+    Attributes:
+        of_batch: The choice for each micro-batch.
+        chunks: Chunks of the chosen teachers over all ranks, the step's denominator.
+    """
 
     of_batch: list[Selection]
     chunks: Tensor
 
 
 class StepRunner:
-    """Gradients of one rank's part of a step.
+    """Computes the gradients of one rank's part of a step.
 
     Args:
         worker: The session.
@@ -54,12 +65,12 @@ class StepRunner:
         loss: The run's loss.
         rings: The teachers' rings.
         group: All ranks.
-        rank: This rank in its node group.
-        pad_id: The token id that fills the student's padding.
+        rank: Number of this rank in its node group.
+        pad_id: Token id for the student's padding.
 
     Attributes:
-        waited_s: Seconds that it has waited for the teachers' signals, in all steps.
-        left: Whether this rank was asked to leave while it waited, in the last step.
+        waited_s: Seconds spent waiting for the teachers' signals, over all steps.
+        stopped: This rank was asked to stop while it waited, in the last step.
         timer: Device time of forward, loss and backward.
     """
 
@@ -68,7 +79,7 @@ class StepRunner:
         worker: Worker,
         student: Student,
         loss: CrossTokenizerDistillationLoss,
-        rings: OpenRings,
+        rings: TeacherRings,
         group: RankGroup,
         *,
         rank: int,
@@ -77,71 +88,71 @@ class StepRunner:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.student, self.loss, self.rings, self.group = student, loss, rings, group
         self.rank, self.pad_id = rank, pad_id
-        self.place = self.run.group * self.run.spec.workers.ranks + rank
+        self.world_rank = self.run.group * self.run.spec.workers.ranks + rank
         self.fields = list(schema.run_fields(self.run.spec.same_tokenizer))
         self.waited_s = 0.0
-        self.left = False
+        self.stopped = False
         self.timer = DeviceTimer(student.device)
 
     def run_step(self, step: StepPlan, rewinds: int) -> list[dict[str, Tensor]]:
-        """Add the gradients of this rank's micro-batches; returns their metrics, on the device.
+        """Accumulate the gradients of this rank's micro-batches; returns their metrics, on the device.
 
-        The host only queues work for a GPU: it claims and copies a micro-batch while the one before is computed.
-        Of several ranks none leaves by itself: one that was asked to claims nothing any more, but goes on to where they
-        decide together.
+        On a GPU the host only enqueues work: it claims and copies a micro-batch while the previous one is computed.
+        With several ranks none stops alone: one that was asked to claims nothing more, and continues to the point where
+        all decide together.
 
         Raises:
-            StopRequested: The only rank was asked to leave.
+            StopRequested: The only rank was asked to stop.
         """
         metrics = []
-        self.left = False
+        self.stopped = False
         self.timer.reset()
         received: Iterable[Received | None] = self._receive(step, rewinds)
         choices: Choices | None = None
         if self.loss.selects_teacher:
-            received = [self._kept(micro_batch) for micro_batch in list(received)]
+            received = [self._if_open(micro_batch) for micro_batch in list(received)]
             choices = self._choose(received)
         for index, micro_batch in enumerate(received):
-            torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.place, index))
+            torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.world_rank, index))
             if micro_batch is not None:
                 metrics.append(self._backward(step, micro_batch, index, choices))
                 self.rings.release(micro_batch.slots)
                 self.worker.beat(1)
-            elif self.student.sharded:
+            elif self.student.sharded:  # its collectives need every rank in every forward and backward
                 self.student.dummy_step(self.pad_id)
         self.rings.drain()
         return metrics
 
     def _receive(self, step: StepPlan, rewinds: int) -> Iterator[Received | None]:
-        """Each micro-batch of this rank, as it is asked for; None for one with nothing to train on."""
+        """Yield each micro-batch of this rank, claimed lazily; None for one with nothing to train on."""
         for batch in step.plan.ranks[self.rank]:
-            yield self._micro_batch(batch, rewinds) if batch.ids and not self.left else None
+            yield self._claim_padded(batch, rewinds) if batch.ids and not self.stopped else None
 
-    def _micro_batch(self, batch: MicroBatch, rewinds: int) -> Received | None:
+    def _claim_padded(self, batch: MicroBatch, rewinds: int) -> Received | None:
         began = time.monotonic()
         try:
             claimed, columns = self._claim(batch, rewinds)
         except StopRequested:
             if self.run.world == 1:
                 raise
-            self.left = True
+            self.stopped = True
             return None
         finally:
             self.waited_s += time.monotonic() - began
         if len(claimed.slots) < len(self.run.spec.teacher):
-            return None  # every sample has died
+            return None  # every sample is dead
         slots = sorted(claimed.slots, key=lambda ref: ref.teacher)
         self.rings.receive(slots, columns)
         return Received(batch, self._padded(batch, claimed, columns), slots)
 
-    def _kept(self, micro_batch: Received | None) -> Received | None:
-        """A micro-batch that is still there after later ones were claimed; None if a teacher has gone meanwhile.
+    def _if_open(self, micro_batch: Received | None) -> Received | None:
+        """Return the micro-batch if all its rings are still open after later claims; None otherwise.
 
-        The step is done again then: the queue knows that its signal was lost under its reader.
+        A claim closes the rings of teachers that have ended. The step is repeated then: `check_step` answers `redo`.
         """
         if micro_batch is None:
             return None
-        open_slots = [ref for ref in micro_batch.slots if self.rings.is_open(ref)]
+        open_slots = [ref for ref in micro_batch.slots if ref.ring in RINGS]
         if len(open_slots) == len(micro_batch.slots):
             return micro_batch
         self.rings.release(open_slots)
@@ -149,7 +160,7 @@ class StepRunner:
 
     @torch.no_grad()
     def _choose(self, received: Iterable[Received | None]) -> Choices:
-        """The teacher of every micro-batch, which needs all signals of the step before its first backward."""
+        """Choose the teacher of every micro-batch, with all signals of the step before its first backward."""
         device = self.student.device
         of_batch = []
         for micro_batch in received:
@@ -157,24 +168,22 @@ class StepRunner:
                 of_batch.append(Selection.nothing(device))
             else:
                 on_device = to_device(tensors_of(micro_batch.data), device)
-                of_batch.append(self.loss.select(on_device, self._signals(micro_batch)))
+                of_batch.append(self.loss.select(on_device, self._teacher_logits(micro_batch)))
                 self.worker.beat()
-        mine = sum((found.chunks for found in of_batch), start=torch.zeros((), device=device))  # a step may be empty
-        return Choices(of_batch, self.group.all_reduce_sum(mine))
+        chunks = sum((choice.chunks for choice in of_batch), start=torch.zeros((), device=device))  # may be empty
+        return Choices(of_batch, self.group.all_reduce_sum(chunks))
 
-    def _signals(self, micro_batch: Received) -> list[Logits]:
+    def _teacher_logits(self, micro_batch: Received) -> list[Logits]:
+        """Return each teacher's logits `[B, T_t, V_t]`, or their factors."""
         batch = micro_batch.batch
-        return [
-            teacher_logits(ref, len(batch.ids), batch.widths[1 + ref.teacher], self.student.device)
-            for ref in micro_batch.slots
-        ]
+        return [self.rings.logits(ref, len(batch.ids), batch.widths[1 + ref.teacher]) for ref in micro_batch.slots]
 
     def _backward(
         self, step: StepPlan, micro_batch: Received, index: int, choices: Choices | None
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Forward, loss and backward of a micro-batch; no view of a teacher's memory outlives it."""
+        """Run forward, loss and backward of a micro-batch; no view of a teacher's memory outlives this frame."""
         device = self.student.device
-        signals = self._signals(micro_batch)
+        teacher_logits = self._teacher_logits(micro_batch)
         tensors = tensors_of(micro_batch.data)
         on_device = to_device(tensors, device)
         blockwise = self.student.blockwise
@@ -184,7 +193,7 @@ class StepRunner:
         loss, metrics = self.loss(
             on_device,
             outputs,
-            signals,
+            teacher_logits,
             global_valid_toks=step.ce_tokens,
             global_valid_chunks=list(step.kd_chunks),
             global_selected_chunks=choices.chunks if choices else None,
@@ -192,19 +201,19 @@ class StepRunner:
             blocks=self.loss.token_blocks(tensors, micro_batch.batch.widths[1:]) if blockwise else None,
         )
         self.timer.lap("loss")
-        del outputs  # the graph alone keeps it: a large part of it goes while backward runs
+        del outputs  # only the graph holds them now, so that backward frees most of their memory early
         loss.backward()  # type: ignore[no-untyped-call]
         self.timer.lap("backward")
         return metrics
 
     def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:
-        """Lease a micro-batch; meanwhile open the rings of teachers that come (back)."""
+        """Lease a micro-batch; while waiting, open the rings of teachers that (re)start."""
         while True:
             self.worker.alive()
-            self.rings.look_after()
-            found = self.queue.claim_batch(batch.ids, self.fields, rewinds=rewinds, wait_s=WAIT_S)
-            if found is not None:
-                return found
+            self.rings.poll()
+            claim = self.queue.claim_batch(batch.ids, self.fields, rewinds=rewinds, wait_s=WAIT_S)
+            if claim is not None:
+                return claim
 
     def _padded(self, batch: MicroBatch, claimed: Claimed, columns: dict[str, Column]) -> dict[str, Any]:
         dead = set(claimed.dead)
@@ -221,18 +230,18 @@ class StepRunner:
 
 
 def tensors_of(data: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The columns that are tensors: all but the signals' places."""
+    """Return the columns that are tensors."""
     return {name: value for name, value in data.items() if isinstance(value, Tensor)}
 
 
 def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copies on a device; a GPU gets them through pinned memory, without waiting for what it still computes."""
+    """Copy tensors to a device; to a GPU through pinned memory, without synchronisation."""
     if device.type != "cuda":
         return {name: value.to(device) for name, value in tensors.items()}
     return {name: value.pin_memory().to(device, non_blocking=True) for name, value in tensors.items()}
 
 
 def seed_of(seed: int, step: int, rank: int, micro_batch: int) -> int:
-    """The random state of a micro-batch, so that a repeated step repeats its dropout and none need be stored."""
+    """Return the random seed of a micro-batch: a repeated step repeats its dropout, and no state need be stored."""
     digest = hashlib.sha256(f"{seed}/{step}/{rank}/{micro_batch}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

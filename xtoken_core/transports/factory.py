@@ -1,4 +1,4 @@
-"""Which transport a ring uses: the one place that knows them all."""
+"""Creation and opening of rings: the one module that knows every transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xtoken_core.errors import ConfigError
 from xtoken_core.transports import cuda_ipc, queue_signal, shared_memory
 from xtoken_core.transports.cuda_memory import bindings_installed
 from xtoken_core.transports.ring import RingHandle, RingShape, SignalError
-from xtoken_core.transports.signal import OpenedRing, SignalRing, remember_ring
+from xtoken_core.transports.signal import RINGS, OpenedRing, SignalRing
 
 log = logging.getLogger("xtoken.signal")
 
@@ -29,11 +29,11 @@ TRANSPORTS: dict[SignalName, tuple[str, ...]] = {
 
 
 def pick_transport(signal: str, device: torch.device) -> str:
-    """The transport of a teacher on a device.
+    """Return the transport for a teacher on a device.
 
     Args:
         signal: The run's `workers.signal`.
-        device: Where the teacher computes.
+        device: The teacher's device.
 
     Raises:
         ConfigError: The setting needs a GPU, or a package, that is not there.
@@ -57,14 +57,14 @@ def pick_transport(signal: str, device: torch.device) -> str:
 def create_ring(
     transport: str, shape: RingShape, *, run: str, session: str, device: torch.device | None = None
 ) -> SignalRing:
-    """A fresh ring for one student session.
+    """Create a ring for one student session.
 
     Args:
         transport: As `pick_transport` says.
         shape: From the run's specification.
         run: The run's name.
         session: The teacher's session.
-        device: Where the teacher computes; None: on the CPU.
+        device: The teacher's device; None: the CPU.
 
     Raises:
         InputError: If there is no memory for it.
@@ -82,21 +82,23 @@ def create_ring(
 
 def open_ring(
     signal: str,
-    ring: int,
+    number: int,
     handle: bytes,
     shape: RingShape,
     *,
+    teacher: int = 0,
     device: torch.device | None = None,
     head: Callable[[], Tensor] | None = None,
 ) -> OpenedRing:
-    """Open an announced ring and enter it into this process's table.
+    """Open an announced ring and enter it into `RINGS`.
 
     Args:
         signal: The run's `workers.signal`; a handle of a transport that it does not allow is refused.
-        ring: The queue's number of the ring.
+        number: The queue's number of the ring.
         handle: As announced.
         shape: From the run's specification.
-        device: Where the student computes; None: on the CPU.
+        teacher: Number of the teacher that fills it.
+        device: The student's device; None: the CPU.
         head: Reads the teacher's head `[V_m, H]`, for a signal that comes without one.
 
     Raises:
@@ -118,7 +120,7 @@ def open_ring(
     else:
         raise SignalError("a signal through the queue needs the teacher's head: none was given")
     try:
-        remember_ring(ring, opened)
+        RINGS.add(number, opened, teacher=teacher)
     except SignalError:
         opened.close()
         raise

@@ -1,4 +1,4 @@
-"""The teacher's signal from its slot to the loss: one interface for every transport, views instead of copies."""
+"""Rings of slots as teacher and student see them: one interface for every transport, views instead of copies."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from xtoken_core.transports.board import Board
 from xtoken_core.transports.memory import RingMemory
 from xtoken_core.transports.ring import RingHandle, RingShape, SignalError, SlotRef
 from xtoken_core.wire import Column
-
-_OPENED: dict[int, OpenedRing] = {}
-"""The rings that this process has opened, by the queue's number of each."""
 
 
 class SignalRing(ABC):
@@ -42,22 +39,22 @@ class SignalRing(ABC):
 
     @abstractmethod
     def _begin(self, slot: int, rows: int, width: int) -> None:
-        """What the slot held before counts as gone."""
+        """Invalidate what the slot held before."""
 
     @abstractmethod
     def publish(self, slot: int, generation: int) -> None:
-        """Say that the slot now holds this generation. The write must have completed on the device."""
+        """Mark the slot as holding this generation. The write must have completed on the device."""
 
     @abstractmethod
     def unlink(self) -> None:
-        """The student has opened the ring: nobody else can any more."""
+        """Remove the ring's name, once the student has opened it: no other process can open it any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the memory, once the device is done with it; a student that has it open keeps it."""
+        """Free the memory, once the device is done with it; a student that has it open keeps it."""
 
     def slot_view(self, slot: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
-        """A slot to write into, logits `[.., V_m]` or hidden states `[.., H]`; what it held counts as gone from now on.
+        """Return a slot to write logits `[.., V_m]` or hidden states `[.., H]` into; what it held becomes invalid.
 
         Raises:
             SignalError: If there is no such slot, or the micro-batch does not fit.
@@ -67,15 +64,15 @@ class SignalRing(ABC):
         return memory.tokens(slot, rows, width)
 
     def maxima_view(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
-        """The column maxima of a slot that is being filled, to write into."""
+        """Return the column maxima of a slot that is being filled, to write into."""
         return self._memory().maxima(slot, rows)
 
     def head_view(self) -> Float[Tensor, "V_m H"]:
-        """The head, to be written once, before the ring is announced."""
+        """Return the head, to be written once, before the ring is announced."""
         return self._memory().head()
 
     def columns(self, slot: int, rows: int, width: int, teacher: int) -> dict[str, Column]:
-        """What is sent along with the slot's `complete`: nothing where the student reads the slot itself."""
+        """Return the columns of the slot's `complete`: none if the student reads the slot itself."""
         del slot, rows, width, teacher
         return {}
 
@@ -91,7 +88,7 @@ class OpenedRing(ABC):
 
     @abstractmethod
     def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
-        """The first `rows` rows of a slot, to be read only: logits cut to V_t in storage V_m wide, or hidden states.
+        """Return the first `rows` rows of a slot, read-only: logits cut to V_t in storage V_m wide, or hidden states.
 
         Raises:
             StaleSignalError: If the slot does not hold this generation.
@@ -100,7 +97,7 @@ class OpenedRing(ABC):
 
     @abstractmethod
     def maxima(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
-        """The column maxima of the first rows of a slot that `view` was asked for.
+        """Return the column maxima of the first rows of a slot, after `view`.
 
         Raises:
             SignalError: If the ring has none.
@@ -108,7 +105,7 @@ class OpenedRing(ABC):
 
     @abstractmethod
     def head(self, device: torch.device) -> Float[Tensor, "V_t H"]:
-        """The teacher's head cut to its vocabulary: a view of the ring's, or one copy per device.
+        """Return the teacher's head cut to its vocabulary: a view of the ring's, or one copy per device.
 
         Raises:
             SignalError: If the ring holds logits.
@@ -116,7 +113,7 @@ class OpenedRing(ABC):
 
     @abstractmethod
     def check(self, slot: int, generation: int) -> None:
-        """Say whether the slot still holds this generation: to be asked once the backward has completed.
+        """Check that the slot still holds this generation; call it once the backward has completed.
 
         Raises:
             StaleSignalError: If it does not.
@@ -124,7 +121,7 @@ class OpenedRing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the memory, once the last view of it is gone."""
+        """Free the memory, once the last view of it is gone."""
 
 
 class MappedRing(OpenedRing):
@@ -177,37 +174,52 @@ class MappedRing(OpenedRing):
         return self._parts
 
 
-def remember_ring(ring: int, opened: OpenedRing) -> None:
-    """Enter an opened ring into this process's table under the queue's number of it.
+class RingTable:
+    """The rings that a process has opened, by the queue's number of each; at most one per teacher."""
 
-    Raises:
-        SignalError: If the number stands for a ring that is still open.
-    """
-    if ring in _OPENED:
-        raise SignalError(f"ring {ring} is already open: close it first")
-    _OPENED[ring] = opened
+    def __init__(self) -> None:
+        self._rings: dict[int, tuple[int, OpenedRing]] = {}
+
+    def add(self, number: int, ring: OpenedRing, *, teacher: int = 0) -> None:
+        """Enter an opened ring.
+
+        Raises:
+            SignalError: If a ring of this number or of this teacher is still open.
+        """
+        other = number if number in self._rings else self.of_teacher(teacher)
+        if other is not None:
+            raise SignalError(f"ring {other} is already open: close it first")
+        self._rings[number] = teacher, ring
+
+    def get(self, number: int) -> OpenedRing:
+        """Return the ring of a number.
+
+        Raises:
+            SignalError: If it is not open.
+        """
+        if number not in self._rings:
+            raise SignalError(f"ring {number} is not open in this process")
+        return self._rings[number][1]
+
+    def of_teacher(self, teacher: int) -> int | None:
+        """Return the number of a teacher's ring; None without one."""
+        return next((number for number, (owner, _) in self._rings.items() if owner == teacher), None)
+
+    def close(self, number: int) -> None:
+        """Close and remove a ring; one that is not open is no error."""
+        if number in self._rings:
+            self._rings.pop(number)[1].close()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._rings
 
 
-def opened_ring(ring: int) -> OpenedRing:
-    """The ring that this process has opened under a number.
-
-    Raises:
-        SignalError: If there is none.
-    """
-    if ring not in _OPENED:
-        raise SignalError(f"ring {ring} is not open in this process")
-    return _OPENED[ring]
-
-
-def forget_ring(ring: int) -> None:
-    """Close a ring and take it out of the table; one that is not there is no error."""
-    opened = _OPENED.pop(ring, None)
-    if opened is not None:
-        opened.close()
+RINGS = RingTable()
+"""Every ring that this process has opened."""
 
 
 def slot_refs(ring: int, slot: int, generation: int, rows: int) -> list[SlotRef]:
-    """One reference per row of a micro-batch that lies in a slot."""
+    """Return one reference per row of a micro-batch in a slot."""
     return [SlotRef(ring=ring, slot=slot, row=row, generation=generation) for row in range(rows)]
 
 
@@ -276,12 +288,12 @@ class SignalSlot:
 def rebuild_teacher_full_logits_from_ipc(
     data: Mapping[str, Any], teacher: int | None = None
 ) -> Float[Tensor, "B T_t V_t"]:
-    """The micro-batch's teacher logits: a view into the teacher's memory, dtype kept, nothing copied.
+    """Return the micro-batch's teacher logits: a view into the teacher's memory, dtype kept, nothing copied.
 
     Args:
         data: Holds `teacher_full_logits_ipc`, one `SlotRef` per sample, and `teacher_input_ids` `[B, T_t]`, padded as
-            the plan says. With several teachers the names carry the teacher's index.
-        teacher: That index; None for a single teacher.
+            the plan says.
+        teacher: The teacher's number, carried by the names; None: plain names, of a single teacher.
 
     Returns:
         `[B, T_t, V_t]`, of storage that is as wide as the teacher's head. To be read only, and only until the slot is
@@ -298,12 +310,12 @@ def rebuild_teacher_full_logits_from_ipc(
 def rebuild_teacher_hidden_from_ipc(
     data: Mapping[str, Any], teacher: int | None = None, *, device: torch.device | None = None
 ) -> HiddenSignal:
-    """The micro-batch's hidden states and column maxima as views, and the head that makes logits of them.
+    """Return the micro-batch's hidden states and column maxima as views, and the head that makes logits of them.
 
     Args:
         data: As for `rebuild_teacher_full_logits_from_ipc`.
         teacher: Likewise.
-        device: Where the head is wanted; None: where the hidden states are. It is copied there once per ring.
+        device: Device for the head, which is copied there once per ring; None: that of the hidden states.
 
     Raises:
         SignalError: As there; also if the ring holds logits.
@@ -325,7 +337,7 @@ def _located(data: Mapping[str, Any], teacher: int | None) -> SignalSlot:
         if ref["row"] != first["row"] + index:
             raise SignalError(f"{name}: row {ref['row']} follows row {first['row']} at distance {index}")
     start = first["row"]
-    return SignalSlot(opened_ring(first["ring"]), first["slot"], first["generation"], start, start + rows, width)
+    return SignalSlot(RINGS.get(first["ring"]), first["slot"], first["generation"], start, start + rows, width)
 
 
 def _checked(name: str, ref: Any) -> SlotRef:

@@ -14,13 +14,7 @@ import torch
 from services.common.event_callbacks import EventCallbacks
 from xtoken_core.transports import RingHandle, RingShape
 from xtoken_core.transports.cuda_ipc import CudaIpcRing, OpenedCudaIpcRing
-from xtoken_core.transports.signal import (
-    forget_ring,
-    opened_ring,
-    rebuild_teacher_full_logits_from_ipc,
-    remember_ring,
-    slot_refs,
-)
+from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc, slot_refs
 
 DEVICE = torch.device("cuda", 0)
 ROWS = 2
@@ -96,7 +90,7 @@ def study(pipe, shape, refills, wait, sleep, endless=False):
     torch.zeros(1, device=DEVICE)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    remember_ring(1, OpenedCudaIpcRing(handle, shape, device=DEVICE))
+    RINGS.add(1, OpenedCudaIpcRing(handle, shape, device=DEVICE))
     open_bytes = torch.cuda.memory_allocated() - before
     done = EventCallbacks(DEVICE, "releaser", limit_s=60.0)
     stream = torch.cuda.Stream()
@@ -121,7 +115,7 @@ def study(pipe, shape, refills, wait, sleep, endless=False):
             def release(slot=slot, generation=generation):
                 nonlocal stale
                 try:
-                    opened_ring(1).check(slot, generation)
+                    RINGS.get(1).check(slot, generation)
                 except Exception:
                     stale += 1
                 pipe.put({"free": slot})
@@ -138,7 +132,7 @@ def study(pipe, shape, refills, wait, sleep, endless=False):
         "view_bytes": view_bytes, "open_bytes": open_bytes,
     }  # fmt: skip
     del view
-    forget_ring(1)
+    RINGS.close(1)
     pipe.put("closed")
     print(json.dumps(report), flush=True)
 

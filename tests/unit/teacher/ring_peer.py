@@ -10,7 +10,7 @@ import torch
 from xtoken_core.errors import XtokenError
 from xtoken_core.transports import RingHandle, RingShape
 from xtoken_core.transports.shared_memory import OpenedSharedMemoryRing, SharedMemoryRing
-from xtoken_core.transports.signal import forget_ring, opened_ring, rebuild_teacher_full_logits_from_ipc, remember_ring
+from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc
 
 made = {}
 
@@ -28,7 +28,7 @@ def open_(handle, shape, directory, ring=1):
     opened = OpenedSharedMemoryRing(
         RingHandle.from_bytes(bytes.fromhex(handle)), RingShape(**shape), directory=Path(directory)
     )
-    remember_ring(ring, opened)
+    RINGS.add(ring, opened)
 
 
 def read(refs, width):
@@ -63,9 +63,9 @@ COMMANDS = {
     "scribble": scribble,
     "create": create,
     "fill": fill,
-    "check": lambda slot, generation, ring=1: opened_ring(ring).check(slot, generation),
+    "check": lambda slot, generation, ring=1: RINGS.get(ring).check(slot, generation),
     "mappings": mappings,
-    "forget": lambda ring=1: forget_ring(ring),
+    "forget": lambda ring=1: RINGS.close(ring),
 }
 
 for line in sys.stdin:

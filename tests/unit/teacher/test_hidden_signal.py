@@ -10,7 +10,7 @@ from xtoken_core.transports import RingShape, SignalError, StaleSignalError
 from xtoken_core.transports.factory import create_ring, open_ring, pick_transport
 from xtoken_core.transports.head import load_head
 from xtoken_core.transports.signal import (
-    forget_ring,
+    RINGS,
     rebuild_teacher_full_logits_from_ipc,
     rebuild_teacher_hidden_from_ipc,
     slot_refs,
@@ -39,7 +39,7 @@ def filled(request):
     ring.maxima_view(1, 3).copy_(maxima)
     ring.publish(1, 4)
     yield head, hidden, maxima
-    forget_ring(3)
+    RINGS.close(3)
     ring.close()
 
 
@@ -98,7 +98,7 @@ def through_queue():
     ring.maxima_view(1, 3).copy_(maxima)
     ring.publish(1, 4)
     yield opened, ring.columns(1, 3, 4, 0), head, hidden, maxima
-    forget_ring(6)
+    RINGS.close(6)
     ring.close()
 
 

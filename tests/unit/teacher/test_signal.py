@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import xtoken_core.teacher
 from xtoken_core.transports import RingHandle, RingShape, SignalError
 from xtoken_core.transports.factory import create_ring, open_ring
-from xtoken_core.transports.signal import forget_ring, opened_ring, rebuild_teacher_full_logits_from_ipc, slot_refs
+from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc, slot_refs
 
 SHAPE = RingShape(slots=2, slot_tokens=12, head_width=7, vocab=5, dtype="float32")
 HANDLE = RingHandle("shared_memory", "xtoken-ring-a", 1, "boot", "pid:[1]", 0, bytes(16))
@@ -29,7 +29,7 @@ def filled():
     logits.copy_(torch.randn(3, 4, 7))
     ring.publish(1, 4)
     yield logits, opened
-    forget_ring(3)
+    RINGS.close(3)
     ring.close()
 
 
@@ -44,7 +44,7 @@ def test_references_become_a_view(filled, wrap):
     assert torch.equal(view, logits[..., :5]) and view.shape == (3, 4, 5) and view.stride() == (28, 7, 1)
     logits[2, 3, 4] = 42.0
     assert view[2, 3, 4] == 42.0
-    assert opened_ring(3) is opened
+    assert RINGS.get(3) is opened
 
 
 def test_several_teachers_have_a_field_each(filled):
@@ -107,7 +107,7 @@ def test_an_unknown_transport_is_refused():
     ):
         with pytest.raises(SignalError, match="carrier_pigeon"):
             call()
-    forget_ring(77)
+    RINGS.close(77)
 
 
 def test_a_handle_survives_as_dict_and_as_bytes():

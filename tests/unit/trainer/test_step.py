@@ -25,7 +25,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepRunner:
     device: Any = SimpleNamespace(device=torch.device("cpu"))
     rings: Any = None
     made = StepRunner(worker, device, loss, rings, RankGroup(0, 1), rank=0, pad_id=0)
-    monkeypatch.setattr(made, "_signals", lambda _: [])
+    monkeypatch.setattr(made, "_teacher_logits", lambda _: [])
     return made
 
 
