@@ -183,7 +183,7 @@ class Exporter:
     """HTTP server of `/metrics` on a loopback port, on threads of its own.
 
     Args:
-        port: Port; 0 takes any free one, and `port` tells which.
+        port: Port; 0 takes any free one, which `port` names.
         registry: Metrics to serve.
 
     Raises:

@@ -274,6 +274,19 @@ def test_large_records_come_back_and_a_torn_one_is_left_out(tmp_path: Path) -> N
         assert samples_after(directory, body[:end]) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("version", [b"1", b"3"], ids=["older", "newer"])
+def test_a_segment_of_another_version_is_refused(tmp_path: Path, version: bytes) -> None:
+    kept = Kept(tmp_path)
+    kept.journal.close()
+    (segment,) = tmp_path.glob("*.journal")
+    body = segment.read_bytes()
+    segment.write_bytes(body[:7] + version + body[8:])
+    with pytest.raises(InputError) as caught:
+        kept.start()
+    assert f"has format version {version.decode()}, and this queue reads version 2" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("where", ["start", "middle"])
 def test_a_damaged_segment_is_named(tmp_path: Path, where: str) -> None:
     directory = tmp_path / "j"

@@ -62,6 +62,7 @@ def test_the_same_name_in_another_role_is_another_worker(place: Place) -> None:
     one, name = leased(place, role="reader", name=worker)
     place.worker("writer", name=worker, incarnation=2)
     one.call("ack", partition=name, task="a", ids=[0, 1])
+    assert [code_of(one, "peek", partition=name, sample=i) for i in (0, 1)] == ["unknown_sample"] * 2
 
 
 def test_silence_ends_a_session(place: Place) -> None:

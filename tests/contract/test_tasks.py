@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from tests.contract.peers import Place, ints
 from tests.contract.reference_client import RefusedError
+
+UP_S = 20.0
 
 
 def opened(place: Place, *tasks: dict[str, Any], **definition: Any) -> tuple[Any, str]:
@@ -172,7 +175,7 @@ def test_a_waiting_claim_is_answered_by_a_put_and_by_the_end(place: Place) -> No
     def consume() -> None:
         for _ in range(2):
             try:
-                ids = claimed(consumer, name, "a", 4, wait_s=20.0)
+                ids = claimed(consumer, name, "a", 4, wait_s=UP_S)
             except RefusedError as error:
                 seen.append(error.code)
                 return
@@ -182,10 +185,12 @@ def test_a_waiting_claim_is_answered_by_a_put_and_by_the_end(place: Place) -> No
     thread = threading.Thread(target=consume)
     thread.start()
     put(producer, name, 5)
+    deadline = time.monotonic() + UP_S
     while state(producer, name, "a"):
-        pass
+        assert time.monotonic() < deadline, "the claim that waited was never answered"
+        time.sleep(0.01)
     producer.call("seal", partition=name)
-    thread.join(20.0)
+    thread.join(UP_S)
     assert seen == [[5], "exhausted"]
 
 

@@ -1,4 +1,4 @@
-"""Where a queue is, and how one proves to belong there."""
+"""Address of a queue, and authentication of its clients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ IPC_PATH_BYTES = 107
 
 @dataclass(frozen=True)
 class Address:
-    """A queue's address, and the proof that belongs to it.
+    """Address of a queue with the credentials for it.
 
     `ipc://PATH` in a private directory needs none; `tcp://` on loopback needs the queue's token (PLAIN); any `tcp://`
-    works with keys (CURVE). Proofs are given in the ZMTP handshake, before the first message, never in one.
+    works with keys (CURVE). Credentials travel in the ZMTP handshake, never in a message.
 
     Attributes:
+        url: `ipc://PATH` or `tcp://HOST:PORT`.
         token_file: File with the queue's token.
         keys: Directory of keys, see `xtoken_core.data_plane.keys`.
     """
@@ -38,7 +39,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str, token_file: Path | None = None, keys: Path | None = None) -> Address:
-        """Check an address; token file and keys may also be named by the environment.
+        """Validate an address; token file and keys may also be named by the environment.
 
         Raises:
             ConfigError: It is neither ipc nor tcp, or is not loopback and has no keys.
@@ -63,11 +64,11 @@ class Address:
 
     @property
     def ipc_path(self) -> Path | None:
-        """The socket's file, if this is an ipc address."""
+        """Return the socket's file, if this is an ipc address."""
         return Path(self.url.removeprefix("ipc://")) if self.url.startswith("ipc://") else None
 
     def authenticate(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a client's socket present its token or key in its handshake.
+        """Set the credentials that a client's socket presents in its handshake.
 
         Raises:
             ConfigError: A tcp address needs a token file or keys and none are named.
@@ -87,7 +88,7 @@ class Address:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file that only its owner may read.
+    """Read the token in a file that only its owner may read.
 
     Raises:
         InputError: The file is missing, or others may read it.
@@ -101,7 +102,7 @@ def read_token(path: Path) -> str:
 
 
 def create_token(path: Path) -> str:
-    """Write a new token to a 0600 file, whole before it has its name, or return the one that is there already."""
+    """Return the token of a file, which is created with mode 0600 if it is missing."""
     if path.exists():
         return read_token(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,7 @@ def create_token(path: Path) -> str:
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(token + "\n")
     try:
-        path.hardlink_to(partial)
+        path.hardlink_to(partial)  # unlike a rename it fails if another process was first
     except FileExistsError:
         return read_token(path)
     finally:

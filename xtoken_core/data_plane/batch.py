@@ -1,4 +1,4 @@
-"""The batch that losses and trainers read: a dict of columns that all have the same number of rows."""
+"""Batch of columns with the same number of rows, as losses and trainers read it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ValueT = TypeVar("ValueT")
 
 
 class BatchedDataDict(dict[str, ValueT]):
-    """A dict whose values are columns: tensors (rectangular or jagged), object arrays or lists, row by row.
+    """Dict whose values are columns: tensors (rectangular or jagged), object arrays or lists, row by row.
 
     An entry that is none of these (a number, a string) belongs to the whole batch and is kept as it is.
     """
 
     @property
     def size(self) -> int:
-        """Number of rows; 0 without columns.
+        """Return the number of rows; 0 without columns.
 
         Raises:
             ValueError: If two columns differ in it.
@@ -33,15 +33,15 @@ class BatchedDataDict(dict[str, ValueT]):
         return next(iter(sizes.values()), 0)
 
     def slice(self, start: int, stop: int) -> BatchedDataDict[ValueT]:
-        """Rows `start .. stop - 1`; rectangular columns are views."""
+        """Return rows `start .. stop - 1`; rectangular columns are views."""
         return BatchedDataDict({name: _slice(value, start, stop) for name, value in self.items()})
 
     def select(self, rows: Sequence[int]) -> BatchedDataDict[ValueT]:
-        """The given rows in the given order, as a copy."""
+        """Return the given rows in the given order, as a copy."""
         return BatchedDataDict({name: _select(value, rows) for name, value in self.items()})
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BatchedDataDict[ValueT]:
-        """The same batch with its tensors on `device`."""
+        """Return the same batch with its tensors on `device`."""
         return BatchedDataDict({name: _move(value, device, non_blocking) for name, value in self.items()})
 
 

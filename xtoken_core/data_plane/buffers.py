@@ -1,4 +1,4 @@
-"""Tensors over memory that something else owns: a received frame, a mapped file."""
+"""Tensors over foreign memory: a received frame or a mapped file."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 with warnings.catch_warnings():
-    # torch says once per process that a tensor over read-only bytes is not protected; ours are read by contract
+    # torch warns once per process that a tensor over read-only bytes is not protected; ours are only read
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def tensor_over(buffer: memoryview | mmap.mmap, dtype: torch.dtype, *, count: int = -1, offset: int = 0) -> Tensor:
-    """A flat tensor over a buffer's bytes, without a copy; it keeps the buffer alive.
+    """Return a flat tensor over a buffer's bytes, without a copy; it keeps the buffer alive.
 
     Args:
-        buffer: The bytes; where they are read-only, the tensor must not be written.
-        dtype: What they hold.
-        count: Number of items; all that there are if -1.
+        buffer: The bytes; if they are read-only, the tensor must not be written.
+        dtype: Type of the items.
+        count: Number of items; all if -1.
         offset: Bytes before the first item.
     """
     if count == 0 or memoryview(buffer).nbytes == offset:

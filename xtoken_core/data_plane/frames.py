@@ -1,4 +1,4 @@
-"""Whole messages in and out of a socket, large buffers uncopied, with as little work as there can be around each."""
+"""Multipart messages in and out of a ZeroMQ socket, without a copy of large buffers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MORE, MORE_AT_ONCE = int(zmq.SNDMORE), int(zmq.SNDMORE | zmq.NOBLOCK)
 
 
 def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """The frames of one message.
+    """Receive the frames of one message.
 
     Raises:
-        zmq.Again: None came within the socket's time.
+        zmq.Again: None came within the socket's timeout.
     """
     frame = socket.recv(0, False)
     frames = [frame]
@@ -28,17 +28,17 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message is there."""
+    """Return whether a message can be received."""
     return bool(int(socket.get(EVENTS)) & READABLE)
 
 
 def send_frames(socket: zmq.Socket[bytes], header: bytes, buffers: Sequence[Buffer]) -> None:
-    """Send the header and then the buffers; large ones are not copied, and must stay as they are until they are sent.
+    """Send the header and then the buffers; large ones are not copied and must not change until they are sent.
 
-    A buffer that is all of a received frame is sent as that frame.
+    A buffer that is a whole received frame is sent as that frame.
 
     Raises:
-        zmq.ZMQError: The socket takes no message.
+        zmq.ZMQError: The socket accepts no message.
     """
     left = len(buffers)
     socket.send(header, MORE if left else 0)

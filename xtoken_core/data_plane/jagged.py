@@ -1,4 +1,4 @@
-"""Jagged tensors (`torch.jagged`), always ragged along dimension 1, whatever the rows' lengths are."""
+"""Jagged tensors (`torch.jagged`), always ragged along dimension 1, also where all rows have one length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def jagged_from_values(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Rows that lie one after the other, as a jagged tensor over the same memory.
+    """Return consecutive rows as a jagged tensor over the same memory.
 
     Args:
         values: `[sum(lengths), ...]`.
@@ -26,23 +26,23 @@ def jagged_from_values(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def jagged_from_rows(rows: Sequence[Tensor], *, empty: Tensor) -> Tensor:
-    """Rows `[L_i, ...]` as a jagged tensor, in one copy.
+    """Return rows `[L_i, ...]` as a jagged tensor, in one copy.
 
     Args:
         rows: One tensor per row, equal in dtype, device and every dimension but the first.
-        empty: `[0, ...]`, what the values are when there is no row.
+        empty: `[0, ...]`, the values if there is no row.
     """
     return jagged_from_values(torch.cat([empty, *rows]), [row.shape[0] for row in rows])
 
 
 def select_jagged(nested: Tensor, rows: Sequence[int]) -> Tensor:
-    """The given rows of a jagged tensor `[N, *, ...]`, as a copy."""
+    """Return rows of a jagged tensor `[N, *, ...]`, as a copy."""
     parts = nested.unbind()
     return jagged_from_rows([parts[row] for row in rows], empty=nested.values()[:0])
 
 
 def row_bounds(nested: Tensor) -> list[tuple[int, int]]:
-    """First and last (exclusive) index of every row in `nested.values()`, read from the device once."""
+    """Return the first and last (exclusive) index of every row in `nested.values()`, with one device read."""
     offsets = nested.offsets().tolist()  # type: ignore[attr-defined]  # torch's stubs lack it
     lengths = nested.lengths()  # type: ignore[attr-defined]
     if lengths is None:
@@ -51,5 +51,5 @@ def row_bounds(nested: Tensor) -> list[tuple[int, int]]:
 
 
 def is_ragged_along_dim1(nested: Tensor) -> bool:
-    """Whether a nested tensor is of the layout that this module makes."""
+    """Return whether a nested tensor is ragged along dimension 1, as this module makes them."""
     return nested.layout is torch.jagged and nested._ragged_idx == 1  # type: ignore[attr-defined]

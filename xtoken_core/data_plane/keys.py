@@ -1,4 +1,4 @@
-"""Keys of CURVE: who may reach a queue over a network.
+"""CURVE keys for a queue on a network.
 
 A directory of keys holds, for the queue: `queue.key_secret` and the public keys of its clients in `clients/`; for a
 client: `queue.key`, the queue's public key, and its own `client.key_secret`. The files are those of pyzmq's
@@ -17,10 +17,10 @@ QUEUE, CLIENT, CLIENTS = "queue", "client", "clients"
 
 
 def create_queue_keys(directory: Path) -> Path:
-    """Make the queue's pair of keys and the empty list of its clients; returns the public key's file.
+    """Create the queue's key pair and the empty list of its clients; return the public key's file.
 
     Raises:
-        InputError: There is one already, or the directory cannot be written.
+        InputError: The keys exist already, or the directory cannot be written.
     """
     public = _create(directory, QUEUE)
     (directory / CLIENTS).mkdir(exist_ok=True)
@@ -28,16 +28,16 @@ def create_queue_keys(directory: Path) -> Path:
 
 
 def create_client_keys(directory: Path) -> Path:
-    """Make a client's pair of keys; returns the public key's file, to be copied into the queue's `clients/`.
+    """Create a client's key pair; return the public key's file, to be copied into the queue's `clients/`.
 
     Raises:
-        InputError: There is one already, or the directory cannot be written.
+        InputError: The keys exist already, or the directory cannot be written.
     """
     return _create(directory, CLIENT)
 
 
 def server_keys(directory: Path) -> tuple[bytes, bytes]:
-    """The queue's public and secret key.
+    """Return the queue's public and secret key.
 
     Raises:
         InputError: They are missing, unreadable, or readable by others.
@@ -48,7 +48,7 @@ def server_keys(directory: Path) -> tuple[bytes, bytes]:
 
 
 def client_keys(directory: Path) -> tuple[bytes, bytes, bytes]:
-    """The queue's public key, and the client's public and secret one.
+    """Return the queue's public key, and the client's public and secret one.
 
     Raises:
         InputError: They are missing, unreadable, or readable by others.
@@ -57,14 +57,14 @@ def client_keys(directory: Path) -> tuple[bytes, bytes, bytes]:
 
 
 def allowed_keys(directory: Path) -> set[bytes]:
-    """The public keys in a queue's `clients/`; files that are no keys allow nobody."""
-    found = set()
+    """Return the public keys in a queue's `clients/`; files that are no keys are ignored."""
+    keys = set()
     for file in (directory / CLIENTS).glob("*.key"):
         try:
-            found.add(_load(file)[0])
+            keys.add(_load(file)[0])
         except InputError:
             continue
-    return found
+    return keys
 
 
 def _create(directory: Path, name: str) -> Path:

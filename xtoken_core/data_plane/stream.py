@@ -1,4 +1,4 @@
-"""A task's samples as a stream: claimed in the background, acknowledged as the loop goes on, given back if it ends."""
+"""Stream of a task's samples: claimed in the background, acknowledged by the loop, given back if it ends early."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from xtoken_core.data_plane.task_client import TaskClient
 
 T = TypeVar("T")
-LOOK_S = 1.0
-"""How often a waiting claim looks whether the stream was left."""
+POLL_S = 1.0
+"""How often a waiting claim checks whether the stream was closed."""
 
 
 class Delivery(Generic[T]):
@@ -23,7 +23,7 @@ class Delivery(Generic[T]):
 
     Attributes:
         ids: The samples.
-        value: What the stream makes of their columns.
+        value: Result of the stream's `make` on their columns.
         lease: Their lease.
     """
 
@@ -35,33 +35,33 @@ class Delivery(Generic[T]):
         self._finished = False
 
     def complete(self, columns: Mapping[str, Column]) -> None:
-        """Put a result for these samples and be done with them, in one request."""
+        """Put a result for these samples and acknowledge them, in one request."""
         self._finished = True
         self._client.complete(self._partition, self.lease, columns)
 
     def nack(self, ids: Sequence[int], reason: str) -> None:
-        """Some of these samples could not be done; the others go back uncounted."""
+        """Refuse some of these samples; the others are given back uncounted."""
         self._finished = True
         self._client.nack(self._partition, self.lease, ids, reason)
 
     def ack(self) -> None:
-        """Be done with these samples, if nothing was said of them yet."""
+        """Acknowledge these samples, unless they were completed or refused."""
         if not self._finished:
             self._finished = True
             self._client.ack(self._partition, self._task, self.ids)
 
     def give_back(self) -> None:
-        """Let somebody else have them, if nothing was said of them yet."""
+        """Give these samples back, unless they were completed, refused or acknowledged."""
         if not self._finished:
             self.nack([], "given back")
 
 
 class Stream(Generic[T]):
-    """What `TaskClient.stream` returns; leaving its `for` loop, or `close`, gives back what is not done.
+    """Iterable of `TaskClient.stream`; leaving its `for` loop, or `close`, gives back unfinished samples.
 
     Args:
-        client: Whose session holds the leases.
-        make: Turns columns into what the consumer wants, in the background if there is a prefetch.
+        client: Client whose session holds the leases.
+        make: Turns ids and columns into a delivery's value, in the background if there is a prefetch.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Stream(Generic[T]):
         self._client, self._partition, self._task = client, partition, task
         self._count, self._fields, self._wait_s, self._make = count, list(fields), wait_s, make
         self._prefetch = prefetch
-        self._left = threading.Event()
+        self._closed = threading.Event()
 
     def __iter__(self) -> Iterator[Delivery[T]]:
         source = self._ahead() if self._prefetch else self._claims()
@@ -87,8 +87,8 @@ class Stream(Generic[T]):
             source.close()
 
     def close(self) -> None:
-        """Claim nothing more."""
-        self._left.set()
+        """Stop claiming."""
+        self._closed.set()
 
     def _claims(self) -> Generator[Delivery[T], None, None]:
         while (delivery := self._claim()) is not None:
@@ -96,18 +96,18 @@ class Stream(Generic[T]):
 
     def _claim(self) -> Delivery[T] | None:
         deadline = None if self._wait_s is None else time.monotonic() + self._wait_s
-        while not self._left.is_set():
-            left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
+        while not self._closed.is_set():
+            left = POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
             try:
-                found = self._client.claim(
+                claimed = self._client.claim(
                     self._partition, self._task, count=self._count, fields=self._fields, wait_s=left
                 )
             except QueueError as error:
                 if error.code == "exhausted":
                     return None
                 raise
-            if found is not None:
-                claim, columns = found
+            if claimed is not None:
+                claim, columns = claimed
                 value = self._make(claim.ids, columns)
                 return Delivery(self._client, self._partition, self._task, claim.lease, claim.ids, value)
             if deadline is not None and time.monotonic() >= deadline:
@@ -115,7 +115,7 @@ class Stream(Generic[T]):
         return None
 
     def _ahead(self) -> Generator[Delivery[T], None, None]:
-        """The claims of a thread that is up to `prefetch` deliveries ahead."""
+        """Yield the claims of a thread that is up to `prefetch` deliveries ahead."""
         ready: queue.Queue[Delivery[T] | BaseException | None] = queue.Queue(self._prefetch)
 
         def work() -> None:
@@ -134,7 +134,7 @@ class Stream(Generic[T]):
                     raise item
                 yield item
         finally:
-            self._left.set()
+            self._closed.set()
             thread.join()
             while not ready.empty():
                 item = ready.get_nowait()
@@ -144,10 +144,10 @@ class Stream(Generic[T]):
     def _offer(
         self, ready: queue.Queue[Delivery[T] | BaseException | None], item: Delivery[T] | BaseException | None
     ) -> None:
-        """Hand an item over; once the stream was left, nobody takes it and a delivery goes back."""
-        while not self._left.is_set():
+        """Queue an item for the loop; after the stream was closed, give a delivery back."""
+        while not self._closed.is_set():
             try:
-                ready.put(item, timeout=LOOK_S / 4)
+                ready.put(item, timeout=POLL_S / 4)
             except queue.Full:
                 continue
             return

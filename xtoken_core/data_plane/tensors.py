@@ -1,4 +1,4 @@
-"""Between TensorDicts and the wire's columns: buffers are shared where dtype and layout allow it."""
+"""Conversion between TensorDicts and wire columns, over shared buffers where dtype and layout allow it."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from xtoken_core.wire.columns import ITEM_SIZES, Column, offsets_from_lengths
 from xtoken_core.wire.objects import object_column, object_values
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES}
-"""Every dtype that travels, by its name on the wire."""
+"""Every supported dtype, by its name on the wire."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def columns_from_tensordict(td: TensorDictBase) -> dict[str, Column]:
-    """The columns of a TensorDict: rectangular ones dense, nested ones jagged, non-tensor ones objects.
+    """Return the columns of a TensorDict: rectangular ones dense, nested ones jagged, non-tensor ones objects.
 
-    Host tensors that are contiguous are shared, not copied: leave them alone until the columns were sent.
+    Contiguous host tensors are shared, not copied: they must not change until the columns were sent.
 
     Args:
         td: One batch dimension; its leaves are tensors or `NonTensorData` / `NonTensorStack` of plain values.
 
     Raises:
-        TypeError: If a leaf is a TensorDict, or a tensor of a dtype or raggedness that does not travel.
+        TypeError: If a leaf is a TensorDict, or a tensor of an unsupported dtype or raggedness.
         QueueError: If an object is no bounded msgpack value.
     """
     return {name: _column(name, value) for name, value in td.items()}
 
 
 def tensordict_from_columns(columns: Mapping[str, Column]) -> TensorDict:
-    """A TensorDict over the columns' own memory, with `batch_size=[rows]`.
+    """Return a TensorDict over the columns' memory, with `batch_size=[rows]`.
 
-    Tensors over bytes that came from the wire are to be read only; `materialize` makes padded columns anew.
+    Tensors over received bytes must not be written; `materialize` copies jagged columns.
 
     Raises:
         ValueError: If columns differ in their number of rows.
@@ -52,11 +52,11 @@ def tensordict_from_columns(columns: Mapping[str, Column]) -> TensorDict:
 
 
 def column_from_rows(rows: Sequence[Tensor]) -> Column:
-    """A jagged column of rows `[L_i, ...]`, equal in dtype and in every dimension but the first; one copy.
+    """Return a jagged column of rows `[L_i, ...]`, equal in dtype and in every dimension but the first; one copy.
 
     Raises:
         ValueError: If there is no row, a row has no dimension, or rows differ.
-        TypeError: If their dtype does not travel.
+        TypeError: If their dtype is not supported.
     """
     if not rows:
         raise ValueError("a column of no rows has no dtype")
@@ -66,7 +66,7 @@ def column_from_rows(rows: Sequence[Tensor]) -> Column:
 
 
 def rows_from_column(column: Column) -> list[Tensor]:
-    """The rows of a dense or jagged column as tensors over its memory.
+    """Return the rows of a dense or jagged column as tensors over its memory.
 
     Raises:
         TypeError: If it is an object column.
@@ -131,7 +131,7 @@ def _leaf(column: Column) -> Tensor | NonTensorStack | NonTensorData:
 
 
 def _values(column: Column) -> Tensor:
-    """`[rows or steps, *item_shape]` over the column's bytes; a copy only where they are not aligned."""
+    """Return `[rows or steps, *item_shape]` over the column's bytes; a copy only where they are not aligned."""
     if column.kind == "object":
         raise TypeError("an object column holds no tensors")
     steps = column.rows if column.offsets is None else column.offsets[column.rows]

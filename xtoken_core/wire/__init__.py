@@ -1,4 +1,4 @@
-"""The wire: messages, their typed decoding, columns beside them, and the errors a queue answers with. No torch."""
+"""Wire protocol: typed messages, columns beside them, and the errors of a queue. No torch."""
 
 from xtoken_core.wire.columns import (
     Column,

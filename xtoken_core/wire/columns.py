@@ -1,4 +1,4 @@
-"""Columns: `dtype, ragged lengths, values`. A header describes them, their buffers travel beside it.
+"""Columns: dtype, ragged lengths and values, described by a header and carried by buffers beside it.
 
 A dense column has one buffer (its values, `rows` times `item_shape`). A jagged or an object column has two: int64
 offsets (`rows + 1` of them, starting at 0, never falling) and values; its offsets count items of `item_shape` along the
@@ -41,7 +41,7 @@ Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ColumnHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a header says of a column; its buffers follow in the order of the heads."""
+    """Description of a column in a header; its buffers follow in the order of the heads."""
 
     name: Name
     kind: Kind
@@ -51,7 +51,7 @@ class ColumnHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A column and its buffers.
+    """Column with its buffers.
 
     Attributes:
         kind: `dense`, `jagged` or `object`.
@@ -71,16 +71,16 @@ class Column(msgspec.Struct, frozen=True):
 
     @property
     def unit(self) -> int:
-        """Bytes of one item: what an offset (or a dense row) counts."""
+        """Return the bytes of one item, the unit of offsets (or a dense row)."""
         return unit_bytes(self.kind, self.dtype, self.item_shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Return the bytes of all buffers."""
         return self.values.nbytes + (self.offsets.nbytes if self.offsets is not None else 0)
 
     def row_bounds(self, row: int) -> tuple[int, int]:
-        """First and last (exclusive) byte of a row in `values`."""
+        """Return the first and last (exclusive) byte of a row in `values`."""
         unit = self.unit
         if self.offsets is None:
             return row * unit, (row + 1) * unit
@@ -88,7 +88,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 def unit_bytes(kind: Kind, dtype: str, item_shape: Sequence[int]) -> int:
-    """Bytes that one step of an offset stands for.
+    """Return the bytes of one step of an offset.
 
     Raises:
         QueueError: `bad_request` for an unknown dtype.
@@ -104,25 +104,25 @@ def unit_bytes(kind: Kind, dtype: str, item_shape: Sequence[int]) -> int:
 
 
 def bytes_view(buffer: Buffer) -> memoryview:
-    """A flat read view of a buffer's bytes."""
+    """Return a flat view of a buffer's bytes."""
     view = memoryview(buffer)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def int64_view(buffer: Buffer) -> memoryview:
-    """A view of little-endian int64 values (every platform this runs on is little-endian)."""
+    """Return a view of little-endian int64 values; big-endian machines are refused."""
     if sys.byteorder != "little":
         raise RuntimeError("the wire format is little-endian, and so must this machine be")
     return bytes_view(buffer).cast("q")
 
 
 def offsets_from_lengths(lengths: Sequence[int]) -> memoryview:
-    """`rows + 1` offsets of rows with these lengths."""
+    """Return `rows + 1` offsets of rows with these lengths."""
     return memoryview(array("q", itertools.accumulate(lengths, initial=0)))
 
 
 def pack_columns(columns: dict[str, Column]) -> tuple[list[ColumnHead], list[memoryview]]:
-    """Heads for a header, and the buffers to send after it."""
+    """Return the heads for a header, and the buffers to send after it."""
     heads: list[ColumnHead] = []
     buffers: list[memoryview] = []
     for name, column in columns.items():
@@ -134,7 +134,7 @@ def pack_columns(columns: dict[str, Column]) -> tuple[list[ColumnHead], list[mem
 
 
 def unpack_columns(heads: Sequence[ColumnHead], buffers: Sequence[Buffer]) -> dict[str, Column]:
-    """Columns from their heads and buffers, every bound checked, nothing copied.
+    """Return columns over their heads and buffers, with every bound checked and nothing copied.
 
     Raises:
         QueueError: `bad_request` with the column's name if sizes, offsets or the number of buffers disagree.
@@ -180,7 +180,7 @@ def _checked(head: ColumnHead, values: Buffer, offsets: Buffer | None) -> Column
 
 
 def select_rows(column: Column, rows: Sequence[int]) -> Column:
-    """The given rows: views where they are adjacent (the column itself, where they are all), otherwise one gather."""
+    """Return rows of a column: a view where they are adjacent (the column itself for all), otherwise one gather."""
     if not rows or (not isinstance(rows, range) and not _adjacent(rows)):
         return gather_rows([(column, rows)])
     if len(rows) == column.rows:
@@ -194,7 +194,7 @@ def select_rows(column: Column, rows: Sequence[int]) -> Column:
 
 
 def gather_rows(parts: Sequence[tuple[Column, Sequence[int]]]) -> Column:
-    """Rows of several columns of the same kind, dtype and item shape, one after the other: one copy of the values.
+    """Concatenate rows of several columns of the same kind, dtype and item shape, with one copy of the values.
 
     Raises:
         QueueError: `conflict` if they differ.

@@ -1,4 +1,4 @@
-"""What a queue answers when it cannot do what was asked: a code for programs, a line for people."""
+"""Errors of a queue: a code for programs and a message for people."""
 
 from __future__ import annotations
 

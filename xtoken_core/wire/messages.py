@@ -1,7 +1,7 @@
-"""Every message of the protocol, typed and bounded: decoding refuses what does not fit before anything is allocated.
+"""Messages of the protocol, typed and bounded: decoding refuses misfits before anything is allocated.
 
 A request is `[header, buffer...]`; so is a reply. The header is one msgpack map with a `type` and an `id`; a reply
-repeats the id of its request. `proto/README.md` tells what each message does.
+repeats the id of its request. `proto/README.md` describes every message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Document = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
 
 
 class Request(msgspec.Struct, tag_field="type", kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What every request carries."""
+    """Fields of every request."""
 
     id: RequestId
 
@@ -50,7 +50,7 @@ class PartitionRequest(SessionRequest, kw_only=True):
 
 
 class Reply(msgspec.Struct, tag_field="type", kw_only=True, omit_defaults=True):
-    """What every reply carries."""
+    """Fields of every reply."""
 
     id: RequestId = ""
 
@@ -81,14 +81,14 @@ class Welcome(Reply, tag="welcome", kw_only=True):
 
 
 class Heartbeat(SessionRequest, tag="heartbeat", kw_only=True):
-    """The worker lives and makes progress; `progress` counts units of finished work."""
+    """Keep a session alive; `progress` counts units of finished work."""
 
     phase: Name
     progress: Id = 0
 
 
 class Bye(SessionRequest, tag="bye", kw_only=True):
-    """End the session in order."""
+    """End the session."""
 
 
 class Ok(Reply, tag="ok", kw_only=True):
@@ -119,9 +119,9 @@ class TaskDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
 
 
 class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What makes a partition the queue of a run: positions `0 .. positions - 1` in steps of `samples_per_step`.
+    """Definition of a run: positions `0 .. positions - 1` in steps of `samples_per_step`.
 
-    With several node groups it is the queue of one: of every step it has that group's share.
+    With several node groups the queue serves one of them, with that group's part of every step.
     """
 
     positions: Id
@@ -274,7 +274,7 @@ class Listed(Reply, tag="listed", kw_only=True):
 
 
 class Peek(PartitionRequest, tag="peek", kw_only=True):
-    """What the queue knows of one sample, without touching it."""
+    """Describe one sample without changing it."""
 
     sample: Id
 
@@ -289,7 +289,7 @@ class Peeked(Reply, tag="peeked", kw_only=True):
 
 
 class Stats(SessionRequest, tag="stats", kw_only=True):
-    """Everything the queue counts, as JSON."""
+    """Read the queue's statistics, as JSON."""
 
 
 class StatsReply(Reply, tag="stats_reply", kw_only=True):
@@ -413,7 +413,7 @@ class Release(PartitionRequest, tag="release", kw_only=True):
 
 
 class CheckStep(PartitionRequest, tag="check_step", kw_only=True):
-    """May the step be taken? `dead` are the dead positions that its denominators leave out."""
+    """Ask for the verdict on a step; `dead` are the dead positions that its denominators leave out."""
 
     step: Id
     rewinds: Id
@@ -448,7 +448,7 @@ class Rewound(Reply, tag="rewound", kw_only=True):
 
 
 class Giveup(PartitionRequest, tag="give_up", kw_only=True):
-    """End the run for everybody with this reason (too many dead letters, a record that may not be bad)."""
+    """End the run for all workers, with a reason such as too many dead letters."""
 
     reason: Text
 
@@ -511,7 +511,7 @@ _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
 
 class _Envelope(msgspec.Struct):
-    """The part of a request that is read even if the rest is refused."""
+    """Part of a request that is read even if the rest is refused."""
 
     type: str = ""
     id: str = ""
@@ -522,15 +522,15 @@ REQUEST_TYPES = frozenset(str(member.__struct_config__.tag) for member in AnyReq
 
 
 def encode(message: Request | Reply) -> bytes:
-    """The header frame of a message."""
+    """Encode the header frame of a message."""
     return _encoder.encode(message)
 
 
 def decode_request(frame: bytes | memoryview) -> AnyRequest:
-    """A request from its header frame.
+    """Decode a request from its header frame.
 
     Raises:
-        QueueError: `bad_frame`, `unknown_message`, `bad_request` or `too_large`, naming what does not fit.
+        QueueError: `bad_frame`, `unknown_message`, `bad_request` or `too_large`, naming the misfit.
     """
     if len(frame) > MAX_HEADER_BYTES:
         raise QueueError("too_large", f"a header has {len(frame)} bytes; {MAX_HEADER_BYTES} are allowed")
@@ -546,10 +546,10 @@ def decode_request(frame: bytes | memoryview) -> AnyRequest:
 
 
 def decode_reply(frame: bytes | memoryview) -> AnyReply:
-    """A reply from its header frame.
+    """Decode a reply from its header frame.
 
     Raises:
-        QueueError: `bad_frame` if it is none.
+        QueueError: `bad_frame` if the frame is no reply.
     """
     try:
         return _replies.decode(frame)
@@ -558,9 +558,9 @@ def decode_reply(frame: bytes | memoryview) -> AnyReply:
 
 
 def envelope(frame: bytes | memoryview) -> _Envelope:
-    """Type and id of a message, empty where they cannot be read."""
+    """Return type and id of a message, empty where they cannot be read."""
     try:
-        found = _envelopes.decode(frame)
+        head = _envelopes.decode(frame)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return _Envelope()
-    return _Envelope(found.type[:64], found.id[:64])
+    return _Envelope(head.type[:64], head.id[:64])

@@ -1,4 +1,4 @@
-"""Object rows: plain msgpack values, no extension types, bounded in depth and size."""
+"""Object columns: plain msgpack values without extension types, bounded in depth and size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _refuse(code: int) -> Any:
 
 
 def object_column(values: Sequence[Any]) -> Column:
-    """A column of one msgpack value per row: None, bool, int, float, str, bytes, lists and maps of these.
+    """Return a column of one msgpack value per row: None, bool, int, float, str, bytes, lists and maps of these.
 
     Raises:
         QueueError: `too_large` if a value is nested or sized beyond the bounds; `bad_request` if it is no such value.
@@ -42,7 +42,7 @@ def object_column(values: Sequence[Any]) -> Column:
 
 
 def object_values(column: Column) -> list[Any]:
-    """The rows of an object column.
+    """Decode the rows of an object column.
 
     Raises:
         QueueError: `bad_request` or `too_large` if a row is no bounded msgpack value.
