@@ -37,13 +37,13 @@ class Method:
 
 METHODS = {
     "ce": Method("cross-entropy only", seeds=3, ce=1.0, kl=0.0),
-    "gold": Method("gold", {"gold_loss": True}, seeds=3),
-    "h_kl": Method("H-KL", {"gold_loss": True, "xtoken_loss": True}, seeds=3),
+    "gold": Method("gold", {"mode": "gold"}, seeds=3),
+    "h_kl": Method("H-KL", {"mode": "h_kl"}, seeds=3),
     "p_kl": Method("P-KL, `log_prob` average", seeds=3),
     "p_kl_prob": Method("P-KL, `prob` average", {"teacher_chunk_average": "prob"}, seeds=3),
     "p_kl_full": Method("P-KL over the full vocabulary", full=True),
-    "uld": Method("ULD", {"uld_loss": True}),
-    "alm": Method("ALM", {"alm_loss": True}),
+    "uld": Method("ULD", {"mode": "uld"}),
+    "alm": Method("ALM", {"mode": "alm"}),
     "same": Method("teacher with the student's tokenizer", teachers=(SAME,), full=True),
     "both": Method("both teachers, P-KL over full vocabularies", teachers=(CROSS, SAME), full=True),
     "p_kl_ce0": Method("P-KL, CE weight 0", ce=0.0),

@@ -2,4 +2,5 @@
 
 `engine` answers requests. A partition is either the queue of one training run (`queue.run`) or a generic task queue
 (`queue.tasks`); the two share `partition`, `samples`, `store` and `sessions`, and know nothing of each other.
+docs/glossary.md explains the terms.
 """
