@@ -42,18 +42,19 @@ class LossConfig(Part):
     temperature: Positive = 1.0
     """Divides both sides' logits; the KD term is multiplied by its square."""
     vocab_topk: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = 8192
-    """P-KL, and teachers with the student's tokenizer: how many tokens are compared; all of them if "none" or if the
+    """P-KL, and teachers with the student's tokenizer: number of compared tokens; all of them if "none" or if the
     vocabulary has fewer."""
     uncommon_topk: Annotated[int, Field(ge=1)] = 8192
-    """gold, H-KL: where the sorted lists of uncommon tokens are cut."""
+    """gold, H-KL: length at which the sorted lists of uncommon tokens are cut."""
     reverse_kl: bool = False
     """KL of the student from the teacher instead of the other way round."""
     exact_token_match_only: bool = False
     """P-KL: leave out chunks whose two sides do not spell the same bytes."""
     teacher_chunk_average: Literal["log_prob", "prob"] = "log_prob"
-    """P-KL: how a chunk's teacher positions are averaged; `prob` keeps a true distribution."""
+    """P-KL: average over a chunk's teacher positions, of log-probabilities or of probabilities; `prob` keeps a true
+    distribution."""
     alm_temperature: Positive = 100.0
-    """ALM: the root that is taken of both chunk likelihoods before they are compared."""
+    """ALM: `tau`; the `tau`-th roots of both chunk likelihoods are compared."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
     ce_loss_scale: NonNegative = 0.1
@@ -73,7 +74,7 @@ class LossConfig(Part):
     dynamic_teacher_weights: Literal["ce", "entropy", "max_prob"] | None = None
     """`sum`: weigh teachers by a softmax of this score of theirs on the micro-batch, not by static weights."""
     dynamic_weight_alpha: Positive = 1.0
-    """How sharply `dynamic_teacher_weights` tells teachers apart."""
+    """Factor of the scores in the softmax of `dynamic_teacher_weights`."""
     normalize_teacher_by_vocab: bool = False
     """`sum`: weigh a teacher's loss and score by the logarithm of its vocabulary relative to the smallest."""
 

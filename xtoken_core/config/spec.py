@@ -1,4 +1,4 @@
-"""RunSpec: everything a user says about a run, as TOML."""
+"""RunSpec: the settings of a run, read from TOML."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SignalName = Literal["auto", "cuda_ipc", "cuda_ipc_hidden", "shared_memory", "sh
 
 
 TOGETHER_S = 20.0
-"""Seconds that several ranks are given at least to leave a run together."""
+"""Minimum of seconds for several ranks to leave a run together."""
 PAD_MULTIPLE = 8
 """Padded lengths are rounded up to a multiple of this."""
 MAX_SLOTS = 1024
-"""Most slots of a ring, as the queue's messages allow."""
+"""Maximum of slots of a ring in the queue's messages."""
 
 
 def padded_length(length: int) -> int:
@@ -38,15 +38,15 @@ class ModelSpec(Part):
     model: Path
     """The model's directory: `config.json` and `.safetensors` weights."""
     tokenizer: Path | None = None
-    """Where the tokenizer is; the model's own directory if left out."""
+    """Directory of the tokenizer; default: the model's."""
     dtype: Dtype = "float32"
-    """What it computes in."""
+    """Dtype of the forward pass."""
     context_length: Annotated[int, Field(ge=2)]
-    """Tokens of a document beyond this are cut off."""
+    """Maximum of tokens per document; longer ones are truncated."""
 
     @property
     def tokenizer_dir(self) -> Path:
-        """The directory the tokenizer is read from."""
+        """Directory from which the tokenizer is read."""
         return self.tokenizer or self.model
 
 
@@ -59,25 +59,25 @@ class StudentSpec(ModelSpec):
     """Compute every layer's activations again in the backward pass instead of keeping them: less memory, a third more
     arithmetic."""
     blockwise_head: bool = False
-    """Multiply the head out for some positions at a time, each with its loss and gradient, and never hold the logits of
-    a whole micro-batch: less memory. For heads without a scale or cap behind them."""
+    """Multiply the head for a block of positions at a time, loss and gradient included, instead of holding the logits
+    of a whole micro-batch: less memory. For heads without a scale or cap behind them."""
 
 
 class TeacherSpec(ModelSpec):
     """A teacher: a model, and the projection from the student's vocabulary to its own."""
 
     projection: Path | None = None
-    """A projection file built for this student and teacher (`xtoken projection build`); none: it shares the student's
+    """Projection file for this student and teacher (`xtoken projection build`); default: the teacher has the student's
     tokenizer."""
     weight: Positive = 1.0
-    """Its share in the sum over teachers."""
+    """Its weight in the sum over teachers."""
     gpu: Annotated[int | None, Field(ge=0)] = None
-    """The GPU it runs on: rank r's on this number plus r, modulo their number. Left out, on the GPU of its student."""
+    """GPU index: rank r's teacher is on this index plus r, modulo the number of GPUs. Default: its student's GPU."""
     compile: bool = False
     """Compile its layers with `torch.compile`: worth it for more than a few hundred steps."""
     fp8: bool = False
-    """Keep and multiply the weights of its linear layers in 8 bits, scaled by row; the head stays as it is. Needs a GPU
-    that can (Ada, Hopper or newer)."""
+    """Store and multiply the weights of its linear layers in float8, scaled by row; the head keeps its dtype. Needs a
+    GPU of the Ada or Hopper generation or newer."""
 
 
 class DataSpec(Part):
@@ -86,15 +86,15 @@ class DataSpec(Part):
     path: Path | tuple[Path, ...]
     """A file or files (`.jsonl`, `.parquet`, `.txt`), or a directory saved by `datasets`."""
     field: str = "text"
-    """The field of a record that holds the text; `.txt` has none."""
+    """Field of a record that holds the text; `.txt` has none."""
     epochs: Count = 1
-    """How often every record is trained."""
+    """Passes over the records."""
     on_bad_record: Literal["skip", "fail"] = "skip"
-    """What an empty or undecodable record does: becomes a counted tombstone, or ends the run."""
+    """Handling of an empty or undecodable record: skip and count it, or end the run."""
     append_eos: bool = True
-    """Close every document that was not cut with the end-of-text token, on both sides."""
+    """Append the end-of-text token to every document that was not truncated, on both sides."""
     shuffle: bool = True
-    """Permute the records, anew in each epoch; by offsets, texts stay where they are."""
+    """Permute the records in every epoch, by an index of offsets."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -106,18 +106,18 @@ class EvalSpec(Part):
     """Held-out text, read every so many steps and at the end."""
 
     path: Path | tuple[Path, ...]
-    """As `data.path`."""
+    """Same forms as `data.path`."""
     field: str = "text"
-    """As `data.field`."""
+    """Same meaning as `data.field`."""
     every: Count = 100
     """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
     max_bytes: Count = 1 << 20
-    """How much of the text is read, in UTF-8 bytes."""
+    """Bytes of the text that are read, in UTF-8."""
     teacher_kl: bool = False
-    """Measure the run's loss on the held-out text too, the divergence from the teachers with it. Each time they are
-    loaded beside the student, and need their memory."""
+    """Measure the run's loss on the held-out text too, with the divergence from the teachers. They are loaded beside
+    the student for every evaluation and need their memory."""
     kl_documents: Count = 64
-    """How many documents that loss is measured on."""
+    """Documents on which that loss is measured."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -131,13 +131,13 @@ class QueueSpec(Part):
     address: str | None = None
     """`ipc://…` or `tcp://127.0.0.1:PORT`; left out, a socket in a private directory."""
     memory_limit: Count = 1 << 30
-    """Bytes of samples held at most."""
+    """Maximum of bytes of samples in memory."""
     block_size: Count | None = None
     """Positions that a collator leases at once; divides samples_per_step. Left out: the largest divisor up to 16."""
     span_steps: Annotated[int, Field(ge=3)] = 3
-    """How many steps' samples collators may work ahead of the trainer."""
+    """Steps by which collators may be ahead of the trainer."""
     max_attempts: Count = 3
-    """How often a sample may be refused (nack) before it is a dead letter."""
+    """Refusals (nacks) of a sample before it is a dead letter."""
     max_dead: Annotated[int, Field(ge=0)] = 0
     """More dead letters than this end the run."""
 
@@ -146,10 +146,10 @@ class WorkersSpec(Part):
     """The processes of the run."""
 
     launcher: Literal["local", "ray"] = "local"
-    """Who starts them: `local` on this machine, `ray` on the nodes of a Ray cluster (`[ray]`)."""
+    """Launcher of the processes: `local` on this machine, `ray` on the nodes of a Ray cluster (`[ray]`)."""
     nodes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Node groups. Each has a queue, collators, teachers and trainers of its own and an equal share of every step; only
-    gradients cross nodes. With `ray` each is on a node of its own; with `local` all are here, for trying it."""
+    """Node groups. Each has a queue, collators, teachers and trainers of its own and an equal part of every step; only
+    gradients cross nodes. With `ray` each is on a node of its own; with `local` all are on this machine, for tests."""
     collators: Count = 2
     """Collator processes, of each node group."""
     ranks: Count = 1
@@ -157,18 +157,18 @@ class WorkersSpec(Part):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one; rank r uses GPU r modulo their number."""
     signal: SignalName = "auto"
-    """How the teachers' signal reaches the student: logits or, smaller by far, hidden states and the head once. `auto`
+    """Transport of the teachers' signal: logits or, far smaller, hidden states and the head once. `auto`
     is `cuda_ipc` on a GPU and `shared_memory` elsewhere; `queue` sends hidden states to another node."""
     slots: Annotated[int, Field(ge=1, le=64)] = 2
     """Micro-batches that a teacher may be ahead of its student."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Restarts of a worker without progress in between before the run is given up."""
+    """Restarts of a worker without progress in between before the run fails."""
     load_timeout_s: Positive = 600.0
-    """How long a worker may go without progress while it loads."""
+    """Seconds without progress after which a loading worker counts as hung."""
     step_timeout_s: Positive = 600.0
-    """How long a worker may go without progress while it runs."""
+    """Seconds without progress after which a running worker counts as hung."""
     stop_timeout_s: Positive = 120.0
-    """How long workers may take to leave when the run is stopped: the trainer writes a checkpoint meanwhile."""
+    """Seconds that workers have for a graceful shutdown, in which the trainer writes a checkpoint."""
 
 
 class RaySpec(Part):
@@ -181,18 +181,18 @@ class RaySpec(Part):
     gpus: Annotated[int, Field(ge=0)] | None = None
     """GPUs that a node group takes; one per rank if left out, none on CPUs."""
     wait_s: Positive = 300.0
-    """How long the run waits for nodes, at its start and after it has lost one; then it fails."""
+    """Seconds that the run waits for nodes, at its start and after losing one, before it fails."""
 
 
 class RunSpec(Part):
-    """One distillation run. Relative paths are meant relative to the file they stand in."""
+    """One distillation run. Paths are relative to the run file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
     """Letters, digits, `.`, `_` and `-`; names the run's partition in the queue and the model card."""
     output: Path
     """The directory the run writes: checkpoints, logs, curves, the exported model."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Order of the data, dropout, everything random."""
+    """Seed of the data order, dropout and everything else random."""
     student: StudentSpec
     teacher: tuple[TeacherSpec, ...]
     data: DataSpec

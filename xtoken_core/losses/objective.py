@@ -111,7 +111,7 @@ class TeacherWeights:
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the means of a step are divided by; None: this micro-batch's own counts.
+    """The denominators of a step's means; None: this micro-batch's own counts.
 
     Attributes:
         tokens: The step's next-token predictions.

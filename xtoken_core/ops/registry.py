@@ -1,4 +1,4 @@
-"""Which backend of an op runs on which kind of device."""
+"""The registry of operators: their backends, by kind of device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENVIRONMENT = "XTOKEN_OPS"
 
 
 Op = Callable[..., Any]
-"""What every backend of an op is: a pure function of tensors, called like the op's reference."""
+"""The interface of a backend: a pure function of tensors, called like the op's reference."""
 
 
 class OpBackend(Enum):

@@ -1,4 +1,4 @@
-"""What the Triton backends share: whether their kernels can run on a tensor, and launch sizes."""
+"""Helpers of the Triton backends: launch conditions and sizes."""
 
 from __future__ import annotations
 

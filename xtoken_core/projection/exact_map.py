@@ -1,4 +1,4 @@
-"""Which tokens two vocabularies share, read off the projection's dense top-k form."""
+"""The exact-token map: pairs of tokens common to two vocabularies, from the dense top-k projection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 RELAXED_WEIGHT = 0.6
-"""The first weight from which the relaxed map takes a row's best teacher token as its counterpart."""
+"""Smallest first weight for which the relaxed map pairs a row with its best teacher token."""
 
 
 def exact_token_map(
@@ -26,7 +26,7 @@ def exact_token_map(
     Args:
         indices: Teacher ids of each student row, -1 = empty slot.
         likelihoods: Their weights.
-        relaxed: Which of the two rules.
+        relaxed: True for the relaxed rule, False for the strict one.
         teacher_vocab_size: `V_t`; counterparts outside `[0, V_t)` are dropped.
 
     Returns:
@@ -55,14 +55,15 @@ def exact_token_map(
 
 
 def _winners(teacher: Tensor, weight: Tensor | None, teacher_vocab_size: int) -> Tensor:
-    """True at the one candidate (in ascending student order) that keeps its teacher id."""
+    """Return True at the one candidate (in ascending student order) that keeps its teacher id."""
     candidates = torch.ones_like(teacher, dtype=torch.bool)
     if weight is not None:
         best = weight.new_full((teacher_vocab_size,), -torch.inf)
         candidates = weight == best.scatter_reduce(0, teacher, weight, "amax")[teacher]
-    place = torch.arange(len(teacher), device=teacher.device).masked_fill(~candidates, len(teacher))
-    first = place.new_full((teacher_vocab_size,), len(teacher))
-    return place == first.scatter_reduce(0, teacher, place, "amin")[teacher] if len(teacher) else candidates
+    # Candidates are in ascending student order, so the lowest rank per teacher id is the lowest student id.
+    rank = torch.arange(len(teacher), device=teacher.device).masked_fill(~candidates, len(teacher))
+    first = rank.new_full((teacher_vocab_size,), len(teacher))
+    return rank == first.scatter_reduce(0, teacher, rank, "amin")[teacher] if len(teacher) else candidates
 
 
 def _others(ids: Tensor, size: int) -> Tensor:

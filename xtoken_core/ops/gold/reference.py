@@ -42,7 +42,7 @@ class TokenPartition:
 
 @dataclass(frozen=True)
 class GoldOptions:
-    """How `gold` compares.
+    """Options of `gold`.
 
     Attributes:
         max_chunks: `P`.
@@ -59,12 +59,12 @@ class GoldOptions:
 
 
 class GoldResult(NamedTuple):
-    """What `gold` says about each chunk; chunks with an empty side hold finite, meaningless values.
+    """Results of `gold` per chunk; chunks with an empty side hold finite, meaningless values.
 
     Attributes:
         kl_common: KL over the common pairs in nats, without the factor `T^2`.
         l1_uncommon: L1 distance of the sorted uncommon probabilities, without the factor `T^2`.
-        agrees: Whether both sides' largest common entry is the same pair; False if there is none.
+        agrees: True if both sides' largest common entry is the same pair; False if there is none.
         mass: The teacher's mass `sum exp(L)` over its whole vocabulary; no gradient.
     """
 

@@ -22,7 +22,7 @@ COMMON_BLOCK = 1024
 GRADIENT_BLOCK = 2048
 """Ids of a row that a program takes at once."""
 GRADIENT_BLOCKS = 8
-"""How many times a program of the backward does so."""
+"""Repetitions of that per program of the backward."""
 SELECT_BLOCK, SELECT_WARPS = 2048, 4
 SELECT_STEP = 8
 """One of so many lines of ids is looked at, to guess where a chunk's largest probabilities begin."""
@@ -115,12 +115,12 @@ class Tail:
 
     @property
     def picked(self) -> bool:
-        """Whether the largest are picked before they are sorted."""
+        """True if the largest are selected before they are sorted."""
         return self.wanted + SPARE < self.ids.shape[0]
 
     @property
     def width(self) -> int:
-        """How many probabilities of a chunk are sorted."""
+        """Number of probabilities of a chunk that are sorted."""
         return self.wanted + SPARE if self.picked else self.ids.shape[0]
 
     def descending(self, start: int, rows: int, scale: float, mass: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

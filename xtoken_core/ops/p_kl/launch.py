@@ -36,7 +36,7 @@ EAGER_SLOTS = 4
 """Most projection entries of a student token that the gradient looks up without asking how many there are."""
 PROJECT_WARPS, CHUNK_WARPS, GRADIENT_WARPS = 2, 2, 4
 PARTS, ROWS = 64, 16
-"""How many parts and rows a program combines at once."""
+"""Parts and rows that a program combines at once."""
 
 
 class Slots(NamedTuple):
@@ -55,7 +55,7 @@ class Slots(NamedTuple):
 
 @dataclass
 class StudentRows:
-    """What one reading of the student's rows gives. Vectors are padded, except `losses` and `hits`, `[B, T_s]`.
+    """Results of one reading of the student's rows. Vectors are padded, except `losses` and `hits`, `[B, T_s]`.
 
     Attributes:
         lse: log-sum-exps.
@@ -63,7 +63,7 @@ class StudentRows:
         projected: `[lines, K, PADDING]` projected probabilities; `Comparison.chunks` replaces them by slopes.
         sums: Their sums over K.
         losses: Cross-entropy, with targets.
-        hits: Whether the first guess was right, with targets.
+        hits: True where the first guess was right, with targets.
     """
 
     lse: Tensor

@@ -19,15 +19,15 @@ from xtoken_core.ops.sparse_projection.reference import NativeSparseProjectionOp
 
 @dataclass(frozen=True)
 class PKLOptions:
-    """How `p_kl` compares.
+    """Options of `p_kl`.
 
     Attributes:
         max_chunks: `P`.
         temperature: `T`.
         reverse: Weigh by the student's distribution instead of the teacher's.
         teacher_average: How a chunk's teacher positions are averaged: their log-probabilities or probabilities.
-        gathered: Whether the teacher's logits hold the compared columns alone, in their order.
-        overwrite: Whether a backend may write the gradient over the student's logits, which are lost then.
+        gathered: True if the teacher's logits hold the compared columns alone, in their order.
+        overwrite: True if a backend may overwrite the student's logits with their gradient.
     """
 
     max_chunks: int
@@ -39,11 +39,11 @@ class PKLOptions:
 
 
 class PKLResult(NamedTuple):
-    """What `p_kl` says about each chunk; chunks with an empty side hold finite, meaningless values.
+    """Results of `p_kl` per chunk; chunks with an empty side hold finite, meaningless values.
 
     Attributes:
         kl: The divergence in nats, without the factor `T^2`.
-        agrees: Whether both sides' largest entry among the compared columns is the same.
+        agrees: True if both sides' largest entry among the compared columns is the same.
         mass: The teacher's mass `sum exp(L)`; no gradient.
     """
 
@@ -53,7 +53,7 @@ class PKLResult(NamedTuple):
 
 
 class PKLCrossEntropyResult(NamedTuple):
-    """What `p_kl_cross_entropy` says: the fields of `PKLResult`, and those of `cross_entropy` per position."""
+    """Results of `p_kl_cross_entropy`: the fields of `PKLResult`, and those of `cross_entropy` per position."""
 
     kl: Float[Tensor, "B P"]
     agrees: Bool[Tensor, "B P"]
@@ -149,6 +149,6 @@ class NativePKLCrossEntropyOp(ComparesLogits):
     """Reference backend: the two references, one after the other."""
 
     overwrites = False
-    """Whether `options.overwrite` is made use of."""
+    """True if the backend uses `options.overwrite`."""
 
     forward = staticmethod(p_kl_cross_entropy)

@@ -118,7 +118,7 @@ class TritonPKLCrossEntropyOp(ComparesLogits):
     """Triton backend: both losses from one reading of the student's rows, their gradient in one writing."""
 
     overwrites = True
-    """Whether `options.overwrite` is made use of."""
+    """True if the backend uses `options.overwrite`."""
 
     def forward(
         self,
