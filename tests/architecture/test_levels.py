@@ -1,66 +1,98 @@
-"""Import levels: no cycles, no upward imports, and packages that stay shallow."""
+"""Depth and direction of imports: few levels within a folder, no cycle, no import upward in the library."""
 
 from __future__ import annotations
 
+import ast
+from functools import cache
+from pathlib import Path
+
 import pytest
 
-from tests.architecture.levels import cycle, imported_names, longest_chain, module_graph, rooms
+from tests.architecture.conftest import ROOT
 
-LIMITS = {"services.control": 12, "xtoken_core.losses": 7}
-"""Longest chain of imports among the modules of a package."""
-LAYERS = (
-    ("collate", "evaluation", "teacher"),
-    ("losses",),
-    ("transports", "projection", "tokenizing"),
-    ("data_plane", "dataset", "ops", "alignment"),
-    ("queue",),
-    ("config", "plan", "schema", "wire", "atomic"),
-    ("errors",),
-)
-"""Parts of `xtoken_core` from top to bottom: a part imports only from the layers below its own."""
+MOST_LEVELS = {"services/control": 12, "xtoken_core/losses": 7}
+"""Folders and the longest chain of imports among their modules."""
 
 
-@pytest.mark.parametrize("package", ["xtoken_core", "services"])
-def test_no_cycle_among_modules(package: str) -> None:
-    assert cycle(module_graph(package)) == []
+def is_for_types(node: ast.AST) -> bool:
+    """Return whether a node is an `if TYPE_CHECKING:` block, which is no import at run time."""
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-@pytest.mark.parametrize("package", ["xtoken_core", "services", "services.control", "services.supervisor"])
-def test_no_cycle_among_subpackages(package: str) -> None:
-    assert cycle(rooms(module_graph(package), package)) == []
+def imported_names(tree: ast.AST) -> set[str]:
+    """Return every module that a file imports, also within functions, but not for types alone."""
+    names: set[str] = set()
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        if is_for_types(node):
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        stack += ast.iter_child_nodes(node)
+    return names
 
 
-@pytest.mark.parametrize(("package", "limit"), LIMITS.items())
-def test_levels(package: str, limit: int) -> None:
-    chain = longest_chain(module_graph(package))
-    assert len(chain) <= limit, " > ".join(chain)
+def module_of(path: Path) -> str:
+    """Return a file's module name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_no_upward_import() -> None:
-    layer = {f"xtoken_core.{part}": number for number, parts in enumerate(LAYERS) for part in parts}
-    graph = rooms(module_graph("xtoken_core"), "xtoken_core")
-    assert graph.keys() - {"xtoken_core"} == layer.keys(), "every part has a layer"
-    upward = {(part, other) for part in layer for other in graph[part] if layer[other] <= layer[part]}
-    assert upward == set()
+@cache
+def graph(folder: str) -> dict[str, set[str]]:
+    """Return the imports among a folder's modules, without its packages' `__init__`."""
+    files = {module_of(p): p for p in (ROOT / folder).rglob("*.py") if p.name != "__init__.py"}
+    imports = {name: imported_names(ast.parse(path.read_text(encoding="utf-8"))) for name, path in files.items()}
+    return {name: (found & files.keys()) - {name} for name, found in imports.items()}
 
 
-def test_imports_of_a_module() -> None:
-    source = """
-import a.b as c, d
-from typing import TYPE_CHECKING
-from e import f, g
-if TYPE_CHECKING:
-    from h import i
-else:
-    import j
-def later():
-    from k.l import m
-"""
-    assert imported_names(source) == {"a.b", "d", "typing.TYPE_CHECKING", "e.f", "e.g", "j", "k.l.m"}
+def cycles_and_levels(edges: dict[str, set[str]]) -> tuple[list[str], int]:
+    """Return the modules of the first cycle found, if any, and the number of levels."""
+    levels: dict[str, int] = {}
+    path: list[str] = []
+
+    def level(name: str) -> int:
+        if name in levels:
+            return levels[name]
+        if name in path:
+            raise RecursionError(" -> ".join([*path[path.index(name) :], name]))
+        path.append(name)
+        levels[name] = 1 + max((level(other) for other in edges[name]), default=0)
+        path.pop()
+        return levels[name]
+
+    try:
+        return [], max(level(name) for name in edges)
+    except RecursionError as cycle:
+        return str(cycle).split(" -> "), 0
 
 
-def test_longest_chain_and_cycle() -> None:
-    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set(), "d": {"c"}}
-    assert longest_chain(graph) == ["a", "b", "c"]
-    assert cycle(graph) == []
-    assert {"a", "c"} <= set(cycle(graph | {"c": {"a"}}))
+@pytest.mark.parametrize("folder", MOST_LEVELS)
+def test_a_folder_has_few_levels(folder: str) -> None:
+    assert cycles_and_levels(graph(folder))[1] <= MOST_LEVELS[folder]
+
+
+@pytest.mark.parametrize("folder", ["xtoken_core", "services"])
+def test_modules_import_each_other_in_one_direction(folder: str) -> None:
+    assert cycles_and_levels(graph(folder))[0] == []
+
+
+def packages(folder: str) -> dict[str, set[str]]:
+    """Return the imports among a folder's packages and single modules."""
+    edges: dict[str, set[str]] = {}
+    for name, others in graph(folder).items():
+        package = name.split(".")[1]
+        edges.setdefault(package, set()).update({other.split(".")[1] for other in others} - {package})
+    return edges
+
+
+@pytest.mark.parametrize("folder", ["xtoken_core", "services"])
+def test_packages_import_each_other_in_one_direction(folder: str) -> None:
+    assert cycles_and_levels(packages(folder))[0] == []
+
+
+def test_the_search_finds_cycles_and_levels() -> None:
+    assert cycles_and_levels({"a": {"b"}, "b": {"c"}, "c": set()}) == ([], 3)
+    assert cycles_and_levels({"a": {"b"}, "b": {"a"}})[0] == ["a", "b", "a"]
