@@ -1,4 +1,4 @@
-"""Held-out text in bits per byte: the figure that compares models of different tokenizers."""
+"""Evaluation on held-out text in bits per byte, which compares models of different tokenizers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ROWS_IN_FLOAT32 = 1024
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What a model makes of held-out text.
+    """Result of an evaluation on held-out text.
 
     Attributes:
-        bits_per_byte: `nll_nats / ln 2 / bytes`: what the model needs to encode one byte of the text.
+        bits_per_byte: `nll_nats / ln 2 / bytes`: bits to encode one byte of the text with the model.
         nll_nats: Negative log-likelihood of every token of the text, summed, in nats.
         bytes: UTF-8 bytes of the text.
         tokens: Tokens of the text, each predicted once.
-        next_token_accuracy: Share of the tokens to which the model gave the highest probability.
-        documents: How many documents were read.
+        next_token_accuracy: Fraction of the tokens to which the model gave the highest probability.
+        documents: Number of documents.
     """
 
     bits_per_byte: float
@@ -72,8 +72,8 @@ def evaluate(
         documents: Read in order, up to the first one that would exceed `max_bytes` (the first is always read).
         context_length: Tokens of context at most.
         batch_tokens: Padded tokens of one forward pass, unless a single window is longer.
-        device: Where the forward pass runs.
-        max_bytes: How much text is read, in UTF-8 bytes.
+        device: Device of the forward pass.
+        max_bytes: Limit of the text, in UTF-8 bytes.
         progress: Called after every document that was tokenized and after every batch; what it raises ends the
             evaluation.
         outputs: What gives the logits of `input_ids` `[B, T]` instead of the model's call, as a tensor or as a head
@@ -107,7 +107,7 @@ def evaluate(
 
 
 def cut_windows(ids: list[int], *, start: int, context_length: int) -> list[Window]:
-    """A document's windows: every token is a target once, `context_length` of them per window.
+    """Cut a document into windows: every token is a target once, `context_length` of them per window.
 
     >>> [(w.inputs, w.targets) for w in cut_windows([5, 6, 7], start=1, context_length=2)]
     [([1, 5], [5, 6]), ([6], [7])]
@@ -130,7 +130,7 @@ def _start_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _up_to(documents: Iterable[str], max_bytes: int) -> Iterator[tuple[str, int]]:
-    """Documents that are not empty, each with its size, while they fit in."""
+    """Yield non-empty documents with their sizes in bytes, as long as they fit."""
     total = 0
     for text in documents:
         size = len(text.encode("utf-8"))
@@ -142,7 +142,7 @@ def _up_to(documents: Iterable[str], max_bytes: int) -> Iterator[tuple[str, int]
 
 
 def _batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]:
-    """Windows of similar length together, longest first; the order is the same every time."""
+    """Yield batches of windows of similar length, longest first; the order is deterministic."""
     ordered = sorted(windows, key=lambda window: -len(window.inputs))
     while ordered:
         rows = max(1, batch_tokens // len(ordered[0].inputs))
@@ -158,7 +158,7 @@ def _score(
     progress: Callable[[], None],
     outputs: Callable[[Tensor], Logits] | None,
 ) -> tuple[float, int]:
-    """The summed negative log-likelihood in nats, and how many targets had the highest logit."""
+    """Return the summed negative log-likelihood in nats, and the number of targets with the highest logit."""
     was_training = model.training
     model.eval()
     nll = torch.zeros((), dtype=torch.float64, device=device)
@@ -188,7 +188,7 @@ def _score(
 
 
 def _pad(rows: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Rows padded on the right with 0, and where they are not."""
+    """Return rows padded on the right with 0, and the mask of their tokens."""
     lengths = torch.tensor([len(row) for row in rows])
     padded = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
     for i, row in enumerate(rows):
@@ -204,7 +204,7 @@ def sum_nll_and_hits(
     *,
     width: int | None = None,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """The cross-entropy of the targets, in float32 and summed in float64, and the hits, where the mask is set.
+    """Return the cross-entropy of the targets, in float32 and summed in float64, and the hits, where the mask is set.
 
     Args:
         logits: `[B, T, V]`, any floating dtype, or the head that gives them; 1024 rows at a time are held in float32.

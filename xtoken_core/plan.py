@@ -28,7 +28,7 @@ class RowLengths:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that go through the models at once.
+    """Rows of one forward pass.
 
     Attributes:
         ids: Their positions, ascending; a row's index here is its row in a padded batch and in a teacher's slot.
@@ -46,7 +46,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """The micro-batches of every rank: the same number for each, filled up with empty ones at the end."""
+    """The micro-batches of every rank: equally many for each, with empty ones at the end."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
 
@@ -56,13 +56,13 @@ class Plan:
         return len(self.ranks[0])
 
     def filled_up(self, micro_batches: int, *, sides: int) -> Plan:
-        """The same with empty micro-batches at the end of every rank, until there are so many."""
+        """Return the plan with empty micro-batches appended to every rank, up to `micro_batches`."""
         filler = (_empty(sides),) * (micro_batches - self.micro_batches)
         return Plan(tuple(own + filler for own in self.ranks))
 
 
 def window_positions(step: int, *, samples_per_step: int, positions: int, group: int = 0, groups: int = 1) -> range:
-    """The positions that a node group owns of a step's window.
+    """Return the positions that a node group owns of a step's window.
 
     Args:
         step: The optimiser step, from 0.
@@ -120,7 +120,7 @@ def plan(
 
 
 def _padded(row: RowLengths, budget: int, multiple: int, max_widths: tuple[int, ...]) -> RowLengths:
-    """The row with its lengths rounded up to widths."""
+    """Return the row with its lengths rounded up to widths."""
     if len(row.lengths) != len(max_widths):
         raise ValueError(f"sample {row.id} has {len(row.lengths)} lengths, the run {len(max_widths)} sides")
     widths = tuple(max(1, -(-length // multiple)) * multiple for length in row.lengths)
@@ -159,7 +159,7 @@ def _cut(rows: Sequence[RowLengths], budget: int, cost_limit: int | None) -> lis
 
 
 def _even_cut(rows: Sequence[RowLengths], budget: int, most: int) -> list[MicroBatch]:
-    """The cut into at most `most` micro-batches whose dearest is cheapest, found by bisection."""
+    """Cut into at most `most` micro-batches such that the costliest is cheapest, by bisection over its cost."""
     if not rows:
         return []
     low = max(sum(row.lengths) for row in rows)
@@ -174,9 +174,9 @@ def _even_cut(rows: Sequence[RowLengths], budget: int, most: int) -> list[MicroB
 
 
 def _deal(batches: list[MicroBatch], ranks: int, rounds: int, sides: int) -> tuple[tuple[MicroBatch, ...], ...]:
-    """One micro-batch to every rank in each round, dearest to the rank that has least.
+    """Deal one micro-batch to every rank in each round, the costliest to the rank with the least load.
 
-    So two ranks never differ by more than the dearest micro-batch.
+    So the loads of two ranks never differ by more than the costliest micro-batch.
     """
     ordered = sorted(batches, key=lambda batch: (-batch.padded_tokens, batch.ids))
     ordered += [_empty(sides)] * (rounds * ranks - len(ordered))

@@ -1,4 +1,4 @@
-"""Texts to token ids with one tokenizer: whole texts, continuations of a text, and the stretches of a conversation."""
+"""Tokenization with one tokenizer: whole texts, continuations of a text, and spans of a conversation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 from xtoken_core.alignment.tables import TokenTable, token_table
 
 _SENTINELS = ("\n", ":", "x", "。")
-"""Texts to set before a continuation, so that a tokenizer adds its own space to them and not to it."""
+"""Prefixes of a continuation: a tokenizer adds its dummy space to them and not to it."""
 
 
 class ConversationError(ValueError):
-    """Why a conversation cannot be rendered for training."""
+    """A conversation cannot be rendered for training; the text is the reason."""
 
 
 class TextTokenizer:
-    """One side's tokenizer, as a collator uses it.
+    """A tokenizer with the operations of a collator.
 
     Attributes:
         tokenizer: The Hugging Face tokenizer.
-        name: `student`, `teacher` or `teacher 1`: for messages.
-        pad_id: What fills padded rows: the pad token, or else eos, or else 0.
-        eos_id: The end-of-text token, None if there is none.
+        name: `student`, `teacher` or `teacher 1`, for errors.
+        pad_id: Id for padding: the pad token, or else eos, or else 0.
+        eos_id: Id of the end-of-text token; None without one.
     """
 
     def __init__(self, tokenizer: Any, name: str, table: TokenTable | None = None) -> None:
@@ -38,12 +38,12 @@ class TextTokenizer:
 
     @cached_property
     def table(self) -> TokenTable:
-        """What the tokens spell."""
+        """The tokens' bytes and kinds."""
         return self._table or token_table(self.tokenizer)
 
     @cached_property
     def ends(self) -> tuple[list[int], list[int]]:
-        """The specials that the tokenizer puts before and after a text by default."""
+        """Special tokens that the tokenizer adds before and after a text by default."""
         bare, whole = (self.encode(["a"], specials=s)[0].tolist() for s in (False, True))
         for start in range(len(whole) - len(bare) + 1):
             if whole[start : start + len(bare)] == bare:
@@ -51,7 +51,12 @@ class TextTokenizer:
         return [], []
 
     def encode(self, texts: Sequence[str], *, specials: bool) -> list[np.ndarray]:
-        """Token ids of every text, int64, uncut, with or without the tokenizer's default specials."""
+        """Return the token ids of every text, int64 and not truncated.
+
+        Args:
+            texts: The texts.
+            specials: Add the tokenizer's default special tokens.
+        """
         if not texts:
             return []
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -65,12 +70,12 @@ class TextTokenizer:
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def begin(self, text: str) -> np.ndarray:
-        """A text that is to be continued: the default specials before it, none after it."""
+        """Tokenize a text that is to be continued, with the default special tokens before it and none after it."""
         before, _ = self.ends
         return np.concatenate([np.array(before, dtype=np.int64), *self.encode([text], specials=False)])
 
     def proceed(self, text: str) -> np.ndarray:
-        """A text that continues another: without the space that some tokenizers put before every text."""
+        """Tokenize a text that continues another, without the dummy space that some tokenizers put before a text."""
         if self.table.prefix == "none" or not text:
             return self.encode([text], specials=False)[0]
         for sentinel in _SENTINELS:
@@ -80,7 +85,7 @@ class TextTokenizer:
         return self.encode([text], specials=False)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, dict[int, tuple[int, int]]]:
-        """A conversation as its chat template writes it, and where each assistant message's content is in it.
+        """Render a conversation by its chat template, and locate each assistant message's content in it.
 
         Returns:
             The text, and (begin, end) character positions by the number of the message, whitespace around the content
@@ -105,9 +110,9 @@ class TextTokenizer:
         return text, spans
 
     def tokenize_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of a rendered conversation, and 1 for those of the given character spans.
+        """Return the token ids of a rendered conversation, and a mask with 1 for those of the given character spans.
 
-        Every span is tokenized by itself, as a model that is asked to answer meets it. Where the tokenizer writes
+        Every span is tokenized by itself, as a model prompted for the answer sees it. Where the tokenizer writes
         words with the space before them, a space before a span belongs to the span's first token.
         """
         stretches: list[tuple[str, int]] = []
@@ -125,7 +130,7 @@ class TextTokenizer:
         return np.concatenate(ids), np.concatenate(learn)
 
     def _opening(self, messages: Sequence[Mapping[str, Any]], text: str) -> int:
-        """Where the answer to these messages begins in the whole text; 0 if the template does not tell."""
+        """Return the start of the answer to these messages in the whole text; 0 if it cannot be determined."""
         try:
             before = self._apply(messages, add_generation_prompt=True) if messages else ""
         except ConversationError:

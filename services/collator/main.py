@@ -34,7 +34,7 @@ def work(link: QueueLink, *, name: str | None) -> None:
 
 
 def make_collator(worker: Worker) -> CrossTokenizerCollator:
-    """The run's collator: every tokenizer of it, and an aligner per teacher with its own."""
+    """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own."""
     spec = worker.run.spec
     student = load_tokenizer(spec.student.tokenizer_dir, "student")
     teachers = [
@@ -53,7 +53,7 @@ def make_collator(worker: Worker) -> CrossTokenizerCollator:
 
 
 def open_data(worker: Worker) -> DataIndex:
-    """The run's text, which must still be what the run was opened with.
+    """Return the run's text, which must still be what the run was opened with.
 
     Raises:
         ConfigError: It has changed.
@@ -66,7 +66,7 @@ def open_data(worker: Worker) -> DataIndex:
 
 
 class CollatorLoop:
-    """Block after block: lease, read, collate, put."""
+    """The collator's main loop: lease a block, read, collate, put."""
 
     def __init__(self, worker: Worker, collator: CrossTokenizerCollator, index: DataIndex) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
@@ -74,7 +74,7 @@ class CollatorLoop:
         self.counts = loss_counts(self.run.spec.loss, self.run.spec.same_tokenizer)
 
     def serve(self) -> None:
-        """Until the run ends."""
+        """Collate until the run ends."""
         while True:
             self.worker.alive()
             try:
@@ -114,9 +114,9 @@ class CollatorLoop:
         self.worker.alive(1)
 
     def _fail(self, reason: str) -> NoReturn:
-        """End the run: its supervisor does so on seeing this worker's status; without one, the queue tells the others.
+        """End the run: its supervisor does so on this worker's exit status; without one, the queue tells the others.
 
-        Both at once would be a race, in which the others' deaths hide the status that says whose fault it is.
+        Doing both would be a race: the other workers' exits could hide the status that names the cause.
 
         Raises:
             InputError: Always.

@@ -1,1 +1,1 @@
-"""What the processes share: how a run's files are resolved, how a worker lives on the queue, logging."""
+"""Code shared by the processes: resolution of a run's files, worker sessions, logging."""

@@ -47,7 +47,7 @@ class Roots:
 
     @classmethod
     def of(cls, read: Sequence[Path], write: Sequence[Path]) -> Roots:
-        """Roots from directories as a user names them.
+        """Return roots from directories that a user names.
 
         Raises:
             ConfigError: One is no directory.
@@ -117,7 +117,7 @@ def confined(path: Path, field: str) -> Path:
 
 
 def paths_of(value: Any, name: str = "") -> Iterator[tuple[str, Path]]:
-    """Every path in a dumped specification, with its field's name."""
+    """Return every path in a dumped specification, with its field's name."""
     if isinstance(value, Path):
         yield name, value
     items: Any = ()
@@ -134,7 +134,7 @@ def _within(path: Path, roots: Sequence[Path]) -> bool:
 
 
 def _links(directory: Path) -> Iterator[Path]:
-    """The symbolic links in a directory and below; none if it is a file."""
+    """Return the symbolic links in a directory and below; none if it is a file."""
     seen = 0
     for place, directories, files in os.walk(directory):
         for name in (*directories, *files):

@@ -1,4 +1,4 @@
-"""From columns to the padded batch that a model reads: every axis at the width the plan says."""
+"""Padding of columns to the batch that a model reads, at the widths of the plan."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def padded_batch(
     pad_ids: Sequence[int],
     dead_rows: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """A micro-batch as tensors, right-padded.
+    """Return a micro-batch as tensors, right-padded.
 
     Args:
         columns: Rows of the micro-batch, in the plan's order.
         widths: Padded width of each side: the student's, then each teacher's.
         pad_ids: The token id that pads each side.
-        dead_rows: Rows that keep their place and count for nothing: their sample mask is 0.
+        dead_rows: Rows to mask: their sample mask is set to 0.
 
     Returns:
         `[B, width]` tensors for per-token columns, `[B, P]` for pairs, `[B]` for scalars, object columns as arrays.

@@ -1,4 +1,4 @@
-"""From a RunSpec to a ResolvedRun: every file is looked at before a process starts. No torch."""
+"""Resolution of a RunSpec to a ResolvedRun: checks every file before a process starts. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEACHER_TOKEN_BYTES = 25
 PAIR_BYTES = 2
 ROW_BYTES = 128  # scalars and offsets
 LEARNED_POSITIONS = ("opt", "gpt_neo", "xglm", "biogpt", "ctrl", "openai-gpt")
-"""Model types whose `max_position_embeddings` are rows of a table: beyond them there is nothing to look up."""
+"""Model types with a learned table of `max_position_embeddings` positions, and none beyond."""
 
 
 def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> ResolvedRun:
@@ -39,8 +39,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
 
     Args:
         spec: The run.
-        progress: Called while the training text is looked through for the first time, with the bytes read so far and
-            in all.
+        progress: Called while the training text is indexed for the first time, with bytes read and total bytes.
 
     Raises:
         InputError: A file is missing, unreadable or does not fit the others.
@@ -98,7 +97,7 @@ def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
 
 
 def remarks(run: ResolvedRun) -> Iterator[str]:
-    """What the files make of a run that its settings do not show."""
+    """Yield what the files make of a run that its settings do not show."""
     train, data = run.spec.train, run.spec.data
     if train.max_steps is not None and run.steps < train.max_steps:
         yield (
@@ -116,7 +115,7 @@ def remarks(run: ResolvedRun) -> Iterator[str]:
 
 
 def _without_effect(run: ResolvedRun) -> Iterator[str]:
-    """Settings that do nothing beside others."""
+    """Yield settings that have no effect beside others."""
     train = run.spec.train
     if train.parallel == "fsdp" and run.world == 1:
         yield 'train.parallel = "fsdp" does nothing for a single rank (workers.ranks, workers.nodes)'
@@ -129,14 +128,14 @@ def _without_effect(run: ResolvedRun) -> Iterator[str]:
 def open_index(
     spec: RunSpec, paths: Sequence[Path], field: str, progress: Callable[[int, int], None] | None = None
 ) -> DataIndex:
-    """The index of a run's text, from the run's own cache."""
+    """Return the index of a run's text, from the run's own cache."""
     for path in paths:
         confined(path, "the text")
     return DataIndex.build(paths, field=field, cache_dir=spec.output / "cache" / "index", progress=progress)
 
 
 def largest_row(spec: RunSpec) -> int:
-    """Bytes of the largest row that a collator can put."""
+    """Return the bytes of the largest row that a collator can put."""
     student = spec.student.context_length
     sides = sum(t.context_length * TEACHER_TOKEN_BYTES + student * PAIR_BYTES + student * 9 for t in spec.teacher)
     return student * STUDENT_TOKEN_BYTES + sides + ROW_BYTES
@@ -211,7 +210,7 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
 
 
 def _max_length(what: str, spec: ModelSpec, config: dict[str, Any]) -> int:
-    """The longest text that a model is made for; 0 if its configuration does not say.
+    """Return the longest text that a model was made for; 0 if its configuration does not say.
 
     Raises:
         ConfigError: It has no positions for what it would be given, padding included.
@@ -231,7 +230,7 @@ def _max_length(what: str, spec: ModelSpec, config: dict[str, Any]) -> int:
 
 
 def _check_weights(what: str, directory: Path) -> None:
-    """Weights are there, and their files are what their name says."""
+    """Check that weights exist and that their files are what their names say."""
     files = weight_files(directory)
     if not files:
         raise InputError(f"the {what}'s directory {directory} holds no .safetensors weights")

@@ -1,4 +1,4 @@
-"""What teacher and student must agree on about a step: its plan and its denominators, from metadata alone. No torch."""
+"""Plan and denominators of a step, computed alike by teacher and student from metadata alone. No torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class StepPlan:
     Attributes:
         step: Its number, from 0.
         plan: The micro-batches of every rank.
-        ids: Positions that are trained: with a row, and not dead.
+        ids: Positions to train: with a row, and not dead.
         skipped: Positions without a row.
-        dead: Dead positions; one with a row keeps its place in the plan, masked.
-        ce_tokens: Next-token predictions of the step: the cross-entropy's denominator.
-        kd_chunks: Per teacher, the step's valid chunks: its denominator (next-token predictions if it shares the
-            student's tokenizer).
+        dead: Dead positions; one with a row stays in the plan, masked.
+        ce_tokens: Next-token predictions of the step: the denominator of the cross-entropy.
+        kd_chunks: Valid chunks of the step per teacher: the denominator of its KD term (next-token predictions for a
+            teacher with the student's tokenizer).
         tokens: Student tokens of the step, without padding.
-        truncated: Documents of the step that were cut.
+        truncated: Truncated documents of the step.
     """
 
     step: int
@@ -43,7 +43,7 @@ class StepPlan:
 
 
 def length_fields(run: ResolvedRun) -> list[str]:
-    """The column with each side's lengths: the student's, then each teacher's."""
+    """Return the names of the columns with each side's lengths: the student's, then each teacher's."""
     own = schema.INPUT_LENGTHS.name
     others = [
         own if same else schema.field_name(schema.TEACHER_INPUT_LENGTHS, teacher)
@@ -53,7 +53,7 @@ def length_fields(run: ResolvedRun) -> list[str]:
 
 
 def count_fields(run: ResolvedRun) -> list[str]:
-    """The column with each teacher's share of its denominator."""
+    """Return the name of the column with each row's part of a teacher's denominator, per teacher."""
     return [
         schema.CE_TOKENS.name if same else schema.field_name(schema.KD_CHUNKS, teacher)
         for teacher, same in enumerate(run.spec.same_tokenizer)
@@ -61,13 +61,13 @@ def count_fields(run: ResolvedRun) -> list[str]:
 
 
 def plan_fields(run: ResolvedRun) -> list[str]:
-    """Every column that `plan_step` reads."""
+    """Return the names of the columns that `plan_step` reads."""
     own = [schema.CE_TOKENS.name, schema.TRUNCATED.name]
     return list(dict.fromkeys([*length_fields(run), *count_fields(run), *own]))
 
 
 def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
-    """The plan of a step; the same rows give every process the same plan."""
+    """Return the plan of a step; the same rows give every process the same plan."""
     spec = run.spec
     columns = {name: _integers(column) for name, column in rows.columns.items()}
     lengths = [columns.get(name, []) for name in length_fields(run)]
@@ -98,12 +98,12 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
 
 
 def max_widths(run: ResolvedRun) -> tuple[int, ...]:
-    """The widest padded row of each side."""
+    """Return the widest padded row of each side."""
     return tuple(padded_length(m.context_length) for m in (run.spec.student, *run.spec.teacher))
 
 
 def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
-    """The shape of a teacher's ring, which both its sides take from the run, never from a message."""
+    """Return the shape of a teacher's ring, which both its sides take from the run, never from a message."""
     spec, model = run.spec, run.teachers[teacher]
     hidden = model.hidden_size if spec.sends_hidden_states else 0
     rows = min(spec.train.samples_per_step, spec.train.micro_batch_tokens // PAD_MULTIPLE)
@@ -119,7 +119,7 @@ def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
 
 
 def selects_columns(run: ResolvedRun, teacher: int) -> bool:
-    """Whether the loss compares only the columns with a teacher's largest logits, which it must be told."""
+    """Return whether the loss compares only the columns with a teacher's largest logits, and so needs the maxima."""
     spec = run.spec
     if spec.loss.vocab_topk is None or spec.loss.vocab_topk >= run.teachers[teacher].vocab_size:
         return False

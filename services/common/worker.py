@@ -1,4 +1,4 @@
-"""A worker's life on the queue: connect, open a session, beat, make progress, leave in order."""
+"""Session of a worker process: connect, open a session, heartbeat, progress, graceful shutdown."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ BEAT_S = 3.0
 EARLY_S = 120.0
 TOKEN_POLL_S = 0.1
 WAIT_S = 2.0
-"""How long one waiting call lasts: between two of them a worker looks whether it shall stop."""
+"""Duration of one waiting call; a worker checks for a stop request between two of them."""
 
 
 class StopRequested(Exception):  # noqa: N818 - asked for by SIGTERM or SIGINT, not a failure
-    """Leave at the next safe place."""
+    """The process was asked to stop, and is at a point where it may."""
 
 
 class Worker:
     """A worker's session.
 
     Attributes:
-        run: The run it works for.
-        queue: The run's calls.
-        stopping: Set once the process was asked to leave.
+        run: The resolved run.
+        queue: Client of the run's calls.
+        stopping: Set once the process was asked to stop.
     """
 
     def __init__(self, client: QueueClient, name: str) -> None:
@@ -66,10 +66,13 @@ class Worker:
         self.beat()
 
     def alive(self, units: int = 0) -> None:
-        """The main loop lives, has finished `units` of work, and could leave now.
+        """Report progress from a point at which the main loop may stop.
+
+        Args:
+            units: Units of work finished since the last report.
 
         Raises:
-            StopRequested: The process was asked to leave.
+            StopRequested: The process was asked to stop.
             StaleSessionError: The queue has ended the session.
         """
         self.beat(units)
@@ -77,7 +80,10 @@ class Worker:
             raise StopRequested
 
     def beat(self, units: int = 0) -> None:
-        """The main loop lives and has finished `units` of work, in the middle of something that it must not leave.
+        """Report progress from a point at which the main loop must not stop.
+
+        Args:
+            units: Units of work finished since the last report.
 
         Raises:
             StaleSessionError: The queue has ended the session.
@@ -88,7 +94,7 @@ class Worker:
             raise self._stale
 
     def beat_until_done(self) -> None:
-        """Heartbeats, as long as the main loop lives: the body of the background thread."""
+        """Send heartbeats while the main loop makes progress: the body of the background thread."""
         while not self._done.wait(BEAT_S):
             if time.monotonic() - self._alive_at > self._limit:
                 log.error("no progress for %g s in phase %s: heartbeats stop", self._limit, self._phase)
@@ -102,13 +108,13 @@ class Worker:
                 log.warning("heartbeat failed: %s", error)
 
     def finish(self) -> None:
-        """No more heartbeats."""
+        """Stop the heartbeats."""
         self._done.set()
 
 
 @dataclass(frozen=True)
 class QueueLink:
-    """How a worker reaches its queue.
+    """Connection settings of a worker.
 
     Attributes:
         url: The queue's address.
@@ -127,12 +133,12 @@ class QueueLink:
 
 @contextmanager
 def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> Iterator[Worker]:
-    """Connect, wait for the run, open a session; beat in the background; say bye at the end.
+    """Connect, wait for the run and open a session; send heartbeats in the background and `bye` at the end.
 
-    SIGTERM and SIGINT set `stopping`; the body leaves by `StopRequested` from its next `alive()`.
+    SIGTERM and SIGINT set `stopping`; the next `alive()` of the body raises `StopRequested`.
 
     Raises:
-        QueueUnreachableError: Nobody answers at the address, or no run was opened there in time.
+        QueueUnreachableError: There is no answer at the address, or no run was opened there in time.
     """
     setproctitle(f"xtoken {name}")
     address = Address.parse(link.url, link.token_file, link.keys)
@@ -174,10 +180,10 @@ def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> I
 
 
 def _await_token(address: Address, limit_s: float) -> None:
-    """A queue makes its token file when it starts, and a worker may come before it.
+    """Wait for the token file, which the queue creates when it starts, maybe after the worker.
 
     Raises:
-        QueueUnreachableError: There is none after so many seconds.
+        QueueUnreachableError: It does not exist after `limit_s` seconds.
     """
     file, deadline = address.token_file, time.monotonic() + limit_s
     if file is None or file.exists():

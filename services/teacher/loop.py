@@ -1,4 +1,4 @@
-"""The teacher's side of the protocol: micro-batch after micro-batch, strictly in plan order, one slot each."""
+"""The teacher's main loop: micro-batches strictly in plan order, one slot each."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger("xtoken.teacher")
 
 @dataclass(frozen=True)
 class Pair:
-    """What a teacher has for one trainer session.
+    """A teacher's state for one trainer session.
 
     Attributes:
-        ring: Its slots.
-        number: The queue's number of it.
-        published: What is said once a slot is written.
+        ring: The ring of slots.
+        number: The queue's number of the ring.
+        published: Publishes a slot once the device has written it.
     """
 
     ring: SignalRing
@@ -43,15 +43,15 @@ class Pair:
 
 
 class TeacherLoop:
-    """One teacher's work for one rank.
+    """Serves one teacher to one student rank.
 
     Args:
         worker: The session.
         model: The teacher.
-        transport: How its signal travels, as `pick_transport` says.
-        teacher: Its place in the run's list.
-        rank: The student rank it serves.
-        pad_id: The token id that fills padding.
+        transport: Transport of the signal, from `pick_transport`.
+        teacher: Number of the teacher.
+        rank: Student rank that it serves.
+        pad_id: Token id for padding.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TeacherLoop:
             )
 
     def serve(self) -> None:
-        """Pair with trainer after trainer until the run ends."""
+        """Serve one trainer session after another until the run ends."""
         while True:
             try:
                 trainer = self._await_trainer()
@@ -98,7 +98,7 @@ class TeacherLoop:
                 return trainer
 
     def _pair(self, trainer: Trainer) -> None:
-        """Make a ring for one trainer session and fill it until that session ends."""
+        """Create a ring for one trainer session and fill it until that session ends."""
         spec = self.run.spec
         ring = create_ring(self.transport, self.shape, run=spec.name, session=trainer.trainer, device=self.model.device)
         limit = spec.workers.step_timeout_s
@@ -114,15 +114,15 @@ class TeacherLoop:
         finally:
             published.close()
             ring.close()
-            self._tell_memory()
+            self._log_memory()
 
     def _head_in(self, ring: SignalRing) -> AbstractContextManager[None]:
-        """The head lies in a ring of hidden states that the student maps; through the queue it loads its own."""
+        """Put the head into a ring of hidden states that the student maps; through the queue it loads its own."""
         mapped = self.shape.hidden and self.transport != QUEUE
         return self.model.head_in(ring.head_view()) if mapped else nullcontext()
 
-    def _tell_memory(self) -> None:
-        """What it has cost the GPU so far: tensors, the weights among them, and the ring, which is not torch's."""
+    def _log_memory(self) -> None:
+        """Log GPU memory: tensors, the weights among them, and the ring, which is outside torch's allocator."""
         device = self.model.device
         if device.type == "cuda":
             peak, ring = torch.cuda.max_memory_allocated(device), self.shape.memory_bytes
@@ -132,16 +132,16 @@ class TeacherLoop:
     def _fill(self, pair: Pair, step: int, rewinds: int) -> None:
         while True:
             try:
-                found = self._window(pair, step, rewinds)
-                for batch in found.plan.ranks[self.rank] if found else ():
+                plan = self._window(pair, step, rewinds)
+                for batch in plan.plan.ranks[self.rank] if plan else ():
                     self._signal(pair, batch, rewinds)
                 step += 1
             except QueueError as error:
                 step, rewinds = self._after(error, step, rewinds)
-                self._settle(pair)
+                self._drain(pair)
 
     def _after(self, error: QueueError, step: int, rewinds: int) -> tuple[int, int]:
-        """Where to go on after a refusal: where the run was rewound to, or at the same step."""
+        """Return step and rewinds to continue at after a refusal: those of a rewind, or the same."""
         if error.code == "rewound":
             log.info("%s", error)
             return error.detail["step"], error.detail["rewinds"]
@@ -149,8 +149,8 @@ class TeacherLoop:
             raise error
         return step, rewinds
 
-    def _settle(self, pair: Pair) -> None:
-        """Nothing is on its way any more before the step is gone through again; what is revoked stays so."""
+    def _drain(self, pair: Pair) -> None:
+        """Wait for pending publications before the step is repeated; refusals of revoked leases are ignored."""
         while True:
             try:
                 pair.published.drain()
@@ -160,7 +160,7 @@ class TeacherLoop:
                     raise
 
     def _window(self, pair: Pair, step: int, rewinds: int) -> StepPlan | None:
-        """The plan of a step; None if it was done meanwhile."""
+        """Return the plan of a step; None if it was done meanwhile."""
         while True:
             self.worker.alive()
             pair.published.check()
@@ -172,23 +172,23 @@ class TeacherLoop:
                 return plan_step(self.run, step, rows)
 
     def _signal(self, pair: Pair, batch: MicroBatch, rewinds: int) -> None:
-        """Leave a micro-batch's signal in a slot; without the samples that turn out to be impossible."""
+        """Write a micro-batch's signal into a slot, after a nack of samples that this teacher cannot take."""
         while batch.ids:
             claim = self._claim(pair, batch, rewinds)
             if claim is None:
                 return
             claimed, tokens = claim
-            foreign = (tokens >= self.shape.head_width).any(dim=1).tolist()
-            if not any(foreign):
+            beyond_head = (tokens >= self.shape.head_width).any(dim=1).tolist()
+            if not any(beyond_head):
                 self._forward(pair, claimed, tokens)
                 self.worker.alive(1)
                 return
-            bad = [sample for sample, strange in zip(claimed.ids, foreign, strict=True) if strange]
+            bad = [sample for sample, is_beyond in zip(claimed.ids, beyond_head, strict=True) if is_beyond]
             reason = f"token ids beyond the head of teacher {self.teacher} ({self.shape.head_width} rows)"
             self.queue.nack(claimed.lease, bad, reason)
 
     def _claim(self, pair: Pair, batch: MicroBatch, rewinds: int) -> tuple[Claimed, torch.Tensor] | None:
-        """A micro-batch with its slot, and its padded tokens `[B, T_t]`; None if its signal is there or was read."""
+        """Claim a micro-batch with a slot, and pad its tokens `[B, T_t]`; None if its signal exists or was read."""
         while True:
             self.worker.alive()
             pair.published.check()
@@ -205,7 +205,7 @@ class TeacherLoop:
         return claimed, tokens
 
     def _forward(self, pair: Pair, claimed: Claimed, tokens: torch.Tensor) -> None:
-        """Queue the forward; its slot is published once the device has written it. The next may be queued before."""
+        """Enqueue the forward pass; its slot is published once the device has written it, maybe after the next one."""
         ring, slot = pair.ring, claimed.slot
         rows, width = tokens.shape
         view = ring.slot_view(slot, rows, width)

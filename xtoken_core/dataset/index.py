@@ -58,7 +58,7 @@ class DataIndex:
     def build(
         cls, paths: Sequence[Path], *, field: str, cache_dir: Path, progress: Progress | None = None
     ) -> DataIndex:
-        """The index of these files: read from the cache if they are unchanged, else made in one pass over them.
+        """Return the index of these files: read from the cache if they are unchanged, else made in one pass over them.
 
         Args:
             paths: Files (`.jsonl`, `.parquet`, `.txt`) or directories saved by `datasets`.
@@ -83,7 +83,7 @@ class DataIndex:
         try:
             manifest = _write_index(scratch, sources, field, progress)
             cls(scratch, sources, field, manifest)._check_usable()
-            _move_into_place(scratch, directory)
+            _install(scratch, directory)
         except OSError as error:
             raise InputError(f"cannot keep the data's index in {cache_dir}: {error.strerror}") from error
         finally:
@@ -102,7 +102,7 @@ class DataIndex:
         return self._starts[-1]
 
     def read(self, record_numbers: Sequence[int]) -> list[Record | BadRecord]:
-        """The records with these numbers, in this order.
+        """Return the records with these numbers, in this order.
 
         Raises:
             InputError: A file has changed since it was indexed, or cannot be read any more.
@@ -111,12 +111,12 @@ class DataIndex:
         return [self._read_one(number) for number in record_numbers]
 
     def place(self, number: int) -> str:
-        """Where a record lies, as `file:line`, counted from 1 (a row for parquet and arrow files)."""
+        """Return the location of a record as `file:line`, counted from 1 (a row for parquet and arrow files)."""
         file, row = self._locate(number)
         return f"{self._sources[file].path}:{row + 1}"
 
     def first_conversation(self) -> str | None:
-        """The place of the first record of `messages` that is the first usable one of its file; None if no file has it.
+        """Return the location of the first file whose first usable record has `messages`; None without one.
 
         A file that cannot hold messages is not read.
         """
@@ -130,7 +130,7 @@ class DataIndex:
         return None
 
     def documents(self) -> Iterator[str]:
-        """Every usable record in order, as plain text (see `Record.document`)."""
+        """Yield every usable record in order, as plain text (see `Record.document`)."""
         for number in range(len(self)):
             record = self._read_one(number)
             if isinstance(record, Record):
@@ -227,7 +227,7 @@ def _write_index(directory: Path, sources: Sequence[Source], field: str, progres
 
 
 def _chunks(source: Source) -> Iterator[tuple[bytes, int]]:
-    """The file's bytes, a piece at a time, each with its position."""
+    """Yield the file's bytes in chunks, each with its position."""
     with open_binary(source.path) as file:
         position = 0
         while True:
@@ -256,8 +256,8 @@ def _write_block_starts(out: BinaryIO, source: Source, field: str) -> int:
     return int(starts[-1])
 
 
-def _move_into_place(scratch: Path, directory: Path) -> None:
-    """Rename a finished index; if another process was faster, or a damaged one lies there, replace that."""
+def _install(scratch: Path, directory: Path) -> None:
+    """Rename a finished index; one of a faster process, or a damaged one, is replaced."""
     discarded = scratch.with_name(scratch.name.replace("building", "discarded"))
     try:
         scratch.rename(directory)

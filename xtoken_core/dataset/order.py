@@ -1,4 +1,4 @@
-"""In which order records are trained: a pseudo-random permutation per epoch that is computed, not stored."""
+"""Order of training: a pseudo-random permutation of the records per epoch, computed and not stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MASK = (1 << 64) - 1
 
 
 def record_at(position: int, *, records: int, seed: int, shuffle: bool) -> int:
-    """The number of the record that stands at a position.
+    """Return the number of the record at a position.
 
     Position `p = epoch * records + index`; every epoch holds each record once. Shuffled, an epoch's order is a
     Feistel network over the smallest even number of bits that holds `records`, walked along its cycles until it
@@ -19,7 +19,7 @@ def record_at(position: int, *, records: int, seed: int, shuffle: bool) -> int:
 
     Args:
         position: From 0.
-        records: How many records the data has.
+        records: Number of records.
         seed: Of the run; each epoch mixes its own number in.
         shuffle: False keeps the data's own order in every epoch.
 
@@ -41,7 +41,7 @@ def record_at(position: int, *, records: int, seed: int, shuffle: bool) -> int:
 
 @lru_cache(maxsize=64)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """64-bit keys, one per round, that share nothing between seeds or epochs."""
+    """Return 64-bit keys, one per round, independent between seeds and epochs."""
     return tuple(
         int.from_bytes(hashlib.sha256(f"xtoken-order/{seed}/{epoch}/{r}".encode()).digest()[:8], "little")
         for r in range(_ROUNDS)
@@ -49,7 +49,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _feistel(value: int, half: int, keys: tuple[int, ...]) -> int:
-    """A bijection on `2 * half` bits."""
+    """Apply a Feistel network: a bijection on `2 * half` bits."""
     mask = (1 << half) - 1
     left, right = value >> half, value & mask
     for key in keys:
@@ -58,7 +58,7 @@ def _feistel(value: int, half: int, keys: tuple[int, ...]) -> int:
 
 
 def _mix(value: int, key: int) -> int:
-    """splitmix64's finaliser (Steele, Lea and Flood, 2014) of value and key; its high bits are the best mixed."""
+    """Apply splitmix64's finaliser (Steele, Lea and Flood, 2014) to value and key; its high bits are mixed best."""
     x = (value * 0x9E3779B97F4A7C15 + key) & _MASK
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK

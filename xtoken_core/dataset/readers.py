@@ -31,13 +31,13 @@ class Reader(Protocol):
     """Reads rows of one file.
 
     Attributes:
-        may_hold_messages: Whether a row of it can be a conversation.
+        may_hold_messages: A row can be a conversation.
     """
 
     may_hold_messages: bool
 
     def read(self, row: int) -> dict[str, Any]:
-        """The value of a row.
+        """Read the value of a row.
 
         Raises:
             UnusableRecordError: It cannot be used.
@@ -125,7 +125,7 @@ class ParquetBlocks:
         self.rows: Sequence[int] = [self._file.metadata.row_group(g).num_rows for g in groups]
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
-        """One row group as a table of these columns."""
+        """Read a row group as a table of these columns."""
         import pyarrow as pa
 
         try:
@@ -154,12 +154,12 @@ class ArrowBlocks:
         self.rows: Sequence[int] = [batch.num_rows for batch in self._batches]
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
-        """One record batch, reduced to these columns."""
+        """Read a record batch, reduced to these columns."""
         return self._batches[number].select(list(columns))
 
 
 def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
-    """The columns of an arrow schema that a record's value is made of.
+    """Return the columns of an arrow schema that a record's value is made of.
 
     Raises:
         InputError: There is none, or the field's column can hold no text.
@@ -181,14 +181,14 @@ def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
 
 
 def open_reader(source: Source, offsets: Offsets, field: str) -> Reader:
-    """A reader for one file, after a check that it is still the file that was indexed."""
+    """Open a reader for a file, after a check that it is still the file that was indexed."""
     source.check_unchanged()
     kind = LineReader if source.kind in ("jsonl", "txt") else ColumnReader
     return kind(source, offsets, field)
 
 
 def open_binary(path: Path) -> Any:
-    """The file, open for reading bytes.
+    """Open a file for reading bytes.
 
     Raises:
         InputError: It cannot be opened.
@@ -200,5 +200,5 @@ def open_binary(path: Path) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """The first line of an error's text."""
+    """Return the first line of an error's text."""
     return (str(error).splitlines() or [type(error).__name__])[0]

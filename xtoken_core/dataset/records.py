@@ -1,4 +1,4 @@
-"""What a usable record is, and the reason why another one is not."""
+"""Checks of records: the part to train on, or the reason why a record cannot be used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_RECORD_BYTES = 64 << 20
-"""A longer record is refused: it would have to be held in memory whole."""
+"""Limit of a record, which must be held in memory whole."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class BadRecord:
 
 
 class UnusableRecordError(ValueError):
-    """Why a record cannot be used."""
+    """A record cannot be used; the text is the reason."""
 
 
 class MissingFieldError(UnusableRecordError):
@@ -58,7 +58,7 @@ class MissingFieldError(UnusableRecordError):
 
 
 def decode_utf8(raw: bytes) -> str:
-    """Bytes as text.
+    """Decode UTF-8.
 
     Raises:
         UnusableRecordError: They are not UTF-8, or too many.
@@ -72,7 +72,7 @@ def decode_utf8(raw: bytes) -> str:
 
 
 def parse_json_line(line: str, field: str) -> dict[str, Any]:
-    """One line of a `.jsonl` file as a record's value.
+    """Parse a line of a `.jsonl` file to a record's value.
 
     Raises:
         UnusableRecordError: It is not a JSON object with usable text.
@@ -91,11 +91,11 @@ def parse_json_line(line: str, field: str) -> dict[str, Any]:
 
 
 def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The part of a row that is trained on. A null is no value; whitespace alone is an empty text.
+    """Return the part of a row that is trained on. A null is no value; whitespace alone is an empty text.
 
     Args:
         row: The record's columns.
-        field: Where the text is. Without it, `prompt` and `completion`, then `messages`, are looked for.
+        field: Column of the text. Without it, `prompt` and `completion`, then `messages`, are tried.
 
     Raises:
         MissingFieldError: The row has none of these.

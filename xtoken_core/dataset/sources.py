@@ -1,4 +1,4 @@
-"""From the paths a user names to the files that are read, in order."""
+"""Data files behind the paths that a user names, in order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "par
 
 @dataclass(frozen=True)
 class Source:
-    """One file, as it was when it was looked at.
+    """A data file and its state when it was found.
 
     Attributes:
         path: Absolute.
-        kind: How it is read.
+        kind: Format.
         size: Bytes.
         mtime_ns: Time of its last change, in nanoseconds.
     """
@@ -31,14 +31,14 @@ class Source:
     mtime_ns: int
 
     def check_unchanged(self) -> None:
-        """Raise an InputError if the file is not the one that was looked at."""
+        """Raise an InputError if the file has changed since."""
         now = _source(self.path, self.kind)
         if now != self:
             raise InputError(f"{self.path} has changed since it was indexed: start the run again to index it anew")
 
 
 def find_sources(paths: Sequence[Path]) -> tuple[Source, ...]:
-    """The files behind the paths, in the order given; a directory saved by `datasets` gives its shards.
+    """Return the files behind the paths, in the order given; a directory saved by `datasets` gives its shards.
 
     Raises:
         InputError: A path is missing, of an unknown kind, or a directory of another sort.
@@ -76,7 +76,7 @@ def _source(path: Path, kind: Kind) -> Source:
 
 
 def _shards(directory: Path) -> list[Path]:
-    """The arrow files of a directory written by `datasets` (`save_to_disk`, or one of its cache directories)."""
+    """Return the arrow files of a directory written by `datasets` (`save_to_disk`, or one of its cache directories)."""
     if (directory / "dataset_dict.json").is_file():
         splits = _read_json(directory / "dataset_dict.json").get("splits", [])
         names = ", ".join(str(directory / str(split)) for split in splits) or "none"

@@ -1,4 +1,4 @@
-"""How a teacher's output reaches the trainer: CUDA IPC, shared memory, or columns of the queue.
+"""Transports of a teacher's output to the trainer: CUDA IPC, shared memory, or columns of the queue.
 
 `ring` and `shared_files` need no torch, and neither does this package; `signal` and the transports do.
 """

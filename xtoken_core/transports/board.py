@@ -1,7 +1,7 @@
-"""The slots' headers, in host memory that both processes have mapped: who asks learns which filling a slot holds.
+"""Headers of a ring's slots, in host memory that both processes map.
 
 A header is generation, rows and width as int64. The generation is set to "unpublished" before a slot is refilled and to
-its number after, so that a reader that asks again after its backward sees any refill. No torch.
+its number after, so that a reader that checks again after its backward detects any refill. No torch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Board:
         self._slots = [memory[start : start + _FIELD_BYTES].cast("q") for start in starts]
 
     def format(self, canary: bytes) -> None:
-        """A new ring's: its header, and nothing to read in any slot."""
+        """Initialise the board of a new ring: its header, and every slot unpublished."""
         header = self.shape.header(canary)
         self._memory[: len(header)] = header
         for fields in self._slots:
             fields[_GENERATION] = UNPUBLISHED
 
     def check_canary(self, canary: bytes) -> None:
-        """Whether this is the ring that was announced.
+        """Check that this is the ring that was announced.
 
         Raises:
             SignalError: If it is another, or one of another shape.
@@ -45,7 +45,7 @@ class Board:
             raise SignalError(f"ring {self.name} does not start with the canary and shape that were announced")
 
     def begin(self, slot: int, rows: int, width: int) -> None:
-        """A slot is being filled: what it held before counts as gone.
+        """Invalidate a slot before it is filled.
 
         Raises:
             SignalError: If there is no such slot, or the micro-batch does not fit.
@@ -57,7 +57,7 @@ class Board:
         fields[_ROWS], fields[_WIDTH] = rows, width
 
     def publish(self, slot: int, generation: int) -> None:
-        """A slot holds this filling.
+        """Mark a slot as holding this generation.
 
         Raises:
             SignalError: If there is no such slot or generation.
@@ -68,19 +68,19 @@ class Board:
         self._slots[slot][_GENERATION] = generation
 
     def check(self, slot: int, generation: int) -> None:
-        """Whether a slot holds this filling.
+        """Check that a slot holds this generation.
 
         Raises:
             StaleSignalError: If it does not.
             SignalError: If there is no such slot.
         """
         self.shape.slot_offset(slot)
-        found = self._slots[slot][_GENERATION]
-        if found != generation or generation < 0:
-            raise StaleSignalError(f"slot {slot} of ring {self.name} holds generation {found}, not {generation}")
+        held = self._slots[slot][_GENERATION]
+        if held != generation or generation < 0:
+            raise StaleSignalError(f"slot {slot} of ring {self.name} holds generation {held}, not {generation}")
 
     def check_filled(self, slot: int, generation: int, rows: int, width: int) -> None:
-        """Whether a slot holds this filling, with at least these rows of just this width.
+        """Check that a slot holds this generation, with at least `rows` rows of width `width`.
 
         Raises:
             StaleSignalError: If it holds another.

@@ -1,7 +1,8 @@
-"""The signal on a GPU: a ring in device memory that the student's process opens, and its board in host memory.
+"""Transport `cuda_ipc`: a ring in device memory that the student's process opens, and its board in host memory.
 
-Nobody waits for another process's events. The teacher publishes a slot once its own write has completed, the student
-releases it once its own backward has; both know that from local events, on the host.
+No process waits for another's CUDA events: one of a dead process is never signalled and would hang the stream. The
+teacher publishes a slot once its own write has completed, the student releases it once its own backward has; both learn
+that from local events, on the host.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CudaIpcRing(BoardedRing):
     def create(
         cls, shape: RingShape, device: torch.device, *, run: str, session: str, directory: Path = DIRECTORY
     ) -> CudaIpcRing:
-        """A fresh ring for one student session.
+        """Create a ring for one student session.
 
         Args:
             shape: From the run's specification.
@@ -93,7 +94,7 @@ class OpenedCudaIpcRing(MappedRing):
             SignalError: If the handle, the board or the memory is not what the run says, or its GPU is out of sight.
         """
         handle.check_kind(shape, TRANSPORT)
-        handle.check_place()
+        handle.check_host()
         home = device_of(handle.extra.get(UUID, b"")) if torch.cuda.is_available() else None
         if home is None:
             raise SignalError(

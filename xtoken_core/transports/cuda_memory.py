@@ -38,7 +38,7 @@ class CudaError(XtokenError):
 
 @cache
 def runtime() -> Any:
-    """The CUDA runtime's bindings.
+    """Return the CUDA runtime's bindings.
 
     Raises:
         ConfigError: If they are not installed.
@@ -53,7 +53,7 @@ def runtime() -> Any:
 
 
 def bindings_installed() -> bool:
-    """Whether the CUDA runtime's bindings are there."""
+    """Return whether the CUDA runtime's bindings are installed."""
     try:
         runtime()
     except ConfigError:
@@ -77,7 +77,7 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> DeviceMemory:
-        """New memory that other processes may open.
+        """Allocate memory that other processes may open.
 
         Raises:
             CudaError: If there is no room (`cudaErrorMemoryAllocation`), or it cannot be shared.
@@ -93,7 +93,7 @@ class DeviceMemory:
 
     @classmethod
     def open(cls, handle: bytes, nbytes: int, device: torch.device) -> DeviceMemory:
-        """Another process's memory on a device that this process sees.
+        """Open another process's memory on a device that this process sees.
 
         Raises:
             SignalError: If the handle is none.
@@ -113,12 +113,12 @@ class DeviceMemory:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
 
     def tensor(self) -> UInt8[Tensor, " n"]:
-        """The bytes as a tensor: nothing is allocated or copied."""
+        """Return the bytes as a tensor: nothing is allocated or copied."""
         return torch.as_tensor(self, device=self.device)
 
 
 def device_uuid(device: torch.device) -> bytes:
-    """What tells a GPU from every other, whatever number it has here.
+    """Return the UUID of a GPU, which does not depend on its number in this process.
 
     Raises:
         CudaError: If there is no such device.
@@ -127,7 +127,7 @@ def device_uuid(device: torch.device) -> bytes:
 
 
 def device_of(uuid: bytes) -> torch.device | None:
-    """The device with this UUID, by the number it has in this process; None if the process does not see it."""
+    """Return the device with this UUID, by the number it has in this process; None if the process does not see it."""
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         if device_uuid(device) == uuid:
@@ -137,7 +137,7 @@ def device_of(uuid: bytes) -> torch.device | None:
 
 @contextmanager
 def _current(index: int) -> Iterator[None]:
-    """A device is this thread's current one for a while: torch shares the thread's, and keeps its own after."""
+    """Make a device this thread's current one inside the block; the previous one is restored for torch."""
     before = int(_call("cudaGetDevice"))
     _call("cudaSetDevice", index)
     try:
@@ -154,7 +154,7 @@ def _call(name: str, *arguments: Any) -> Any:
 
 
 def _release(name: str, address: int, index: int, owner: int) -> None:
-    """Give memory back. A forked child has no device and leaves its parent's alone."""
+    """Free memory. A forked child has no CUDA context and does not touch its parent's memory."""
     if os.getpid() != owner:
         return
     with suppress(CudaError), _current(index):  # a device that is lost has nothing to give back

@@ -1,4 +1,4 @@
-"""A teacher's head alone, read from its safetensors: what a student needs whose teacher sends hidden states."""
+"""Loading of a teacher's head alone from its safetensors, for a student whose teacher sends hidden states."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from xtoken_core.errors import InputError
 
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
-"""How the names of heads end in the architectures that have one of their own."""
+"""Suffixes of the names of untied heads."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
-"""How the names of input embeddings end, which are the head where the two are tied."""
+"""Suffixes of the names of input embeddings, which are the head if the two are tied."""
 
 
 def load_head(directory: Path, *, width: int, hidden: int, dtype: torch.dtype) -> Float[Tensor, "V_m H"]:
-    """The head's weight from a Hugging Face directory; no other tensor is read.
+    """Load the head's weight from a Hugging Face directory; no other tensor is read.
 
     Args:
         directory: Holds `.safetensors` files.
@@ -48,7 +48,7 @@ def load_head(directory: Path, *, width: int, hidden: int, dtype: torch.dtype) -
 
 
 def _chosen(names: Iterable[str]) -> str | None:
-    """The head of its own, or else the input embedding that it is tied to."""
+    """Return the name of the untied head, or else of the input embedding."""
     known = sorted(names, key=lambda name: (name.count("."), name))
     for endings in (HEADS, EMBEDDINGS):
         for ending in endings:

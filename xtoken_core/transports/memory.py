@@ -1,4 +1,4 @@
-"""A ring's memory as tensors: views of one flat run of bytes, wherever it lies."""
+"""Tensor views of a ring's memory, a flat array of bytes on any device."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class RingMemory:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of the memory."""
         return self._memory.device
 
     def write_header(self, canary: bytes) -> None:
-        """Put the ring's header at its start, and wait until it is there."""
+        """Write the ring's header at its start, and synchronise."""
         header = torch.frombuffer(bytearray(self.shape.header(canary)), dtype=torch.uint8)
         self._memory[: len(header)].copy_(header)
 
     def check_canary(self, canary: bytes, name: str) -> None:
-        """Whether this is the memory that was announced; from a device it is read with a copy.
+        """Check that this is the memory that was announced; a device is read with a copy.
 
         Raises:
             SignalError: If it is other memory, or of another shape.
@@ -43,13 +43,13 @@ class RingMemory:
             raise SignalError(f"the memory of ring {name} does not start with the canary and shape that were announced")
 
     def tokens(self, slot: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
-        """A slot's logits `[rows, width, V_m]` or hidden states `[rows, width, H]`."""
+        """Return a slot's logits `[rows, width, V_m]` or hidden states `[rows, width, H]`."""
         self.shape.check_batch(rows, width)
         columns = self.shape.width
         return self._part(self.shape.slot_offset(slot), rows * width * columns).view(rows, width, columns)
 
     def maxima(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
-        """A slot's column maxima.
+        """Return a slot's column maxima.
 
         Raises:
             SignalError: If the ring has none, or not for so many rows.
@@ -59,7 +59,7 @@ class RingMemory:
         return self._part(self.shape.maxima_offset(slot), rows * self.shape.vocab).view(rows, self.shape.vocab)
 
     def head(self) -> Float[Tensor, "V_m H"]:
-        """The teacher's head.
+        """Return the teacher's head.
 
         Raises:
             SignalError: If the ring holds logits and no head.

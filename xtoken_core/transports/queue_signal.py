@@ -1,7 +1,7 @@
-"""The signal through the queue, for a teacher on another node: hidden states and column maxima as ordinary columns.
+"""Transport `queue`, for a teacher on another node: hidden states and column maxima as ordinary columns.
 
-The slot table is the same, but there is no memory behind it that both sides see: the teacher keeps its slots to itself
-and sends what is in one along with its `complete`; the student finds it in its claim, and has read the head from the
+The slot table is the same, but without shared memory behind it: the teacher keeps its slots to itself and sends their
+content along with its `complete`; the student receives it with its claim, and has read the head from the
 teacher's own weights.
 """
 
@@ -28,7 +28,7 @@ TRANSPORT = "queue"
 
 
 class SlotMemory(RingMemory):
-    """The slots of a ring alone, without the header and the head before them: a student reads neither from here.
+    """Slots of a ring without header and head, which a student does not read from here.
 
     Args:
         shape: From the run's specification.
@@ -40,7 +40,7 @@ class SlotMemory(RingMemory):
         super().__init__(torch.empty(shape.memory_bytes - self._first, dtype=torch.uint8, pin_memory=pinned), shape)
 
     def head(self) -> Float[Tensor, "V_m H"]:
-        """Refused: the student reads the head from the teacher's weights.
+        """Refuse: the student loads the head from the teacher's weights.
 
         Raises:
             SignalError: Always.
@@ -66,13 +66,13 @@ class QueueRing(SignalRing):
         self._slots: SlotMemory | None = SlotMemory(shape, pinned=pinned)
 
     def publish(self, slot: int, generation: int) -> None:
-        """See `SignalRing.publish`: the queue alone says which filling a slot holds."""
+        """See `SignalRing.publish`: only the queue keeps the slots' generations."""
         self.shape.slot_offset(slot)
         if generation < 0:
             raise SignalError(f"a generation is not negative; got {generation}")
 
     def unlink(self) -> None:
-        """See `SignalRing.unlink`: nobody can open it."""
+        """See `SignalRing.unlink`: no other process can open it anyway."""
 
     def close(self) -> None:
         """See `SignalRing.close`."""
@@ -81,7 +81,7 @@ class QueueRing(SignalRing):
         self._slots = None
 
     def columns(self, slot: int, rows: int, width: int, teacher: int) -> dict[str, Column]:
-        """The slot's rows as columns over its memory: jagged hidden states `[width, H]`, dense maxima `[V_t]`."""
+        """Return views of the slot's rows as columns: jagged hidden states `[width, H]`, dense maxima `[V_t]`."""
         memory, shape = self._memory(), self.shape
         hidden = memory.tokens(slot, rows, width)
         offsets = offsets_from_lengths([width] * rows)
@@ -108,7 +108,7 @@ class QueueRing(SignalRing):
 
 
 class OpenedQueueRing(OpenedRing):
-    """The student's side: it is handed each micro-batch's columns, and looks them up by slot and generation.
+    """The student's side: holds each micro-batch's columns by slot and generation.
 
     Args:
         handle: As announced; checked against the run's shape.
@@ -173,7 +173,7 @@ class OpenedQueueRing(OpenedRing):
         return self._heads[device]
 
     def check(self, slot: int, generation: int) -> None:
-        """See `OpenedRing.check`: what has come stays as it is."""
+        """See `OpenedRing.check`: received columns never change."""
         held = self._held.get(slot)
         if held is None or held[0] != generation:
             raise StaleSignalError(f"nothing came for generation {generation} of slot {slot}")
@@ -185,13 +185,13 @@ class OpenedQueueRing(OpenedRing):
 
 
 def take_columns(columns: MutableMapping[str, Column], teacher: int) -> dict[str, Column]:
-    """Take one teacher's signal out of a claim's columns; empty where the signal lies in a ring that both see."""
+    """Remove one teacher's signal from a claim's columns and return it; empty if the signal is in shared memory."""
     names = (field_name(TEACHER_HIDDEN, teacher), field_name(TEACHER_MAXIMA, teacher))
     return {name: columns.pop(name) for name in names if name in columns}
 
 
 def signal_columns(teachers: Sequence[int]) -> frozenset[str]:
-    """The names of every column that such a signal may have."""
+    """Return the names of every column that such a signal may have."""
     return frozenset(field_name(field, i) for i in teachers for field in (TEACHER_HIDDEN, TEACHER_MAXIMA))
 
 
@@ -204,7 +204,7 @@ def _column(columns: Mapping[str, Column], name: str, kind: str, shape: RingShap
 
 
 def _tensor(column: Column, shape: RingShape) -> Tensor:
-    """A column's values; a copy only where they are not aligned."""
+    """Return a column's values; a copy only if they are not aligned."""
     dtype: torch.dtype = getattr(torch, shape.dtype)
     flat: Tensor = tensor_over(column.values, dtype)
     return flat.clone() if flat.data_ptr() % flat.element_size() else flat

@@ -1,4 +1,4 @@
-"""What a ring of slots is, whatever memory it lies in. No torch.
+"""Shape, layout and handle of a ring of slots, for any kind of memory. No torch.
 
 A ring belongs to one pair of teacher and student session. Its shape comes from the run's resolved specification on both
 sides; a handle, which comes in a message, only says where the memory is and is checked against that shape.
@@ -22,7 +22,7 @@ MAX_HANDLE_BYTES = 4096
 PAGE = 4096
 CANARY_BYTES = 16
 UNPUBLISHED = -1
-"""The generation in the header of a slot that holds nothing to read."""
+"""Generation in the header of a slot that holds nothing to read."""
 
 SLOT_HEADER_BYTES = 64
 """A cache line, so that no two slots share one."""
@@ -40,7 +40,7 @@ class StaleSignalError(SignalError):
 
 
 class SlotRef(TypedDict):
-    """Where a sample's signal is: the queue's number of the ring, the slot, the row in it, and which filling."""
+    """Reference to a sample's signal: the queue's number of the ring, slot, row in the slot, generation."""
 
     ring: int
     slot: int
@@ -129,7 +129,7 @@ class RingShape:
         return [self.slot_stride, self.width * self.itemsize, self.itemsize]
 
     def slot_offset(self, slot: int) -> int:
-        """First byte of a slot's values in the ring's memory.
+        """Return the first byte of a slot's values in the ring's memory.
 
         Raises:
             SignalError: If there is no such slot.
@@ -139,7 +139,7 @@ class RingShape:
         return PAGE + _pages(self.head_bytes) + slot * self.slot_stride
 
     def maxima_offset(self, slot: int) -> int:
-        """First byte of a slot's column maxima."""
+        """Return the first byte of a slot's column maxima."""
         return self.slot_offset(slot) + _pages(self.slot_tokens * self.width * self.itemsize)
 
     def check_batch(self, rows: int, width: int) -> None:
@@ -154,7 +154,7 @@ class RingShape:
             raise SignalError(f"{rows} rows do not fit a slot with the maxima of {self.max_rows} rows")
 
     def header(self, canary: bytes) -> bytes:
-        """The bytes that a ring's memory and its board start with."""
+        """Return the bytes that a ring's memory and its board start with."""
         sizes = (self.slots, self.slot_tokens, self.head_width, self.vocab, self.hidden, self.max_rows)
         return _RING_HEADER.pack(_MAGIC, canary, *sizes, self.dtype.encode())
 
@@ -164,10 +164,10 @@ def _pages(size: int) -> int:
 
 
 class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a ring's memory is: what a teacher announces and a student opens. Plain values only.
+    """Handle of a ring's memory, announced by a teacher and opened by a student. Plain values only.
 
     Attributes:
-        transport: Which kind of memory: `shared_memory`, ...
+        transport: Kind of memory: `shared_memory`, ...
         name: The ring's random name.
         size: Its bytes; the opener compares them with its own shape's.
         boot_id: The machine's boot.
@@ -192,7 +192,7 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, transport: str, name: str, shape: RingShape, canary: bytes, **extra: bytes) -> RingHandle:
-        """The handle of a ring of this process."""
+        """Return the handle of a ring of this process."""
         boot_id, pid_namespace = host_identity()
         return cls(
             transport,
@@ -208,12 +208,12 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The handle as plain msgpack values."""
+        """Return the handle as plain msgpack values."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> RingHandle:
-        """A handle from plain values.
+        """Parse a handle from plain values.
 
         Raises:
             SignalError: If they are none.
@@ -224,7 +224,7 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SignalError(f"this is no ring's handle: {error}") from error
 
     def to_bytes(self) -> bytes:
-        """The handle as msgpack, at most `MAX_HANDLE_BYTES`."""
+        """Return the handle as msgpack, at most `MAX_HANDLE_BYTES`."""
         frame = msgspec.msgpack.encode(self)
         if len(frame) > MAX_HANDLE_BYTES:
             raise SignalError(f"the ring's handle has {len(frame)} bytes; {MAX_HANDLE_BYTES} are allowed")
@@ -232,7 +232,7 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_bytes(cls, frame: bytes) -> RingHandle:
-        """A handle from msgpack.
+        """Parse a handle from msgpack.
 
         Raises:
             SignalError: If the bytes are none, or too many.
@@ -260,7 +260,7 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{shape.dtype} with strides {shape.strides}"
             )
 
-    def check_place(self) -> None:
+    def check_host(self) -> None:
         """Refuse a handle of another machine, container or user.
 
         Raises:
@@ -277,7 +277,7 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def host_identity() -> tuple[str, str]:
-    """The machine's boot id and this process's PID namespace; empty where the system has none."""
+    """Return the machine's boot id and this process's PID namespace; empty where the system has none."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")
     return (

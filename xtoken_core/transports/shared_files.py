@@ -1,7 +1,7 @@
-"""Files in shared memory: made, opened and swept so that no other user and no crash can do harm. No torch.
+"""Files in shared memory, safe against other users and crashes. No torch.
 
-A file's owner holds a lock on it (`flock`) for as long as it lives: the kernel lets go of it however the process ends,
-so a file that can be locked has lost its owner. A process id could be another's by now, or mean nothing in a container.
+A file's owner holds a lock on it (`flock`) as long as it lives: the kernel releases it however the process ends, so a
+file that can be locked has lost its owner. A process id could be another's by now, or mean nothing in a container.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def create_file(size: int, *, run: str, session: str, directory: Path = DIRECTORY) -> tuple[int, Path]:
-    """A new file of `size` bytes, mode 0600, its memory reserved, locked by this process until the descriptor closes.
+    """Create a file of mode 0600 with its memory reserved, locked by this process until the descriptor closes.
 
     Args:
         size: Bytes, all reserved now, so that a full directory shows here and not as a SIGBUS later.
@@ -105,7 +105,7 @@ def sweep(directory: Path = DIRECTORY) -> list[Path]:
     """Remove this user's ring files whose owner is gone.
 
     Returns:
-        What was removed.
+        The removed files.
     """
     removed = []
     for path in sorted(directory.glob(f"{PREFIX}*")) if directory.is_dir() else []:

@@ -1,4 +1,4 @@
-"""The signal in host memory: a ring in a mapped file under /dev/shm that only its two processes can reach."""
+"""Transport `shared_memory`: a ring in a mapped file under /dev/shm that only its two processes can open."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRANSPORT = "shared_memory"
 
 
 class OwnedFile:
-    """A file in shared memory that this process has made. Make it with `create`."""
+    """A file in shared memory that belongs to this process. Use `create`."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class OwnedFile:
 
     @classmethod
     def create(cls, size: int, *, run: str, session: str, directory: Path) -> tuple[OwnedFile, mmap.mmap]:
-        """A new file and its mapping, to be written.
+        """Create a file and map it for writing.
 
         Args:
             size: Its bytes.
@@ -52,12 +52,12 @@ class OwnedFile:
         return cls(path, fd), mapping
 
     def unlink(self) -> None:
-        """Nobody can open it any more."""
+        """Remove its name: no process can open it any more."""
         self.path.unlink(missing_ok=True)
 
 
 def _drop_file(path: Path, fd: int, owner: int) -> None:
-    """End of a ring, an exit without `close` included. A forked child leaves its parent's file alone."""
+    """Remove a ring's file, also at an exit without `close`. A forked child does not touch its parent's file."""
     if os.getpid() == owner:
         with contextlib.suppress(OSError):  # at exit nobody could act on it, and a sweep comes
             path.unlink()
@@ -65,7 +65,7 @@ def _drop_file(path: Path, fd: int, owner: int) -> None:
 
 
 def map_file(name: str, size: int, directory: Path) -> mmap.mmap:
-    """Another process's file, read-only, so that a loss that writes into it is stopped by the processor.
+    """Map another process's file read-only, so that a write into it faults.
 
     Raises:
         SignalError: If it is not a private file of this user and size.
@@ -119,11 +119,11 @@ class BoardedRing(SignalRing):
 
 
 class SharedMemoryRing(BoardedRing):
-    """The teacher's side, all of it in one file. Make it with `create`."""
+    """The teacher's side, in one file. Use `create`."""
 
     @classmethod
     def create(cls, shape: RingShape, *, run: str, session: str, directory: Path = DIRECTORY) -> SharedMemoryRing:
-        """A fresh ring for one student session.
+        """Create a ring for one student session.
 
         Args:
             shape: From the run's specification.
@@ -157,7 +157,7 @@ class OpenedSharedMemoryRing(MappedRing):
             SignalError: If the handle, the file or what it starts with is not what the run says.
         """
         handle.check_kind(shape, TRANSPORT)
-        handle.check_place()
+        handle.check_host()
         board, memory = _parts(map_file(handle.name, shape.nbytes, directory), shape, handle.name)
         board.check_canary(handle.canary)
         memory.check_canary(handle.canary, handle.name)
@@ -165,6 +165,6 @@ class OpenedSharedMemoryRing(MappedRing):
 
 
 def _parts(mapping: mmap.mmap, shape: RingShape, name: str) -> tuple[Board, RingMemory]:
-    """Memory, then the board."""
+    """Split a mapping into the board and the memory before it."""
     board = Board(memoryview(mapping)[shape.memory_bytes : shape.nbytes], shape, name)
     return board, RingMemory(tensor_over(mapping, torch.uint8, count=shape.memory_bytes), shape)

@@ -31,7 +31,7 @@ class SignalRing(ABC):
 
     @abstractmethod
     def _memory(self) -> RingMemory:
-        """Head and slots.
+        """Return head and slots.
 
         Raises:
             SignalError: If the ring is closed.
