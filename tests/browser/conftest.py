@@ -1,4 +1,4 @@
-"""A control plane of its own process, a Chromium that reaches nothing else, and pictures of what was seen."""
+"""Fixtures: control planes in processes of their own, a Chromium, and screenshots."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ RECORDS = 4000
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     found = sorted(PICTURES.glob("*.png"))
     if found:
-        terminalreporter.write_line(f"{len(found)} pictures of the page are in {PICTURES}")
+        terminalreporter.write_line(f"{len(found)} screenshots are in {PICTURES}")
 
 
 @dataclass(frozen=True)
 class Plane:
-    """A control plane, and what its runs may read."""
+    """A control plane, and files that its runs may read."""
 
     url: str
     assets: TinyAssets
@@ -73,7 +73,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, assets: TinyAssets) -> Ite
 
 @pytest.fixture(scope="session")
 def remembered(tmp_path_factory: pytest.TempPathFactory, assets: TinyAssets) -> Iterator[Plane]:
-    """A control plane that knows runs of one teacher and of two, which are over."""
+    """A control plane with finished runs of one teacher and of two."""
     place = tmp_path_factory.mktemp("remembered")
     runs = make_runs(place)
     for teachers in (1, 2):
@@ -86,7 +86,7 @@ def remembered(tmp_path_factory: pytest.TempPathFactory, assets: TinyAssets) -> 
 
 
 def step_line(step: int, teachers: int) -> dict[str, float]:
-    """A line of `steps.jsonl`, made up."""
+    """Return a synthetic line of `steps.jsonl`."""
     falls = math.exp(-step / 80) + 0.05 * math.sin(step)
     each = {f"kl_loss_t{i}": 1.0 + (1 + 0.4 * i) * falls for i in range(teachers)}
     mass = {f"chunk_mass_t{i}": 0.97 - 0.1 * i + 0.01 * math.sin(step / 7) for i in range(teachers)}
@@ -97,7 +97,7 @@ def step_line(step: int, teachers: int) -> dict[str, float]:
 
 
 def read_line(step: int, teachers: int) -> dict[str, float]:
-    """A line of `eval.jsonl`, made up."""
+    """Return a synthetic line of `eval.jsonl`."""
     parts = ("loss", "kl_loss", "ce_loss", "accuracy", "proj_accuracy", "chunk_mass")
     measured = {f"held_out_{k}": v for k, v in step_line(step, teachers).items() if k.startswith(parts)}
     line = {"step": step, "bits_per_byte": 1 + math.exp(-step / 80), "next_token_accuracy": 0.4, "loss": 2.0}
@@ -132,7 +132,7 @@ def serve(place: Path, assets: TinyAssets, *arguments: str) -> Iterator[Plane]:
 def chromium() -> Iterator[object]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
     if not CHROMIUM:
-        pytest.skip("needs a Chromium: install one, or name it by CHROMIUM")
+        pytest.skip("needs a Chromium: install one, or set CHROMIUM")
     PICTURES.mkdir(parents=True, exist_ok=True)
     for old in PICTURES.glob("*.png"):
         old.unlink()
@@ -144,7 +144,7 @@ def chromium() -> Iterator[object]:
 
 @pytest.fixture
 def open_page(chromium, plane: Plane) -> Iterator[Callable]:  # type: ignore[no-untyped-def]
-    """Opens a page of a control plane; at the end no error may have come up, and nothing else been asked for."""
+    """Return a function that opens a page; checks at the end that no errors were logged and no other host was used."""
     contexts, said, elsewhere = [], [], []
 
     def make(path: str = "/", *, at: Plane = plane, width: int = 1280, colours: str = "light"):  # type: ignore[no-untyped-def]
@@ -164,11 +164,11 @@ def open_page(chromium, plane: Plane) -> Iterator[Callable]:  # type: ignore[no-
     for context in contexts:
         context.close()
     assert said == []
-    assert elsewhere == [], "the page needs something from elsewhere"
+    assert elsewhere == [], "requests to other hosts"
 
 
 def picture(page, name: str) -> None:  # type: ignore[no-untyped-def]
-    """Keep what the whole page looks like, in a window that is as tall: what sticks to an edge is at the page's."""
+    """Take a screenshot of the whole page, in a window as tall as the page because of sticky elements."""
     seen = page.viewport_size
     tall = page.evaluate("document.documentElement.scrollHeight")
     page.set_viewport_size({"width": seen["width"], "height": max(seen["height"], tall)})

@@ -1,4 +1,4 @@
-"""What somebody with a browser does: start a run, watch it, stop it, go on with it, take its files away; and align."""
+"""Web pages in a browser: start, watch, stop and resume a run, download its files, align two tokenizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Open = Callable[..., Any]
 
 
 def fill(page: Any, values: dict[str, str]) -> None:
-    """Fill in fields by their names, unfolding what they are in."""
+    """Fill in fields by name, after opening the sections that they are in."""
     for name, value in values.items():
         field = page.locator(f"[name='{name}']")
         if not field.is_visible():
@@ -31,7 +31,7 @@ def fill(page: Any, values: dict[str, str]) -> None:
 
 
 def settings(plane: Plane, output: str) -> dict[str, str]:
-    """A tiny run on the CPU, as somebody would type it."""
+    """Return the form values of a tiny run on the CPU."""
     return {
         "name": output, "output": output,
         "student.model": str(plane.assets.student), "student.context_length": "64",
@@ -44,7 +44,7 @@ def settings(plane: Plane, output: str) -> dict[str, str]:
 
 
 def step_of(page: Any) -> int:
-    """How many steps a run's page says were taken."""
+    """Return the number of steps on a run's page."""
     found = re.match(r"([\d,]+)\s*/", page.locator(".standing .num").inner_text())
     return int(found[1].replace(",", "")) if found else 0
 
@@ -59,29 +59,29 @@ def wait_for_step(page: Any, step: int) -> None:
 
 
 def ink(page: Any) -> str:
-    """The loss curve's picture."""
+    """Return the picture of the loss chart."""
     drawn: str = page.locator("#curve-loss canvas").evaluate("canvas => canvas.toDataURL()")
     return drawn
 
 
 def start_by_the_form(page: Any, plane: Plane) -> None:
-    """From the empty list through the form, checked only and then started."""
+    """Start a run from the empty list through the form, after validating it."""
     expect(page.get_by_role("heading", name="No runs yet")).to_be_visible()
     picture(page, "01-no-runs")
-    page.get_by_role("link", name="Start the first run").click()
+    page.get_by_role("link", name="New run").last.click()
     fill(page, settings(plane, "first"))
     page.locator("#part-eval > summary").click()
     page.locator("[name='eval']").check()
     fill(page, {"eval.path": str(plane.held_out), "eval.every": "20"})
     page.locator("[name='eval.teacher_kl']").check()
     picture(page, "02-form")
-    page.get_by_role("button", name="Check only").click()
-    expect(page.get_by_role("status").filter(has_text="This run can be started.")).to_contain_text("500")
+    page.get_by_role("button", name="Validate").click()
+    expect(page.get_by_role("status").filter(has_text="The run is valid.")).to_contain_text("500")
     picture(page, "03-checked")
     page.get_by_role("button", name="Start", exact=True).last.click()
 
 
-def test_a_run_from_the_form_to_its_files(open_page: Open, plane: Plane, tmp_path: Path) -> None:
+def test_run_from_form_to_files(open_page: Open, plane: Plane, tmp_path: Path) -> None:
     page = open_page("/")
     start_by_the_form(page, plane)
     expect(page).to_have_url(re.compile(r"/runs/first-[0-9a-f]{8}$"))
@@ -115,7 +115,7 @@ def test_a_run_from_the_form_to_its_files(open_page: Open, plane: Plane, tmp_pat
     expect(page.locator("#notes")).to_contain_text("resumed")
     assert page.locator("#curve-loss").is_visible()
 
-    page.get_by_role("navigation", name="This run").get_by_role("link", name="Log").click()
+    page.get_by_role("navigation", name="Run", exact=True).get_by_role("link", name="Log").click()
     expect(page.get_by_role("log")).to_contain_text("ring 1 of teacher 0 is open")
     page.get_by_role("link", name="trainer-0", exact=True).click()
     expect(page.get_by_role("log")).not_to_contain_text("serving at")
@@ -134,12 +134,12 @@ def test_a_run_from_the_form_to_its_files(open_page: Open, plane: Plane, tmp_pat
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) >= at + 3
     assert page.locator("#files h2").filter(has_text="checkpoints/step-").count() >= 1
 
-    page.get_by_role("link", name="xtoken, all runs").click()
+    page.get_by_role("link", name="xtoken, runs").click()
     expect(page.get_by_role("row").filter(has_text="first")).to_contain_text("stopped")
     picture(page, "09-runs")
 
 
-def test_what_is_wrong_is_said_at_its_field(open_page: Open, plane: Plane) -> None:
+def test_form_errors(open_page: Open, plane: Plane) -> None:
     page = open_page("/runs/new")
     values = {**settings(plane, "second"), "student.context_length": "1", "teacher.0.projection": "/etc/passwd"}
     fill(page, values)
@@ -171,7 +171,7 @@ def test_what_is_wrong_is_said_at_its_field(open_page: Open, plane: Plane) -> No
     expect(page.locator("[name='teacher.1.model']")).to_have_count(0)
 
 
-def test_every_teacher_has_its_curve(open_page: Open, remembered: Plane) -> None:
+def test_charts_of_teachers(open_page: Open, remembered: Plane) -> None:
     page = open_page("/runs/of-2", at=remembered)
     for name, labels in (
         ("teachers", ["teacher 0", "teacher 1"]),
@@ -184,7 +184,7 @@ def test_every_teacher_has_its_curve(open_page: Open, remembered: Plane) -> None
         expect(curve.locator("canvas")).to_be_visible()
         legend = curve.locator(".legend li")
         expect(legend).to_have_text([re.compile(rf"^{label} [\d.]+$") for label in labels])
-    expect(page.locator("#tiles")).to_contain_text("per chunk, of teacher 1")
+    expect(page.locator("#tiles")).to_contain_text("per chunk, teacher 1")
     picture(page, "14-two-teachers")
 
     page.goto("/runs/of-1")
@@ -194,7 +194,7 @@ def test_every_teacher_has_its_curve(open_page: Open, remembered: Plane) -> None
     picture(page, "15-one-teacher")
 
 
-def test_two_tokenizers_are_aligned(open_page: Open, plane: Plane) -> None:
+def test_align(open_page: Open, plane: Plane) -> None:
     page = open_page("/align")
     page.get_by_label("Student").fill(str(plane.assets.student))
     page.get_by_label("Teacher").fill("/etc")
@@ -219,12 +219,12 @@ def test_two_tokenizers_are_aligned(open_page: Open, plane: Plane) -> None:
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_every_page_fits_in_every_colour(open_page: Open, plane: Plane, width: int, colours: str) -> None:
+def test_page_width_and_theme(open_page: Open, plane: Plane, width: int, colours: str) -> None:
     page = open_page("/", width=width, colours=colours)
     run = page.locator("a.through").first.get_attribute("href")
     for name, path in (
         ("runs", "/"), ("run", run), ("log", f"{run}/log"), ("configuration", f"{run}/configuration"),
-        ("files", f"{run}/files"), ("new", "/runs/new"), ("align", "/align"), ("interface", "/docs"),
+        ("files", f"{run}/files"), ("new", "/runs/new"), ("align", "/align"), ("api", "/docs"),
     ):  # fmt: skip
         page.goto(path)
         page.wait_for_load_state("networkidle")
@@ -235,7 +235,7 @@ def test_every_page_fits_in_every_colour(open_page: Open, plane: Plane, width: i
             picture(page, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-{name}")
 
 
-def test_a_keyboard_is_enough(open_page: Open) -> None:
+def test_keyboard(open_page: Open) -> None:
     page = open_page("/")
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
@@ -257,7 +257,7 @@ def test_a_keyboard_is_enough(open_page: Open) -> None:
     expect(page.locator("#more summary")).to_be_focused()
 
 
-def test_the_token_is_asked_for_once(open_page: Open, guarded: Plane) -> None:
+def test_login(open_page: Open, guarded: Plane) -> None:
     page = open_page("/align", at=guarded)
     expect(page).to_have_url(re.compile("/login"))
     picture(page, "13-sign-in")
