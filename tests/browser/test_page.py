@@ -159,7 +159,7 @@ def test_form_errors(open_page: Open, plane: Plane) -> None:
     text = page.get_by_label("Run file").input_value()
     assert "[student]" in text and "[[teacher]]" in text and 'name = "second"' in text
     page.get_by_label("Run file").fill(text.replace("[student]", "[student]\nsise = 3"))
-    page.get_by_role("button", name="Check only").click()
+    page.get_by_role("button", name="Validate").click()
     expect(page.locator("#errors")).to_contain_text("student.sise")
     picture(page, "11-run-file")
     page.get_by_label("Run file").fill(text.replace("/etc/passwd", str(plane.assets.projection)))
