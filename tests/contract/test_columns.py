@@ -73,7 +73,7 @@ def test_any_selection_in_any_order(place: Place) -> None:
         assert read(peer, name, ids, "x") == {"x": ints(*(values[i] for i in ids))}
 
 
-def test_fields_come_one_after_the_other_from_different_producers(place: Place) -> None:
+def test_fields_from_different_producers(place: Place) -> None:
     first, name = opened(place)
     second = place.worker()
     first.call("put", partition=name, ids=[0, 1], columns={"x": ints([1], [2])})
@@ -84,7 +84,7 @@ def test_fields_come_one_after_the_other_from_different_producers(place: Place) 
     assert read(first, name, [0, 1], "x", "y") == {"x": ints([1], [2]), "y": ints([10], [20])}
 
 
-def test_a_field_that_is_there_stays_as_it_was(place: Place) -> None:
+def test_existing_field_is_not_overwritten(place: Place) -> None:
     peer, name = opened(place)
     peer.call("put", partition=name, ids=[0, 1], columns={"x": ints([1], [2])})
     peer.call("put", partition=name, ids=[1, 2], columns={"x": ints([99], [3])})

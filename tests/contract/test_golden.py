@@ -80,7 +80,7 @@ def test_schema_refuses_an_unknown_key() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if len(load(name)[1]) > 1])
-def test_the_reference_client_reads_and_writes_the_same_frames(name: str) -> None:
+def test_reference_client_reads_and_writes_golden_frames(name: str) -> None:
     _, (header, *buffers) = load(name)
     heads = msgpack.unpackb(header, raw=False, strict_map_key=False)["columns"]
     columns = reference_client.unpack(heads, buffers)

@@ -79,7 +79,7 @@ def test_a_generic_partition_comes_back(kept: Kept) -> None:
     assert peer.call("claim", partition="p", task="a", count=9)["ids"] == [2, 4, 5, 6, 8]
 
 
-def test_a_result_that_only_a_session_vouched_for_is_to_be_made_again(kept: Kept) -> None:
+def test_volatile_result_is_lost_at_restart(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=TASKS, volatile=["v"])
     peer.call("put", partition="p", ids=[0, 1], columns={"x": ints([0], [1])})
@@ -94,7 +94,7 @@ def test_a_result_that_only_a_session_vouched_for_is_to_be_made_again(kept: Kept
         assert peer.call("get", partition="p", ids=[1], fields=["z"])["columns"] == {"z": ints([5])}
 
 
-def test_an_ack_of_a_result_that_a_session_vouches_for_makes_it_no_firmer(kept: Kept) -> None:
+def test_acked_volatile_result_is_not_durable(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=TASKS, volatile=["v"])
     peer.call("put", partition="p", ids=[0], columns={"x": ints([0])})
@@ -119,7 +119,7 @@ def test_what_every_task_has_done_stays_done(kept: Kept) -> None:
         assert (states(peer, "p", "a"), states(peer, "p", "b")) == ({}, {})
 
 
-def test_after_a_restart_all_tasks_go_by_the_order_of_puts(kept: Kept) -> None:
+def test_restart_orders_all_tasks_by_puts(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x", "y"], "order": "arrival"}])
     for i in (1, 2):
@@ -147,7 +147,7 @@ def test_a_restart_keeps_the_kinds_of_what_is_held(kept: Kept) -> None:
         peer.call("put", partition="p", ids=[3], columns={"y": other})
 
 
-def test_a_disk_that_refuses_to_flush_stops_the_queue(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_flush_stops_the_queue(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=TASKS)
 
@@ -256,7 +256,7 @@ def test_a_torn_tail_is_left_out(tmp_path: Path) -> None:
         assert 0 <= len(padded) - len(found) <= 1
 
 
-def test_large_records_come_back_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
+def test_large_records_and_a_torn_one(tmp_path: Path) -> None:
     directory = tmp_path / "j"
     kept = Kept(directory, slack=1 << 30)
     peer = kept.worker()

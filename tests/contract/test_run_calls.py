@@ -179,7 +179,7 @@ def test_a_whole_run(run: Run) -> None:
     assert code_of(trainer, "peek", partition=run.partition, sample=9) == "unknown_sample"
 
 
-def test_slots_run_out_and_come_back_by_release(run: Run) -> None:
+def test_released_slots_are_filled_again(run: Run) -> None:
     trainer = run.trainer()
     teacher, ring = run.teacher(trainer)
     for _ in range(2):
@@ -220,7 +220,7 @@ def test_a_signal_goes_with_its_teacher(run: Run) -> None:
     trainer.call("ack_window", partition=run.partition, step=0, rewinds=run.count)
 
 
-def test_rewind_ends_older_trainers_and_tells_everybody(run: Run) -> None:
+def test_rewind_ends_older_trainers(run: Run) -> None:
     old = run.trainer()
     teacher, ring = run.teacher(old)
     for _ in range(4):
@@ -254,7 +254,7 @@ def test_a_ring_closes_with_either_session(run: Run) -> None:
     assert code_of(run.collator, "announce_ring", **strange) == "forbidden"
 
 
-def test_only_the_step_at_hand_can_be_acknowledged(run: Run) -> None:
+def test_only_the_current_step_can_be_acknowledged(run: Run) -> None:
     trainer = run.trainer()
     for _ in range(4):
         run.put_block()
@@ -263,7 +263,7 @@ def test_only_the_step_at_hand_can_be_acknowledged(run: Run) -> None:
         assert code_of(trainer, "ack_window", **ack) == "conflict"
 
 
-def test_a_dead_position_makes_its_step_be_done_again(place: Place) -> None:
+def test_dead_position_means_redo(place: Place) -> None:
     run = opened(place, max_dead=1)
     trainer = run.trainer()
     teacher, ring = run.teacher(trainer)
@@ -294,7 +294,7 @@ def test_too_many_dead_positions_end_the_run(run: Run) -> None:
     assert refused.value.code == "run_failed"
 
 
-def test_giving_up_is_told_to_everybody(run: Run) -> None:
+def test_give_up_fails_all_workers(run: Run) -> None:
     trainer = run.trainer()
     run.collator.call("give_up", partition=run.partition, reason="record 3 is not valid UTF-8")
     ask = {"partition": run.partition, "step": 0, "rewinds": run.count, "fields": []}

@@ -84,9 +84,7 @@ def test_a_tensordict_comes_back(client: TaskClient, partition: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3], ids=["one-row", "three-rows"])
-def test_per_token_writes_have_the_same_row_lengths_whoever_makes_them(
-    client: TaskClient, partition: str, batch: int
-) -> None:
+def test_per_token_writes_have_equal_row_lengths(client: TaskClient, partition: str, batch: int) -> None:
     ids, lengths, tokens = [4, 5, 6][-batch:], LENGTHS[-batch:], IDS[-batch:]
     meta = kv_first_write(client, partition, ids, {"input_ids": tokens}, lengths=lengths)
     meta = write_columns(client, meta, {"logprobs": tokens * 0.5})
@@ -117,7 +115,7 @@ def test_without_lengths_everything_is_rectangular(client: TaskClient, partition
     assert torch.equal(read_columns(client, meta)["input_ids"], IDS)
 
 
-def test_named_per_token_columns_are_the_only_jagged_ones(client: TaskClient, partition: str) -> None:
+def test_only_named_per_token_columns_are_jagged(client: TaskClient, partition: str) -> None:
     fields = {"input_ids": IDS, "image": torch.randn(3, 5)}
     meta = kv_first_write(client, partition, [0, 1, 2], fields, lengths=LENGTHS, per_token=["input_ids"])
     assert torch.equal(read_columns(client, meta)["image"], fields["image"])
@@ -192,7 +190,7 @@ def test_a_stream_ends_when_the_task_is_exhausted(client: TaskClient, partition:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_stream_that_is_left_gives_back_what_is_not_done(client: TaskClient, partition: str, prefetch: int) -> None:
+def test_closed_stream_gives_back_unfinished_samples(client: TaskClient, partition: str, prefetch: int) -> None:
     filled(client, partition, 8)
 
     def first_two() -> None:
@@ -230,9 +228,7 @@ def test_a_stream_ends_by_its_deadline(client: TaskClient, partition: str) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin for")
-def test_pinned_batches_without_a_gpu_are_refused_before_anything_is_claimed(
-    client: TaskClient, partition: str
-) -> None:
+def test_pinned_batches_without_gpu_are_refused(client: TaskClient, partition: str) -> None:
     filled(client, partition, 2)
     with pytest.raises(ConfigError, match="this machine has none"):
         stream_samples(client, partition, "train", count=1, fields=["input_ids"], pin_memory=True)

@@ -42,7 +42,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
     return queue, client
 
 
-def test_a_client_on_the_list_passes_and_another_does_not(keys: tuple[Path, Path]) -> None:
+def test_allow_list_of_client_keys(keys: tuple[Path, Path]) -> None:
     queue, client = keys
     url = f"tcp://0.0.0.0:{free_port()}"
     reach = url.replace("0.0.0.0", "127.0.0.1")

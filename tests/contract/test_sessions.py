@@ -57,7 +57,7 @@ def test_a_newer_incarnation_takes_over(place: Place) -> None:
     new.call("heartbeat", phase="run")
 
 
-def test_the_same_name_in_another_role_is_another_worker(place: Place) -> None:
+def test_same_name_in_another_role_is_another_worker(place: Place) -> None:
     worker = place.name("w")
     one, name = leased(place, role="reader", name=worker)
     place.worker("writer", name=worker, incarnation=2)
@@ -123,7 +123,7 @@ def test_lost_replies_change_nothing(place: Place, losses: int) -> None:
     assert code_of(peer, "put", partition=name, ids=[0], columns={"x": ints()}) == "bad_request"
 
 
-def test_a_lost_reply_to_a_waiting_claim_is_answered_again(place: Place) -> None:
+def test_lost_reply_to_a_waiting_claim(place: Place) -> None:
     peer, name = place.worker(), place.name("p")
     producer = place.worker()
     peer.call("open", partition=name, tasks=TASKS)

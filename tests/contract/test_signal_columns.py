@@ -42,7 +42,7 @@ def run(place: Place) -> Run:
     return opened(place)
 
 
-def test_a_trainer_gets_the_columns_with_its_claim_and_the_release_frees_them(run: Run) -> None:
+def test_signal_columns_from_claim_to_release(run: Run) -> None:
     trainer = run.trainer()
     teacher, ring = run.teacher(trainer)
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_a_trainer_gets_the_columns_with_its_claim_and_the_release_frees_them(ru
     assert run.verdict(trainer, 0) is False
 
 
-def test_the_columns_go_with_their_teacher_and_come_again(run: Run) -> None:
+def test_signal_columns_end_with_their_teacher(run: Run) -> None:
     trainer = run.trainer()
     teacher, ring = run.teacher(trainer)
     for _ in range(2):
@@ -97,7 +97,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("columns", BAD.values(), ids=BAD.keys())
-def test_what_is_no_signal_of_the_slot_is_refused(run: Run, columns: dict[str, Any]) -> None:
+def test_foreign_signal_columns_are_refused(run: Run, columns: dict[str, Any]) -> None:
     trainer = run.trainer()
     teacher, ring = run.teacher(trainer)
     run.put_block()

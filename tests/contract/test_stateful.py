@@ -81,7 +81,7 @@ def journalled_machine(directory: Path, *, served: bool) -> QueueMachine:
     "examples",
     [25, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
 )
-def test_both_queues_answer_as_the_model_does(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
+def test_queues_answer_as_the_model(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
     run_state_machine_as_test(lambda: machine(short_tmp), settings=settings(PROFILE, max_examples=examples))
 
@@ -90,9 +90,7 @@ def test_both_queues_answer_as_the_model_does(short_tmp: Path, monkeypatch: pyte
     "examples",
     [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
 )
-def test_queues_that_die_come_back_as_the_model_does(
-    short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int
-) -> None:
+def test_killed_queues_recover_as_the_model(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
     made = settings(PROFILE, max_examples=examples)
     run_state_machine_as_test(lambda: journalled_machine(short_tmp, served=True), settings=made)

@@ -223,7 +223,7 @@ def waiting_is_a_sign_of_life(patch: Patch) -> None:
         for name in MUTATIONS
     ],
 )
-def test_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch, short_tmp: Path) -> None:
+def test_mutation_is_detected(name: str, monkeypatch: pytest.MonkeyPatch, short_tmp: Path) -> None:
     monkeypatch.setattr(server, "TICK_S", driving.TICK_S)
     MUTATIONS[name](monkeypatch)
     place = short_tmp if name in ON_THE_SERVER else None

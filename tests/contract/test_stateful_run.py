@@ -42,7 +42,7 @@ def machine(directory: Path | None) -> RunMachine:
 
 
 @pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_both_queues_run_as_the_model_does(short_tmp: Path, monkeypatch: Patch, examples: int) -> None:
+def test_queues_run_as_the_model(short_tmp: Path, monkeypatch: Patch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
     run_state_machine_as_test(lambda: machine(short_tmp), settings=settings(PROFILE, max_examples=examples))
 
@@ -73,7 +73,7 @@ MISTAKES: list[Callable[[Patch], None]] = [
         for number, mistake in enumerate(MISTAKES)
     ],
 )
-def test_a_mistake_in_a_run_is_found(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_mutation_of_a_run_is_detected(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mistake(monkeypatch)
     with pytest.raises((AssertionError, KeyError, QueueError)):
         run_state_machine_as_test(lambda: machine(None), settings=settings(PROFILE, max_examples=400))

@@ -91,7 +91,7 @@ def test_a_claim_of_ids_that_are_not_here_is_refused(place: Place) -> None:
     assert code_of(peer, "claim", partition=name, task="a", ids=[17]) == "unknown_sample"
 
 
-def test_tasks_go_their_own_way_and_the_last_one_frees_the_memory(place: Place) -> None:
+def test_tasks_are_independent_and_the_last_frees_memory(place: Place) -> None:
     peer, name = opened(place, task("a", "x"), task("b", "x"))
     put(peer, name, 0, 1)
     assert claimed(peer, name, "a", 9) == [0, 1]
@@ -116,7 +116,7 @@ def test_ack_in_parts_of_several_leases(place: Place) -> None:
     assert state(peer, name, "a") == {"leased": [2, 3, 5]}
 
 
-def test_ack_of_somebody_elses_lease_is_refused(place: Place) -> None:
+def test_ack_of_a_foreign_lease_is_refused(place: Place) -> None:
     peer, name = opened(place, task("a", "x"))
     other = place.worker()
     put(peer, name, 0)
@@ -167,7 +167,7 @@ def test_sealing_exhausts(place: Place) -> None:
     assert code_of(peer, "claim", partition=name, task="a", count=5) == "exhausted"
 
 
-def test_a_waiting_claim_is_answered_by_a_put_and_by_the_end(place: Place) -> None:
+def test_waiting_claim_is_answered_by_put_and_seal(place: Place) -> None:
     consumer, name = opened(place, task("a", "x"))
     producer = place.worker()
     seen: list[Any] = []
@@ -194,7 +194,7 @@ def test_a_waiting_claim_is_answered_by_a_put_and_by_the_end(place: Place) -> No
     assert seen == [[5], "exhausted"]
 
 
-def test_clear_by_ids_finishes_and_everything_starts_over(place: Place) -> None:
+def test_clear_by_ids_and_everything(place: Place) -> None:
     peer, name = opened(place, task("a", "x"))
     put(peer, name, 0, 1, 2)
     lease = peer.call("claim", partition=name, task="a", count=2)["lease"]
@@ -275,7 +275,7 @@ def test_room_is_told_refused_and_waited_for(small_place: Place) -> None:
     peer.call("put", partition=name, ids=[2], columns=block)
 
 
-def test_a_batch_that_is_mostly_done_does_not_hold_its_memory(small_place: Place) -> None:
+def test_mostly_done_batch_frees_its_memory(small_place: Place) -> None:
     peer, name = opened(small_place, task("a", "x", order="by_id"))
     rows = [bytes([i]) * 2400 for i in range(100)]
     peer.call("put", partition=name, ids=list(range(100)), columns={"x": ("jagged", "uint8", (), rows)})
@@ -285,7 +285,7 @@ def test_a_batch_that_is_mostly_done_does_not_hold_its_memory(small_place: Place
     assert peer.call("get", partition=name, ids=[99], fields=["x"])["columns"]["x"][3] == [rows[99]]
 
 
-def test_a_volatile_field_belongs_to_whoever_put_it(place: Place) -> None:
+def test_volatile_field_belongs_to_its_session(place: Place) -> None:
     peer, name = opened(place, task("a", "v"), volatile=["v"])
     first, second = place.worker(), place.worker()
     put(first, name, 0, field="v")
@@ -296,7 +296,7 @@ def test_a_volatile_field_belongs_to_whoever_put_it(place: Place) -> None:
     assert state(peer, name, "a") == {"waiting": [0, 1]}
 
 
-def test_a_get_does_not_wait_for_what_will_not_come(place: Place) -> None:
+def test_get_does_not_wait_for_finished_samples(place: Place) -> None:
     peer, name = opened(place, task("a", "x"))
     put(peer, name, 3)
     peer.call("clear", partition=name, ids=[3])
@@ -304,7 +304,7 @@ def test_a_get_does_not_wait_for_what_will_not_come(place: Place) -> None:
     assert peer.call("get", partition=name, ids=[6], fields=["x"], wait_s=0.05) is None
 
 
-def test_results_have_room_where_inputs_fill_the_queue(small_place: Place) -> None:
+def test_results_have_room_beyond_the_limit(small_place: Place) -> None:
     peer, name = opened(small_place, task("a", "x"), task("b", "y"))
     block = ("dense", "uint8", (120_000,), [b"\1" * 120_000])
     for sample in range(2):

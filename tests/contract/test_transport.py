@@ -81,7 +81,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_message_is_answered_by_its_code(tcp_queue: Address, name: str) -> None:
+def test_malformed_messages_get_error_codes(tcp_queue: Address, name: str) -> None:
     header, code = BAD[name]
     with dealer(tcp_queue) as bare:
         reply = ask(bare, header)
@@ -136,7 +136,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_object_rows_that_are_no_bounded_values_are_refused(tcp_queue: Address, name: str) -> None:
+def test_unbounded_object_rows_are_refused(tcp_queue: Address, name: str) -> None:
     row, partition = OBJECTS[name], f"object-{name}"
     head = {"name": "x", "kind": "object", "dtype": "", "rows": 1, "item_shape": []}
     with dealer(tcp_queue) as bare:
@@ -148,7 +148,7 @@ def test_object_rows_that_are_no_bounded_values_are_refused(tcp_queue: Address, 
         assert reply["code"] == ("too_large" if name == "deep" else "bad_request")
 
 
-def test_an_honest_client_sees_no_error_beside_garbage(tcp_place: Place) -> None:
+def test_clients_work_beside_garbage(tcp_place: Place) -> None:
     peer, name = tcp_place.worker(), tcp_place.name("p")
     peer.call("open", partition=name, tasks=TASKS)
     rng = random.Random(7)
@@ -253,9 +253,7 @@ class Breaker:
         self.listener.close()
 
 
-def test_a_connection_that_breaks_before_the_answer_costs_nothing(
-    tcp_place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_connection_before_the_reply(tcp_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_client, "SLICE_S", 0.5)
     assert tcp_place.address is not None
     breaker = Breaker(int(tcp_place.address.url.rsplit(":", 1)[1]), cuts=2)
@@ -288,7 +286,7 @@ def test_nobody_there_ends_by_the_deadline(short_tmp: Path) -> None:
     other.close()
 
 
-def test_a_queue_that_is_started_again_ends_old_sessions(short_tmp: Path) -> None:
+def test_restarted_queue_has_no_old_sessions(short_tmp: Path) -> None:
     address = tcp_address(short_tmp / "again")
     with queue_process(address):
         place = Place("library", address=address)

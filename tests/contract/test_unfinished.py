@@ -82,7 +82,7 @@ def test_a_message_without_an_end_is_cut(short_tmp: Path, transport: str, frame:
             attacker.close()
 
 
-def test_answers_that_nobody_reads_are_let_go(short_tmp: Path) -> None:
+def test_unread_replies_are_dropped(short_tmp: Path) -> None:
     """Rows in another order than they were put are copied for each answer; one peer may have 64 of these."""
     address = ipc_address(short_tmp / "u-deaf")
     with watched(address) as (grown, now):

@@ -52,5 +52,5 @@ def test_freed_memory_is_used_again() -> None:
 
 
 @GLIBC
-def test_a_setting_of_the_environment_is_left_alone() -> None:
+def test_environment_settings_are_kept() -> None:
     assert run("kept", MALLOC_TRIM_THRESHOLD_="131072") == (False, pytest.approx(50 * PAGES_OF_A_BATCH, rel=0.5))

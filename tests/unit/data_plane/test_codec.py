@@ -39,7 +39,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("item", [(), (3,), (2, 3)], ids=["ids", "1-d items", "2-d items"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_stripping_and_padding_again_gives_the_same_rows(lengths, item):
+def test_strip_and_pad_round_trip(lengths, item):
     padded = torch.randn(len(lengths), 5, *item)
     jagged = to_nested_by_length(padded, torch.tensor(lengths, dtype=torch.int64))
     assert jagged.layout is torch.jagged and jagged.size(0) == len(lengths)
@@ -105,7 +105,7 @@ class Reads(TorchFunctionMode):
     ],
     ids=["to_nested_by_length", "maybe_pack_jagged", "pack_per_token_field", "pack_jagged_fields"],
 )
-def test_lengths_are_read_once_however_many_rows_and_columns(pack):
+def test_lengths_are_read_once(pack):
     with Reads() as reads:
         packed = pack(torch.ones(16, 9), torch.arange(16).clamp(max=9))
     assert reads.count == 1
@@ -149,7 +149,7 @@ def test_only_tensors_of_the_longest_width_become_jagged():
     assert not maybe_pack_jagged(torch.ones(3, 0), torch.zeros(0, dtype=torch.int64)).is_nested
 
 
-def test_a_known_per_token_field_may_be_wider_than_its_rows():
+def test_per_token_field_may_be_wider_than_its_rows():
     lengths = torch.tensor([2, 4])
     wide = pack_per_token_field(torch.arange(16).view(2, 8), lengths)
     assert [row.tolist() for row in wide.unbind()] == [[0, 1], [8, 9, 10, 11]]
@@ -187,7 +187,7 @@ def test_the_response_is_shifted_left_by_one():
     assert [row.tolist() for row in out.unbind()] == [[12, 13], [20, 21], []]
 
 
-def test_a_response_without_a_prompt_is_refused_rather_than_read_from_its_neighbour():
+def test_response_without_prompt_is_refused():
     with pytest.raises(ValueError, match="row 1"):
         response_from_nested(nested([1, 2, 3], [4, 5]), nested([1], [1, 1]))
     with pytest.raises(ValueError, match="2 rows"):
@@ -245,7 +245,7 @@ def test_packers_keep_gradients(pack, width):
     assert val.grad.sum() == (5 if packed.is_nested else 2 * width)
 
 
-def test_a_view_with_holes_is_padded_like_any_other():
+def test_view_with_holes_is_padded():
     holes = torch.nested.narrow(torch.arange(8).view(2, 4), 1, torch.tensor([1, 0]), torch.tensor([2, 4]), torch.jagged)
     assert materialize(TensorDict({"x": holes}, batch_size=[2]))["x"].tolist() == [[1, 2, 0, 0], [4, 5, 6, 7]]
 

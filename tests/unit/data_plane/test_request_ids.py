@@ -22,6 +22,6 @@ else:
 """
 
 
-def test_a_forked_process_asks_under_ids_of_its_own() -> None:
+def test_forked_process_has_its_own_ids() -> None:
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout.split()
     assert len(found) == len(set(found)) == 3

@@ -72,7 +72,7 @@ def test_buffers_are_shared_both_ways():
     assert rows_from_column(columns["x"])[0][0] == 42
 
 
-def test_rows_chosen_and_joined_by_the_queue_come_back():
+def test_selected_and_joined_rows():
     column = column_from_rows([torch.arange(n) for n in (1, 2, 3, 4)])
     joined = gather_rows([(select_rows(column, [1, 2]), [0, 1]), (select_rows(column, [3, 0]), [0, 1])])
     assert [row.tolist() for row in rows_from_column(joined)] == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0]]
@@ -131,7 +131,7 @@ def test_views_are_sent_as_what_they_show():
     assert torch.stack(rows_from_column(column)).equal(turned)
 
 
-def test_what_does_not_travel_is_refused_by_name():
+def test_unsupported_columns_are_refused_by_name():
     with pytest.raises(TypeError, match=r"'z'.*complex64"):
         columns_from_tensordict(TensorDict({"z": torch.zeros(2, dtype=torch.complex64)}, batch_size=[2]))
     with pytest.raises(TypeError, match="'inner'"):

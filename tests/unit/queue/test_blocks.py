@@ -67,7 +67,7 @@ def test_a_restart_opens_every_block_that_is_not_full() -> None:
     assert leased(blocks, 2) == [2, 3]
 
 
-def test_a_restart_behind_everything_leaves_nothing_to_do() -> None:
+def test_restart_at_the_end_leaves_no_block() -> None:
     blocks = Blocks(positions=4, block_size=2, span=4)
     blocks.restart(4, IntervalSet())
     assert blocks.lowest_free(4) is None

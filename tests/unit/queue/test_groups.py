@@ -6,7 +6,7 @@ from tests.unit.queue.test_run import ack_window, lease_block, make_run, put_blo
 from xtoken_core.wire import QueueError
 
 
-def test_a_queue_hands_out_its_groups_share_of_every_step_and_waits_for_no_other() -> None:
+def test_blocks_of_one_node_group() -> None:
     run = make_run(positions=11, samples_per_step=4, block_size=1, span=12, group=1, groups=2)
     assert [list(run.window(step)) for step in range(3)] == [[2, 3], [6, 7], [10]]
     handed = []
@@ -17,7 +17,7 @@ def test_a_queue_hands_out_its_groups_share_of_every_step_and_waits_for_no_other
     assert rows(run, 0) == [2, 3]
 
 
-def test_a_share_of_the_last_step_that_is_empty_is_ready_and_acknowledged() -> None:
+def test_empty_part_of_the_last_step() -> None:
     run = make_run(positions=5, samples_per_step=4, block_size=2, span=12, group=1, groups=2)
     rewind(run, step=1)
     assert lease_block(run) is None

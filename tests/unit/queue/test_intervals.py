@@ -45,7 +45,7 @@ def test_first_gap_is_the_lowest_integer_that_is_missing(spans: list[tuple[int, 
     assert intervals.first_gap(start) == gap
 
 
-def test_one_integer_is_added_by_its_own_name() -> None:
+def test_add_one_integer() -> None:
     intervals = IntervalSet()
     for value in (3, 5, 4):
         intervals.add(value)

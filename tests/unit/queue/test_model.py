@@ -135,7 +135,7 @@ def violation_without_a_rule(name: str, **changes: Any) -> str:
     return explore(replace(RUNS[name], **changes)).violation
 
 
-def test_teachers_that_claim_out_of_plan_order_block_each_other() -> None:
+def test_claims_out_of_plan_order_deadlock() -> None:
     assert violation_without_a_rule("plain", in_plan_order=False).startswith("stuck")
 
 
@@ -144,12 +144,12 @@ def test_handles_that_outlive_their_teacher_are_read() -> None:
     assert found.startswith("foreign signal")
 
 
-def test_back_pressure_at_the_put_blocks_the_lowest_position() -> None:
+def test_back_pressure_at_the_put_deadlocks() -> None:
     found = violation_without_a_rule("span-ends", protocol=BackPressureAtThePut, bounded_positions=False)
     assert found.startswith("stuck")
 
 
-def test_without_generations_a_late_release_frees_a_slot_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_generations_a_late_release_frees_a_slot_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotTable, "is_current", staticmethod(lambda slot, generation: True))
     assert violation_without_a_rule("late-releases").startswith("foreign signal")
 
@@ -162,5 +162,5 @@ def test_without_redo_a_wrong_step_is_taken(name: str, expected: str) -> None:
     assert violation_without_a_rule(name, protocol=NeverRedo).startswith(expected)
 
 
-def test_workers_that_left_at_the_end_are_needed_if_the_trainer_must_go_back() -> None:
+def test_without_restarts_a_trainer_crash_at_the_end_gets_stuck() -> None:
     assert violation_without_a_rule("trainer-crashes", supervised=False).startswith("stuck")

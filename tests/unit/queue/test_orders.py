@@ -18,7 +18,7 @@ def taken(samples: OrderedSamples, count: int) -> tuple[int, ...]:
     return () if lease is None else lease.ids
 
 
-def test_what_is_given_back_arrives_anew_and_only_once() -> None:
+def test_given_back_sample_arrives_once() -> None:
     samples = of("arrival")
     samples.produce([1], ["x"])
     first = samples.claim_next("s", "t", 1)
@@ -31,7 +31,7 @@ def test_what_is_given_back_arrives_anew_and_only_once() -> None:
     assert taken(samples, 3) == (2, 1)
 
 
-def test_what_was_withdrawn_arrives_anew() -> None:
+def test_withdrawn_sample_arrives_anew() -> None:
     samples = of("arrival", "x", "v")
     samples.produce([1, 2], ["x", "v"])
     samples.withdraw(1, "v")
@@ -39,7 +39,7 @@ def test_what_was_withdrawn_arrives_anew() -> None:
     assert taken(samples, 3) == (2, 1)
 
 
-def test_what_is_given_back_keeps_its_place_in_the_order_of_puts() -> None:
+def test_given_back_samples_keep_strict_order() -> None:
     samples = of("strict")
     samples.produce([5, 3, 4], ["x"])
     lease = samples.claim_next("s", "t", 2)
@@ -59,7 +59,7 @@ def test_a_claim_that_lacks_a_field_changes_nothing(order: str) -> None:
     assert taken(samples, 3) == (1, 2, 3)
 
 
-def test_an_unknown_id_is_told_before_one_that_is_not_ready() -> None:
+def test_unknown_id_is_refused_before_waiting() -> None:
     samples = of("by_id", "x", "y")
     samples.produce([1], ["x"])
     with pytest.raises(QueueError, match="sample 9 is not here"):

@@ -172,14 +172,14 @@ def test_a_step_from_rows_to_acknowledgement() -> None:
     assert (run.cursor, run.finished.first_gap(), run.slots.readings) == (1, 2, {})
 
 
-def test_a_claim_of_a_slot_that_is_repeated_is_the_same() -> None:
+def test_repeated_claim_of_a_slot() -> None:
     run = make_run()
     put(run)
     ring = open_ring(run)
     assert claim_slot(run, ring, [0, 1]) == claim_slot(run, ring, [0, 1])
 
 
-def test_a_slot_is_not_filled_before_the_trainer_has_opened_the_ring() -> None:
+def test_no_slot_before_the_ring_is_opened() -> None:
     run = make_run()
     put(run)
     ring = announce(run)
@@ -200,7 +200,7 @@ def test_a_teacher_waits_for_a_free_slot() -> None:
     assert claim_slot(run, ring, [1]).generation == 2
 
 
-def test_a_teacher_that_comes_late_to_a_window_learns_that_it_is_done() -> None:
+def test_late_teacher_gets_already_done() -> None:
     run = make_run()
     put(run)
     ring = open_ring(run)
@@ -226,7 +226,7 @@ def test_a_full_slot_is_withdrawn_with_its_teacher() -> None:
 
 
 @pytest.mark.parametrize("released", [True, False])
-def test_a_step_is_done_again_if_its_teacher_goes_before_the_release(released: bool) -> None:
+def test_lost_teacher_before_release_means_redo(released: bool) -> None:
     run = make_run()
     put(run)
     ring = open_ring(run)
@@ -239,7 +239,7 @@ def test_a_step_is_done_again_if_its_teacher_goes_before_the_release(released: b
     release(run, ring.id, 0, 1)
 
 
-def test_a_claim_repeated_after_its_signal_was_withdrawn_names_no_place() -> None:
+def test_repeated_claim_after_withdrawal_has_no_slot() -> None:
     run = make_run()
     put(run)
     signal(run, open_ring(run), [0, 1])
@@ -250,7 +250,7 @@ def test_a_claim_repeated_after_its_signal_was_withdrawn_names_no_place() -> Non
     assert redo(run)
 
 
-def test_a_trainer_that_plans_otherwise_than_its_teacher_is_told() -> None:
+def test_different_plans_conflict() -> None:
     run = make_run()
     put(run)
     signal(run, open_ring(run), [0, 1])
@@ -259,7 +259,7 @@ def test_a_trainer_that_plans_otherwise_than_its_teacher_is_told() -> None:
     assert code_of(caught) == "conflict"
 
 
-def test_a_refused_sample_dies_and_its_step_is_done_again_without_it() -> None:
+def test_dead_sample_means_redo_without_it() -> None:
     run = make_run()
     put(run)
     ring = open_ring(run)
@@ -273,7 +273,7 @@ def test_a_refused_sample_dies_and_its_step_is_done_again_without_it() -> None:
     assert claim_batch(run, [0, 1]).dead == [0]
 
 
-def test_a_trainers_refusal_makes_the_step_be_done_again() -> None:
+def test_trainer_nack_means_redo() -> None:
     run = make_run(max_attempts=2)
     put(run)
     ring = open_ring(run)
@@ -288,7 +288,7 @@ def test_a_trainers_refusal_makes_the_step_be_done_again() -> None:
     claim_batch(run, [0, 1])
 
 
-def test_a_full_slot_whose_samples_have_all_died_is_free() -> None:
+def test_full_slot_of_dead_samples_is_freed() -> None:
     run = make_run(teachers=2)
     second = join(run, "teacher", name="second")
     put(run)
@@ -302,7 +302,7 @@ def test_a_full_slot_whose_samples_have_all_died_is_free() -> None:
     assert not run.slots.readings
 
 
-def test_too_many_dead_end_the_run_for_everybody() -> None:
+def test_too_many_dead_fail_the_run() -> None:
     run = make_run(max_dead=0)
     nack(run, COLLATOR, leased(run).lease, [], "unreadable")
     with pytest.raises(QueueError, match="2 dead letters, 0 are allowed: 0, 1: unreadable") as caught:
@@ -338,7 +338,7 @@ def test_rows_need_their_tokens() -> None:
         put_block(run, lease, [0, 1], fields=["sample_mask"])
 
 
-def test_the_span_moves_with_the_lowest_position_that_is_not_done() -> None:
+def test_span_follows_the_lowest_open_position() -> None:
     run = make_run(positions=20)
     put(run, blocks=3)
     assert lease_block(run) is None
@@ -349,7 +349,7 @@ def test_the_span_moves_with_the_lowest_position_that_is_not_done() -> None:
     assert (block.first, block.count) == (6, 2)
 
 
-def test_a_step_cannot_be_acknowledged_before_all_of_it_was_claimed() -> None:
+def test_unclaimed_rows_block_the_ack_of_a_step() -> None:
     run = make_run()
     put(run)
     signal(run, open_ring(run), [0])
@@ -359,7 +359,7 @@ def test_a_step_cannot_be_acknowledged_before_all_of_it_was_claimed() -> None:
     assert code_of(caught) == "conflict"
 
 
-def test_requests_from_before_a_rewind_are_sent_back_to_its_step() -> None:
+def test_requests_from_before_a_rewind_get_rewound() -> None:
     run = make_run()
     put(run)
     ring = open_ring(run)
@@ -375,7 +375,7 @@ def test_requests_from_before_a_rewind_are_sent_back_to_its_step() -> None:
     assert claim_slot(run, ring, [0, 1]).generation == claim.generation + 1
 
 
-def test_a_rewind_ends_older_trainers_and_keeps_the_rows_of_its_window() -> None:
+def test_rewind_ends_older_trainers_and_keeps_its_window() -> None:
     run = make_run(positions=20, ranks=2)
     other_rank = join(run, "trainer", rank=1, name="trainer-1")
     put(run, blocks=3)
@@ -388,7 +388,7 @@ def test_a_rewind_ends_older_trainers_and_keeps_the_rows_of_its_window() -> None
     assert run.trainer_of(1) is None
 
 
-def test_a_rewind_behind_what_was_done_opens_its_blocks_again() -> None:
+def test_rewind_reopens_done_blocks() -> None:
     run = make_run()
     put(run, blocks=2)
     signal(run, open_ring(run), [0, 1])
@@ -400,7 +400,7 @@ def test_a_rewind_behind_what_was_done_opens_its_blocks_again() -> None:
     assert lease_block(run) is None
 
 
-def test_the_end_is_exhausted_for_who_asks_for_more() -> None:
+def test_calls_beyond_the_end_are_exhausted() -> None:
     run = make_run()
     rewind(run, step=2)
     assert run.ended
@@ -412,12 +412,12 @@ def test_the_end_is_exhausted_for_who_asks_for_more() -> None:
     assert code_of(caught) == "exhausted"
 
 
-def test_a_window_beyond_the_end_waits_until_the_end_is_sure() -> None:
+def test_window_beyond_the_end_waits_for_the_end() -> None:
     run = make_run()
     assert rows(run, 2) is None
 
 
-def test_a_ring_is_for_a_trainer_that_is_in_place() -> None:
+def test_ring_needs_an_admitted_trainer() -> None:
     run = make_run()
     newer = join(run, "trainer", 2)
     with pytest.raises(QueueError, match="is another one by now") as caught:
@@ -428,7 +428,7 @@ def test_a_ring_is_for_a_trainer_that_is_in_place() -> None:
 
 
 @pytest.mark.parametrize(("teacher", "rank"), [(1, 0), (0, 1)], ids=["teacher", "rank"])
-def test_a_ring_of_nobody_is_refused(teacher: int, rank: int) -> None:
+def test_ring_of_an_unknown_pair_is_refused(teacher: int, rank: int) -> None:
     with pytest.raises(QueueError, match="the run has 1 teachers and 1 ranks"):
         announce(make_run(), TEACHER, teacher, rank)
 
@@ -459,7 +459,7 @@ def test_roles_are_checked(call: str) -> None:
     assert code_of(caught) == "forbidden"
 
 
-def test_a_run_that_was_given_up_says_so_and_keeps_the_first_reason() -> None:
+def test_give_up_keeps_the_first_reason() -> None:
     run = make_run()
     for reason in ("the disk is full", "something else"):
         run.give_up(ask(m.Giveup, COLLATOR, reason=reason))

@@ -21,7 +21,7 @@ def claimed(samples: OrderedSamples, count: int, session: str = "s") -> tuple[in
     return lease.ids if lease else ()
 
 
-def test_strict_order_waits_for_the_first_that_is_not_ready() -> None:
+def test_strict_order_waits_for_the_first() -> None:
     samples = one_task("strict", "x", "y")
     samples.produce([5, 3, 4], ["x"])
     samples.produce([3, 4], ["y"])
@@ -49,7 +49,7 @@ def test_producing_again_is_no_news() -> None:
     assert claimed(samples, 1) == ()
 
 
-def test_what_every_task_has_done_is_let_go_and_does_not_come_back() -> None:
+def test_finished_samples_are_dropped_for_good() -> None:
     samples = OrderedSamples([Task("a", frozenset({"x"})), Task("b", frozenset({"x"}))])
     samples.produce([1], ["x"])
     samples.claim_next("s", "a", 1)
@@ -61,7 +61,7 @@ def test_what_every_task_has_done_is_let_go_and_does_not_come_back() -> None:
     assert samples.produce([1], ["x"]) == []
 
 
-def test_a_lease_given_back_comes_first_again_in_strict_order() -> None:
+def test_given_back_lease_comes_first_in_strict_order() -> None:
     samples = one_task("strict")
     samples.produce([1, 2, 3], ["x"])
     lease = samples.claim_next("a", "use", 2)
@@ -81,7 +81,7 @@ def test_a_withdrawn_field_makes_its_task_wait(order: str) -> None:
     assert claimed(samples, 1) == (1,)
 
 
-def test_a_lease_that_loses_a_field_waits_when_it_is_given_back() -> None:
+def test_given_back_sample_without_field_waits() -> None:
     samples = one_task("strict", "x", "y")
     samples.produce([1], ["x", "y"])
     lease = samples.claim_next("a", "use", 1)
@@ -92,7 +92,7 @@ def test_a_lease_that_loses_a_field_waits_when_it_is_given_back() -> None:
     assert samples.samples[1].status["use"] == Status.WAITING
 
 
-def test_claiming_ids_again_gives_the_same_lease_to_its_session_only() -> None:
+def test_repeated_claim_by_ids_returns_the_same_lease() -> None:
     samples = one_task("by_id")
     samples.produce([1, 2], ["x"])
     lease = samples.claim_ids("a", "use", [2, 1])
@@ -132,7 +132,7 @@ def test_only_a_refusal_counts_towards_the_limit() -> None:
     assert lease.ids == (2,)
 
 
-def test_a_lease_on_dead_samples_is_on_nothing_and_leaves_nothing() -> None:
+def test_lease_on_dead_samples_is_empty() -> None:
     samples = one_task("by_id", attempts=1)
     samples.produce([1], ["x"])
     lease = samples.claim_ids("a", "use", [1])
@@ -145,7 +145,7 @@ def test_a_lease_on_dead_samples_is_on_nothing_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("session", ["b", "a"], ids=["another-session", "after-it-was-given-back"])
-def test_a_lease_is_held_by_its_session_while_it_stands(session: str) -> None:
+def test_lease_belongs_to_its_session(session: str) -> None:
     samples = one_task("by_id")
     samples.produce([1], ["x"])
     lease = samples.claim_ids("a", "use", [1])
@@ -191,7 +191,7 @@ OPS = st.lists(
 
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(["strict", "arrival"]), OPS)
-def test_a_sample_is_leased_exactly_while_one_lease_holds_it(order: str, ops: list[tuple[str, int]]) -> None:
+def test_leased_status_matches_leases(order: str, ops: list[tuple[str, int]]) -> None:
     samples = one_task(order, "x", "y", attempts=2)
     for op, number in ops:
         leases = list(samples.leases.values())
@@ -221,7 +221,7 @@ def test_a_sample_is_leased_exactly_while_one_lease_holds_it(order: str, ops: li
 
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(["strict", "arrival"]), OPS)
-def test_whatever_happened_the_rest_can_be_done(order: str, ops: list[tuple[str, int]]) -> None:
+def test_remaining_samples_can_always_be_done(order: str, ops: list[tuple[str, int]]) -> None:
     samples = one_task(order, "x", "y")
     for op, number in ops:
         lease = next(iter(samples.leases.values()), None)

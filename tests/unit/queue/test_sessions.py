@@ -35,7 +35,7 @@ def test_an_older_incarnation_is_refused(sessions: Sessions) -> None:
     assert list(sessions.live) == ["collator/a/2"]
 
 
-def test_the_same_name_in_another_role_is_somebody_else(sessions: Sessions) -> None:
+def test_same_name_in_another_role_is_another_worker(sessions: Sessions) -> None:
     sessions.open(stay("a", 1))
     assert sessions.open(stay("a", 5, role="teacher")) == []
     assert len(sessions.live) == 2
@@ -57,7 +57,7 @@ def test_an_unknown_session_is_stale(sessions: Sessions) -> None:
         sessions.get("nobody")
 
 
-def test_silence_is_longer_than_what_the_worker_promised(sessions: Sessions) -> None:
+def test_silence_beyond_the_limit(sessions: Sessions) -> None:
     sessions.open(stay("a", 1, last_seen=5.0))
     sessions.open(stay("b", 1, last_seen=8.0))
     assert sessions.silent(15.0) == []

@@ -56,7 +56,7 @@ def test_a_slot_that_does_not_exist_is_named(table: SlotTable, ring: Ring) -> No
         table.release(ring, 2, 0)
 
 
-def test_a_pair_has_one_ring_and_numbers_are_never_used_again() -> None:
+def test_ring_numbers_are_never_reused() -> None:
     rings = Rings(slots=1)
     old = rings.announce(0, 0, "teacher/1", "trainer", b"")
     new = rings.announce(0, 0, "teacher/2", "trainer", b"")
@@ -67,7 +67,7 @@ def test_a_pair_has_one_ring_and_numbers_are_never_used_again() -> None:
     assert caught.value.code == "ring_closed"
 
 
-def test_a_session_has_the_rings_of_which_it_is_one_side() -> None:
+def test_rings_of_a_session() -> None:
     rings = Rings(slots=1)
     first = rings.announce(0, 0, "t0", "r0", b"")
     second = rings.announce(1, 0, "t1", "r0", b"")

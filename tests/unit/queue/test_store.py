@@ -36,7 +36,7 @@ def test_rows_come_in_the_order_that_is_asked_for() -> None:
     assert rows_of(store.read([3, 2, 1], ["x"])["x"]) == [b"ccc", b"bb", b"a"]
 
 
-def test_only_wanted_rows_are_kept_and_the_first_value_stays() -> None:
+def test_only_wanted_rows_and_first_values_are_kept() -> None:
     store = Store()
     store.put([1, 2], {"x": jagged([b"a", b"b"])}, [1])
     store.put([1, 2], {"x": jagged([b"A", b"B"])}, [1, 2])
@@ -109,7 +109,7 @@ BATCHES = st.lists(st.lists(st.binary(max_size=40_000 // 16), min_size=1, max_si
 
 @settings(deadline=None, max_examples=60)
 @given(BATCHES, st.randoms(use_true_random=False))
-def test_any_order_of_drops_leaves_the_others_and_ends_at_nothing(batches: list[list[bytes]], random: object) -> None:
+def test_drops_in_any_order_free_all_memory(batches: list[list[bytes]], random: object) -> None:
     store, expected = Store(), {}
     for batch in batches:
         rows = [row * 16 for row in batch]
