@@ -1,0 +1,82 @@
+"""Build the chain tables of a pair of tokenizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xtoken_core.alignment.aligner import _compared
+from xtoken_core.alignment.tables import TokenTable, token_table
+from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, build_token_arrays
+from xtoken_core.chain.live_sets import LiveSets, everything_live, live_sets
+from xtoken_core.chain.models import bpe_model
+from xtoken_core.chain.paths import Paths, find_paths
+from xtoken_core.chain.roots import Roots, find_roots, special_pairs
+from xtoken_core.chain.spelling import Spellings, spellings, word_start_texts
+from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+from xtoken_core.projection.retokenize import Retokenizer
+
+
+@dataclass(frozen=True)
+class BuiltSide:
+    """One side's part of the tables.
+
+    Attributes:
+        spelled: Its tokens' spellings by the other side.
+        paths: The nodes of its tokens.
+        live: Which of its tokens may follow a token of the other side.
+    """
+
+    spelled: Spellings
+    paths: Paths
+    live: LiveSets
+
+
+@dataclass(frozen=True)
+class BuiltTables:
+    """Everything static about a pair of tokenizers.
+
+    Attributes:
+        roots: The classes of both sides' tokens.
+        student: The student's part.
+        teacher: The teacher's part.
+        fingerprints: Those of the student's and the teacher's tokenizer.
+    """
+
+    roots: Roots
+    student: BuiltSide
+    teacher: BuiltSide
+    fingerprints: tuple[str, str]
+
+
+def build_tables(student_tokenizer: Any, teacher_tokenizer: Any) -> BuiltTables:
+    """Spell both vocabularies with each other's tokenizer and derive classes, paths and live sets.
+
+    Args:
+        student_tokenizer: Hugging Face fast or slow, or mistral-common's.
+        teacher_tokenizer: Likewise.
+    """
+    tokenizers = (student_tokenizer, teacher_tokenizer)
+    fingerprints = tokenizer_fingerprint(student_tokenizer), tokenizer_fingerprint(teacher_tokenizer)
+    tables: tuple[TokenTable, TokenTable] = (token_table(student_tokenizer), token_table(teacher_tokenizer))
+    drops = any(table.drops_whitespace for table in tables)
+    compared = [_compared(table, [t.normalizer for t in tables], drops) for table in tables]
+    writers = [Retokenizer(tokenizer, table) for tokenizer, table in zip(tokenizers, tables, strict=True)]
+    texts = [word_start_texts(tokenizer, table) for tokenizer, table in zip(tokenizers, tables, strict=True)]
+    spelled = [spellings(tables[k], texts[k], compared[k], writers[1 - k], compared[1 - k]) for k in (0, 1)]
+    arrays = build_token_arrays(*tables, *compared)
+    roles = [side.role[:-1] for side in (arrays.student, arrays.teacher)]
+    roots = find_roots(*spelled, special_pairs(*roles, both=BOS_OR_EOS, end=EOS, begin=BOS))
+    sides = []
+    for k, other_roots in ((0, roots.teacher), (1, roots.student)):
+        spaces = np.flatnonzero([text == b" " for text in compared[1 - k]])
+        paths = find_paths(spelled[k], other_roots, spaces)
+        if fingerprints[0] == fingerprints[1]:  # the other side's cuts are this side's own
+            live = everything_live(len(tables[1 - k]), len(tables[k]))
+        else:
+            model = bpe_model(tokenizers[1 - k], tables[1 - k])
+            live = live_sets(model, writers[1 - k], texts[k], spelled[k])
+        sides.append(BuiltSide(spelled[k], paths, live))
+    return BuiltTables(roots, sides[0], sides[1], fingerprints)

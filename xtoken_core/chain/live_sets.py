@@ -1,0 +1,208 @@
+"""Live sets: which tokens of one side can follow where the other side's tokenizer has ended a token.
+
+A student that has just written " 4" knows that no digit follows, since "40" is another token of its; a teacher that
+splits digits does not. The comparison at the start of a chunk is therefore conditioned on both sides' cuts: after the
+teacher's token w only those student tokens x count for which the teacher's tokenizer cuts `bytes(w) + bytes(x)` after w.
+
+The test is on the bare string of two tokens. All pairs are far too many (49 thousand times 262 thousand), but the
+outcome has structure: a split into words between two kinds of characters, and merge trees inside a word (`merges`).
+For other models every pair is tested if there are few enough; else every token counts as live.
+
+The test is an approximation where more than the last token matters (a tokenizer that looks further back or ahead).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xtoken_core.chain.merges import Followers, followers
+from xtoken_core.chain.models import BpeModel
+from xtoken_core.chain.spelling import Spellings
+from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT, WordSplits, word_splits
+from xtoken_core.projection.retokenize import Retokenizer
+
+MOST_PAIRS = 1_500_000
+"""Pairs of tokens that are tested one by one, at most."""
+_BLOCK = 200_000
+_LOG = logging.getLogger("xtoken.chain")
+
+
+@dataclass(frozen=True)
+class LiveSets:
+    """Which tokens x of one side may follow the tokens w of the other.
+
+    x may follow w if `state[tail[w], head[x]]` is `KEPT`; if it is `JOINED`, if `position[x]` lies in none of w's
+    intervals (see `merges.Followers`, whose fields have the same names).
+
+    Attributes:
+        tail: `[V_w]` int32.
+        head: `[V_x]` int32.
+        state: `[tails, heads]` uint8.
+        position: `[V_x]` int32, the place of x's first piece; `width` for a token without one.
+        width: How many places there are, that of tokens without one included.
+        depth: The most slices of intervals that a token w has.
+        point: `[R]` int32.
+        low: `[R]` int32.
+        high: `[R]` int32.
+        rule_start: `[V_w + 1]` int32.
+        tail_start: `[V_w]` int32.
+        tail_count: `[V_w]` int32.
+        right: `[V_w]` int32.
+        method: `merges`, `pairs` or `none`.
+    """
+
+    tail: np.ndarray
+    head: np.ndarray
+    state: np.ndarray
+    position: np.ndarray
+    width: int
+    depth: int
+    point: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    rule_start: np.ndarray
+    tail_start: np.ndarray
+    tail_count: np.ndarray
+    right: np.ndarray
+    method: str
+
+
+def live_sets(model: BpeModel | None, target: Retokenizer, texts: Sequence[bytes], spelled: Spellings) -> LiveSets:
+    """Build the live sets after the tokens w of the target's tokenizer.
+
+    Args:
+        model: The target's merge rules; None: it has none that are known.
+        target: The tokenizer that cuts.
+        texts: By id, the text of the tokens x.
+        spelled: The target's pieces of the tokens x.
+    """
+    candidates = [text if has else b"" for text, has in zip(texts, (spelled.count > 0).tolist(), strict=True)]
+    if model is not None:
+        return _by_merges(model, target, candidates, spelled)
+    before = _own_text(target)
+    pairs = sum(map(bool, before)) * sum(map(bool, candidates))
+    if pairs <= MOST_PAIRS:
+        return _by_pairs(target, before, candidates)
+    _LOG.warning(
+        "chain: %d pairs of tokens are too many to be tested one by one and the tokenizer is no BPE: "
+        "its cuts are not conditioned on",
+        pairs,
+    )
+    return everything_live(len(before), len(candidates))
+
+
+def everything_live(after: int, tokens: int) -> LiveSets:
+    """Return live sets that leave nothing out."""
+    splits = WordSplits(np.zeros(after, np.int32), np.zeros(tokens, np.int32), np.full((1, 1), KEPT, np.uint8))
+    return _without_rules(splits, "none")
+
+
+def live_rows(sets: LiveSets, after: Sequence[int]) -> np.ndarray:
+    """Return `[n, V_x]` bool: which tokens may follow each of some tokens. For tests and reports, one row at a time."""
+    rows = np.zeros((len(after), len(sets.head)), dtype=bool)
+    for row, w in zip(rows, after, strict=True):
+        change = np.zeros(sets.width + 2, dtype=np.int64)
+        for begin, end in _slices(sets, w):
+            np.add.at(change, sets.point[begin:end], 1)
+            np.add.at(change, sets.point[begin:end] + 1, -1)
+            np.add.at(change, sets.low[begin:end], 1)
+            np.add.at(change, sets.high[begin:end], -1)
+        blocked = np.cumsum(change)[sets.position] > 0
+        state = sets.state[sets.tail[w], sets.head]
+        row[:] = (state == KEPT) | ((state == JOINED) & ~blocked)
+    return rows
+
+
+def _slices(sets: LiveSets, w: int) -> list[tuple[int, int]]:
+    found = [(int(sets.rule_start[w]), int(sets.rule_start[w + 1]))]
+    while w >= 0:
+        found.append((int(sets.tail_start[w]), int(sets.tail_start[w] + sets.tail_count[w])))
+        w = int(sets.right[w])
+    return found
+
+
+def _own_text(target: Retokenizer) -> list[bytes]:
+    """Return by id the text of the tokens that the tokenizer itself writes their text with; else nothing."""
+    pieces = list(target.table.pieces)
+    ids, counts = target(pieces)
+    first = np.append(ids, -1)[np.cumsum(counts) - counts]
+    own = (counts == 1) & (first == np.arange(len(pieces)))
+    return [piece if kept else b"" for piece, kept in zip(pieces, own.tolist(), strict=True)]
+
+
+def _by_merges(model: BpeModel, target: Retokenizer, candidates: Sequence[bytes], spelled: Spellings) -> LiveSets:
+    forest = model.forest
+    pieces = target.table.pieces
+    before = [piece if kept else b"" for piece, kept in zip(pieces, forest.canonical.tolist(), strict=True)]
+    splits = word_splits(before, candidates, model.split)
+    found: Followers = followers(forest)
+    V = len(pieces)
+    first = spelled.first
+    position = np.where(first >= 0, np.append(found.position, V)[first], V).astype(np.int32)
+    return LiveSets(
+        tail=splits.tail,
+        head=splits.head,
+        state=splits.state,
+        position=position,
+        width=V + 1,
+        depth=_depth(found.right) + 1,
+        point=found.point,
+        low=found.low,
+        high=found.high,
+        rule_start=found.rule_start,
+        tail_start=found.tail_start,
+        tail_count=found.tail_count,
+        right=found.right,
+        method="merges",
+    )
+
+
+def _depth(right: np.ndarray) -> int:
+    """Return the most tokens on a right spine."""
+    depth, at = 0, np.arange(len(right))
+    while len(at):
+        at, depth = right[at], depth + 1
+        at = at[at >= 0]
+    return depth
+
+
+def _by_pairs(target: Retokenizer, before: Sequence[bytes], candidates: Sequence[bytes]) -> LiveSets:
+    """Tokenize every pair and group the tokens that behave alike."""
+    after, tokens = (np.flatnonzero(np.fromiter(map(bool, x), bool, len(x))) for x in (before, candidates))
+    live = np.full((len(before), len(candidates)), KEPT, dtype=np.uint8)
+    rows = max(1, _BLOCK // max(1, len(tokens)))
+    for begin in range(0, len(after), rows):
+        block = after[begin : begin + rows].tolist()
+        ids, counts = target([before[w] + candidates[x] for w in block for x in tokens.tolist()])
+        first = np.append(ids, -1)[np.cumsum(counts) - counts]
+        kept = (first == np.repeat(block, len(tokens))) & (counts > 0)
+        live[np.ix_(block, tokens)] = np.where(kept, KEPT, BROKEN).reshape(len(block), len(tokens))
+    distinct, tail = np.unique(live, axis=0, return_inverse=True)
+    state, head = np.unique(distinct, axis=1, return_inverse=True)
+    splits = WordSplits(tail.reshape(-1).astype(np.int32), head.reshape(-1).astype(np.int32), state)
+    return _without_rules(splits, "pairs")
+
+
+def _without_rules(splits: WordSplits, method: str) -> LiveSets:
+    V_w, to = len(splits.tail), np.int32
+    none, zeros = np.zeros(0, to), np.zeros(V_w, to)
+    return LiveSets(
+        tail=splits.tail,
+        head=splits.head,
+        state=splits.state,
+        position=np.zeros(len(splits.head), to),
+        width=1,
+        depth=0,
+        point=none,
+        low=none,
+        high=none,
+        rule_start=np.zeros(V_w + 1, to),
+        tail_start=zeros,
+        tail_count=zeros,
+        right=np.full(V_w, -1, to),
+        method=method,
+    )

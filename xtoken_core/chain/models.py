@@ -1,0 +1,103 @@
+"""What the chain tables need to know about a tokenizer's model: its merge rules and its split into words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xtoken_core.alignment.tables import TokenTable
+from xtoken_core.chain.merges import MergeForest, MergeRules, merge_forest
+from xtoken_core.chain.word_splits import Split
+
+
+@dataclass(frozen=True)
+class BpeModel:
+    """A BPE tokenizer as the tables see it.
+
+    Attributes:
+        forest: The tree of every token.
+        split: How it splits a text into words; None: it does not.
+    """
+
+    forest: MergeForest
+    split: Split | None
+
+
+def bpe_model(tokenizer: Any, table: TokenTable) -> BpeModel | None:
+    """Read the merge rules of a BPE tokenizer; None for a tokenizer of another kind, or one that hides its rules.
+
+    Args:
+        tokenizer: Hugging Face fast, or mistral-common's tekken.
+        table: What its tokens spell.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return _tekken(tokenizer, table)
+    state = json.loads(backend.to_str())
+    model = state["model"]
+    if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return None
+    vocab: Mapping[str, int] = model["vocab"]
+    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+    size = len(table)
+    known = [(vocab[a], vocab[b], vocab[a + b]) for a, b in pairs if a in vocab and b in vocab and a + b in vocab]
+    rules = np.array(known, dtype=np.int64).reshape(-1, 3)
+    atoms: list[list[int]] = [[] for _ in range(size)]
+    for text, index in vocab.items():
+        characters = [vocab.get(char, -1) for char in text]
+        atoms[index] = [index] if -1 in characters else characters
+    for index in np.flatnonzero(table.kinds).tolist():
+        atoms[index] = []
+    forest = merge_forest(MergeRules(rules[:, 0], rules[:, 1], rules[:, 2]), atoms)
+    return BpeModel(forest, backend_split(backend))
+
+
+def backend_split(backend: Any) -> Split | None:
+    """Return the split into words of a `tokenizers` tokenizer; None if it has none."""
+    from tokenizers import Tokenizer
+
+    from xtoken_core.projection.retokenize import _never_prefix, _without_prepend
+
+    state = json.loads(backend.to_str())
+    if not state.get("pre_tokenizer"):
+        return None
+    _never_prefix(state["pre_tokenizer"])
+    bare = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}
+    normalizer = _without_prepend(state.get("normalizer"))
+    copy = Tokenizer.from_str(json.dumps(bare | {"pre_tokenizer": state["pre_tokenizer"], "normalizer": normalizer}))
+
+    def split(text: str) -> list[int]:
+        if copy.normalizer is not None:
+            text = copy.normalizer.normalize_str(text)
+        return [end for _, (_, end) in copy.pre_tokenizer.pre_tokenize_str(text)]
+
+    return split
+
+
+def _tekken(tokenizer: Any, table: TokenTable) -> BpeModel | None:
+    """Read mistral-common's byte-level BPE: any two tokens whose bytes together are a token have a rule of its rank."""
+    inner = getattr(getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None), "tokenizer", None)
+    if not hasattr(inner, "_tekken_token2id_nospecial"):
+        return None
+    ids = {piece: index for index, piece in enumerate(table.pieces) if piece}
+    rows = [
+        (ids[piece[:at]], ids[piece[at:]], index)
+        for piece, index in sorted(ids.items(), key=lambda item: item[1])
+        for at in range(1, len(piece))
+        if piece[:at] in ids and piece[at:] in ids
+    ]
+    rules = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    atoms = [[ids[piece[i : i + 1]] for i in range(len(piece))] for piece in table.pieces]
+    forest = merge_forest(MergeRules(rules[:, 0], rules[:, 1], rules[:, 2]), atoms)
+    return BpeModel(forest, _pattern_split(inner._model._pat_str))
+
+
+def _pattern_split(pattern: str) -> Split:
+    from tokenizers import Regex, pre_tokenizers
+
+    splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return lambda text: [end for _, (_, end) in splitter.pre_tokenize_str(text)]

@@ -1,0 +1,150 @@
+"""The chain tables as tensors: what a loss needs to know about a pair of tokenizers before any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int, UInt8
+from torch import Tensor
+
+from xtoken_core.chain.build import BuiltSide, BuiltTables
+
+T = TypeVar("T", bound="TensorFields")
+
+
+class TensorFields:
+    """A dataclass of tensors, numbers and such dataclasses, by dotted names."""
+
+    def flat(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return every tensor by its dotted name; a number becomes a tensor without dimensions."""
+        found: dict[str, Tensor] = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            value, name = getattr(self, field.name), prefix + field.name
+            if isinstance(value, TensorFields):
+                found |= value.flat(name + ".")
+            else:
+                found[name] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return found
+
+    @classmethod
+    def of_flat(cls: type[T], tensors: Mapping[str, Tensor], prefix: str = "") -> T:
+        """Put the tensors of `flat` together again.
+
+        Raises:
+            KeyError: One is missing.
+        """
+        values: dict[str, Any] = {}
+        for field in fields(cls):  # type: ignore[arg-type]
+            part = _PARTS.get(str(field.type))
+            name = prefix + field.name
+            if part is not None:
+                values[field.name] = part.of_flat(tensors, name + ".")
+            else:
+                values[field.name] = int(tensors[name]) if field.type == "int" else tensors[name]
+        return cls(**values)
+
+    def to(self: T, device: torch.device | str) -> T:
+        """Return the same on a device."""
+        moved = {
+            field.name: value.to(device) if isinstance(value := getattr(self, field.name), (Tensor, TensorFields)) else value
+            for field in fields(self)  # type: ignore[arg-type]
+        }
+        return type(self)(**moved)
+
+
+@dataclass(frozen=True)
+class LiveTable(TensorFields):
+    """The tokens x of one side that may follow the tokens w of the other; see `live_sets.LiveSets`."""
+
+    tail: Int[Tensor, " V_w"]
+    head: Int[Tensor, " V_x"]
+    state: UInt8[Tensor, "tails heads"]
+    position: Int[Tensor, " V_x"]
+    point: Int[Tensor, " R"]
+    low: Int[Tensor, " R"]
+    high: Int[Tensor, " R"]
+    rule_start: Int[Tensor, " V_w_plus_1"]
+    tail_start: Int[Tensor, " V_w"]
+    tail_count: Int[Tensor, " V_w"]
+    right: Int[Tensor, " V_w"]
+    width: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class SideTable(TensorFields):
+    """One side's tokens: classes, spellings by the other side, nodes (see `paths.Paths`), live sets.
+
+    Attributes:
+        root: `[V]` int32 class of each token; `ChainTables.classes` where it has none.
+        spelling_start: `[V + 1]` int32, where a token's pieces begin.
+        piece: `[n]` int32 ids of the other side.
+        node: `[n]` int32, the node reached with each piece; -1 = every token ends there.
+        status: `[V]` uint8, why a token has no spelling; see `spelling`.
+    """
+
+    root: Int[Tensor, " V"]
+    spelling_start: Int[Tensor, " V_plus_1"]
+    piece: Int[Tensor, " n"]
+    node: Int[Tensor, " n"]
+    member_start: Int[Tensor, " N_plus_1"]
+    member: Int[Tensor, " m"]
+    member_slot: Int[Tensor, " m"]
+    slot_start: Int[Tensor, " N_plus_1"]
+    slot_class: Int[Tensor, " S"]
+    bare_space: Bool[Tensor, " N"]
+    status: UInt8[Tensor, " V"]
+    live: LiveTable
+
+
+@dataclass(frozen=True)
+class ChainTables(TensorFields):
+    """Everything static about a pair of tokenizers.
+
+    Attributes:
+        student: The student's tokens.
+        teacher: The teacher's tokens.
+        classes: How many root classes there are; the number itself is the class of tokens without a root.
+        common: How many of them are common text tokens.
+    """
+
+    student: SideTable
+    teacher: SideTable
+    classes: int
+    common: int
+
+    @classmethod
+    def of(cls, built: BuiltTables) -> ChainTables:
+        """Turn what was built into tensors."""
+        sides = [
+            _side(part, roots) for part, roots in ((built.student, built.roots.student), (built.teacher, built.roots.teacher))
+        ]
+        return cls(sides[0], sides[1], built.roots.count, built.roots.common)
+
+
+_PARTS: dict[str, type[TensorFields]] = {"LiveTable": LiveTable, "SideTable": SideTable}
+
+
+def _side(built: BuiltSide, roots: np.ndarray) -> SideTable:
+    live = {field.name: _tensor(getattr(built.live, field.name)) for field in fields(LiveTable)}
+    nodes = {field.name: _tensor(getattr(built.paths, field.name)) for field in fields(built.paths)}
+    return SideTable(
+        root=_narrow(roots),
+        spelling_start=_narrow(built.spelled.start),
+        piece=_narrow(built.spelled.piece),
+        status=torch.from_numpy(built.spelled.status),
+        live=LiveTable(**live),
+        **nodes,
+    )
+
+
+def _tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _narrow(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))

@@ -1,0 +1,279 @@
+"""The chain-rule divergence: every chunk's KL, as a sum over the decisions that its tokens make.
+
+For tokens v of the student and w of the teacher, `spell` gives the other tokenizer's pieces of a token's bytes, and
+`root` a class that both vocabularies share (see `xtoken_core.chain`).
+
+- At the start of a chunk both sides begin a token: the KL of the two next-token distributions by root. Each side is
+  conditioned on what the other knows: that it has just ended a token (its *live* tokens).
+- Inside, one side has one token x and the other tokens y1..yn. After each of y1..yn, both sides decide what comes
+  next: the other side by its next-token distribution, x's side by those of its tokens that begin with y1..yj; their
+  classes are the root of the next piece, or "ends here". After yn, this is the *end term*; a chunk of one token on
+  both sides has one in each direction if longer tokens share its path.
+
+The sum is the KL of the chunk by the chain rule where both tokenizers' cuts are decided by the tokens so far.
+The term of a node weighs 1 because the text, drawn from the source, visits it as often as the source does; this holds
+for the forward KL alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from xtoken_core.chain.tables import ChainTables, SideTable
+from xtoken_core.losses.chain_events import Inner, Starts, find_inner, find_starts, lay_out
+from xtoken_core.losses.chain_live import live_mask
+
+BLOCK_BYTES = 1 << 28
+"""What one block's rows of both sides may hold."""
+
+
+@dataclass(frozen=True)
+class ChainOptions:
+    """Which parts of the divergence count.
+
+    Attributes:
+        conditioning: Start terms are conditioned on the other side's cut.
+        end_terms: Terms after the last token of a chunk are there.
+        bare_space: Terms at a node whose path is a single space are there. Off: whether that token ends is often
+            decided by digits that come later, which the other side cannot know.
+    """
+
+    conditioning: bool = True
+    end_terms: bool = True
+    bare_space: bool = False
+
+
+@dataclass(frozen=True)
+class ChainBatch:
+    """The tokens of a micro-batch and their chunks, as aligned: nothing is shifted.
+
+    Attributes:
+        student_ids: `[B, T_s]` int64.
+        teacher_ids: `[B, T_t]` int64.
+        student_chunk_id: `[B, T_s]` int64, -1 = none.
+        teacher_chunk_id: `[B, T_t]` int64.
+        usable: `[B, P]` bool, chunks whose sides spell the same bytes.
+    """
+
+    student_ids: Int[Tensor, "B T_s"]
+    teacher_ids: Int[Tensor, "B T_t"]
+    student_chunk_id: Int[Tensor, "B T_s"]
+    teacher_chunk_id: Int[Tensor, "B T_t"]
+    usable: Bool[Tensor, "B P"]
+
+
+def chain_divergence(
+    student_logits: Float[Tensor, "B T_s V_s"],
+    teacher_logits: Float[Tensor, "B T_t V_t"],
+    batch: ChainBatch,
+    tables: ChainTables,
+    options: ChainOptions | None = None,
+    *,
+    temperature: float = 1.0,
+    block_bytes: int = BLOCK_BYTES,
+) -> Float[Tensor, "B P"]:
+    """Compute the divergence of every chunk in nats, with a gradient for the student.
+
+    A chunk that one side begins with its very first token has no prediction of it and gives 0.
+
+    Args:
+        student_logits: Cut to the student's vocabulary.
+        teacher_logits: Cut to the teacher's vocabulary; no gradient.
+        batch: Tokens and chunks.
+        tables: Of the two tokenizers, on the logits' device.
+        options: Which parts count.
+        temperature: Divides both sides' logits.
+        block_bytes: Memory of the rows that are worked on at once.
+
+    Returns:
+        float32, or float64 for such logits.
+    """
+    terms = find_terms(batch, tables, options or ChainOptions())
+    student, teacher = student_logits.flatten(0, 1), teacher_logits.detach().flatten(0, 1)
+    dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
+    # Both sides' rows, and as much again for their sums by class.
+    size = max(1, block_bytes // (8 * (student.shape[1] + teacher.shape[1] + 2 * tables.classes)))
+    blocks: list[_Block] = []
+    for events, term in terms:
+        parts = [events.part(slice(at, at + size)) for at in range(0, len(events.chunk), size)]
+        blocks += [_Block(part, term, teacher, temperature, dtype) for part in parts]
+    values: Tensor = _Sum.apply(student, blocks, batch.usable.numel(), dtype)
+    return values.view(batch.usable.shape)
+
+
+Term = Callable[[Any, Tensor, Tensor], Tensor]
+"""Values `[E]` of `E` events from the student's and the teacher's logits at their rows, `[E, V_s]` and `[E, V_t]`."""
+
+
+def find_terms(
+    batch: ChainBatch, tables: ChainTables, options: ChainOptions
+) -> Sequence[tuple[Starts | Inner, Term]]:
+    """List what is to be compared: the starts, then the nodes inside the student's and inside the teacher's tokens."""
+    layouts = (
+        lay_out(batch.student_chunk_id, batch.student_ids, batch.usable),
+        lay_out(batch.teacher_chunk_id, batch.teacher_ids, batch.usable),
+    )
+    starts = find_starts(*layouts)
+    flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
+    inside_student = find_inner(layouts[0], layouts[1], tables.student, **flags, learns=True)
+    inside_teacher = find_inner(layouts[1], layouts[0], tables.teacher, **flags, learns=False).swapped()
+    return (
+        (starts, lambda block, s, t: start_values(s, t, block, tables, conditioning=options.conditioning)),
+        (inside_student, lambda block, s, t: inner_values(s, t, block, tables.student, tables.teacher, tables.classes, True)),
+        (inside_teacher, lambda block, s, t: inner_values(t, s, block, tables.teacher, tables.student, tables.classes, False)),
+    )
+
+
+def start_values(
+    student_logits: Float[Tensor, "E V_s"],
+    teacher_logits: Float[Tensor, "E V_t"],
+    starts: Starts,
+    tables: ChainTables,
+    *,
+    conditioning: bool,
+) -> Float[Tensor, " E"]:
+    """Compute the KL of the next-token distributions by root, each over the tokens that can follow the other's cut."""
+    C = tables.classes
+    sums, reached = [], []
+    sides = (
+        (student_logits, tables.student, starts.student_token, starts.teacher_before),
+        (teacher_logits, tables.teacher, starts.teacher_token, starts.student_before),
+    )
+    for logits, side, token, before in sides:
+        root = side.root.long().expand(logits.shape)
+        live = torch.ones_like(logits, dtype=torch.bool)
+        if conditioning:
+            live = live_mask(side.live, before) | ~starts.at_cut.unsqueeze(1)
+            live.scatter_(1, token.unsqueeze(1), True)  # the text's own token can follow: it does
+        probabilities = torch.softmax(logits.masked_fill(~live, -torch.inf), dim=1)  # [E, V]
+        probabilities = torch.where(live, probabilities, 0.0)
+        sums.append(probabilities.new_zeros(len(logits), C + 1).scatter_add(1, root, probabilities))
+        reached.append(torch.zeros_like(sums[-1]).scatter_add_(1, root, live.to(logits.dtype)) > 0)
+    return restricted_kl(sums[1], sums[0], reached[0])
+
+
+def inner_values(
+    holder_logits: Float[Tensor, "E V_k"],
+    other_logits: Float[Tensor, "E V_o"],
+    inner: Inner,
+    side: SideTable,
+    other: SideTable,
+    classes: int,
+    holder_is_student: bool,
+) -> Float[Tensor, " E"]:
+    """Compute the KL at nodes inside tokens of one side, the holder; the other side is at its fresh token.
+
+    Args:
+        holder_logits: Where the token begins.
+        other_logits: After the last of its tokens that the node's path has.
+        inner: The nodes.
+        side: The holder's tables.
+        other: The other side's.
+        classes: Root classes.
+        holder_is_student: Whether the holder is the side that learns.
+    """
+    E, to = len(inner.node), torch.int64
+    slots = (side.slot_start[inner.node + 1] - side.slot_start[inner.node]).to(to)
+    event, slot = _ragged(slots, side.slot_start[inner.node].to(to))
+    base = slots.cumsum(0) - slots  # where an event's slots begin
+    members = (side.member_start[inner.node + 1] - side.member_start[inner.node]).to(to)
+    owner, member = _ragged(members, side.member_start[inner.node].to(to))
+    of_slot = base[owner] + side.member_slot[member].to(to) - side.slot_start[inner.node].to(to)[owner]
+    chosen = holder_logits[owner, side.member[member].to(to)]
+    held = chosen.new_zeros(len(slot)).index_add(0, of_slot, _ragged_softmax(chosen, owner, E))
+    by_root = torch.softmax(other_logits, dim=1)
+    by_root = by_root.new_zeros(E, classes + 2).scatter_add(1, other.root.to(to).expand(by_root.shape), by_root)
+    cls = side.slot_class[slot].to(to)
+    ends = cls < 0
+    named = torch.zeros(E, classes + 2, dtype=torch.bool, device=cls.device)
+    named[event, torch.where(ends, classes + 1, cls)] = True  # the last column stands for "ends here" and is empty
+    rest = by_root.masked_fill(named, 0.0).sum(1)
+    fresh = torch.where(ends, rest[event], by_root[event, cls.clamp(min=0)])
+    return _ragged_kl(fresh, held, event, E) if holder_is_student else _ragged_kl(held, fresh, event, E)
+
+
+def restricted_kl(
+    p: Float[Tensor, "E C"], q: Float[Tensor, "E C"], alive: Bool[Tensor, "E C"]
+) -> Float[Tensor, " E"]:
+    """Compute `m KL(p / m || q)` over the classes that q can have, m being the mass of p on them.
+
+    A class that no token of the student can be in is beyond any gradient; its infinite term would hide the others.
+    """
+    p = torch.where(alive, p, 0.0)
+    mass = p.sum(1)
+    return (xlogy(p) - p * floored_log(q)).sum(1) - xlogy(mass)
+
+
+def floored_log(q: Tensor) -> Tensor:
+    """Return the logarithm, that of the smallest normal number for smaller ones: finite, and exact down to e^-87."""
+    return q.clamp(min=torch.finfo(q.dtype).tiny).log()
+
+
+def xlogy(p: Tensor) -> Tensor:
+    """Return `p log p`, 0 for 0."""
+    return torch.xlogy(p, p)
+
+
+def _ragged_kl(p: Tensor, q: Tensor, event: Tensor, count: int) -> Tensor:
+    zeros = p.new_zeros(count)
+    mass = zeros.index_add(0, event, p)
+    return zeros.index_add(0, event, xlogy(p) - p * floored_log(q)) - xlogy(mass)
+
+
+def _ragged_softmax(values: Tensor, group: Tensor, count: int) -> Tensor:
+    """Return the softmax of values within each group; 0 in a group that is -inf throughout."""
+    top = values.detach().new_full((count,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
+    weight = torch.exp(values - torch.where(torch.isfinite(top), top, 0.0)[group])
+    total = weight.new_zeros(count).index_add(0, group, weight)
+    return weight / total.clamp(min=torch.finfo(values.dtype).tiny)[group]
+
+
+def _ragged(counts: Int[Tensor, " E"], start: Int[Tensor, " E"]) -> tuple[Tensor, Tensor]:
+    """Return the owner and the index of every entry of the slices `start : start + counts`."""
+    owner = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    rank = torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]
+    return owner, start[owner] + rank
+
+
+class _Block:
+    """Some events of one kind, and their values as a function of the student's rows alone."""
+
+    def __init__(
+        self, events: Starts | Inner, term: Term, teacher: Tensor, temperature: float, dtype: torch.dtype
+    ) -> None:
+        self.events, self._term, self._teacher = events, term, teacher
+        self._temperature, self._dtype = temperature, dtype
+
+    def __call__(self, student_rows: Float[Tensor, "E V_s"]) -> Float[Tensor, " E"]:
+        teacher_rows = self._teacher[self.events.teacher_row].to(self._dtype) / self._temperature
+        return self._term(self.events, student_rows.to(self._dtype) / self._temperature, teacher_rows)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of each chunk's terms. The gradient computes every block again, so that nothing of a block outlives it."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, blocks: Sequence[_Block], chunks: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(student)
+        ctx.blocks = blocks
+        values = torch.zeros(chunks, dtype=dtype, device=student.device)
+        for block in blocks:
+            values.index_add_(0, block.events.chunk, block(student[block.events.student_row]))
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (student,) = ctx.saved_tensors
+        total = torch.zeros_like(student)
+        for block in ctx.blocks:
+            with torch.enable_grad():
+                rows = student[block.events.student_row].detach().requires_grad_()
+                (found,) = torch.autograd.grad(block(rows), rows, grad[block.events.chunk])
+            total.index_add_(0, block.events.student_row, found)
+        return total, None, None, None

@@ -1,0 +1,49 @@
+"""Live masks: which tokens can follow a token of the other side, for a block of rows at once."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from xtoken_core.chain.tables import LiveTable
+from xtoken_core.chain.word_splits import JOINED, KEPT
+
+
+def live_mask(live: LiveTable, before: Int[Tensor, " E"]) -> Bool[Tensor, "E V_x"]:
+    """Mark the tokens that can follow.
+
+    Args:
+        live: The sets.
+        before: The other side's last tokens.
+    """
+    state = live.state[live.tail[before].long()].index_select(1, live.head.long())  # [E, V_x]
+    if not len(live.point):
+        return state == KEPT
+    starts, counts = _slices(live, before)  # [E, D]
+    depth = starts.shape[1]
+    flat = counts.flatten()
+    owner = torch.repeat_interleave(torch.arange(len(flat), device=flat.device), flat)
+    rank = torch.arange(len(owner), device=flat.device) - (flat.cumsum(0) - flat)[owner]
+    rule, row = starts.flatten()[owner] + rank, owner // depth
+    change = torch.zeros(len(before), live.width + 1, dtype=torch.int32, device=flat.device)
+    ones = torch.ones_like(row, dtype=torch.int32)
+    for low, high in ((live.point[rule], live.point[rule] + 1), (live.low[rule], live.high[rule])):
+        change.index_put_((row, low.long()), ones, accumulate=True)
+        change.index_put_((row, high.long()), -ones, accumulate=True)
+    blocked = (change.cumsum(1, dtype=torch.int32) > 0).index_select(1, live.position.long())
+    return (state == KEPT) | ((state == JOINED) & ~blocked)
+
+
+def _slices(live: LiveTable, before: Int[Tensor, " E"]) -> tuple[Int[Tensor, "E D"], Int[Tensor, "E D"]]:
+    """Return the slices of rules of each token: its own, then one per token of its right spine."""
+    at = before
+    starts = [live.rule_start[at]]
+    counts = [live.rule_start[at + 1] - live.rule_start[at]]
+    for _ in range(live.depth):
+        there = at >= 0
+        known = at.clamp(min=0)
+        starts.append(live.tail_start[known])
+        counts.append(torch.where(there, live.tail_count[known], 0))
+        at = torch.where(there, live.right[known].long(), -1)
+    return torch.stack(starts, 1).long(), torch.stack(counts, 1).long()
