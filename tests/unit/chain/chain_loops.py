@@ -1,0 +1,164 @@
+"""The chain divergence once more: sets, dictionaries and loops over single chunks, straight from the definition."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from tests.unit.chain.tiny_tokenizers import TinyTokenizer
+
+S, T = 0, 1
+FLOOR = torch.finfo(torch.float64).tiny
+
+
+class Pair:
+    """What two tokenizers are to each other, found by tokenizing strings and nothing else."""
+
+    def __init__(self, student: TinyTokenizer, teacher: TinyTokenizer):
+        self.sides = (student, teacher)
+
+    @cached_property
+    def identical(self):
+        return len({(tuple(side.vocab), tuple(side.merges), side.pattern) for side in self.sides}) == 1
+
+    @lru_cache(maxsize=None)  # noqa: B019 - lives as long as a test
+    def spell(self, k, token):
+        text = self.sides[k].bytes_of(token)
+        ids = self.sides[1 - k].encode(text) if text else []
+        return tuple(ids) if b"".join(map(self.sides[1 - k].bytes_of, ids)) == text else ()
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def root(self, k, token):
+        if token == self.sides[k].end:
+            return "end"
+        for _ in range(50):
+            pieces = self.spell(k, token)
+            if not pieces:
+                return None
+            if len(pieces) == 1 and self.spell(1 - k, pieces[0]) == (token,):
+                return (token, pieces[0]) if k == S else (pieces[0], token)
+            k, token = 1 - k, pieces[0]
+        return None
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def live(self, k, after):
+        """Tokens of side k that the other side's tokenizer lets follow its own token."""
+        own, other = self.sides[k], self.sides[1 - k]
+        text = other.bytes_of(after)
+        if not text or other.encode(text) != [after]:
+            return frozenset(range(len(own.vocab)))
+        free = {x for x in range(len(own.vocab)) if not self.spell(k, x)}
+        tested = (x for x in range(len(own.vocab)) if x not in free)
+        return frozenset(free | {x for x in tested if other.cuts(after, own.bytes_of(x))})
+
+
+@dataclass
+class Options:
+    conditioning: bool = True
+    end_terms: bool = True
+    bare_space: bool = False
+
+
+def classes(pair, k, probabilities, tokens):
+    """Mass by root of the given tokens."""
+    mass = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+    for x in tokens:
+        mass[pair.root(k, x)] = mass[pair.root(k, x)] + probabilities[x]
+    return mass
+
+
+def conditional(logits, tokens):
+    """The softmax over some tokens: `{token: probability}`."""
+    tokens = sorted(tokens)
+    values = logits[tokens]
+    weights = torch.exp(values - values.max()) if torch.isfinite(values.max()) else torch.exp(values)
+    total = weights.sum()
+    return dict(zip(tokens, weights / total.clamp(min=FLOOR), strict=True))
+
+
+def divergence(p, q):
+    """`m KL(p / m || q)` over the classes that q names."""
+    p = {c: float(value) for c, value in p.items() if c in q}
+    mass = sum(p.values())
+    value = torch.zeros((), dtype=torch.float64)
+    for c, x in p.items():
+        if x > 0:
+            value = value + x * torch.log(torch.tensor(x / mass, dtype=torch.float64)) - x * torch.log(q[c].clamp(min=FLOOR))
+    return value
+
+
+def start_term(pair, logits, tokens, before, options):
+    mass = []
+    for k in (S, T):
+        live = set(range(len(pair.sides[k].vocab)))
+        if options.conditioning and before is not None and not pair.identical:
+            live = set(pair.live(k, before[1 - k])) | {tokens[k]}
+        mass.append(classes(pair, k, conditional(logits[k], live), live))
+    return divergence(mass[T], mass[S])
+
+
+def inner_term(pair, holder, path, logits):
+    """After the other side's tokens `path`, inside (or after) a token of the holder that begins with them."""
+    other = 1 - holder
+    vocabulary = range(len(pair.sides[holder].vocab))
+    members = [x for x in vocabulary if pair.spell(holder, x)[: len(path)] == path]
+
+    def next_class(x):
+        pieces = pair.spell(holder, x)
+        return "ends here" if len(pieces) == len(path) else pair.root(other, pieces[len(path)])
+
+    if all(next_class(x) == "ends here" for x in members):
+        return 0.0
+    held = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+    for x, probability in conditional(logits[holder], members).items():
+        held[next_class(x)] = held[next_class(x)] + probability
+    everything = range(len(pair.sides[other].vocab))
+    by_root = classes(pair, other, conditional(logits[other], everything), everything)
+    zero = torch.zeros((), dtype=torch.float64)
+    fresh = {c: by_root.get(c, zero) for c in held}
+    if "ends here" in held:
+        fresh["ends here"] = sum((mass for c, mass in by_root.items() if c not in held), zero)
+    return divergence(fresh, held) if holder == S else divergence(held, fresh)
+
+
+def sample_divergence(pair, logits, ids, chunk_ids, usable, options):
+    """Values of one sample's chunks.
+
+    Args:
+        logits: Of the student and the teacher, each `[T, V]` float64.
+        ids: Lists of tokens.
+        chunk_ids: Lists of chunk numbers, -1 = none.
+        usable: Which chunks count.
+    """
+    values = []
+    for c, counts in enumerate(usable):
+        at = [[i for i, chunk in enumerate(chunk_ids[k]) if chunk == c] for k in (S, T)]
+        value = torch.zeros((), dtype=torch.float64)
+        if not counts or not at[S] or not at[T] or at[S][0] == 0 or at[T][0] == 0:
+            values.append(value)
+            continue
+        before = [chunk_ids[k][at[k][0] - 1] for k in (S, T)]
+        cut = before[S] == before[T] >= 0
+        last = [ids[k][at[k][0] - 1] for k in (S, T)] if cut else None
+        value = value + start_term(
+            pair, [logits[k][at[k][0] - 1] for k in (S, T)], [ids[k][at[k][0]] for k in (S, T)], last, options
+        )
+        for holder in (S, T):
+            other = 1 - holder
+            if len(at[holder]) != 1:
+                continue
+            token, spelled = ids[holder][at[holder][0]], [ids[other][i] for i in at[other]]
+            for n in range(1, len(spelled) + 1):
+                path = tuple(spelled[:n])
+                if pair.spell(holder, token)[:n] != path or (n == len(spelled) and not options.end_terms):
+                    continue
+                if not options.bare_space and b"".join(map(pair.sides[other].bytes_of, path)) == b" ":
+                    continue
+                rows = [None, None]
+                rows[holder], rows[other] = logits[holder][at[holder][0] - 1], logits[other][at[other][n - 1]]
+                value = value + inner_term(pair, holder, path, rows)
+        values.append(value)
+    return torch.stack(values)

@@ -1,0 +1,112 @@
+"""The divergence beside loops over single chunks, on random tokenizers and texts."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.chain.chain_loops import Options, Pair, sample_divergence
+from tests.unit.chain.tiny_tokenizers import PATTERNS, TinyTokenizer, split_words
+from xtoken_core.alignment import TokenAligner
+from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
+
+CHARACTERS = "ab1 éあ"
+ALPHABET = CHARACTERS.encode()
+
+texts = st.text(CHARACTERS, min_size=1, max_size=12)
+
+
+@st.composite
+def tokenizers(draw):
+    """A BPE whose merges join neighbours inside the words of a random text, as training does."""
+    pattern = draw(st.sampled_from(sorted(PATTERNS)))
+    corpus = draw(st.text(CHARACTERS, min_size=4, max_size=40))
+    words = [[word[i : i + 1] for i in range(len(word))] for word in split_words(corpus, pattern)]
+    merges = []
+    for which in draw(st.lists(st.integers(0, 1000), max_size=12)):
+        long = [word for word in words if len(word) > 1]
+        if long:
+            parts = long[which % len(long)]
+            at = which // 7 % (len(parts) - 1)
+            merges.append((parts[at], parts[at + 1]))
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return TinyTokenizer(ALPHABET, merges, pattern)
+
+
+options = st.builds(ChainOptions, st.booleans(), st.booleans(), st.booleans())
+
+
+def batch_of(student, teacher, documents):
+    """End of text first, so that the first token is predicted; padded on the right with the same."""
+    tokens = []
+    for side in (student, teacher):
+        rows = [[side.end, *side.encode(text.encode())] for text in documents]
+        width = max(map(len, rows)) + 1
+        tokens.append([row + [side.end] * (width - len(row)) for row in rows])
+    ids = [torch.tensor(rows) for rows in tokens]
+    lengths = [[1 + len(side.encode(text.encode())) for text in documents] for side in (student, teacher)]
+    masks = [torch.arange(x.shape[1]) < torch.tensor(n).unsqueeze(1) for x, n in zip(ids, lengths, strict=True)]
+    aligned = TokenAligner(student.fast, teacher.fast).align(
+        *ids, student_attention_mask=masks[0], teacher_attention_mask=masks[1]
+    )
+    usable = aligned.pair_valid & aligned.pair_is_correct
+    return ChainBatch(*ids, aligned.student_chunk_id, aligned.teacher_chunk_id, usable)
+
+
+def random_logits(seed, batch, student, teacher, scale=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(*batch.student_ids.shape, len(student.vocab)), (*batch.teacher_ids.shape, len(teacher.vocab))]
+    student_logits, teacher_logits = (
+        scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    return student_logits.requires_grad_(), teacher_logits
+
+
+def by_loops(student, teacher, batch, logits, chosen):
+    pair = Pair(student, teacher)
+    flags = Options(chosen.conditioning, chosen.end_terms, chosen.bare_space)
+    rows = [
+        sample_divergence(
+            pair,
+            [logits[0][b], logits[1][b]],
+            [batch.student_ids[b].tolist(), batch.teacher_ids[b].tolist()],
+            [batch.student_chunk_id[b].tolist(), batch.teacher_chunk_id[b].tolist()],
+            batch.usable[b].tolist(),
+            flags,
+        )
+        for b in range(len(batch.usable))
+    ]
+    return torch.stack(rows)
+
+
+def compare(student, teacher, documents, chosen, seed):
+    batch = batch_of(student, teacher, documents)
+    logits = random_logits(seed, batch, student, teacher)
+    tables = ChainTables.of(build_tables(student.fast, teacher.fast))
+    ours = chain_divergence(*logits, batch, tables, chosen, block_bytes=1 << 14)
+    theirs = by_loops(student, teacher, batch, logits, chosen)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    weights = torch.rand(ours.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    gradients = [torch.autograd.grad((weights * values).sum(), logits[0])[0] for values in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+
+
+QUICK = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate, Phase.shrink]
+)
+CASES = given(tokenizers(), tokenizers(), st.lists(texts, min_size=1, max_size=3), options, st.integers(0, 2**31))
+
+
+@settings(QUICK, max_examples=100)
+@CASES
+def test_equals_loops(student, teacher, documents, chosen, seed):
+    compare(student, teacher, documents, chosen, seed)
+
+
+@pytest.mark.slow
+@settings(QUICK, max_examples=2000)
+@CASES
+def test_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
+    compare(student, teacher, documents, chosen, seed)

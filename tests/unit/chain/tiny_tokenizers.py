@@ -1,0 +1,114 @@
+"""Byte-level BPE tokenizers of a few dozen tokens, and the same in plain Python."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from xtoken_core.alignment.token_decoders import byte_alphabet
+
+BYTE_OF = byte_alphabet()
+CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
+END = "<e>"
+PATTERNS = {
+    "words": r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "digits": r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "none": r"[\s\S]+",
+}
+
+
+@cache
+def splitter(pattern: str):
+    return pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated")
+
+
+def split_words(text: str, pattern: str) -> list[bytes]:
+    return [word.encode() for word, _ in splitter(pattern).pre_tokenize_str(text)]
+
+
+class TinyTokenizer:
+    """A byte-level BPE; every byte of its alphabet is a token, then one per merge, then the end of text."""
+
+    def __init__(self, alphabet: bytes, merges: list[tuple[bytes, bytes]], pattern: str):
+        self.pattern = pattern
+        pieces = [bytes([byte]) for byte in sorted(set(alphabet))]
+        self.merges = []
+        for a, b in merges:
+            if a in pieces and b in pieces and a + b not in pieces:
+                pieces.append(a + b)
+                self.merges.append((a, b))
+        self.vocab = [*pieces, b""]
+        self.end = len(pieces)
+        self.ids = {piece: i for i, piece in enumerate(pieces)}
+        self.ranks = {pair: rank for rank, pair in enumerate(self.merges)}
+        self.fast = self._fast()
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.vocab[token]
+
+    @lru_cache(maxsize=None)  # noqa: B019 - lives as long as a test
+    def _encode(self, text: bytes) -> tuple[int, ...]:
+        try:
+            words = split_words(text.decode(), self.pattern)
+        except UnicodeDecodeError:
+            words = [text]
+        return tuple(i for word in words for i in self._merged(word))
+
+    def cuts(self, token: int, text: bytes) -> bool:
+        """Whether the tokenizer cuts the token's text and another after the token."""
+        own = self.bytes_of(token)
+        try:
+            (own + text).decode()
+        except UnicodeDecodeError:
+            return self._cuts_bytes(own, text)[: 1] == (token,)
+        return self.encode(own + text)[:1] == [token]
+
+    def _cuts_bytes(self, own: bytes, text: bytes) -> tuple[int, ...]:
+        """Parts of characters: the whole characters beside the boundary decide about a split into words."""
+        before, after = whole(own, -1), whole(text, 1)
+        if before and after:
+            words, alone = (split_words(string, self.pattern) for string in (before + after, before))
+            if words[: len(alone)] == alone:
+                return (self.ids[own],)
+            if words[: len(alone) - 1] != alone[:-1] or not words[len(alone) - 1].startswith(alone[-1]):
+                return ()
+        return self._merged(own + text)
+
+    def encode(self, text: bytes) -> list[int]:
+        return list(self._encode(text))
+
+    def _merged(self, word: bytes) -> tuple[int, ...]:
+        parts = [word[i : i + 1] for i in range(len(word))]
+        while len(parts) > 1:
+            ranked = [(self.ranks.get(pair, len(self.ranks)), i) for i, pair in enumerate(zip(parts, parts[1:]))]  # noqa: B905, RUF007
+            rank, at = min(ranked)
+            if rank == len(self.ranks):
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        return tuple(self.ids[part] for part in parts)
+
+    def _fast(self) -> PreTrainedTokenizerFast:
+        def name(piece: bytes) -> str:
+            return "".join(CHAR_OF[byte] for byte in piece)
+
+        vocab = {name(piece): i for piece, i in self.ids.items()}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(name(a), name(b)) for a, b in self.merges]))
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter(self.pattern), bytes_])
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([END])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+        )
+
+
+def whole(data: bytes, step: int) -> str:
+    """The longest beginning (step 1) or end (step -1) that is text."""
+    for n in range(len(data), 0, -1):
+        try:
+            return (data[:n] if step == 1 else data[-n:]).decode()
+        except UnicodeDecodeError:
+            pass
+    return ""
