@@ -12,6 +12,7 @@ import numpy as np
 from xtoken_core.alignment.tables import TokenTable
 from xtoken_core.chain.merges import MergeForest, MergeRules, merge_forest
 from xtoken_core.chain.word_splits import Split
+from xtoken_core.projection.retokenize import _never_prefix, _without_prepend
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,19 @@ def backend_split(backend: Any) -> Split | None:
     """Return the split into words of a `tokenizers` tokenizer; None if it has none."""
     from tokenizers import Tokenizer
 
-    from xtoken_core.projection.retokenize import _never_prefix, _without_prepend
-
-    state = json.loads(backend.to_str())
-    if not state.get("pre_tokenizer"):
+    if backend.pre_tokenizer is None:
         return None
-    _never_prefix(state["pre_tokenizer"])
+    pre_tokenizer = json.loads(backend.pre_tokenizer.__getstate__())
+    _never_prefix(pre_tokenizer)
+    normalizer = None if backend.normalizer is None else _without_prepend(json.loads(backend.normalizer.__getstate__()))
     bare = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}
-    normalizer = _without_prepend(state.get("normalizer"))
-    copy = Tokenizer.from_str(json.dumps(bare | {"pre_tokenizer": state["pre_tokenizer"], "normalizer": normalizer}))
+    copy = Tokenizer.from_str(json.dumps(bare | {"pre_tokenizer": pre_tokenizer, "normalizer": normalizer}))
+    words, normalize = copy.pre_tokenizer, copy.normalizer
 
     def split(text: str) -> list[int]:
-        if copy.normalizer is not None:
-            text = copy.normalizer.normalize_str(text)
-        return [end for _, (_, end) in copy.pre_tokenizer.pre_tokenize_str(text)]
+        if normalize is not None:
+            text = normalize.normalize_str(text)
+        return [end for _, (_, end) in words.pre_tokenize_str(text)]
 
     return split
 

@@ -82,33 +82,42 @@ def word_splits(first: Sequence[bytes], second: Sequence[bytes], split: Split | 
     tail, tails = _grouped(first, _tail)
     head, heads = _grouped(second, _head)
     state = np.full((len(tails), len(heads)), JOINED, dtype=np.uint8)
-    for i, before in enumerate(tails):
-        for j, after in enumerate(heads):
-            if not before or not after:
-                state[i, j] = KEPT
-            elif split is not None:
-                state[i, j] = _state(split, before, after)
+    afters = [_Beginning.of(text) for text in heads]
+    for i, text in enumerate(tails):
+        state[i] = _states(split, text, afters)
     return WordSplits(tail, head, state)
 
 
-def _state(split: Split, before: str, after: str) -> int:
+@dataclass(frozen=True)
+class _Beginning:
+    """A text up to its first byte that is no whole character, and whether it begins with one."""
+
+    text: str
+    broken: bool
+
+    @classmethod
+    def of(cls, text: str) -> _Beginning:
+        kinds = text.translate(_KINDS)
+        return cls(text[: kinds.index("b")] if "b" in kinds else text, kinds[:1] == "b")
+
+
+def _states(split: Split | None, before: str, afters: Sequence[_Beginning]) -> list[int]:
     """Compare the words of a text alone with those of the same text and what follows it."""
-    if "b" in (before[-1:].translate(_KINDS), after[:1].translate(_KINDS)):
-        return JOINED  # inside a character no split is possible
-    before, after = _whole(before[::-1])[::-1], _whole(after)
-    alone, both = split(before), split(before + after)
-    inside = [end for end in both if end <= alone[-1]] if alone else []
-    if inside == alone:
-        return KEPT
-    return JOINED if inside == alone[:-1] else BROKEN
-
-
-def _whole(text: str) -> str:
-    """Return the text up to its first broken character."""
-    for at, char in enumerate(text):
-        if char.translate(_KINDS) == "b":
-            return text[:at]
-    return text
+    reverse = _Beginning.of(before[::-1])
+    if not before:
+        return [KEPT] * len(afters)
+    if split is None or reverse.broken:  # inside a character no split is possible
+        return [JOINED if after.text or after.broken else KEPT for after in afters]
+    whole = reverse.text[::-1]
+    alone = split(whole)
+    found = []
+    for after in afters:
+        if after.broken or not after.text:
+            found.append(JOINED if after.broken else KEPT)
+            continue
+        inside = [end for end in split(whole + after.text) if end <= alone[-1]] if alone else []
+        found.append(KEPT if inside == alone else JOINED if inside == alone[:-1] else BROKEN)
+    return found
 
 
 def _grouped(pieces: Sequence[bytes], signature: Callable[[str], str]) -> tuple[np.ndarray, list[str]]:

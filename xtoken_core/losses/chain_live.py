@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from xtoken_core.chain.tables import LiveTable
-from xtoken_core.chain.word_splits import JOINED, KEPT
+from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
 
 
 def live_mask(live: LiveTable, before: Int[Tensor, " E"]) -> Bool[Tensor, "E V_x"]:
@@ -18,8 +18,8 @@ def live_mask(live: LiveTable, before: Int[Tensor, " E"]) -> Bool[Tensor, "E V_x
         before: The other side's last tokens.
     """
     state = live.state[live.tail[before].long()].index_select(1, live.head.long())  # [E, V_x]
-    if not len(live.point):
-        return state == KEPT
+    if not len(live.point):  # no two tokens can be joined
+        return state != BROKEN
     starts, counts = _slices(live, before)  # [E, D]
     depth = starts.shape[1]
     flat = counts.flatten()

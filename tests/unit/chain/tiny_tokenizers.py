@@ -45,6 +45,9 @@ class TinyTokenizer:
         self.ranks = {pair: rank for rank, pair in enumerate(self.merges)}
         self.fast = self._fast()
 
+    def __repr__(self) -> str:
+        return f"TinyTokenizer(ALPHABET, {self.merges}, {self.pattern!r})"
+
     def bytes_of(self, token: int) -> bytes:
         return self.vocab[token]
 

@@ -1,0 +1,141 @@
+"""Edges of the divergence: equal tokenizers, padding, missing probability, chunks that cannot be compared."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.unit.chain.test_divergence import batch_of, random_logits
+from tests.unit.chain.tiny_tokenizers import TinyTokenizer
+from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
+
+ALPHABET = "ab1 é".encode()
+WHOLE = TinyTokenizer(ALPHABET, [(b"1", b"1"), (b"11", b"1"), (b"a", b"b"), (b" ", b"ab"), (b"\xc3", b"\xa9")], "words")
+SPLIT = TinyTokenizer(ALPHABET, [(b"a", b"a"), (b"\xa9", b"a"), (b"b", b"a")], "digits")
+DOCUMENTS = ["ab 111 ab", "1 éab é", "a"]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return ChainTables.of(build_tables(WHOLE.fast, SPLIT.fast))
+
+
+@pytest.fixture
+def case():
+    batch = batch_of(WHOLE, SPLIT, DOCUMENTS)
+    return batch, *random_logits(3, batch, WHOLE, SPLIT)
+
+
+def gradient(values, logits):
+    return torch.autograd.grad(values.sum(), logits)[0]
+
+
+def test_same_tokenizer_equals_kl_per_token():
+    batch = batch_of(WHOLE, WHOLE, DOCUMENTS)
+    student, teacher = random_logits(0, batch, WHOLE, WHOLE)
+    values = chain_divergence(student, teacher, batch, ChainTables.of(build_tables(WHOLE.fast, WHOLE.fast)))
+    p, q = teacher.log_softmax(-1), student.log_softmax(-1)
+    expected = (p.exp() * (p - q)).sum(-1)[:, :-1]
+    mask = (batch.student_chunk_id >= 0)[:, 1:]
+    torch.testing.assert_close(values.sum(), expected[mask].sum(), rtol=1e-9, atol=0)
+
+
+def test_same_tokenizer_and_logits_give_zero():
+    batch = batch_of(WHOLE, WHOLE, DOCUMENTS)
+    student, _ = random_logits(0, batch, WHOLE, WHOLE)
+    values = chain_divergence(student, student.detach(), batch, ChainTables.of(build_tables(WHOLE.fast, WHOLE.fast)))
+    assert values.abs().max() < 1e-12
+    assert gradient(values, student).abs().max() < 1e-12
+
+
+def test_samples_alone_equal_the_batch(case, tables):
+    batch, student, teacher = case
+    values = chain_divergence(student, teacher, batch, tables)
+    for b in range(len(DOCUMENTS)):
+        one = slice(b, b + 1)
+        part = ChainBatch(*(getattr(batch, name)[one] for name in batch.__dataclass_fields__))
+        alone = chain_divergence(student[one], teacher[one], part, tables)
+        torch.testing.assert_close(alone[0], values[b], rtol=1e-12, atol=1e-12)
+
+
+def test_padding_changes_nothing(case, tables):
+    batch, student, teacher = case
+    values = chain_divergence(student, teacher, batch, tables)
+
+    def wider(x, columns, fill):
+        return torch.cat([x, torch.full((len(x), columns, *x.shape[2:]), fill, dtype=x.dtype)], dim=1)
+
+    padded = ChainBatch(
+        wider(batch.student_ids, 3, 0),
+        wider(batch.teacher_ids, 2, 0),
+        wider(batch.student_chunk_id, 3, -1),
+        wider(batch.teacher_chunk_id, 2, -1),
+        wider(batch.usable, 4, False),
+    )
+    again = chain_divergence(wider(student, 3, torch.nan), wider(teacher, 2, torch.nan), padded, tables)
+    torch.testing.assert_close(again[:, : values.shape[1]], values, rtol=1e-12, atol=1e-12)
+    assert not again[:, values.shape[1] :].any()
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4096, 1 << 30])
+def test_blocks_change_nothing(case, tables, block_bytes):
+    batch, student, teacher = case
+    whole = chain_divergence(student, teacher, batch, tables)
+    blocks = chain_divergence(student, teacher, batch, tables, block_bytes=block_bytes)
+    torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient(blocks, student), gradient(whole, student), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_logits_are_computed_in_float32(case, tables, dtype):
+    batch, student, teacher = case
+    rounded = student.detach().to(dtype).requires_grad_(), teacher.to(dtype)
+    values = chain_divergence(*rounded, batch, tables)
+    exact = chain_divergence(rounded[0].detach().double(), rounded[1].double(), batch, tables)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-5)
+    assert gradient(values, rounded[0]).dtype == dtype
+
+
+def test_finite_without_probability(case, tables):
+    batch, student, teacher = case
+    student = student.detach().clone()
+    student[..., ::2], teacher[..., 1::2] = -torch.inf, -torch.inf
+    student.requires_grad_()
+    values = chain_divergence(student, teacher, batch, tables)
+    assert torch.isfinite(values).all()
+    assert torch.isfinite(gradient(values, student)).all()
+
+
+def test_not_usable_and_unpredicted_chunks_give_zero(case, tables):
+    batch, student, teacher = case
+    none = replace(batch, usable=torch.zeros_like(batch.usable))
+    assert not chain_divergence(student, teacher, none, tables).any()
+    values = chain_divergence(student, teacher, batch, tables)
+    assert not values[:, 0].any()  # the end of text that begins each sample: nothing predicts it
+    assert (values[:, 1] > 0).all()
+
+
+def test_empty_batches(tables):
+    empty = torch.zeros(2, 1, dtype=torch.int64)
+    batch = ChainBatch(empty, empty, empty, empty, torch.ones(2, 1, dtype=torch.bool))
+    student = torch.zeros(2, 1, len(WHOLE.vocab), requires_grad=True)
+    values = chain_divergence(student, torch.zeros(2, 1, len(SPLIT.vocab)), batch, tables)
+    assert not values.any()
+    assert not gradient(values, student).any()
+
+
+def test_temperature_divides_both_sides(case, tables):
+    batch, student, teacher = case
+    warm = chain_divergence(student, teacher, batch, tables, temperature=2.0)
+    torch.testing.assert_close(warm, chain_divergence(student / 2, teacher / 2, batch, tables), rtol=1e-12, atol=1e-12)
+
+
+def test_end_terms_and_conditioning_can_be_left_out(case, tables):
+    batch, student, teacher = case
+    full = chain_divergence(student, teacher, batch, tables)
+    fewer = [ChainOptions(conditioning=False), ChainOptions(end_terms=False), ChainOptions(bare_space=True)]
+    for options in fewer:
+        assert not torch.equal(chain_divergence(student, teacher, batch, tables, options), full)

@@ -1,0 +1,7 @@
+"""What the chain-rule divergence knows about a pair of tokenizers: spellings, roots, paths and live sets."""
+
+from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.files import cached_tables
+from xtoken_core.chain.tables import ChainTables
+
+__all__ = ["ChainTables", "build_tables", "cached_tables"]
