@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.aligner import _compared
 from xtoken_core.alignment.tables import TokenTable, token_table
 from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, build_token_arrays
 from xtoken_core.chain.live_sets import LiveSets, everything_live, live_sets
 from xtoken_core.chain.models import bpe_model
 from xtoken_core.chain.paths import Paths, find_paths
 from xtoken_core.chain.roots import Roots, find_roots, special_pairs
-from xtoken_core.chain.spelling import Spellings, spellings, word_start_texts
+from xtoken_core.chain.spelling import Spellings, compared_pieces, spellings, word_start_texts
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 from xtoken_core.projection.retokenize import Retokenizer
 
@@ -62,13 +61,13 @@ def build_tables(student_tokenizer: Any, teacher_tokenizer: Any) -> BuiltTables:
     fingerprints = tokenizer_fingerprint(student_tokenizer), tokenizer_fingerprint(teacher_tokenizer)
     tables: tuple[TokenTable, TokenTable] = (token_table(student_tokenizer), token_table(teacher_tokenizer))
     drops = any(table.drops_whitespace for table in tables)
-    compared = [_compared(table, [t.normalizer for t in tables], drops) for table in tables]
+    compared = [compared_pieces(table, [each.normalizer for each in tables], drops) for table in tables]
     writers = [Retokenizer(tokenizer, table) for tokenizer, table in zip(tokenizers, tables, strict=True)]
     texts = [word_start_texts(tokenizer, table) for tokenizer, table in zip(tokenizers, tables, strict=True)]
     spelled = [spellings(tables[k], texts[k], compared[k], writers[1 - k], compared[1 - k]) for k in (0, 1)]
-    arrays = build_token_arrays(*tables, *compared)
-    roles = [side.role[:-1] for side in (arrays.student, arrays.teacher)]
-    roots = find_roots(*spelled, special_pairs(*roles, both=BOS_OR_EOS, end=EOS, begin=BOS))
+    arrays = build_token_arrays(tables[0], tables[1], compared[0], compared[1])
+    specials = special_pairs(arrays.student.role[:-1], arrays.teacher.role[:-1], both=BOS_OR_EOS, end=EOS, begin=BOS)
+    roots = find_roots(spelled[0], spelled[1], specials)
     sides = []
     for k, other_roots in ((0, roots.teacher), (1, roots.student)):
         spaces = np.flatnonzero([text == b" " for text in compared[1 - k]])
@@ -76,7 +75,7 @@ def build_tables(student_tokenizer: Any, teacher_tokenizer: Any) -> BuiltTables:
         if fingerprints[0] == fingerprints[1]:  # the other side's cuts are this side's own
             live = everything_live(len(tables[1 - k]), len(tables[k]))
         else:
-            model = bpe_model(tokenizers[1 - k], tables[1 - k])
+            model = bpe_model(tokenizers[1 - k], writers[1 - k])
             live = live_sets(model, writers[1 - k], texts[k], spelled[k])
         sides.append(BuiltSide(spelled[k], paths, live))
     return BuiltTables(roots, sides[0], sides[1], fingerprints)

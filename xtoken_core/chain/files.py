@@ -76,7 +76,9 @@ def _read_if_current(path: Path, fingerprints: tuple[str, str]) -> ChainTables |
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if (version := metadata.get(FORMAT_KEY, "no format")) != FORMAT:
-                _LOG.warning("the chain tables %s have %s, this version reads %s: building them again", path, version, FORMAT)
+                _LOG.warning(
+                    "the chain tables %s have %s, this version reads %s: building them again", path, version, FORMAT
+                )
                 return None
             if (metadata.get(STUDENT_KEY), metadata.get(TEACHER_KEY)) != fingerprints:
                 _LOG.warning("the chain tables %s belong to other tokenizers: building them again", path)

@@ -2,7 +2,8 @@
 
 A student that has just written " 4" knows that no digit follows, since "40" is another token of its; a teacher that
 splits digits does not. The comparison at the start of a chunk is therefore conditioned on both sides' cuts: after the
-teacher's token w only those student tokens x count for which the teacher's tokenizer cuts `bytes(w) + bytes(x)` after w.
+teacher's token w only those student tokens x count for which the teacher's tokenizer cuts `bytes(w) + bytes(x)` after
+w.
 
 The test is on the bare string of two tokens. All pairs are far too many (49 thousand times 262 thousand), but the
 outcome has structure: a split into words between two kinds of characters, and merge trees inside a word (`merges`).

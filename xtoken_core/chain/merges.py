@@ -188,23 +188,29 @@ def followers(forest: MergeForest) -> Followers:
     key = forest.formed[children]
     low = _first_not_before(key, child_start[b], child_start[b + 1], forest.rule_time)
     inside = low < child_start[b + 1]
-    begin = np.where(inside, position[children[np.minimum(low, max(len(children) - 1, 0))]] if len(children) else 0, end[b])
+    begin = np.where(
+        inside, position[children[np.minimum(low, max(len(children) - 1, 0))]] if len(children) else 0, end[b]
+    )
     a = forest.right
     has = a >= 0
     start = np.where(has, forest.rule_start[a], 0)
     stop = np.where(has, forest.rule_start[np.where(has, a + 1, 0)], 0)
     count = _first_not_before(forest.rule_time, start, stop, np.where(has, forest.formed, 0)) - start
     to = np.int32
-    return Followers(
-        position=position.astype(to),
-        point=position[b].astype(to),
-        low=begin.astype(to),
-        high=end[b].astype(to),
-        rule_start=forest.rule_start.astype(to),
-        tail_start=start.astype(to),
-        tail_count=np.where(has, count, 0).astype(to),
-        right=forest.right.astype(to),
-    ) if V else Followers(*(np.zeros(0, to),) * 8)
+    return (
+        Followers(
+            position=position.astype(to),
+            point=position[b].astype(to),
+            low=begin.astype(to),
+            high=end[b].astype(to),
+            rule_start=forest.rule_start.astype(to),
+            tail_start=start.astype(to),
+            tail_count=np.where(has, count, 0).astype(to),
+            right=forest.right.astype(to),
+        )
+        if V
+        else Followers(*(np.zeros(0, to),) * 8)
+    )
 
 
 def _depth_first(forest: MergeForest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import numpy as np
 from xtoken_core.alignment.tables import TokenTable
 from xtoken_core.chain.merges import MergeForest, MergeRules, merge_forest
 from xtoken_core.chain.word_splits import Split
-from xtoken_core.projection.retokenize import _never_prefix, _without_prepend
+from xtoken_core.projection.retokenize import Retokenizer
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class BpeModel:
     split: Split | None
 
 
-def bpe_model(tokenizer: Any, table: TokenTable) -> BpeModel | None:
+def bpe_model(tokenizer: Any, writer: Retokenizer) -> BpeModel | None:
     """Read the merge rules of a BPE tokenizer; None for a tokenizer of another kind, or one that hides its rules.
 
     Args:
         tokenizer: Hugging Face fast, or mistral-common's tekken.
-        table: What its tokens spell.
+        writer: Its form for text inside a text.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    table, backend = writer.table, writer.backend
     if backend is None:
         return _tekken(tokenizer, table)
     state = json.loads(backend.to_str())
@@ -59,20 +59,13 @@ def bpe_model(tokenizer: Any, table: TokenTable) -> BpeModel | None:
 
 def backend_split(backend: Any) -> Split | None:
     """Return the split into words of a `tokenizers` tokenizer; None if it has none."""
-    from tokenizers import Tokenizer
-
-    if backend.pre_tokenizer is None:
+    words, normalizer = backend.pre_tokenizer, backend.normalizer
+    if words is None:
         return None
-    pre_tokenizer = json.loads(backend.pre_tokenizer.__getstate__())
-    _never_prefix(pre_tokenizer)
-    normalizer = None if backend.normalizer is None else _without_prepend(json.loads(backend.normalizer.__getstate__()))
-    bare = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}
-    copy = Tokenizer.from_str(json.dumps(bare | {"pre_tokenizer": pre_tokenizer, "normalizer": normalizer}))
-    words, normalize = copy.pre_tokenizer, copy.normalizer
 
     def split(text: str) -> list[int]:
-        if normalize is not None:
-            text = normalize.normalize_str(text)
+        if normalizer is not None:
+            text = normalizer.normalize_str(text)
         return [end for _, (_, end) in words.pre_tokenize_str(text)]
 
     return split
@@ -81,7 +74,7 @@ def backend_split(backend: Any) -> Split | None:
 def _tekken(tokenizer: Any, table: TokenTable) -> BpeModel | None:
     """Read mistral-common's byte-level BPE: any two tokens whose bytes together are a token have a rule of its rank."""
     inner = getattr(getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None), "tokenizer", None)
-    if not hasattr(inner, "_tekken_token2id_nospecial"):
+    if inner is None or not hasattr(inner, "_tekken_token2id_nospecial"):
         return None
     ids = {piece: index for index, piece in enumerate(table.pieces) if piece}
     rows = [

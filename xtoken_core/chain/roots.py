@@ -73,7 +73,9 @@ def special_pairs(student_roles: np.ndarray, teacher_roles: np.ndarray, both: in
     Returns:
         `[n, 2]` int64 pairs.
     """
-    ours, theirs = ({int(roles[i]): i for i in np.flatnonzero(roles)[::-1].tolist()} for roles in (student_roles, teacher_roles))
+    ours, theirs = (
+        {int(roles[i]): i for i in np.flatnonzero(roles)[::-1].tolist()} for roles in (student_roles, teacher_roles)
+    )
     found: dict[int, int] = {}
     for role, index in ours.items():
         wanted = (both, end, begin) if role == both else (role, both) if role in (end, begin) else (role,)

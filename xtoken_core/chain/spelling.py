@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from xtoken_core.projection.retokenize import Retokenizer
 SPELLED, NO_TEXT, UNKNOWN, NOT_WRITTEN, OTHER_TEXT = range(5)
 """Why a token has a spelling or none: it has one; it stands for no text (a special); it stands for text that it does
 not name; the other tokenizer has no tokens for its bytes; the other tokenizer changes them."""
+
+
+_WHITESPACE = b" \t\n\r\v\f"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,11 @@ class Spellings:
 
 
 def spellings(
-    source: TokenTable, texts: Sequence[bytes], source_compared: Sequence[bytes], target: Retokenizer, target_compared: Sequence[bytes]
+    source: TokenTable,
+    texts: Sequence[bytes],
+    source_compared: Sequence[bytes],
+    target: Retokenizer,
+    target_compared: Sequence[bytes],
 ) -> Spellings:
     """Tokenize the bytes of every source token with the target's own tokenizer, as they stand inside a text.
 
@@ -100,7 +107,10 @@ def _tokenized(texts: Sequence[bytes], target: Retokenizer) -> tuple[np.ndarray,
                 redone[n] = better
     if not redone:
         return pieces, counts
-    rows = [redone.get(n, pieces[end - count : end].tolist()) for n, (end, count) in enumerate(zip(ends, counts, strict=True))]
+    rows = [
+        redone.get(n, pieces[end - count : end].tolist())
+        for n, (end, count) in enumerate(zip(ends, counts, strict=True))
+    ]
     counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64, count=int(counts.sum())), counts
 
@@ -114,10 +124,10 @@ def _is_text(data: bytes) -> bool:
 
 
 def _parts(data: bytes) -> list[bytes]:
-    """Cut into runs of whole characters and single bytes that are part of none.
+    r"""Cut into runs of whole characters and single bytes that are part of none.
 
-    >>> _parts(b"ab\\xe6\\x97")
-    [b'ab', b'\\xe6', b'\\x97']
+    >>> _parts(b"ab\xe6\x97")
+    [b'ab', b'\xe6', b'\x97']
     """
     text = data.decode("utf-8", "surrogateescape")
     groups = itertools.groupby(text, key=lambda char: "\ud800" <= char <= "\udfff")
@@ -139,3 +149,19 @@ def word_start_texts(tokenizer: Any, table: TokenTable) -> list[bytes]:
         if texts[index][:1].isalnum() and not token.startswith("##"):
             texts[index] = b" " + texts[index]
     return texts
+
+
+def compared_pieces(
+    table: TokenTable, normalizers: Sequence[Callable[[str], str] | None], drop_whitespace: bool
+) -> list[bytes]:
+    """Return by id the bytes in which both sides are compared.
+
+    Args:
+        table: One side's tokens.
+        normalizers: What either tokenizer does to characters; None: nothing.
+        drop_whitespace: Whether one of them spells no spaces.
+    """
+    pieces = list(table.pieces)
+    for normalizer in dict.fromkeys(each for each in normalizers if each is not None):
+        pieces = [normalizer(piece.decode()).encode() if _is_text(piece) else piece for piece in pieces]
+    return [piece.translate(None, _WHITESPACE) for piece in pieces] if drop_whitespace else pieces

@@ -50,7 +50,9 @@ class TensorFields:
     def to(self: T, device: torch.device | str) -> T:
         """Return the same on a device."""
         moved = {
-            field.name: value.to(device) if isinstance(value := getattr(self, field.name), (Tensor, TensorFields)) else value
+            field.name: value.to(device)
+            if isinstance(value := getattr(self, field.name), (Tensor, TensorFields))
+            else value
             for field in fields(self)  # type: ignore[arg-type]
         }
         return type(self)(**moved)
@@ -121,7 +123,8 @@ class ChainTables(TensorFields):
     def of(cls, built: BuiltTables) -> ChainTables:
         """Turn what was built into tensors."""
         sides = [
-            _side(part, roots) for part, roots in ((built.student, built.roots.student), (built.teacher, built.roots.teacher))
+            _side(part, roots)
+            for part, roots in ((built.student, built.roots.student), (built.teacher, built.roots.teacher))
         ]
         return cls(sides[0], sides[1], built.roots.count, built.roots.common)
 

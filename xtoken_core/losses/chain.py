@@ -103,7 +103,7 @@ def chain_divergence(
     for events, term in terms:
         parts = [events.part(slice(at, at + size)) for at in range(0, len(events.chunk), size)]
         blocks += [_Block(part, term, teacher, temperature, dtype) for part in parts]
-    values: Tensor = _Sum.apply(student, blocks, batch.usable.numel(), dtype)
+    values: Tensor = _Sum.apply(student, blocks, batch.usable.numel(), dtype)  # type: ignore[no-untyped-call]
     return values.view(batch.usable.shape)
 
 
@@ -111,9 +111,7 @@ Term = Callable[[Any, Tensor, Tensor], Tensor]
 """Values `[E]` of `E` events from the student's and the teacher's logits at their rows, `[E, V_s]` and `[E, V_t]`."""
 
 
-def find_terms(
-    batch: ChainBatch, tables: ChainTables, options: ChainOptions
-) -> Sequence[tuple[Starts | Inner, Term]]:
+def find_terms(batch: ChainBatch, tables: ChainTables, options: ChainOptions) -> Sequence[tuple[Starts | Inner, Term]]:
     """List what is to be compared: the starts, then the nodes inside the student's and inside the teacher's tokens."""
     layouts = (
         lay_out(batch.student_chunk_id, batch.student_ids, batch.usable),
@@ -125,8 +123,14 @@ def find_terms(
     inside_teacher = find_inner(layouts[1], layouts[0], tables.teacher, **flags, learns=False).swapped()
     return (
         (starts, lambda block, s, t: start_values(s, t, block, tables, conditioning=options.conditioning)),
-        (inside_student, lambda block, s, t: inner_values(s, t, block, tables.student, tables.teacher, tables.classes, True)),
-        (inside_teacher, lambda block, s, t: inner_values(t, s, block, tables.teacher, tables.student, tables.classes, False)),
+        (
+            inside_student,
+            lambda block, s, t: inner_values(s, t, block, tables.student, tables.teacher, tables.classes, True),
+        ),
+        (
+            inside_teacher,
+            lambda block, s, t: inner_values(t, s, block, tables.teacher, tables.student, tables.classes, False),
+        ),
     )
 
 
@@ -198,9 +202,7 @@ def inner_values(
     return _ragged_kl(fresh, held, event, E) if holder_is_student else _ragged_kl(held, fresh, event, E)
 
 
-def restricted_kl(
-    p: Float[Tensor, "E C"], q: Float[Tensor, "E C"], alive: Bool[Tensor, "E C"]
-) -> Float[Tensor, " E"]:
+def restricted_kl(p: Float[Tensor, "E C"], q: Float[Tensor, "E C"], alive: Bool[Tensor, "E C"]) -> Float[Tensor, " E"]:
     """Compute `m KL(p / m || q)` over the classes that q can have, m being the mass of p on them.
 
     A class that no token of the student can be in is beyond any gradient; its infinite term would hide the others.
@@ -256,7 +258,7 @@ class _Block:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of each chunk's terms. The gradient computes every block again, so that nothing of a block outlives it."""
+    """The sum of each chunk's terms. Every block is computed again for the gradient, and nothing of it is kept."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, blocks: Sequence[_Block], chunks: int, dtype: torch.dtype) -> Tensor:

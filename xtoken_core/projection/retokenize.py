@@ -33,6 +33,11 @@ class Retokenizer:
         self._bytes = {piece: index for index, piece in enumerate(table.pieces) if len(piece) == 1}
         self._printable = {byte: char for char, byte in byte_alphabet().items()}
 
+    @property
+    def backend(self) -> Any:
+        """A copy of the `tokenizers` tokenizer that puts no space before a text; None for a slow tokenizer."""
+        return self._backend
+
     def __call__(self, spellings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize every spelling.
 

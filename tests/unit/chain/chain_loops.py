@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 
@@ -24,13 +24,13 @@ class Pair:
     def identical(self):
         return len({(tuple(side.vocab), tuple(side.merges), side.pattern) for side in self.sides}) == 1
 
-    @lru_cache(maxsize=None)  # noqa: B019 - lives as long as a test
+    @cache  # noqa: B019 - lives as long as a test
     def spell(self, k, token):
         text = self.sides[k].bytes_of(token)
         ids = self.sides[1 - k].encode(text) if text else []
         return tuple(ids) if b"".join(map(self.sides[1 - k].bytes_of, ids)) == text else ()
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def root(self, k, token):
         if token == self.sides[k].end:
             return "end"
@@ -43,7 +43,7 @@ class Pair:
             k, token = 1 - k, pieces[0]
         return None
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def live(self, k, after):
         """Tokens of side k that the other side's tokenizer lets follow its own token."""
         own, other = self.sides[k], self.sides[1 - k]
@@ -86,7 +86,11 @@ def divergence(p, q):
     value = torch.zeros((), dtype=torch.float64)
     for c, x in p.items():
         if x > 0:
-            value = value + x * torch.log(torch.tensor(x / mass, dtype=torch.float64)) - x * torch.log(q[c].clamp(min=FLOOR))
+            value = (
+                value
+                + x * torch.log(torch.tensor(x / mass, dtype=torch.float64))
+                - x * torch.log(q[c].clamp(min=FLOOR))
+            )
     return value
 
 

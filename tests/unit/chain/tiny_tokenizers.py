@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -51,7 +51,7 @@ class TinyTokenizer:
     def bytes_of(self, token: int) -> bytes:
         return self.vocab[token]
 
-    @lru_cache(maxsize=None)  # noqa: B019 - lives as long as a test
+    @cache  # noqa: B019 - lives as long as a test
     def _encode(self, text: bytes) -> tuple[int, ...]:
         try:
             words = split_words(text.decode(), self.pattern)
@@ -65,7 +65,7 @@ class TinyTokenizer:
         try:
             (own + text).decode()
         except UnicodeDecodeError:
-            return self._cuts_bytes(own, text)[: 1] == (token,)
+            return self._cuts_bytes(own, text)[:1] == (token,)
         return self.encode(own + text)[:1] == [token]
 
     def _cuts_bytes(self, own: bytes, text: bytes) -> tuple[int, ...]:
