@@ -33,7 +33,7 @@ def chunk_positions(chunk_id: Int[Tensor, "B T"], max_chunks: int) -> ChunkPosit
     B, T = chunk_id.shape
     rows = torch.arange(B, device=chunk_id.device).unsqueeze(1) * max_chunks + chunk_id.long()
     outside = (chunk_id < 0) | (chunk_id >= max_chunks)
-    keys = rows.masked_fill(outside, B * max_chunks).reshape(B * T)
-    ordered, order = keys.sort(stable=True)
+    keys = rows.masked_fill(outside, B * max_chunks).reshape(B * T)  # positions of no chunk sort behind all others
+    ordered, order = keys.sort(stable=True)  # stable: a chunk's positions stay ascending, so sums have one order
     edges = torch.arange(B * max_chunks + 1, device=chunk_id.device)
     return ChunkPositions(rows.masked_fill(outside, -1).reshape(B * T), order, torch.searchsorted(ordered, edges))

@@ -38,7 +38,7 @@ def chunk_average_log_probs(
     """
     x = log_probs
     B, T, V = x.shape
-    buckets = _buckets(chunk_id, max_chunks)
+    buckets = _buckets(chunk_id, max_chunks)  # [B, T]; bucket P of each sample collects positions of no chunk
     rows = buckets + torch.arange(B, device=x.device).unsqueeze(1) * (max_chunks + 1)
     sums = torch.zeros(B * (max_chunks + 1), V, dtype=x.dtype, device=x.device)
     rows, x = rows.reshape(B * T), x.reshape(B * T, V)

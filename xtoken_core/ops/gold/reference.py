@@ -99,14 +99,14 @@ def gold(
     P, T = options.max_chunks, options.temperature
     log_s = torch.log_softmax(upcast(student_logits) / T, dim=-1)
     log_t = torch.log_softmax(upcast(teacher_logits) / T, dim=-1)
-    student, _ = chunk_average_log_probs(log_s, student_chunk_id, P)
-    teacher, _ = chunk_average_log_probs(log_t, teacher_chunk_id, P)
-    common_s = student.index_select(-1, partition.common_student)
+    student, _ = chunk_average_log_probs(log_s, student_chunk_id, P)  # [B, P, V_s]
+    teacher, _ = chunk_average_log_probs(log_t, teacher_chunk_id, P)  # [B, P, V_t]
+    common_s = student.index_select(-1, partition.common_student)  # [B, P, C], column i of both is pair i
     common_t = teacher.index_select(-1, partition.common_teacher)
     terms = kl_terms(common_s, common_t) if options.reverse else kl_terms(common_t, common_s)
-    rest_s = student.index_select(-1, partition.uncommon_student).exp()
+    rest_s = student.index_select(-1, partition.uncommon_student).exp()  # [B, P, u_s]
     rest_t = teacher.index_select(-1, partition.uncommon_teacher).exp()
-    if common_s.shape[-1]:
+    if common_s.shape[-1]:  # argmax refuses an empty dimension
         agrees = common_s.detach().argmax(-1) == common_t.detach().argmax(-1)
     else:
         agrees = torch.zeros(terms.shape[:2], dtype=torch.bool, device=terms.device)
@@ -117,7 +117,7 @@ def gold(
 
 def _sorted_l1(a: Float[Tensor, "B P u_s"], b: Float[Tensor, "B P u_t"], cut: int | None) -> Float[Tensor, "B P"]:
     n = min(a.shape[-1], b.shape[-1])
-    if cut is None:
+    if cut is None:  # the shorter list is compared with zeros, so all of the longer one counts
         width = max(a.shape[-1], b.shape[-1])
         a, b = (functional.pad(_descending(x, x.shape[-1]), (0, width - x.shape[-1])) for x in (a, b))
     else:
@@ -126,7 +126,7 @@ def _sorted_l1(a: Float[Tensor, "B P u_s"], b: Float[Tensor, "B P u_t"], cut: in
 
 
 def _descending(x: Tensor, n: int) -> Tensor:
-    if n < x.shape[-1]:
+    if n < x.shape[-1]:  # a top-k is cheaper than a sort of the whole vocabulary
         return x.topk(n, dim=-1, sorted=True).values
     return x.sort(dim=-1, descending=True, stable=True).values
 

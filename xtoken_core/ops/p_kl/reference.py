@@ -89,12 +89,13 @@ def p_kl(
         options: How to compare.
     """
     P, T = options.max_chunks, options.temperature
-    q, _ = chunk_average_log_probs(torch.softmax(upcast(student_logits) / T, dim=-1), student_chunk_id, P)
-    Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)
+    probs = torch.softmax(upcast(student_logits) / T, dim=-1)  # [B, T_s, V_s]
+    q, _ = chunk_average_log_probs(probs, student_chunk_id, P)  # [B, P, V_s]
+    Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)  # [B, P, K]
     log_q = torch.log(Q / (Q.sum(-1, keepdim=True) + EPSILON) + EPSILON)
     compared = teacher_logits if options.gathered else teacher_logits.index_select(-1, columns)
-    log_p = _teacher_log_probs(upcast(compared) / T, teacher_chunk_id, options)
-    # What both sides rule out costs nothing, although eps gives the student a little of it.
+    log_p = _teacher_log_probs(upcast(compared) / T, teacher_chunk_id, options)  # [B, P, K]
+    # A token with probability 0 on both sides costs nothing, although eps gives the student a little of it.
     log_p = log_p.masked_fill((Q == 0) & (log_p == -torch.inf), math.log(EPSILON))
     terms = kl_terms(log_q, log_p) if options.reverse else kl_terms(log_p, log_q)
     agrees = Q.detach().argmax(-1) == log_p.detach().argmax(-1)

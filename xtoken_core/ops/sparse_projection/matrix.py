@@ -55,9 +55,9 @@ class ProjectionMatrix:
         """Build from single entries; those outside the vocabularies are dropped, those of the same pair are added."""
         inside = (student_ids >= 0) & (student_ids < student_vocab_size)
         inside &= (teacher_ids >= 0) & (teacher_ids < teacher_vocab_size)
-        places = torch.stack([teacher_ids[inside].long(), student_ids[inside].long()])
+        pairs = torch.stack([teacher_ids[inside].long(), student_ids[inside].long()])
         size = (teacher_vocab_size, student_vocab_size)
-        transposed = torch.sparse_coo_tensor(places, weights[inside].float(), size, check_invariants=True)
+        transposed = torch.sparse_coo_tensor(pairs, weights[inside].float(), size, check_invariants=True)
         transposed = transposed.coalesce()
         sparse = transposed.t().coalesce()
         slot_targets, slot_weights = _slots(sparse)
@@ -132,9 +132,9 @@ def _offsets(sorted_ids: Tensor, size: int) -> Tensor:
 
 def _slots(sparse: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entries of each row as slots over rows: `[slots, rows]`, at least one slot."""
-    rows, columns = sparse.indices()
+    rows, columns = sparse.indices()  # ascending by row, then by column: the matrix is coalesced
     offsets = _offsets(rows, sparse.shape[0])
-    slot = torch.arange(len(rows), device=rows.device) - offsets[rows]
+    slot = torch.arange(len(rows), device=rows.device) - offsets[rows]  # [nnz] rank of each entry in its row
     shape = (int(slot.max()) + 1 if len(rows) else 1, sparse.shape[0])
     targets = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
     weights = torch.zeros(shape, dtype=torch.float32, device=rows.device)
