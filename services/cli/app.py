@@ -1,4 +1,4 @@
-"""The `xtoken` command. Each command imports what it needs when it runs, so that `--help` answers at once."""
+"""The `xtoken` command. Commands import what they need when they run, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ app.add_typer(align_app, name="align")
 app.add_typer(projection_app, name="projection")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         version()
         raise typer.Exit
 
@@ -54,33 +54,36 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     debug: Annotated[
-        bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show tracebacks, and log more.")
+        bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show tracebacks and debug messages.")
     ] = False,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Read the options that all commands share."""
+    """Apply the options that all commands share."""
     if debug:
         os.environ[DEBUG_VARIABLE] = "1"
 
 
 def main() -> None:
-    """Run a command; an expected failure becomes one line on standard error and the error's exit status."""
-    status = _status_of(sys.argv[1:])
-    _leave_status(status)
+    """Run a command, and print an expected failure as one line on standard error; exit with its status."""
+    status = _run(sys.argv[1:])
+    _write_status(status)
     sys.exit(status)
 
 
-def _leave_status(status: int) -> None:
-    """Write the exit status where the control plane asks for it: one that did not start this process cannot wait."""
+def _write_status(status: int) -> None:
+    """Write the exit status to the file that a supervisor has named.
+
+    The kernel gives it only to the parent, which another supervisor may have replaced meanwhile.
+    """
     file = os.environ.get(STATUS_VARIABLE)
     if file:
         with contextlib.suppress(OSError):
             Path(file).write_text(f"{status}\n", encoding="ascii")
 
 
-def _status_of(arguments: list[str]) -> int:
+def _run(arguments: list[str]) -> int:
     try:
         status = app(arguments, prog_name="xtoken", standalone_mode=False)
     except KeyboardInterrupt:
@@ -93,35 +96,31 @@ def _status_of(arguments: list[str]) -> int:
 
 
 def _fail(error: Exception) -> int:
-    """Say what went wrong; returns the exit status."""
-    show = getattr(error, "show", None)  # a mistake on the command line, which knows its usage line
+    """Print an error and return its exit status."""
+    show = getattr(error, "show", None)  # a usage error, which prints the usage line too
     if show is not None:
         show()
         return int(getattr(error, "exit_code", 2))
-    line = _expected(error)
+    line = _one_line(error)
     if line is None or os.environ.get(DEBUG_VARIABLE):
         traceback.print_exception(error)
     if line is not None:
-        _complain(line)
+        typer.echo(f"error: {line}", err=True)
     return int(getattr(error, "exit_code", 1))
 
 
-def _expected(error: Exception) -> str | None:
-    """The one line for a failure that is not a fault of the program's; None for one that is."""
+def _one_line(error: Exception) -> str | None:
+    """Return the line for an expected error; None for an error in the program."""
     from xtoken_core.wire.errors import QueueError
 
     if isinstance(error, (XtokenError, QueueError)):
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        place = f" while writing {error.filename}" if error.filename else ""
-        return f"no space is left on the device{place}: free some and start again"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which not every command has
-        said = str(error).partition(" Including")[0].partition("\n")[0]
-        return f"{said} Lower train.micro_batch_tokens or workers.slots, or give teachers a GPU of their own"
+        file = f" while writing {error.filename}" if error.filename else ""
+        return f"no space is left on the device{file}: free some and start again"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, compared by name because not every command imports torch
+        reason = str(error).partition(" Including")[0].partition("\n")[0]
+        return f"{reason} Lower train.micro_batch_tokens or workers.slots, or give teachers a GPU of their own"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return None
-
-
-def _complain(line: str) -> None:
-    typer.echo(f"error: {line}", err=True)

@@ -12,7 +12,7 @@ from services.cli.options import set_up_logging
 
 
 class OnExit(StrEnum):
-    """What becomes of a control plane's runs when it is told to leave."""
+    """What a control plane does with its runs when it exits."""
 
     LEAVE = "leave"
     STOP = "stop"
@@ -20,34 +20,36 @@ class OnExit(StrEnum):
 
 def control(
     host: Annotated[
-        str, typer.Option(help="Where to listen; other than at a loopback address only with --token-file.")
+        str, typer.Option(help="Address to listen at; any but a loopback address needs --token-file.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8400,
-    runs_dir: Annotated[Path, typer.Option(help="Where runs are remembered and written; nowhere else.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8400,
+    runs_dir: Annotated[
+        Path, typer.Option(help="Directory of the database and of all runs; nothing is written elsewhere.")
+    ] = Path("runs"),
     root: Annotated[
         list[Path] | None,
-        typer.Option("--root", metavar="DIR", help="Where runs may read; may be given again.", show_default="."),
+        typer.Option("--root", metavar="DIR", help="Directory that runs may read; repeatable.", show_default="."),
     ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
             "--token-file",
-            help="The file (0600) with the token that requests must carry; made if it is missing.",
+            help="The file (0600) with the token that requests must carry; created if it is missing.",
             show_default=False,
         ),
     ] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option("--name", metavar="HOST", help="A host name it may be asked for under; may be given again."),
+        typer.Option("--name", metavar="HOST", help="Host name that requests may use; repeatable."),
     ] = None,
     on_exit: Annotated[
-        OnExit, typer.Option("--on-exit", help="What becomes of its runs when it is told to leave.")
+        OnExit, typer.Option("--on-exit", help="What happens to its runs when it exits.")
     ] = OnExit.LEAVE,
 ) -> None:
     """Serve the control plane.
 
-    Starts, lists, shows, stops and resumes runs over HTTP. Its runs outlive it: a control plane started for the same
-    directory finds them again. While none lives, nothing is restarted.
+    Starts, lists, shows, stops and resumes runs over HTTP. Runs continue when it exits, and a control plane started for
+    the same directory takes them over. While none is running, no failed worker is restarted.
     """
     set_up_logging()
     from services.control.serve import serve

@@ -1,4 +1,4 @@
-"""`xtoken demo`: a whole run with tiny models."""
+"""`xtoken demo`: a whole distillation with tiny models."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import typer
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Where the models, runs and report go.")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option("--out", help="Directory for models, runs and report.")] = Path("demo-out"),
 ) -> None:
-    """Show the whole thing, small.
+    """Run a small distillation from start to end.
 
-    Trains a teacher, distils it into a student with another tokenizer, and tells what the student has gained.
+    Trains a teacher, distils it into a student with another tokenizer, and reports what the student has gained.
     """
     from services.demo.run import run_demo
 

@@ -1,4 +1,4 @@
-"""`xtoken export`: a model directory from a checkpoint of a run that goes on, was stopped or has failed."""
+"""`xtoken export`: a model directory from a checkpoint, also of a run that is still running or has failed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from typing import Annotated
 
 import typer
 
+from services.cli.options import JsonOption
+
 
 def export(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The run's directory.")],
     step: Annotated[
         int | None,
-        typer.Option("--step", min=1, metavar="N", help="The checkpoint's step.", show_default="the newest"),
+        typer.Option("--step", min=1, metavar="N", help="Step of the checkpoint.", show_default="the newest"),
     ] = None,
     to: Annotated[
         Path | None,
         typer.Option(
             "--to",
             metavar="DIR",
-            help="Where the model goes; there must be nothing yet.",
+            help="Directory to write the model to; it must not exist.",
             show_default="OUTPUT/model-step-NNNNNNNN",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Make a model from a run's checkpoint.
+    """Export a model from a run's checkpoint.
 
-    The run may have been stopped, have failed or still go on. It takes no GPU. What a completed run leaves in
-    OUTPUT/model, this makes of a checkpoint: weights, tokenizer, and a card with the figures up to its step.
+    The run may be running, stopped or failed, and no GPU is needed. The model directory has the files that a completed
+    run writes to OUTPUT/model: weights, tokenizer, and a model card with the metrics up to the checkpoint's step.
     """
     from services.common.progress import spinner
     from services.trainer.export_checkpoint import choose
@@ -38,6 +40,7 @@ def export(
     with spinner("reading the checkpoint and writing the model", quiet=as_json):
         from services.trainer.export_checkpoint import export_checkpoint
 
-        found = export_checkpoint(output, step, to)
-    told = {"directory": str(found.target), "step": found.step}
-    typer.echo(json.dumps(told) if as_json else f"{found.target}: after {found.step} of {found.run.steps} steps")
+        exported = export_checkpoint(output, step, to)
+    document = {"directory": str(exported.target), "step": exported.step}
+    line = f"{exported.target}: after {exported.step} of {exported.run.steps} steps"
+    typer.echo(json.dumps(document) if as_json else line)

@@ -1,7 +1,4 @@
-"""`xtoken queue`: serve one; look into one that serves (`stats`, `peek`, `top`); make keys for one on a network.
-
-Mounted by `app.add_typer(queue_app, name="queue")`. Nothing heavy is imported before a command runs.
-"""
+"""`xtoken queue`: serve a queue, inspect one (`stats`, `peek`, `top`), or create its keys."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli.options import set_up_logging
+from services.cli.options import KeysOption, QueueOption, QueueTokenOption, set_up_logging
 
 if TYPE_CHECKING:
     from xtoken_core.data_plane.queue_client import QueueClient
@@ -21,20 +18,8 @@ if TYPE_CHECKING:
 PATIENCE_S = 5.0
 
 queue_app = typer.Typer(
-    help="Serve a transfer queue, or look into one.", invoke_without_command=True, pretty_exceptions_enable=False
+    help="Serve a queue, or inspect one.", invoke_without_command=True, pretty_exceptions_enable=False
 )
-
-AtOption = Annotated[
-    str, typer.Option("--queue", metavar="ADDR", help="The queue's address: ipc://PATH or tcp://HOST:PORT.")
-]
-TokenOption = Annotated[
-    Path | None,
-    typer.Option("--token-file", help="The file with the queue's token, for loopback tcp.", show_default=False),
-]
-KeysOption = Annotated[
-    Path | None,
-    typer.Option("--keys", metavar="DIR", help="The directory of keys, for any other tcp.", show_default=False),
-]
 
 
 @queue_app.callback()
@@ -43,26 +28,33 @@ def serve_queue(
     bind: Annotated[
         str | None,
         typer.Option(
-            "--bind", metavar="ADDR", help="Where to serve: ipc://PATH or tcp://HOST:PORT.", show_default=False
+            "--bind", metavar="ADDR", help="Address to serve at: ipc://PATH or tcp://HOST:PORT.", show_default=False
         ),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="RUN.toml|resolved.json", help="A run to open.", show_default=False),
+        typer.Option("--run", metavar="RUN.toml|resolved.json", help="Run to open.", show_default=False),
     ] = None,
-    group: Annotated[int, typer.Option("--group", min=0, help="Which of the run's node groups it serves.")] = 0,
-    token_file: TokenOption = None,
+    group: Annotated[int, typer.Option("--group", min=0, help="Number of the run's node group that it serves.")] = 0,
+    token_file: QueueTokenOption = None,
     keys: KeysOption = None,
     memory_limit: Annotated[
         int | None,
-        typer.Option("--memory-limit", min=1, metavar="BYTES", help="Bytes held at most.", show_default="the run's"),
+        typer.Option(
+            "--memory-limit", min=1, metavar="BYTES", help="Largest number of bytes to hold.", show_default="the run's"
+        ),
     ] = None,
     journal: Annotated[
         Path | None,
-        typer.Option("--journal", metavar="DIR", help="Keep what is stored there through a crash.", show_default=False),
+        typer.Option(
+            "--journal",
+            metavar="DIR",
+            help="Write-ahead log that lets stored samples survive a crash.",
+            show_default=False,
+        ),
     ] = None,
     fsync: Annotated[
-        str, typer.Option("--fsync", help="When the journal is flushed to disk: interval or always.")
+        str, typer.Option("--fsync", help="When the journal is synced to disk: interval or always.")
     ] = "interval",
     metrics_port: Annotated[
         int | None,
@@ -71,11 +63,11 @@ def serve_queue(
         ),
     ] = None,
 ) -> None:
-    """Serve a transfer queue, unless a command says otherwise."""
+    """Serve a queue, unless a command is given."""
     if context.invoked_subcommand is not None:
         return
     if bind is None:
-        raise typer.BadParameter("say where to serve", param_hint="--bind")
+        raise typer.BadParameter("an address to serve at is required", param_hint="--bind")
     from services.queue.main import serve
 
     set_up_logging()
@@ -86,8 +78,8 @@ def serve_queue(
 
 
 @queue_app.command()
-def stats(queue: AtOption, token_file: TokenOption = None, keys: KeysOption = None) -> None:
-    """Print everything a queue counts, as JSON."""
+def stats(queue: QueueOption, token_file: QueueTokenOption = None, keys: KeysOption = None) -> None:
+    """Print a queue's statistics as JSON."""
     import json
 
     with _connected(queue, token_file, keys) as client:
@@ -98,28 +90,30 @@ def stats(queue: AtOption, token_file: TokenOption = None, keys: KeysOption = No
 def peek(
     partition: Annotated[str, typer.Argument(help="The partition.")],
     sample: Annotated[int, typer.Argument(min=0, help="The sample's id.")],
-    queue: AtOption,
-    token_file: TokenOption = None,
+    queue: QueueOption,
+    token_file: QueueTokenOption = None,
     keys: KeysOption = None,
 ) -> None:
-    """Print what a queue knows of one sample."""
+    """Print the state of one sample as JSON."""
     import json
 
     with _connected(queue, token_file, keys) as client:
-        seen = client.peek(partition, sample)
-    shown = {"fields": seen.fields, "status": seen.status, "attempts": seen.attempts, "reason": seen.reason}
-    typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        state = client.peek(partition, sample)
+    document = {
+        "fields": state.fields, "status": state.status, "attempts": state.attempts, "reason": state.reason,
+    }  # fmt: skip
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 @queue_app.command()
 def top(
-    queue: AtOption,
-    token_file: TokenOption = None,
+    queue: QueueOption,
+    token_file: QueueTokenOption = None,
     keys: KeysOption = None,
-    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="How often to look.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
+    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Time between updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
 ) -> None:
-    """Watch a queue: partitions, tasks, rings and sessions. Ctrl-C ends it."""
+    """Watch a queue's partitions, tasks, rings and sessions, until Ctrl+C."""
     from services.queue.top import show
 
     with _connected(queue, token_file, keys) as client:
@@ -128,11 +122,11 @@ def top(
 
 @queue_app.command()
 def keygen(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the keys go.")],
-    client: Annotated[bool, typer.Option("--client", help="Make a client's keys, not the queue's.")] = False,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to.")],
+    client: Annotated[bool, typer.Option("--client", help="Create a client's keys, not the queue's.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make the keys of a queue on a network, or of one of its clients."""
+    """Create the keys of a queue on a network, or of one of its clients."""
     from xtoken_core.data_plane.keys import create_client_keys, create_queue_keys
 
     public = create_client_keys(directory) if client else create_queue_keys(directory)

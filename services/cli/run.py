@@ -7,22 +7,22 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import ControlTokenOption, JsonOption, token_in
+from services.cli.options import ControlTokenOption, JsonOption, read_control_token
 
 
 def run(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's specification.")],
     control: Annotated[
         str | None,
-        typer.Option("--control", metavar="URL", help="A control plane to run it on.", show_default="one of its own"),
+        typer.Option("--control", metavar="URL", help="A control plane to run it on.", show_default="this process"),
     ] = None,
     token_file: ControlTokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Distil, and watch it.
+    """Distil, and show the run's progress until it ends.
 
-    Shows the run's progress until it ends. Ctrl-C stops it in order, a second one at once; the same command goes on
-    from the last checkpoint. Without --control everything ends with this command, however it ends.
+    Ctrl+C shuts down gracefully, a second Ctrl+C forces the run to quit. Rerun the same command to resume from the last
+    checkpoint. Without --control no process outlives this command.
     """
     from xtoken_core.config import load_run_spec
 
@@ -30,11 +30,11 @@ def run(
     if control:
         from services.control.client import run_at
 
-        outcome = run_at(control, spec, token=token_in(token_file), as_json=as_json)
+        result = run_at(control, spec, token=read_control_token(token_file), as_json=as_json)
     else:
         from services.supervisor.local_run import run_locally
 
-        outcome = run_locally(spec, as_json=as_json)
-    if outcome.error:
-        typer.echo(f"error: {outcome.error}", err=True)
-    raise typer.Exit(outcome.exit_code)
+        result = run_locally(spec, as_json=as_json)
+    if result.error:
+        typer.echo(f"error: {result.error}", err=True)
+    raise typer.Exit(result.exit_code)

@@ -1,4 +1,4 @@
-"""`xtoken version`."""
+"""`xtoken version`: the installed version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.cli.options import JsonOption
 def version(as_json: JsonOption = False) -> None:
     """Print the version."""
     import json
-    from importlib.metadata import version as version_of
+    from importlib import metadata
 
-    found = version_of("xtoken")
-    typer.echo(json.dumps({"version": found}) if as_json else found)
+    installed = metadata.version("xtoken")
+    typer.echo(json.dumps({"version": installed}) if as_json else installed)

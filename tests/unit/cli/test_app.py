@@ -1,4 +1,4 @@
-"""The command's own part: help without weight, errors in one line, exit statuses."""
+"""The `xtoken` command: help without heavy imports, errors in one line, exit statuses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )  # fmt: skip
-def test_an_expected_failure_is_one_line(
+def test_expected_failure_is_one_line(
     error: Exception, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(cli.DEBUG_VARIABLE, raising=False)
@@ -63,7 +63,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert said[0].startswith("Traceback") and said[-1] == "error: no such file"
 
 
-def test_an_unexpected_failure_shows_its_traceback(
+def test_unexpected_failure_shows_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(cli.DEBUG_VARIABLE, raising=False)
@@ -71,7 +71,7 @@ def test_an_unexpected_failure_shows_its_traceback(
     assert capsys.readouterr().err.splitlines()[-1] == "KeyError: 'x'"
 
 
-def test_an_interrupt_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fail_with(KeyboardInterrupt(), monkeypatch) == 130
 
 
@@ -110,7 +110,7 @@ def commands_below(group: Any, *words: str) -> Iterator[tuple[str, Any]]:
             yield " ".join((*words, name)), command
 
 
-def test_every_command_that_answers_can_answer_in_json() -> None:
+def test_json_option() -> None:
     """But for those that serve or work until they are stopped, print nothing else, or show something."""
     found = dict(commands_below(typer.main.get_command(cli.app)))
     without = {name for name, command in found.items() if not any("--json" in p.opts for p in command.params)}
@@ -120,17 +120,17 @@ def test_every_command_that_answers_can_answer_in_json() -> None:
     assert without == serving | nothing_else | showing
 
 
-def test_the_version_as_json() -> None:
+def test_version_as_json() -> None:
     assert set(json.loads(CliRunner().invoke(cli.app, ["version", "--json"]).stdout)) == {"version"}
 
 
-def test_a_mistake_on_the_command_line() -> None:
+def test_usage_error() -> None:
     done = xtoken("teacher", "--rank", "-1")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and "--rank" in done.stderr
 
 
-def test_a_bad_run_file_is_refused_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+def test_bad_run_file_loads_nothing_heavy(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('output = "out"\nstuden = 3\n')
     block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'fastapi', 'zmq'))); "
@@ -145,7 +145,7 @@ def test_a_bad_run_file_is_refused_before_anything_heavy_is_loaded(tmp_path: Pat
     )
 
 
-def test_no_control_plane_there(tmp_path: Path) -> None:
+def test_no_control_plane(tmp_path: Path) -> None:
     model = f'model = "{tmp_path}"\ncontext_length = 8\n'
     file = tmp_path / "run.toml"
     file.write_text(f'output = "out"\n[student]\n{model}[teacher]\n{model}projection = "p"\n[data]\npath = "d.txt"\n')
@@ -156,7 +156,7 @@ def test_no_control_plane_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["port", "root"])
-def test_a_control_plane_that_cannot_start_leaves_nothing_behind(how: str, tmp_path: Path) -> None:
+def test_control_plane_that_cannot_start_leaves_no_files(how: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -173,7 +173,7 @@ def test_a_control_plane_that_cannot_start_leaves_nothing_behind(how: str, tmp_p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize("server", ["queue", "control"])
-def test_a_server_that_is_told_to_leave_is_done(server: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_servers_exit_with_0_on_a_signal(server: str, number: signal.Signals, tmp_path: Path) -> None:
     words = {
         "queue": ["queue", "--bind", f"ipc://{tmp_path / 'private' / 'queue'}"],
         "control": ["control", "--port", "0", "--runs-dir", str(tmp_path / "runs")],
@@ -187,7 +187,7 @@ def test_a_server_that_is_told_to_leave_is_done(server: str, number: signal.Sign
         assert (started.wait(30), "serving" in said) == (0, True)
 
 
-def test_a_control_plane_serves_other_machines_only_with_a_token(tmp_path: Path) -> None:
+def test_control_plane_on_a_network_needs_a_token(tmp_path: Path) -> None:
     done = xtoken("control", "--host", "0.0.0.0", "--runs-dir", str(tmp_path / "runs"))
     assert (done.returncode, done.stderr.splitlines()) == (
         2, ["error: --host 0.0.0.0: other machines can reach it: set --token-file"],
@@ -203,9 +203,7 @@ def test_a_control_plane_serves_other_machines_only_with_a_token(tmp_path: Path)
         ("here", "none", "error: 'here' is no queue address"),
     ],
 )
-def test_a_wrong_address_is_refused_before_anything_heavy_is_loaded(
-    queue: str, token: str, said: str, tmp_path: Path
-) -> None:
+def test_wrong_queue_address_loads_nothing_heavy(queue: str, token: str, said: str, tmp_path: Path) -> None:
     block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers'))); import services.cli.app as c; "
     (tmp_path / "open").write_text("a token that all may read")
     arguments = ["xtoken", "trainer", "--queue", queue, "--token-file", str(tmp_path / token)]

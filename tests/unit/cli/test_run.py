@@ -54,7 +54,7 @@ def run_file(directory: Path) -> Path:
     return file
 
 
-def test_a_whole_run_loads_no_web_server_and_no_database(tmp_path: Path) -> None:
+def test_run_loads_no_web_server_and_no_database(tmp_path: Path) -> None:
     status, modules, statuses = run_and_list_modules(run_file(tmp_path), tmp_path, scripted=True)
     assert status == 0
     assert statuses[-1]["state"] == "completed"
@@ -63,14 +63,14 @@ def test_a_whole_run_loads_no_web_server_and_no_database(tmp_path: Path) -> None
     assert not below(modules, {"torch", "transformers", "tensordict"})
 
 
-def test_a_missing_model_is_reported_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+def test_missing_model_loads_nothing_heavy(tmp_path: Path) -> None:
     status, modules, statuses = run_and_list_modules(run_file(tmp_path), tmp_path, scripted=False)
     assert str(status).startswith("cannot read the student's model: /no/model/config.json: ")
     assert statuses == []
     assert not below(modules, WEB_AND_DATABASE | HEAVY)
 
 
-def test_a_missing_projection_is_reported_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+def test_missing_projection_loads_nothing_heavy(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -81,7 +81,7 @@ def test_a_missing_projection_is_reported_before_anything_heavy_is_loaded(tmp_pa
     assert not below(modules, WEB_AND_DATABASE | HEAVY)
 
 
-def test_a_missing_field_is_reported_before_the_supervisor_is_loaded(tmp_path: Path) -> None:
+def test_missing_field_loads_no_supervisor(tmp_path: Path) -> None:
     file = run_file(tmp_path)
     file.write_text(file.read_text().replace('[data]\npath = "/no/data"\n', ""))
     status, modules, _ = run_and_list_modules(file, tmp_path, scripted=False)

@@ -45,7 +45,7 @@ def command(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comman
     return lambda *words: CliRunner().invoke(cli.app, ["runs", *words], env={"COLUMNS": "200"})
 
 
-def test_a_list(command: Command, runs: Runs) -> None:
+def test_ls(command: Command, runs: Runs) -> None:
     put(runs, "first-1", error="it broke", exit_code=1)
     put(runs, "second-2", RunState.FAILED)
     said = command("ls").stdout.splitlines()
@@ -56,7 +56,7 @@ def test_a_list(command: Command, runs: Runs) -> None:
     assert len(json.loads(command("ls", "--json", "--limit", "1").stdout)) == 1
 
 
-def test_a_run_by_the_beginning_of_its_id(command: Command, runs: Runs) -> None:
+def test_show_by_the_beginning_of_the_id(command: Command, runs: Runs) -> None:
     put(runs, "first-1")
     put(runs, "first-2")
     assert json.loads(command("show", "first-1", "--json").stdout)["state"] == "completed"
@@ -68,7 +68,7 @@ def test_a_run_by_the_beginning_of_its_id(command: Command, runs: Runs) -> None:
     assert isinstance(command("show", "none").exception, RefusedError)
 
 
-def test_a_run_whose_last_step_has_no_finite_loss(command: Command, runs: Runs) -> None:
+def test_show_without_a_finite_loss(command: Command, runs: Runs) -> None:
     with (put(runs, "first-1") / "steps.jsonl").open("a") as file:
         file.write('{"step":2,"loss":null,"ce_loss":1.5,"grad_norm":null,"nonfinite":true,"tokens_per_second":null}\n')
     assert "ce_loss 1.5000" in command("show", "first-1").stdout
@@ -76,7 +76,7 @@ def test_a_run_whose_last_step_has_no_finite_loss(command: Command, runs: Runs) 
     assert json.loads(command("show", "first-1", "--json").stdout)["last"]["loss"] is None
 
 
-def test_logs_and_files(command: Command, runs: Runs, tmp_path: Path) -> None:
+def test_logs_and_get(command: Command, runs: Runs, tmp_path: Path) -> None:
     put(runs, "first-1")
     assert command("logs", "first-1", "--worker", "trainer-0", "--tail", "1").stdout.endswith("INFO three\n")
     lines = command("logs", "first-1", "-f", "--json").stdout.splitlines()
@@ -89,32 +89,32 @@ def test_logs_and_files(command: Command, runs: Runs, tmp_path: Path) -> None:
     assert "has no file nothing" in str(command("get", "first-1", "nothing").exception)
 
 
-def test_fetching_writes_over_nothing(command: Command, runs: Runs, tmp_path: Path) -> None:
+def test_get_overwrites_nothing(command: Command, runs: Runs, tmp_path: Path) -> None:
     put(runs, "first-1")
     (tmp_path / "steps.jsonl").write_text("mine\n")
     (tmp_path / "logs").symlink_to("nowhere")
     for path in ("steps.jsonl", "logs"):
         error = command("get", "first-1", path, "--to", str(tmp_path)).exception
-        said = f"{tmp_path / path} is there already: name another directory with --to, or remove it"
+        said = f"{tmp_path / path} exists already: choose another directory with --to, or remove it"
         assert (str(error), getattr(error, "exit_code", None)) == (said, 2)
     assert (tmp_path / "steps.jsonl").read_text() == "mine\n"
 
 
-def test_an_error_is_one_line_where_it_is_piped(command: Command, runs: Runs) -> None:
+def test_show_prints_an_error_in_one_line(command: Command, runs: Runs) -> None:
     error = "it broke " * 40 + "in the end"
     put(runs, "first-1", RunState.FAILED, error=error, exit_code=1)
     assert error in command("show", "first-1").stdout.splitlines()
     assert json.loads(command("show", "first-1", "--json").stdout)["checkpoint"] is None
 
 
-def test_the_newest_checkpoint_is_told(command: Command, runs: Runs) -> None:
+def test_show_the_newest_checkpoint(command: Command, runs: Runs) -> None:
     output = put(runs, "first-1", RunState.STOPPED)
     for step in (8, 16):
         (output / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
     assert json.loads(command("show", "first-1", "--json").stdout)["checkpoint"] == 16
 
 
-def test_stopping_resuming_and_removing_what_is_over(command: Command, runs: Runs) -> None:
+def test_stop_resume_and_rm_of_a_completed_run(command: Command, runs: Runs) -> None:
     output = put(runs, "first-1")
     assert command("stop", "first-1", "--wait").stdout == "first-1: completed\n"
     assert "is complete" in str(command("resume", "first-1").exception)
@@ -122,7 +122,7 @@ def test_stopping_resuming_and_removing_what_is_over(command: Command, runs: Run
     assert not output.exists() and json.loads(command("ls", "--json").stdout) == []
 
 
-def test_a_start_that_is_refused(command: Command, tmp_path: Path) -> None:
+def test_refused_start(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     model = 'model = "/no/model"\ncontext_length = 8\n'
     file.write_text(f'output = "runs/x"\n[student]\n{model}[teacher]\n{model}[data]\npath = "d.txt"\n')
@@ -132,7 +132,7 @@ def test_a_start_that_is_refused(command: Command, tmp_path: Path) -> None:
         assert getattr(refused.exception, "exit_code", None) == 2
 
 
-def test_a_wrong_token_is_one_line(url: str, tmp_path: Path) -> None:
+def test_wrong_token(url: str, tmp_path: Path) -> None:
     client = ControlClient(url, "another-token-of-some-length")
     with pytest.raises(XtokenError, match="bearer token required"):
         client.page()
@@ -141,7 +141,7 @@ def test_a_wrong_token_is_one_line(url: str, tmp_path: Path) -> None:
         ControlClient("http://[").page()
 
 
-def test_a_shell_is_offered_runs(command: Command, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_completion_of_runs(command: Command, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     put(runs, "first-1")
     put(runs, "second-2")
     words = {"_XTOKEN_COMPLETE": "complete_bash", "COMP_WORDS": "xtoken runs show f", "COMP_CWORD": "3"}
