@@ -18,7 +18,8 @@ from typing import Any, Literal
 from services.common.resolve import resolve_run
 from services.supervisor.launchers.base import Launcher
 from services.supervisor.process_spec import build_process_specs
-from services.supervisor.supervisor import Limits, RunResult, Supervisor
+from services.supervisor.run_record import RunResult
+from services.supervisor.supervisor import Limits, Supervisor
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 

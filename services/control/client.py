@@ -14,8 +14,7 @@ import httpx
 
 from services.supervisor.interrupts import Interrupts
 from services.supervisor.progress import FailsafeView, ProgressView, open_view
-from services.supervisor.run_record import RunState
-from services.supervisor.supervisor import RunResult
+from services.supervisor.run_record import RunResult, RunState
 from xtoken_core.atomic import atomic_path
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError

@@ -11,8 +11,7 @@ from services.supervisor.launchers.base import Handle, Launcher, read_status
 from services.supervisor.os_process import mark_of
 from services.supervisor.process_group import RecoveredGroup, describe_exit, last_log_line, status_path
 from services.supervisor.process_spec import ProcessSpec
-from services.supervisor.run_record import SUMMARY, RunState
-from services.supervisor.supervisor import RunResult
+from services.supervisor.run_record import SUMMARY, RunResult, RunState
 from xtoken_core.errors import ConfigError
 
 RESUME = "resume the run to continue from its last checkpoint"

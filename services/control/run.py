@@ -13,8 +13,8 @@ from services.control.tables import RunRow
 from services.supervisor.launchers.base import read_status
 from services.supervisor.process_group import status_path
 from services.supervisor.run_directory import QueueDirectory
+from services.supervisor.run_record import RunResult
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun
-from services.supervisor.supervisor import RunResult
 from xtoken_core.config.resolved import parse_resolved_run
 from xtoken_core.config.spec import RunSpec
 

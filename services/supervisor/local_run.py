@@ -13,9 +13,8 @@ from services.supervisor.interrupts import POLL_S, Interrupts
 from services.supervisor.json_files import last_line, read_json
 from services.supervisor.launch_check import check_launch
 from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
-from services.supervisor.run_record import SUMMARY, RunState
+from services.supervisor.run_record import SUMMARY, RunResult, RunState
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
-from services.supervisor.supervisor import RunResult
 from xtoken_core.config.spec import RunSpec
 
 log = logging.getLogger("xtoken.supervisor")

@@ -1,8 +1,9 @@
-"""The record of a run: `run.json` in its output directory, replaced atomically."""
+"""State, result and record of a run; the record is `run.json` in its output directory, replaced atomically."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,21 @@ class RunState(StrEnum):
     def over(self) -> bool:
         """Whether it changes no more, unless the run is resumed."""
         return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        state: Its last state.
+        error: Reason of a failure, in one line; for a run that was stopped, what was lost and which workers failed.
+        exit_code: 0 if it completed, the fatal worker's status or 1 if it failed, 130 if it was stopped.
+    """
+
+    state: RunState
+    error: str = ""
+    exit_code: int = 0
 
 
 def write_record(output: Path, document: dict[str, Any]) -> None:

@@ -21,13 +21,14 @@ from services.supervisor.run_directory import QueueDirectory, sole_writer
 from services.supervisor.run_record import (
     FILE,
     SPEC,
+    RunResult,
     RunState,
     is_finished,
     read_record,
     write_json,
     write_record,
 )
-from services.supervisor.supervisor import SUPERVISOR_FAILED, Limits, RunResult, Supervisor
+from services.supervisor.supervisor import SUPERVISOR_FAILED, Limits, Supervisor
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError

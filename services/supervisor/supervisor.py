@@ -32,7 +32,7 @@ from services.supervisor.process_group import (
 )
 from services.supervisor.process_spec import STOP_ORDER, ProcessSpec
 from services.supervisor.queue_monitor import loss_reason
-from services.supervisor.run_record import RunState, write_record
+from services.supervisor.run_record import RunResult, RunState, write_record
 from services.supervisor.status import last_attempts, run_status
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import ConfigError, XtokenError
@@ -58,21 +58,6 @@ class RunFailed(Exception):  # noqa: N818 - ends the loop, and reaches the calle
     def __init__(self, reason: str, exit_code: int = 1) -> None:
         super().__init__(reason)
         self.exit_code = exit_code
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended.
-
-    Attributes:
-        state: Its last state.
-        error: Reason of a failure, in one line; for a run that was stopped, what was lost and which workers failed.
-        exit_code: 0 if it completed, the fatal worker's status or 1 if it failed, 130 if it was stopped.
-    """
-
-    state: RunState
-    error: str = ""
-    exit_code: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,10 +119,11 @@ class Supervisor:
         self._immediately = False
         self._leave_requested = False
         self._result: RunResult | None = None
+        own = os_process.identify(os.getpid())
         self._identity = {
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "run": self._run_id,
-            "supervisor": _own_identity(),
+            "supervisor": own.to_document() if own else {},
         }
         self._recorded: dict[str, Any] = {}
         self._status: dict[str, Any] = {}
@@ -411,8 +397,3 @@ class Supervisor:
         if record != self._recorded:
             write_record(self._output, record)
             self._recorded = record
-
-
-def _own_identity() -> dict[str, Any]:
-    own = os_process.identify(os.getpid())
-    return own.to_document() if own else {}

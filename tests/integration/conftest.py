@@ -15,7 +15,8 @@ import pytest
 from services.common.resolve import resolve_run
 from services.supervisor.launchers.local import LocalLauncher
 from services.supervisor.process_spec import build_process_specs
-from services.supervisor.supervisor import Limits, RunResult, Supervisor
+from services.supervisor.run_record import RunResult
+from services.supervisor.supervisor import Limits, Supervisor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address

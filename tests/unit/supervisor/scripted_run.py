@@ -14,7 +14,8 @@ import psutil
 from services.supervisor import supervised_run
 from services.supervisor.launchers.local import LocalLauncher
 from services.supervisor.process_spec import ProcessSpec
-from services.supervisor.supervisor import Limits, RunResult, Supervisor
+from services.supervisor.run_record import RunResult
+from services.supervisor.supervisor import Limits, Supervisor
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
