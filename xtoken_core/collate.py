@@ -78,7 +78,7 @@ class CrossTokenizerCollator:
     """Tokenize a text with the student's and every teacher's tokenizer, align, and return flat columns.
 
     A record has `text`, or `prompt` and `completion`, or `messages`. Texts get each tokenizer's default specials and,
-    where they were not cut, the end-of-text token. Of a prompt with completion only the completion is learnt and
+    where they were not cut, the end-of-text token. Of a prompt with completion only the completion is trained on and
     aligned; of messages, rendered by each side's own chat template, only the assistant's content. An optional
     `loss_multiplier` becomes the sample's mask.
 
@@ -267,7 +267,7 @@ class CrossTokenizerCollator:
                 schema.TRUNCATED.name: torch.from_numpy(truncated),
             }
         )
-        texts = [_learnt_text(value) for value in values]
+        texts = [_aligned_text(value) for value in values]
         for (index, side), tokens in zip(self._teachers, sides[1:], strict=True):
             teacher_ids, teacher_mask, teacher_lengths = stack(side, tokens)
             columns[schema.field_name(schema.TEACHER_INPUT_IDS, index)] = teacher_ids
@@ -341,7 +341,7 @@ def _conversation(sides: Sequence[_Side], messages: Sequence[Mapping[str, Any]])
     ]
 
 
-def _learnt_text(value: Mapping[str, Any]) -> str | None:
+def _aligned_text(value: Mapping[str, Any]) -> str | None:
     """Return the text that is aligned, if it is one stretch."""
     if "text" in value or "completion" in value:
         return str(value.get("text", value.get("completion")))

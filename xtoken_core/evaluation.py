@@ -218,11 +218,11 @@ def sum_nll_and_hits(
     nll = torch.zeros((), dtype=torch.float64, device=logits.device)
     hits = torch.zeros((), dtype=torch.int64, device=logits.device)
     flat_targets, flat_mask, logits_of = targets.flatten(), mask.flatten(), row_logits(logits, width)
-    places = torch.arange(len(flat_targets), device=targets.device)
-    for rows in torch.split(places, _ROWS_IN_FLOAT32):
+    positions = torch.arange(len(flat_targets), device=targets.device)
+    for rows in torch.split(positions, _ROWS_IN_FLOAT32):
         some = logits_of(rows).squeeze(0).float()  # [R, V]
-        chosen = some.gather(1, flat_targets[rows, None]).squeeze(1)
-        losses = torch.where(flat_mask[rows], some.logsumexp(dim=-1) - chosen, 0.0)
+        of_targets = some.gather(1, flat_targets[rows, None]).squeeze(1)
+        losses = torch.where(flat_mask[rows], some.logsumexp(dim=-1) - of_targets, 0.0)
         nll += losses.double().sum()
         hits += ((some.argmax(dim=-1) == flat_targets[rows]) & flat_mask[rows]).sum()
     return nll, hits

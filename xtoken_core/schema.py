@@ -1,4 +1,4 @@
-"""Names, dtypes and pad values of every field of a sample: the one place.
+"""Names, dtypes and pad values of every field of a sample.
 
 A field is a column of the queue. Per-token and per-pair fields are jagged (one length per row), the others dense.
 Each teacher's columns carry its number: `teacher_0_input_ids`. Only at the public edge (`CrossTokenizerCollator`,
@@ -54,11 +54,11 @@ TEACHER_CHUNK_ID = Field("alignment_teacher_chunk_id", "int64", "teacher", -1, p
 NUM_CHUNKS = Field("alignment_num_chunks", "int64", "sample", per_teacher=True)
 
 CE_TOKENS = Field("ce_tokens", "int64", "sample")
-"""Next-token targets of the row: its share of the step's cross-entropy denominator."""
+"""Next-token targets of the row: its part of the step's cross-entropy denominator."""
 TRUNCATED = Field("truncated", "bool", "sample", False)
 """The document was longer than a context and was cut on some side."""
 KD_CHUNKS = Field("kd_chunks", "int64", "sample", per_teacher=True)
-"""Chunks valid after the next-token shift under the run's loss settings: its share of the KD denominator."""
+"""Chunks valid after the next-token shift under the run's loss settings: its part of the KD denominator."""
 
 TEACHER_LOGITS = Field("teacher_full_logits_ipc", "object", "sample", per_teacher=True)
 """Reference to the teacher's logits of the row: `{ring, slot, row, generation}`. Volatile."""
@@ -120,11 +120,6 @@ def with_numbers(columns: Mapping[str, V]) -> dict[str, V]:
 def without_numbers(columns: Mapping[str, V]) -> dict[str, V]:
     """Return a batch of one teacher with its columns under the plain names: the inverse of `with_numbers`."""
     return {_PLAIN.get(name, name): column for name, column in columns.items()}
-
-
-def teacher_indices(teachers: int) -> tuple[int, ...]:
-    """Return the number that each teacher's columns carry."""
-    return tuple(range(teachers))
 
 
 def teacher_fields(teacher: int) -> tuple[str, ...]:

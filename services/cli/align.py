@@ -290,9 +290,9 @@ def _records(index: DataIndex) -> Iterator[_Text]:
     for number in range(len(index)):
         (record,) = index.read([number])
         if isinstance(record, BadRecord):
-            yield record.place, None, record.reason
+            yield record.location, None, record.reason
         else:
-            yield index.place(number), record.document, ""
+            yield index.location(number), record.document, ""
 
 
 def _text(text: str | None, file: Path | None) -> str:

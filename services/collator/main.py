@@ -38,8 +38,8 @@ def make_collator(worker: Worker) -> CrossTokenizerCollator:
     spec = worker.run.spec
     student = load_tokenizer(spec.student.tokenizer_dir, "student")
     teachers = [
-        None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {place}")
-        for place, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True))
+        None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {number}")
+        for number, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True))
     ]
     worker.alive()
     return CrossTokenizerCollator(
@@ -98,13 +98,13 @@ class CollatorLoop:
         readable, tombstones = [], {}
         for position, record in zip(positions, self.index.read(numbers), strict=True):
             if isinstance(record, BadRecord):
-                tombstones[position] = f"{record.place}: {record.reason}"[:MAX_REASON]
+                tombstones[position] = f"{record.location}: {record.reason}"[:MAX_REASON]
             else:
                 readable.append((position, record))
         rows = self.collator.rows([record.value for _, record in readable], self.counts)
         for index, reason in rows.refused.items():
             position, record = readable[index]
-            tombstones[position] = f"{self.index.place(record.number)}: {reason}"[:MAX_REASON]
+            tombstones[position] = f"{self.index.location(record.number)}: {reason}"[:MAX_REASON]
         for position, reason in tombstones.items():
             log.warning("position %d is skipped: %s", position, reason)
         if tombstones and run.spec.data.on_bad_record == "fail":

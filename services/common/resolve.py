@@ -48,13 +48,13 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     check_input_files(spec)
     student = _model("student", spec.student)
     teachers = tuple(_model(f"teacher {i}", teacher) for i, teacher in enumerate(spec.teacher))
-    for place, teacher in enumerate(spec.teacher):
+    for number, teacher in enumerate(spec.teacher):
         if teacher.projection is not None:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
-            _check_projection_form(place, teacher.projection, spec.loss.mode_of(place))
-        elif teachers[place].tokenizer_fingerprint != student.tokenizer_fingerprint:
+            _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
+        elif teachers[number].tokenizer_fingerprint != student.tokenizer_fingerprint:
             raise ConfigError(
-                f"teacher.{place}.projection: this teacher's tokenizer is not the student's: build a projection by "
+                f"teacher.{number}.projection: this teacher's tokenizer is not the student's: build a projection by "
                 f"xtoken projection build --student {spec.student.tokenizer_dir} --teacher {teacher.tokenizer_dir} "
                 "--out FILE, then name that FILE by this teacher's setting projection (teacher.projection)"
             )
@@ -104,11 +104,11 @@ def remarks(run: ResolvedRun) -> Iterator[str]:
             f"the run has {run.steps} steps, not train.max_steps = {train.max_steps}: its text has {run.records} "
             f"records (data.epochs = {data.epochs})"
         )
-    places = ["student", *(f"teacher.{place}" for place in range(len(run.teachers)))]
-    asked = (run.spec.student.context_length, *(teacher.context_length for teacher in run.spec.teacher))
-    for place, length, model in zip(places, asked, (run.student, *run.teachers), strict=True):
+    names = ["student", *(f"teacher.{number}" for number in range(len(run.teachers)))]
+    lengths = (run.spec.student.context_length, *(teacher.context_length for teacher in run.spec.teacher))
+    for name, length, model in zip(names, lengths, (run.student, *run.teachers), strict=True):
         if 0 < model.max_length < length:
-            yield f"{place}.context_length = {length}: the model was made for {model.max_length} tokens"
+            yield f"{name}.context_length = {length}: the model was made for {model.max_length} tokens"
     yield from _without_effect(run)
     if train.warmup_steps > run.steps:
         yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
@@ -144,24 +144,24 @@ def largest_row(spec: RunSpec) -> int:
 def _check_messages(spec: RunSpec, index: DataIndex) -> None:
     """Refuse a file that begins with messages where a tokenizer cannot take them: each of its records would be bad."""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
-    for place, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True)):
-        sides += [] if same else [(f"teacher {place}", teacher)]
+    for number, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True)):
+        sides += [] if same else [(f"teacher {number}", teacher)]
     without = [(what, side.tokenizer_dir) for what, side in sides if not has_chat_template(side.tokenizer_dir)]
-    found = index.first_conversation() if without else None
-    if found is not None:
+    location = index.first_conversation() if without else None
+    if location is not None:
         what, directory = without[0]
         raise InputError(
-            f"{found} holds messages, but the {what}'s tokenizer has no chat template: it cannot take messages "
+            f"{location} holds messages, but the {what}'s tokenizer has no chat template: it cannot take messages "
             f"({directory}): name a tokenizer that has one, or write the records as text"
         )
 
 
 def _check_signal(resolved: ResolvedRun) -> None:
     spec = resolved.spec
-    for place, teacher in enumerate(resolved.teachers):
+    for number, teacher in enumerate(resolved.teachers):
         if spec.sends_hidden_states and not teacher.hidden_size:
             raise ConfigError(
-                f'workers.signal = "{spec.workers.signal}": {spec.teacher[place].model / "config.json"} names no '
+                f'workers.signal = "{spec.workers.signal}": {spec.teacher[number].model / "config.json"} names no '
                 'hidden_size: let the teacher send logits ("cuda_ipc", "shared_memory")'
             )
 
@@ -170,7 +170,7 @@ def _check_memory(resolved: ResolvedRun) -> None:
     spec = resolved.spec
     rows, signals = resolved.span // spec.workers.nodes * largest_row(spec), 0
     if spec.workers.signal == "queue":
-        shapes = [ring_shape(resolved, place) for place in range(len(resolved.teachers))]
+        shapes = [ring_shape(resolved, number) for number in range(len(resolved.teachers))]
         signals = spec.workers.ranks * sum(shape.slots * shape.slot_bytes for shape in shapes)
     if rows + signals > spec.queue.memory_limit:
         slots = f"workers.slots = {spec.workers.slots}"

@@ -45,8 +45,8 @@ class EvalLoss:
         assert spec.eval is not None
         self.spec, self.loss = spec, loss
         tokenizers = []
-        for place, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True)):
-            tokenizers.append(None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {place}"))
+        for number, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True)):
+            tokenizers.append(None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {number}"))
             progress()
         collator = CrossTokenizerCollator(
             student_tokenizer=tokenizer,
@@ -94,8 +94,8 @@ class EvalLoss:
     def _measured(self, student: Student, progress: Callable[[], None]) -> dict[str, float]:
         """Compute `measure`; the teachers are freed with this frame."""
         teachers = []
-        for place, spec in enumerate(self.spec.teacher):
-            teachers.append(load_model(spec, f"teacher {place}", student.device).eval())  # type: ignore[no-untyped-call]
+        for number, spec in enumerate(self.spec.teacher):
+            teachers.append(load_model(spec, f"teacher {number}", student.device).eval())  # type: ignore[no-untyped-call]
             progress()
         if self.loss.selects_teacher and self._selected is None:
             self._selected = self._selected_chunks(teachers, student.device, progress)

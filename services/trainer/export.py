@@ -208,12 +208,12 @@ def _training(samples_per_step: int, summary: Mapping[str, Any]) -> str:
     trained = f"{summary['trained']}, {summary['skipped']}, {summary['dead']}"
     rows = {
         "optimiser steps": f"{summary['steps']} of {samples_per_step} samples",
-        "steps left out, for want of a finite gradient": summary["nonfinite_steps"],
+        "steps skipped: loss or gradient not finite": summary["nonfinite_steps"],
         "student tokens": summary["tokens"],
         "samples trained, skipped, dead": trained,
         "documents cut at the context length": summary["truncated"],
     }
-    return "\n".join(["| figure | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    return "\n".join(["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
 def _version() -> str:
@@ -274,6 +274,6 @@ def _held_out(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str
         if all(row.get(name) is not None for row in shown)
     ]
     paths = ", ".join(f"`{path}`" for path in run.spec.eval.paths)
-    heads = ["figure", *(f"after {row['step']} steps" for row in shown)]
+    heads = ["metric", *(f"after {row['step']} steps" for row in shown)]
     table = "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
     return f"{paths}: {last['documents']} documents, {last['bytes']} bytes.\n\n{table}"

@@ -24,7 +24,7 @@ log = logging.getLogger("xtoken.trainer")
 
 
 class TeacherRings:
-    """One open ring per teacher. Which are open, the process's `RINGS` says.
+    """The open rings of all teachers, at most one each, in the process's `RINGS`.
 
     Args:
         worker: The session.

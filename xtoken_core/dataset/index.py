@@ -110,7 +110,7 @@ class DataIndex:
         """
         return [self._read_one(number) for number in record_numbers]
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         """Return the location of a record as `file:line`, counted from 1 (a row for parquet and arrow files)."""
         file, row = self._locate(number)
         return f"{self._sources[file].path}:{row + 1}"
@@ -126,7 +126,7 @@ class DataIndex:
             numbers = range(self._starts[file], self._starts[file + 1])
             first = next((r for r in map(self._read_one, numbers) if isinstance(r, Record)), None)
             if first is not None and "messages" in first.value:
-                return self.place(first.number)
+                return self.location(first.number)
         return None
 
     def documents(self) -> Iterator[str]:
@@ -141,7 +141,7 @@ class DataIndex:
         try:
             return Record(number, self._reader(file).read(row))
         except UnusableRecordError as error:
-            return BadRecord(number, self.place(number), str(error))
+            return BadRecord(number, self.location(number), str(error))
 
     def _locate(self, number: int) -> tuple[int, int]:
         if not 0 <= number < len(self):
@@ -181,7 +181,7 @@ class DataIndex:
                 )
         if not usable and first is not None:
             raise InputError(
-                f"{_names(self._sources)}: no record can be used; {first.place} is the first: {first.reason}"
+                f"{_names(self._sources)}: no record can be used; {first.location} is the first: {first.reason}"
             )
 
 

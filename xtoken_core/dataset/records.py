@@ -26,7 +26,7 @@ class Record:
 
     @property
     def document(self) -> str:
-        """The record as plain text: what it says, without a chat template."""
+        """The record as plain text: without a chat template."""
         if "text" in self.value:
             return str(self.value["text"])
         if "completion" in self.value:
@@ -40,12 +40,12 @@ class BadRecord:
 
     Attributes:
         number: Its number in the index, from 0.
-        place: `file:line`, counted from 1 (a row for parquet and arrow files).
+        location: `file:line`, counted from 1 (a row for parquet and arrow files).
         reason: Why, in a few words.
     """
 
     number: int
-    place: str
+    location: str
     reason: str
 
 
@@ -139,7 +139,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             kept[part] = _text(kept[part], part, may_be_empty=True)
         messages.append(kept)
     if not any(message["content"].strip() for message in messages):
-        raise UnusableRecordError("empty text: no message says anything")
+        raise UnusableRecordError("empty text: no message has content")
     return messages
 
 

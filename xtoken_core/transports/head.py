@@ -30,15 +30,15 @@ def load_head(directory: Path, *, width: int, hidden: int, dtype: torch.dtype) -
     Raises:
         InputError: If there is no such tensor, or it has another shape.
     """
-    places: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     try:
         for path in sorted(directory.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                places.update(dict.fromkeys(file.keys(), path))
-        name = _chosen(places)
+                file_of.update(dict.fromkeys(file.keys(), path))
+        name = _head_name(file_of)
         if name is None:
             raise InputError(f"{directory} holds no head: none of its tensors ends in {', '.join(HEADS + EMBEDDINGS)}")
-        with safe_open(places[name], framework="pt") as file:
+        with safe_open(file_of[name], framework="pt") as file:
             head: Tensor = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise InputError(f"cannot read the head from {directory}: {error}") from error
@@ -47,7 +47,7 @@ def load_head(directory: Path, *, width: int, hidden: int, dtype: torch.dtype) -
     return head.to(dtype)
 
 
-def _chosen(names: Iterable[str]) -> str | None:
+def _head_name(names: Iterable[str]) -> str | None:
     """Return the name of the untied head, or else of the input embedding."""
     known = sorted(names, key=lambda name: (name.count("."), name))
     for endings in (HEADS, EMBEDDINGS):

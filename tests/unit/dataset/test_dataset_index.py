@@ -109,7 +109,7 @@ def test_bad_records_keep_their_numbers_and_name_their_line(tmp_path: Path) -> N
     records = index.read(range(len(index)))
     assert [type(r) for r in records] == [Record, *[BadRecord] * 5, Record]
     bad = [r for r in records if isinstance(r, BadRecord)]
-    assert [r.place for r in bad] == [f"{path}:{line}" for line in (2, 3, 4, 5, 6)]
+    assert [r.location for r in bad] == [f"{path}:{line}" for line in (2, 3, 4, 5, 6)]
     reasons = ["invalid UTF-8 at byte 10", "empty line", "not a string", "no field 'text'", "invalid JSON"]
     assert all(reason in r.reason for r, reason in zip(bad, reasons, strict=True))
 
@@ -125,7 +125,7 @@ def test_a_file_that_begins_with_messages_is_told_from_one_with_a_stray_conversa
     assert build(stray, rows, begins).first_conversation() == f"{begins}:2"
     assert build(rows, tmp_path / "chat.parquet").first_conversation() == f"{tmp_path / 'chat.parquet'}:1"
     index = build(stray, begins)
-    assert [index.place(n) for n in range(len(index))] == [
+    assert [index.location(n) for n in range(len(index))] == [
         f"{stray}:1",
         f"{stray}:2",
         *(f"{begins}:{n}" for n in (1, 2, 3)),
@@ -143,7 +143,7 @@ def test_bad_rows_of_parquet(tmp_path: Path) -> None:
         "empty text",
         None,
     ]
-    assert records[2].place == f"{tmp_path / 'a.parquet'}:3"
+    assert records[2].location == f"{tmp_path / 'a.parquet'}:3"
 
 
 def test_chats_in_parquet(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_usable_records(record: dict, value: dict) -> None:
         ('{"messages": []}', "not a list with at least one message"),
         ('{"messages": ["hi"]}', "message 0 is not an object"),
         ('{"messages": [{"role": "user"}]}', "message 0 has no content"),
-        ('{"messages": [{"role": "user", "content": " "}]}', "no message says anything"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "no message has content"),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else None,
 )

@@ -101,13 +101,13 @@ def test_the_card_tells_the_figures_up_to_the_step(tmp_path: Path) -> None:
     assert "| optimiser steps | 4 of 8 samples |" in early
     assert "| samples trained, skipped, dead | 32, 0, 0 |" in early
     assert "| loss at the last step | 8.625 |" in early
-    assert "| figure | after 0 steps | after 4 steps |" in early
+    assert "| metric | after 0 steps | after 4 steps |" in early
     assert "| bits per byte | 3.0000 | 2.7500 |" in early
     assert "| loss at the last step | 8.125 |" in late
     assert "| bits per byte | 3.0000 | 2.5000 |" in late
     write_lines(tmp_path, "eval.jsonl", held_out[:1])
     once = (export_checkpoint(tmp_path, 4, tmp_path / "once").target / "README.md").read_text(encoding="utf-8")
-    assert "| figure | after 0 steps |\n|---|---|\n| bits per byte | 3.0000 |" in once
+    assert "| metric | after 0 steps |\n|---|---|\n| bits per byte | 3.0000 |" in once
 
 
 def test_a_directory_that_has_moved_is_exported_where_it_is(tmp_path: Path) -> None:

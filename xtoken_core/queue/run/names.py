@@ -18,4 +18,4 @@ def teacher_task(teacher: int) -> str:
 
 def signal_fields(teachers: int) -> tuple[str, ...]:
     """Return the volatile field of each teacher's signal."""
-    return tuple(schema.field_name(schema.TEACHER_LOGITS, i) for i in schema.teacher_indices(teachers))
+    return tuple(schema.field_name(schema.TEACHER_LOGITS, i) for i in range(teachers))

@@ -30,7 +30,7 @@ class SlotColumns:
         self.rings, self.store = rings, store
         self._names = [
             frozenset(schema.field_name(field, index) for field in (schema.TEACHER_HIDDEN, schema.TEACHER_MAXIMA))
-            for index in schema.teacher_indices(teachers)
+            for index in range(teachers)
         ]
         self._rows: dict[tuple[int, int, int], _SlotRows] = {}
 
