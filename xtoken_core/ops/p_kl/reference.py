@@ -89,9 +89,9 @@ def p_kl(
         options: How to compare.
     """
     P, T = options.max_chunks, options.temperature
-    probs = torch.softmax(upcast(student_logits) / T, dim=-1)  # [B, T_s, V_s]
-    q, _ = chunk_average_log_probs(probs, student_chunk_id, P)  # [B, P, V_s]
-    Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)  # [B, P, K]
+    # q [B, P, V_s], Q [B, P, K]
+    q, _ = chunk_average_log_probs(torch.softmax(upcast(student_logits) / T, dim=-1), student_chunk_id, P)
+    Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)
     log_q = torch.log(Q / (Q.sum(-1, keepdim=True) + EPSILON) + EPSILON)
     compared = teacher_logits if options.gathered else teacher_logits.index_select(-1, columns)
     log_p = _teacher_log_probs(upcast(compared) / T, teacher_chunk_id, options)  # [B, P, K]
