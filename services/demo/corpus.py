@@ -19,7 +19,7 @@ _SMALLEST, _LARGEST = 600, 1000
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the documents are, one `{"text": ...}` per line.
+    """Files of the documents, one `{"text": ...}` per line.
 
     Attributes:
         train: Documents to train on.
@@ -61,19 +61,19 @@ def write_corpus(directory: Path, *, library: Path | None = None) -> Corpus:
 
 
 def library_files(library: Path) -> list[Path]:
-    """The library's `.py` files, without its tests, IDLE and installed packages, sorted by name."""
+    """Return the library's `.py` files, without its tests, IDLE and installed packages, sorted by name."""
     kept = [path for path in library.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(library).parts)]
     return sorted(path for path in kept if path.is_file())
 
 
 def is_held_out(path: Path, library: Path) -> bool:
-    """Whether a file is one of the sixteenth that is kept for evaluation."""
+    """Return whether a file belongs to the sixteenth that is held out for evaluation."""
     name = path.relative_to(library).as_posix()
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % _HELD_OUT_ONE_IN == 0
 
 
 def cut_at_lines(text: str) -> Iterator[str]:
-    """Documents of 600 to 1000 bytes, cut where a line ends; only a longer line makes a longer document.
+    """Split a text into documents of 600 to 1000 bytes at line ends; only a longer line makes a longer document.
 
     How long each is to be follows from its first line, so that lengths vary. The last one takes what is left and
     may be shorter. Together they are the text, but for blank documents.

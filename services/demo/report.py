@@ -1,4 +1,4 @@
-"""The demo's table and `report.html`, read from what the runs wrote down and from nothing else."""
+"""The demo's table and `report.html`, made from the metric files of its runs alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Run:
     """One trained model.
 
     Attributes:
-        name: What the table calls it.
+        name: Its name in the table.
         steps: The lines of its `steps.jsonl`.
         evals: The lines of its `eval.jsonl`, at least one.
     """
@@ -40,7 +40,7 @@ class Run:
 
 
 def read_run(name: str, directory: Path) -> Run:
-    """A run's curves.
+    """Read a run's metrics.
 
     Raises:
         InputError: A file is missing or damaged, or there is no evaluation.
@@ -52,7 +52,7 @@ def read_run(name: str, directory: Path) -> Run:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The objects of a file of JSON lines; a last line that was cut off is left out.
+    """Return the objects of a JSON lines file, without a last line that is incomplete.
 
     Raises:
         InputError: The file cannot be read, or another line is not a JSON object.
@@ -101,7 +101,7 @@ def _rate(run: Run) -> str:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """The comparison on held-out text, for a terminal: the page's first columns."""
+    """Return the comparison on held-out text as a table for a terminal."""
     result = Table(title="Held-out text", caption="bits per byte: lower is better, comparable across tokenizers")
     result.add_column("model", no_wrap=True)
     for title, _ in COLUMNS[:_IN_TERMINAL]:
@@ -112,7 +112,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def write_report(path: Path, teacher: Run, students: Sequence[Run]) -> None:
-    """Write the page: the table and the curves, in one file that needs no other.
+    """Write the report, table and curves, as one self-contained file.
 
     Args:
         path: Where to; replaced whole.
@@ -167,7 +167,7 @@ def _picture(
     level: tuple[str, float] | None = None,
     smooth: bool = False,
 ) -> str:
-    """The curves over optimiser steps as inline SVG; nothing if none has a point that says anything."""
+    """Return the curves over optimiser steps as inline SVG; empty if no curve has a finite point."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -196,7 +196,7 @@ def _picture(
 
 
 def running_mean(values: Sequence[float], width: int = 9) -> list[float]:
-    """Each value averaged with those around it: `width` of them, fewer at the ends.
+    """Return the centred running mean over `width` values, fewer at the ends.
 
     >>> running_mean([0.0, 3.0, 6.0], width=3)
     [1.5, 3.0, 4.5]

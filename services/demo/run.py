@@ -41,19 +41,19 @@ def run_demo(
     teacher: TeacherTraining | None = None,
     student: StudentTraining | None = None,
 ) -> None:
-    """Make text, tokenizers and models, train the student twice, compare, and report.
+    """Create text, tokenizers and models, train the student twice, compare, and write a report.
 
     Leaves in `out`: `report.html`, `table.txt`, both runs' files and directories, and with them the distilled
-    student in `runs/distilled/model`. What an earlier demo has left there is replaced.
+    student in `runs/distilled/model`. The files of an earlier demo are replaced.
 
     Args:
-        out: A directory that is missing, empty, or was made by the demo.
-        console: Where progress and table are printed; standard output if left out.
-        teacher: How the teacher is trained; left out, for about a minute and a half on two cores.
-        student: How both students are trained; left out, for about a minute each.
+        out: A directory that is missing, empty, or was created by the demo.
+        console: Console for progress and table; standard output if left out.
+        teacher: Training of the teacher; by default about a minute and a half on two cores.
+        student: Training of both students; by default about a minute each.
 
     Raises:
-        InputError: `out` holds something else.
+        InputError: `out` has other files.
         XtokenError: A run failed or was stopped.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would take the cores from other processes
@@ -78,10 +78,10 @@ def run_demo(
 
 
 def prepare_directory(out: Path) -> None:
-    """Make the directory, empty of what an earlier demo has left.
+    """Create the directory, and remove the files of an earlier demo.
 
     Raises:
-        InputError: It holds what the demo has not made, or cannot be written.
+        InputError: It has files that are not the demo's, or cannot be written.
     """
     try:
         if out.exists() and any(out.iterdir()):
@@ -123,8 +123,10 @@ def _make_teacher(corpus: Corpus, out: Path, console: Console, training: Teacher
 
         def follow(line: dict[str, Any]) -> None:
             if "loss" in line:
-                said = f"step {line['step'] + 1}, loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
-                progress.update(bar, completed=line["step"] + 1, description=said)
+                line_text = (
+                    f"step {line['step'] + 1}, loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
+                )
+                progress.update(bar, completed=line["step"] + 1, description=line_text)
             else:
                 progress.console.print(f"  step {line['step']}: {line['bits_per_byte']:.3f} bits per byte")
 
@@ -149,22 +151,22 @@ def _make_student_and_projection(out: Path) -> None:
 
 
 def _train_student(run_file: Path) -> None:
-    """Start the run's processes and stay until they have ended.
+    """Run one training to its end.
 
     Raises:
         XtokenError: It did not complete.
     """
     from services.supervisor.local_run import run_locally
 
-    outcome = run_locally(load_run_spec(run_file))
-    if outcome.exit_code:
-        error = XtokenError(outcome.error or f"the run {run_file.stem} was stopped: start `xtoken demo` again")
-        error.exit_code = outcome.exit_code
+    result = run_locally(load_run_spec(run_file))
+    if result.exit_code:
+        error = XtokenError(result.error or f"the run {run_file.stem} was stopped: rerun `xtoken demo`")
+        error.exit_code = result.exit_code
         raise error
 
 
 def _show(console: Console, out: Path, runs: list[Run]) -> None:
-    """Print the table, keep it, and write the report."""
+    """Print the table, and write it and the report."""
     teacher, *students = runs
     check_comparable(runs)
     console.print(table(runs))

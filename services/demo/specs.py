@@ -13,7 +13,7 @@ _VOCAB_TOPK = 1024
 
 @dataclass(frozen=True)
 class StudentTraining:
-    """How both students are trained.
+    """Training of both students.
 
     Attributes:
         steps: Optimiser steps.
@@ -54,8 +54,8 @@ def write_run_files(out: Path, training: StudentTraining) -> dict[str, Path]:
 
 
 def run_file(name: str, loss: str, training: StudentTraining) -> str:
-    """The text of one run's file; its paths are relative to where it lies."""
-    return f"""# Made by `xtoken demo`; start it again with `xtoken run {name}.toml`.
+    """Return one run file; its paths are relative to its own directory."""
+    return f"""# Created by `xtoken demo`; rerun it with `xtoken run {name}.toml`.
 name = "{name}"
 output = "runs/{name}"
 seed = {training.seed}

@@ -1,4 +1,4 @@
-"""The demo's models: a teacher trained from scratch on this machine, and a student that knows nothing yet."""
+"""The demo's models: a teacher trained from scratch on this machine, and a randomly initialised student."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Progress = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The width and depth of a small Llama-like model; its head is 64 wide and its embedding tied."""
+    """Width and depth of a small Llama-like model; its head is 64 wide and its embedding tied."""
 
     hidden: int
     layers: int
@@ -40,7 +40,7 @@ _EMBEDDING_RATE = 10.0
 
 @dataclass(frozen=True)
 class TeacherTraining:
-    """How the teacher is trained.
+    """Training of the teacher.
 
     Attributes:
         steps: Optimiser steps.
@@ -67,7 +67,7 @@ class TeacherTraining:
 
 
 def new_model(tokenizer: PreTrainedTokenizerBase, size: ModelSize, *, seed: int, positions: int) -> LlamaForCausalLM:
-    """A Llama-like model with random weights, the same for the same seed, as wide as the tokenizer."""
+    """Return a Llama-like model with random weights from a seed and a head as wide as the tokenizer."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=size.hidden,
@@ -152,7 +152,7 @@ def train_teacher(
 def packed_batches(
     tokenizer: PreTrainedTokenizerBase, train: Path, cache_dir: Path, training: TeacherTraining
 ) -> Iterator[Int[Tensor, "rows context"]]:
-    """Shuffled documents one after the other, each between BOS and EOS, without end.
+    """Yield batches of shuffled documents, each between BOS and EOS, without end.
 
     Yields:
         `[rows, context_length]` int64.
@@ -176,7 +176,7 @@ def packed_batches(
 def _optimise(
     model: LlamaForCausalLM, batches: Iterator[Int[Tensor, "rows context"]], training: TeacherTraining
 ) -> Iterator[dict[str, Any]]:
-    """AdamW with warm-up and cosine; yields one line of `steps.jsonl` after every step."""
+    """Train with AdamW, warm-up and cosine decay; yield one line of `steps.jsonl` after every step."""
     model.train()
     embedding = [model.get_input_embeddings().weight]
     others = [p for p in model.parameters() if p is not embedding[0]]

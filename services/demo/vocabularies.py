@@ -1,4 +1,4 @@
-"""The demo's two tokenizers, trained on its text and really different: BPE over digits, Unigram over whole numbers."""
+"""The demo's two tokenizers, trained on its text: BPE over single digits, Unigram over whole numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STUDENT_WORDS = r"[0-9]{1,3}| ?[\p{L}_]+| ?[^\s\p{L}_0-9]+|[\r\n]+|\s+(?=\s)|\s
 
 
 def training_texts(corpus: Path, limit: int = _TRAINING_BYTES) -> list[str]:
-    """The first documents of a `train.jsonl`, up to about so many characters."""
+    """Return the first documents of a `train.jsonl`, up to about this many characters."""
     texts, size = [], 0
     with corpus.open(encoding="utf-8") as file:
         for line in file:
@@ -39,7 +39,7 @@ def training_texts(corpus: Path, limit: int = _TRAINING_BYTES) -> list[str]:
 
 
 def train_teacher_tokenizer(texts: Sequence[str], directory: Path, *, vocabulary: int = TEACHER_VOCABULARY) -> None:
-    """Byte-level BPE that splits every number into its digits, saved as a Hugging Face directory."""
+    """Train a byte-level BPE that splits every number into its digits, saved as a Hugging Face directory."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -56,7 +56,7 @@ def train_teacher_tokenizer(texts: Sequence[str], directory: Path, *, vocabulary
 
 
 def train_student_tokenizer(texts: Sequence[str], directory: Path, *, vocabulary: int = STUDENT_VOCABULARY) -> None:
-    """A Unigram with byte fallback that keeps numbers of up to three digits whole, saved likewise.
+    """Train a Unigram with byte fallback that keeps numbers of up to three digits whole, saved the same way.
 
     The seed vocabulary is made of byte-pair merges; then pieces are scored by how often the likeliest segmentation
     uses them and the least used dropped, in turn (hard EM; Kudo, "Subword Regularization", 2018, section 3.2).
@@ -76,7 +76,7 @@ def train_student_tokenizer(texts: Sequence[str], directory: Path, *, vocabulary
 
 
 def _seed(texts: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Byte-pair merges over characters, within the student's words."""
+    """Return byte-pair merges over characters, within the student's words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_STUDENT_WORDS), "isolated")
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, max_token_length=_LONGEST_PIECE, show_progress=False)
@@ -92,13 +92,13 @@ def _unigram(pieces: Sequence[tuple[str, float]]) -> Tokenizer:
 
 
 def _count_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> Counter[str]:
-    """How often each piece is used, numbers and byte pieces left out."""
+    """Count the uses of each piece, without numbers and byte pieces."""
     counts = Counter(token for encoding in tokenizer.encode_batch(texts) for token in encoding.tokens)
     return Counter({t: n for t, n in counts.items() if not re.fullmatch(r"[0-9]+|<0x[0-9A-F]{2}>|<unk>", t)})
 
 
 def _scored(counts: Counter[str], keep: int) -> list[tuple[str, float]]:
-    """The most used pieces with their log-frequencies; of single characters all that are not rare."""
+    """Return the most used pieces with their log-frequencies, and all single characters that are not rare."""
     single = [item for item in counts.items() if len(item[0]) == 1 and item[1] >= _CHARACTER_COUNT]
     longer = [item for item in counts.items() if len(item[0]) > 1]
     kept = sorted(single, key=_rank)[:keep] + sorted(longer, key=_rank)[: max(0, keep - len(single))]
@@ -111,7 +111,7 @@ def _rank(item: tuple[str, int]) -> tuple[int, str]:
 
 
 def frequent_numbers(texts: Sequence[str]) -> list[str]:
-    """The digits, and every group of two or three digits that the text often has, in order.
+    """Return the digits, and every group of two or three digits that the text often has, in order.
 
     The tokenizer cuts digits off from everything else and groups them by three from the left. So a number piece
     competes with the ways to split it and nothing more, and equal scores make it win against all of them.

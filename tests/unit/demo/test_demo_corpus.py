@@ -28,12 +28,12 @@ def read(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_tests_idle_and_installed_packages_are_left_out(library: Path) -> None:
+def test_excluded_directories(library: Path) -> None:
     names = {path.relative_to(library).as_posix() for path in library_files(library)}
     assert names == {f"module{i}.py" for i in range(60)} | {"email/e.py", "latin.py"}
 
 
-def test_train_and_held_out_text_come_from_different_files(library: Path, tmp_path: Path) -> None:
+def test_held_out_files_are_not_trained_on(library: Path, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "out", library=library)
     held_out = {path for path in library_files(library) if is_held_out(path, library)}
     held = "".join(path.read_text() for path in held_out)
@@ -43,21 +43,21 @@ def test_train_and_held_out_text_come_from_different_files(library: Path, tmp_pa
     assert corpus.heldout_bytes == sum(len(text.encode()) for text in read(corpus.heldout)) == len(held.encode())
 
 
-def test_writing_it_again_gives_the_same_files(library: Path, tmp_path: Path) -> None:
+def test_corpus_is_reproducible(library: Path, tmp_path: Path) -> None:
     first = write_corpus(tmp_path / "one", library=library)
     second = write_corpus(tmp_path / "two", library=library)
     assert first.train.read_bytes() == second.train.read_bytes()
     assert first.heldout.read_bytes() == second.heldout.read_bytes()
 
 
-def test_a_directory_without_sources_is_refused(tmp_path: Path) -> None:
+def test_directory_without_sources(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not hold the standard library's sources"):
         write_corpus(tmp_path / "out", library=tmp_path)
 
 
 @settings(deadline=None, max_examples=60)
 @given(lines=st.lists(st.integers(0, 1500), max_size=30))
-def test_documents_end_where_lines_end_and_make_up_the_text(lines: list[int]) -> None:
+def test_documents_end_at_line_ends(lines: list[int]) -> None:
     text = "".join("é" * (width // 2) + "\n" for width in lines)
     documents = list(cut_at_lines(text))
     for document in documents:
@@ -67,7 +67,7 @@ def test_documents_end_where_lines_end_and_make_up_the_text(lines: list[int]) ->
     assert "".join("".join(documents).split()) == "".join(text.split())
 
 
-def test_ordinary_documents_have_600_to_1000_bytes() -> None:
+def test_document_size() -> None:
     documents = list(cut_at_lines("".join(f"line {i} = {i * i}\n" for i in range(2000))))
     sizes = [len(document.encode()) for document in documents[:-1]]
     assert all(570 <= size <= 1000 for size in sizes)

@@ -34,7 +34,7 @@ def printed(*runs: Path) -> str:
     return captured.get()
 
 
-def test_the_table_shows_the_last_evaluation_of_each_run(tmp_path: Path) -> None:
+def test_table_shows_the_last_evaluation(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "plain", final=2.34567, kl=0.0), write_run(tmp_path / "distilled", final=2.1, kl=3)]
     text = printed(*runs)
     rows = {line.split()[1]: line for line in text.splitlines() if re.search("plain|distilled", line)}
@@ -42,7 +42,7 @@ def test_the_table_shows_the_last_evaluation_of_each_run(tmp_path: Path) -> None
     assert "2.100" in rows["distilled"]
 
 
-def test_the_page_stands_alone_and_its_pictures_are_well_formed(tmp_path: Path) -> None:
+def test_report_is_self_contained(tmp_path: Path) -> None:
     teacher = read_run("teacher <b>", write_run(tmp_path / "t", final=1.9, kl=None))
     plain = read_run("cross-entropy only", write_run(tmp_path / "c", final=2.3, kl=0.0))
     distilled = read_run("distilled", write_run(tmp_path / "d", final=2.1, kl=3.0))
@@ -59,18 +59,18 @@ def test_the_page_stands_alone_and_its_pictures_are_well_formed(tmp_path: Path) 
     assert page.count("<td>5,000</td>") == 3
 
 
-def test_a_curve_that_says_nothing_gets_no_picture(tmp_path: Path) -> None:
+def test_empty_curve_has_no_plot(tmp_path: Path) -> None:
     run = read_run("plain", write_run(tmp_path / "plain", final=2.0, kl=0.0))
     write_report(tmp_path / "report.html", run, [run])
     assert "Distillation loss" not in (tmp_path / "report.html").read_text()
 
 
-def test_a_line_cut_off_at_the_end_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_line(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"st')
     assert read_lines(tmp_path / "steps.jsonl") == [{"step": 0}, {"step": 1}]
 
 
-def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*eval\.jsonl: No such file"):
         read_run("x", tmp_path)
     (tmp_path / "eval.jsonl").write_text("")
@@ -81,7 +81,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         read_run("x", tmp_path)
 
 
-def test_runs_evaluated_on_different_text_are_not_compared(tmp_path: Path) -> None:
+def test_different_held_out_texts_are_refused(tmp_path: Path) -> None:
     runs = [
         read_run(path.name, path)
         for path in (
@@ -94,6 +94,6 @@ def test_runs_evaluated_on_different_text_are_not_compared(tmp_path: Path) -> No
         check_comparable(runs)
 
 
-def test_the_running_mean_keeps_the_ends() -> None:
+def test_running_mean_at_the_ends() -> None:
     assert running_mean([1.0, 2.0, 3.0, 4.0, 5.0], width=3) == [1.5, 2.0, 3.0, 4.0, 4.5]
     assert running_mean([2.0]) == [2.0]

@@ -10,7 +10,7 @@ from xtoken_core.config import load_run_spec
 from xtoken_core.errors import InputError, XtokenError
 
 
-def test_both_runs_are_equal_but_for_name_output_and_loss(tmp_path: Path) -> None:
+def test_runs_differ_in_name_output_and_loss(tmp_path: Path) -> None:
     files = write_run_files(tmp_path, StudentTraining(steps=7, seed=3))
     plain, distilled = load_run_spec(files[CROSS_ENTROPY]), load_run_spec(files[DISTILLED])
     differing = {name for name in type(plain).model_fields if getattr(plain, name) != getattr(distilled, name)}
@@ -31,7 +31,7 @@ def test_run_files_are_valid_whatever_the_size(tmp_path: Path, training: Student
         assert spec.train.min_learning_rate == 0.00015
 
 
-def test_a_run_that_does_not_complete_ends_the_demo_with_its_status(tmp_path: Path) -> None:
+def test_failed_run_ends_the_demo(tmp_path: Path) -> None:
     file = write_run_files(tmp_path, StudentTraining())[DISTILLED]
     with pytest.raises(XtokenError, match="cannot read") as ended:
         _train_student(file)
@@ -51,7 +51,7 @@ def test_only_the_demos_own_directory_is_cleared(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 
-def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
+def test_output_that_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(InputError, match=r"cannot write to .*file"):

@@ -11,7 +11,7 @@ import pytest
 from services.supervisor.interrupts import Interrupts
 
 
-def test_signals_are_counted_and_the_first_names_the_status() -> None:
+def test_signals_are_counted() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts:
         assert not interrupts.wait(0)
@@ -22,7 +22,7 @@ def test_signals_are_counted_and_the_first_names_the_status() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_hang_up_that_is_ignored_stays_so() -> None:
+def test_ignored_hang_up_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Interrupts() as interrupts:
@@ -32,7 +32,7 @@ def test_a_hang_up_that_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_another_thread_leaves_signals_alone() -> None:
+def test_other_threads_handle_no_signals() -> None:
     seen = []
 
     def enter() -> None:
@@ -46,6 +46,6 @@ def test_another_thread_leaves_signals_alone() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01])
-def test_waiting_without_a_signal(seconds: float) -> None:
+def test_wait_without_a_signal(seconds: float) -> None:
     with Interrupts() as interrupts:
         assert not interrupts.wait(seconds)

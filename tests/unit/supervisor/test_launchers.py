@@ -50,14 +50,14 @@ def finished(handle: LocalHandle) -> int:
     return status
 
 
-def test_output_goes_to_the_log_and_the_status_comes_back(tmp_path: Path) -> None:
+def test_output_and_exit_status(tmp_path: Path) -> None:
     program = "import os, sys; print(os.environ['MARK']); print('two', file=sys.stderr); sys.exit(3)"
     handle = start(tmp_path, program)
     assert finished(handle) == 3
     assert sorted((tmp_path / "log").read_text().split()) == ["one", "two"]
 
 
-def test_a_process_leads_its_own_session_and_dies_by_name(tmp_path: Path) -> None:
+def test_process_leads_its_own_session(tmp_path: Path) -> None:
     handle = start(tmp_path, SLEEP)
     assert os.getsid(handle.pid) == handle.pid
     assert handle.identity["pid"] == handle.pid and handle.identity["ticks"] > 0
@@ -67,7 +67,7 @@ def test_a_process_leads_its_own_session_and_dies_by_name(tmp_path: Path) -> Non
     handle.kill()
 
 
-def test_what_a_process_leaves_in_its_group_goes_with_it(tmp_path: Path) -> None:
+def test_exit_kills_the_process_group(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     handle = start(tmp_path, PARENT.format(own=False, file=str(file), then="sys.exit(0)"))
     child = read_pid(file)
@@ -76,7 +76,7 @@ def test_what_a_process_leaves_in_its_group_goes_with_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["same group", "own session"])
-def test_kill_takes_the_descendants_too(tmp_path: Path, own: bool) -> None:
+def test_kill_reaches_descendants(tmp_path: Path, own: bool) -> None:
     file = tmp_path / "pid"
     handle = start(tmp_path, PARENT.format(own=own, file=str(file), then="time.sleep(600)"))
     child = read_pid(file)
@@ -85,7 +85,7 @@ def test_kill_takes_the_descendants_too(tmp_path: Path, own: bool) -> None:
     until(lambda: not alive(child))
 
 
-def test_a_missing_program_is_an_error(tmp_path: Path) -> None:
+def test_missing_program(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         LocalLauncher().start(["/no/such/program"], {}, tmp_path / "log")
 
@@ -107,7 +107,7 @@ time.sleep(600)
     [(True, False), (True, True), (False, False)],
     ids=["tied", "children killed", "free"],
 )
-def test_what_a_killed_starter_leaves(tmp_path: Path, tied: bool, detached: bool) -> None:
+def test_processes_left_by_a_killed_supervisor(tmp_path: Path, tied: bool, detached: bool) -> None:
     private, file, grandchild = tmp_path / "private", tmp_path / "pid", tmp_path / "grandchild"
     private.mkdir()
     (private / "socket").touch()
@@ -132,5 +132,5 @@ def test_what_a_killed_starter_leaves(tmp_path: Path, tied: bool, detached: bool
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_guard_watches_what_was_not_forgotten() -> None:
+def test_orphan_reaper_watches_processes_not_forgotten() -> None:
     assert watched_at_end(["watch 3\n", "watch 5\n", "forget 3\n", "\n"]) == {5}

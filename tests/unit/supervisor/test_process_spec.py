@@ -14,7 +14,7 @@ from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.data_plane.address import Address
 
 
-def test_members_of_a_run_of_two_ranks(tmp_path: Path) -> None:
+def test_processes_of_two_ranks(tmp_path: Path) -> None:
     run = resolved_run(tmp_path, steps=2, ranks=2)
     members = build_process_specs(run, tmp_path / "resolved.json", [Address.parse("ipc:///private/queue")])
     assert [(m.name, m.group) for m in members] == [
@@ -28,14 +28,14 @@ def test_members_of_a_run_of_two_ranks(tmp_path: Path) -> None:
     assert "--incarnation" not in members[0].command_line(7)
 
 
-def test_one_rank_meets_nobody(tmp_path: Path) -> None:
+def test_single_rank_has_no_rendezvous(tmp_path: Path) -> None:
     members = build_process_specs(
         resolved_run(tmp_path, steps=2), tmp_path / "r.json", [Address.parse("ipc:///private/queue")]
     )
     assert not {"RANK", "WORLD_SIZE"} & set(members[-1].env)
 
 
-def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
+def test_commands_are_accepted_by_the_cli(tmp_path: Path) -> None:
     address = Address.parse("tcp://127.0.0.1:5000", tmp_path / "token")
     for member in build_process_specs(resolved_run(tmp_path, steps=2, ranks=2), tmp_path / "r.json", [address]):
         arguments = member.command_line(3)
@@ -45,7 +45,7 @@ def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path) -> Non
         assert shown.exit_code == 0, shown.output
 
 
-def test_cores_are_shared_by_those_who_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_per_model_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     spec = resolved_run(tmp_path, steps=2, ranks=2).spec
