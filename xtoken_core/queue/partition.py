@@ -207,16 +207,6 @@ COMMON_HANDLERS: dict[type[m.Request], Handler] = {
 }
 
 
-def check_distinct(ids: Sequence[int]) -> None:
-    """Check that no id is named twice.
-
-    Raises:
-        QueueError: `bad_request`.
-    """
-    if len(set(ids)) < len(ids):
-        raise QueueError("bad_request", "an id is there twice")
-
-
 def _kind(column: Column) -> FieldKind:
     return column.kind, column.dtype, column.item_shape
 

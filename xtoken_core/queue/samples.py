@@ -264,6 +264,16 @@ class Samples:
                 sample.mark(name, Status.WAITING)
 
 
+def check_distinct(ids: Sequence[int]) -> None:
+    """Check that no id is named twice.
+
+    Raises:
+        QueueError: `bad_request`.
+    """
+    if len(set(ids)) < len(ids):
+        raise QueueError("bad_request", "an id is there twice")
+
+
 def check_fields(sample: Sample, needed: frozenset[str]) -> None:
     """Check that a sample has all `needed` fields.
 

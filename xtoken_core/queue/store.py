@@ -62,6 +62,7 @@ class Store:
             for names, table in self._tables.items()
             if not columns.keys().isdisjoint(names) and not table.keys().isdisjoint(keep)
         }
+        # Columns that are new for the same samples stay one batch; a repeated put may bring only some of them.
         together: dict[frozenset[int], list[str]] = {}
         for name in columns:
             have = frozenset[int]().union(*(known for names, known in held.items() if name in names))
@@ -175,6 +176,7 @@ class Store:
             self._tables.pop(names, None)
 
     def _compact(self, batch: Batch) -> None:
+        # Small batches are not worth a copy; others once a quarter of their rows is left, so copies stay amortised.
         if batch.nbytes < COMPACT_BYTES or len(batch.row_of) * COMPACT_RATIO > batch.rows:
             return
         ids = sorted(batch.row_of, key=batch.row_of.__getitem__)

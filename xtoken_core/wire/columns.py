@@ -170,7 +170,7 @@ def _checked(head: ColumnHead, values: Buffer, offsets: Buffer | None) -> Column
     if counts.nbytes != OFFSET_BYTES * (rows + 1):
         raise QueueError("bad_request", f"column {head.name!r}: {rows} rows need {rows + 1} int64 offsets")
     bounds = int64_view(counts)
-    flat = bounds.tolist()
+    flat = bounds.tolist()  # compared in C with its sorted copy instead of by a Python loop
     if flat[0] != 0 or flat != sorted(flat) or flat[-1] * unit != view.nbytes:
         raise QueueError(
             "bad_request",

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from xtoken_core import schema
-from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease, check_distinct
+from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.run.protocol import RunProtocol
 from xtoken_core.queue.run.slot_columns import SlotColumns
 from xtoken_core.queue.run.slots import SlotState
+from xtoken_core.queue.samples import check_distinct
 from xtoken_core.queue.sessions import Sessions
 from xtoken_core.wire import Column, QueueError, object_column
 from xtoken_core.wire import messages as m

@@ -6,13 +6,14 @@ A method that returns None means "not yet": the caller waits and asks again afte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from xtoken_core import schema
 from xtoken_core.queue.run.names import COLLATOR, TEACHER, TRAIN, TRAINER
 from xtoken_core.queue.run.slots import Filling, Ring, Slot
 from xtoken_core.queue.run.state import RunState
 from xtoken_core.queue.sample import Status
+from xtoken_core.queue.samples import check_distinct
 from xtoken_core.queue.sessions import Session
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
@@ -162,7 +163,7 @@ class RunProtocol(RunState):
         Raises:
             QueueError: `rewound`, `ring_closed`, `unknown_sample`.
         """
-        _check_distinct(request.ids)
+        check_distinct(request.ids)
         self._check_rewinds(request.rewinds)
         ring = self._ring(request.ring, teacher=request.session)
         if all(i < self.cursor * self.samples_per_step for i in request.ids):
@@ -217,7 +218,7 @@ class RunProtocol(RunState):
         Raises:
             QueueError: `rewound`, `unknown_sample`; `conflict` if no slot holds this very micro-batch.
         """
-        _check_distinct(request.ids)
+        check_distinct(request.ids)
         self._check_rewinds(request.rewinds)
         rank = self._require_role(request.session, TRAINER).rank
         lease = self.samples.claim_ids(request.session, TRAIN, request.ids, request.fields)
@@ -283,8 +284,3 @@ class RunProtocol(RunState):
         self.samples.reset()
         self._recount(start, keep)
         return drop
-
-
-def _check_distinct(ids: Sequence[int]) -> None:
-    if len(set(ids)) < len(ids):
-        raise QueueError("bad_request", "an id is there twice")

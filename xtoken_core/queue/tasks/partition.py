@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease, check_distinct
+from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.sample import Lease, Status, Task
+from xtoken_core.queue.samples import check_distinct
 from xtoken_core.queue.sessions import Sessions
 from xtoken_core.queue.tasks.samples import OrderedSamples
 from xtoken_core.wire import Column, QueueError
