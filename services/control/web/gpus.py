@@ -12,17 +12,19 @@ class Gpus:
     """The GPUs that NVML lists; none on a machine without the driver."""
 
     def __init__(self) -> None:
-        self._devices: list[Any] = []
+        self._devices: dict[int, Any] = {}
         self._open = False
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self._open = True
-            self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                with contextlib.suppress(pynvml.NVMLError):  # one lost GPU must not hide the others
+                    self._devices[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
 
     def sample(self) -> dict[str, float]:
         """Return `gpu_memory{i}` (bytes in use) and `gpu_use{i}` (percent) for each GPU `i`, where NVML knows them."""
         sample: dict[str, float] = {}
-        for index, device in enumerate(self._devices):
+        for index, device in self._devices.items():
             # Asked one by one: a GPU in MIG mode has no utilization.
             with contextlib.suppress(pynvml.NVMLError):
                 sample[f"gpu_memory{index}"] = pynvml.nvmlDeviceGetMemoryInfo(device).used
@@ -34,4 +36,4 @@ class Gpus:
         """Shut NVML down."""
         if self._open:
             pynvml.nvmlShutdown()
-            self._open, self._devices = False, []
+            self._open, self._devices = False, {}
