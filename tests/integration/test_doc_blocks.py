@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def workspace(demo: Path, tmp_path: Path) -> Path:
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "models").mkdir()
     for name in ("student", "teacher"):
-        (tmp_path / "models" / name).symlink_to(demo / name)
+        shutil.copytree(demo / name, tmp_path / "models" / name)
     for source, name, lines in (("train", "train.jsonl", 200), ("heldout", "heldout.jsonl", 10)):
         text = (demo / "corpus" / f"{source}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (tmp_path / name).write_text("".join(text[:lines]), encoding="utf-8")
