@@ -31,12 +31,12 @@ _BATCH_CHARACTERS = 1 << 19
 _BATCH_RECORDS = 64
 
 _Text = tuple[str, str | None, str]
-"""A record's place, its text, and why it has none."""
+"""A record's location, its text, and the reason if it has none."""
 
 
 @dataclass(frozen=True)
 class _Misfit:
-    """A text with tokens in no chunk that it does not owe to its ends."""
+    """Text with unmatched tokens other than those at its ends."""
 
     place: str
     student_tokens: int
@@ -45,7 +45,7 @@ class _Misfit:
 
 @dataclass(frozen=True)
 class _Check:
-    """What `align check` tells of a file, or of all.
+    """Result of `align check` for a file, or for all.
 
     Attributes:
         records: Records, usable or not.
@@ -67,7 +67,7 @@ class _Check:
         return _Check(self.records + other.records, self.skipped + other.skipped, self.misfits + other.misfits, *first)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values."""
         skipped, misfit = self.first_skipped, self.first_misfit
         return {
             "records": self.records,
@@ -78,7 +78,7 @@ class _Check:
         }
 
     def lines(self) -> Iterator[str]:
-        """For the eye."""
+        """Yield lines for the terminal."""
         yield f"  {'records':<26} {self.records:>14,}"
         skipped, misfit = self.first_skipped, self.first_misfit
         yield f"  {'skipped':<26} {self.skipped:>14,}" + (f"  first: {': '.join(skipped)}" if skipped else "")
@@ -145,32 +145,32 @@ def check(
     from xtoken_core.errors import XtokenError
 
     aligner, ours, theirs = _sides(student, teacher)
-    found: dict[str, tuple[_Check, AlignmentReport]] = {}
+    results: dict[str, tuple[_Check, AlignmentReport]] = {}
     first_bad = ""
     for path in files:
-        report, told = AlignmentReport(), _Check()
-        with progress_bar(f"aligning {path.name}", quiet=as_json) as tell, _texts(path, field) as (texts, records):
+        report, checked = AlignmentReport(), _Check()
+        with progress_bar(f"aligning {path.name}", quiet=as_json) as advance, _texts(path, field) as (texts, records):
             for batch in _batches(texts):
                 skipped = [(place, reason) for place, text, reason in batch if text is None]
                 usable = [(place, text) for place, text, _ in batch if text is not None]
                 counts, misfits, bad = _align_batch(aligner, ours, theirs, usable, context)
                 first_bad = first_bad or bad
                 report += counts
-                told += _Check(
+                checked += _Check(
                     len(batch), len(skipped), len(misfits), next(iter(skipped), None), next(iter(misfits), None)
                 )
-                tell(told.records, records)
-        found[str(path)] = told, report
-    total = sum((report for _, report in found.values()), start=AlignmentReport())
-    whole = sum((told for told, _ in found.values()), start=_Check())
+                advance(checked.records, records)
+        results[str(path)] = checked, report
+    total = sum((report for _, report in results.values()), start=AlignmentReport())
+    whole = sum((checked for checked, _ in results.values()), start=_Check())
     if as_json:
-        shown = {name: told.as_dict() | report.as_dict() for name, (told, report) in found.items()}
+        shown = {name: checked.as_dict() | report.as_dict() for name, (checked, report) in results.items()}
         both = {"files": shown, "total": whole.as_dict() | total.as_dict(), "notes": list(aligner.notes)}
         typer.echo(json.dumps(both, indent=2))
     else:
-        for name, (told, report) in {**found, "total": (whole, total)}.items():
+        for name, (checked, report) in {**results, "total": (whole, total)}.items():
             typer.echo(name)
-            for line in told.lines():
+            for line in checked.lines():
                 typer.echo(line)
             for key, value in report.as_dict().items():
                 typer.echo(f"  {key:<26} {value:>14,.0f}")
@@ -190,7 +190,7 @@ def _align_batch(
     records: Sequence[tuple[str, str]],
     context: int | None,
 ) -> tuple[AlignmentReport, list[_Misfit], str]:
-    """Counts of some texts by their places, those that fit badly, and where the first unequal chunk is."""
+    """Return counts of some texts, those with unmatched tokens, and the record of the first unequal chunk."""
     from dataclasses import replace
     from time import perf_counter
 
@@ -203,8 +203,8 @@ def _align_batch(
     texts = [text for _, text in records]
     whole = [side.encode(texts, specials=True) for side in (ours, theirs)]
     sides = []
-    for found in whole:
-        rows = [ids[:context] for ids in found]
+    for encoded in whole:
+        rows = [ids[:context] for ids in encoded]
         width = max(map(len, rows))
         ids, mask = (torch.zeros((len(rows), width), dtype=torch.int64) for _ in range(2))
         for row, kept in enumerate(rows):
@@ -227,20 +227,20 @@ def _misfits(
     batch: AlignmentBatch,
     context: int | None,
 ) -> Iterator[_Misfit]:
-    """The texts with tokens in no chunk that their ends do not explain; `ids` are uncut."""
+    """Yield the texts with unmatched tokens other than those at their ends; `ids` are uncut."""
     chunks = (batch.student_chunk_id.numpy(), batch.teacher_chunk_id.numpy())
     for row, (place, _) in enumerate(records):
-        cut = context is not None and any(len(found[row]) > context for found in ids)
+        cut = context is not None and any(len(encoded[row]) > context for encoded in ids)
         left = [
-            _left_over(side, found[row], chunk[row][: len(found[row])], cut=cut)
-            for side, found, chunk in zip(sides, ids, chunks, strict=True)
+            _unmatched(side, encoded[row], chunk[row][: len(encoded[row])], cut=cut)
+            for side, encoded, chunk in zip(sides, ids, chunks, strict=True)
         ]
         if any(left):
             yield _Misfit(place, *left)
 
 
-def _left_over(side: TextTokenizer, ids: np.ndarray, chunk: np.ndarray, *, cut: bool) -> int:
-    """How many tokens of a row are in no chunk, but for what any text may have at its ends."""
+def _unmatched(side: TextTokenizer, ids: np.ndarray, chunk: np.ndarray, *, cut: bool) -> int:
+    """Return the number of unmatched tokens of a row, without those that any text may have at its ends."""
     before, after = side.ends
     begin, end = 0, len(chunk)
     if before and ids[: len(before)].tolist() == before:
@@ -255,11 +255,11 @@ def _left_over(side: TextTokenizer, ids: np.ndarray, chunk: np.ndarray, *, cut: 
     return int((chunk[begin:end] < 0).sum())
 
 
-def _batches(found: Iterable[_Text]) -> Iterator[list[_Text]]:
-    """The records, some at a time."""
+def _batches(records: Iterable[_Text]) -> Iterator[list[_Text]]:
+    """Yield the records in batches."""
     batch: list[_Text] = []
     size = 0
-    for entry in found:
+    for entry in records:
         batch.append(entry)
         size += len(entry[1] or "")
         if len(batch) >= _BATCH_RECORDS or size >= _BATCH_CHARACTERS:
@@ -271,7 +271,7 @@ def _batches(found: Iterable[_Text]) -> Iterator[list[_Text]]:
 
 @contextmanager
 def _texts(path: Path, field: str) -> Iterator[tuple[Iterable[_Text], int]]:
-    """The records of a file and how many it has; a file of another kind than those of a run is one text."""
+    """Open a file: its records and their number; a file of another kind than those of a run is one text."""
     import tempfile
 
     from xtoken_core.dataset import DataIndex

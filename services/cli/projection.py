@@ -45,8 +45,8 @@ def build(
     empty = int((projection.likelihoods.sum(dim=1) == 0).sum())
     rows = len(projection.indices)
     if as_json:
-        found = {"file": str(out), "rows": rows, "top_k": top_k, "one_counterpart": pinned, "empty": empty}
-        typer.echo(json.dumps(found, indent=2))
+        result = {"file": str(out), "rows": rows, "top_k": top_k, "one_counterpart": pinned, "empty": empty}
+        typer.echo(json.dumps(result, indent=2))
         return
     typer.echo(f"{out}: {rows} rows of {top_k}, {pinned} with one counterpart, {empty} empty")
 
@@ -67,31 +67,31 @@ def inspect(
 
     check_projection_pair(file, student, teacher)
     with spinner("reading both vocabularies", quiet=as_json):
-        found = report.inspect_projection(
+        summary = report.inspect_projection(
             read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
         )
     if as_json:
-        typer.echo(json.dumps(report.as_json(found), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(report.as_json(summary), ensure_ascii=False, indent=2))
         return
-    typer.echo(f"rows               {found.rows} of up to {found.top_k} teacher tokens")
-    typer.echo(f"  one counterpart  {found.exact}")
-    typer.echo(f"  several          {found.spread}")
-    beyond = f", {found.padding} of them rows of the head beyond the vocabulary" if found.padding else ""
-    typer.echo(f"  none             {found.empty}{beyond}")
-    typer.echo(f"teacher tokens     {found.teacher_covered} named by some row")
+    typer.echo(f"rows               {summary.rows} of up to {summary.top_k} teacher tokens")
+    typer.echo(f"  one counterpart  {summary.exact}")
+    typer.echo(f"  several          {summary.spread}")
+    beyond = f", {summary.padding} of them rows of the head beyond the vocabulary" if summary.padding else ""
+    typer.echo(f"  none             {summary.empty}{beyond}")
+    typer.echo(f"teacher tokens     {summary.teacher_covered} named by some row")
     typer.echo(
-        f"common tokens      {found.common_strict} strict, {found.common_relaxed} relaxed "
+        f"common tokens      {summary.common_strict} strict, {summary.common_relaxed} relaxed "
         "(paired by the projection, specials too; overlap counts equal spellings, no specials)"
     )
     typer.echo("uncommon by category:")
-    for name, (total, uncommon) in found.categories.items():
+    for name, (total, uncommon) in summary.categories.items():
         typer.echo(f"  {name:<20} {uncommon:>7} of {total}")
-    for kind, rows in found.samples.items():
+    for kind, rows in summary.samples.items():
         if rows:
             typer.echo(f"{kind}:")
         for name, row in rows:
             typer.echo(f"  {_quoted(name)} -> " + (", ".join(f"{_quoted(t)} {w:.3f}" for t, w in row) or "nothing"))
-    for warning in found.warnings:
+    for warning in summary.warnings:
         typer.echo(f"warning: {warning}", err=True)
 
 
@@ -112,8 +112,8 @@ def overlap(
     if as_json:
         typer.echo(json.dumps(report.overlap_table(rows), indent=2))
         return
-    for a, b, both, share in rows:
-        typer.echo(f"{a}  {b}  {both} common spellings, {share:.3f} of the smaller")
+    for a, b, both, fraction in rows:
+        typer.echo(f"{a}  {b}  {both} common spellings, {fraction:.3f} of the smaller")
 
 
 @projection_app.command()
@@ -137,7 +137,7 @@ def _tokenizer(directory: Path, what: str) -> Any:
 
 
 def _head_width(directory: Path) -> int | None:
-    """Rows of the head of the model in a directory, None if there is only a tokenizer."""
+    """Return the rows of the head of the model in a directory; None if there is only a tokenizer."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         width = config.get("text_config", config).get("vocab_size")
@@ -147,7 +147,7 @@ def _head_width(directory: Path) -> int | None:
 
 
 def _quoted(name: str) -> str:
-    """A token's name as it is shown: what does not print is escaped, what is escaped already stays."""
+    """Return a token's name as it is shown: what does not print is escaped, what is escaped already stays."""
     return "'" + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name) + "'"
 
 

@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie in one flat array: the student's, then the teacher's."""
+"""Flat layout of a batch: the student's rows, then the teacher's, in one array."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FlatLayout:
 
     @cached_property
     def split(self) -> int:
-        """Where the teacher's rows begin."""
+        """Index of the teacher's first token."""
         return self.samples * self.widths[0]
 
     @cached_property
@@ -49,16 +49,16 @@ class FlatLayout:
         return np.repeat(self.first, 2)
 
     def of(self, side: int) -> slice:
-        """The rows of the student (0) or of the teacher (1)."""
+        """Return the rows of the student (0) or of the teacher (1)."""
         return slice(side * self.samples, (side + 1) * self.samples)
 
     def halves(self, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The student's `[B, T_s]` and the teacher's `[B, T_t]` part of an array over all tokens."""
+        """Return the student's `[B, T_s]` and the teacher's `[B, T_t]` part of an array over all tokens."""
         split, (student, teacher) = self.split, self.widths
         return flat[:split].reshape(-1, student), flat[split:].reshape(-1, teacher)
 
     def minus(self, flat: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """`[n]`: an array over all tokens, from each row of which its own of `[2B]` values is subtracted."""
+        """Return an array `[n]` over all tokens with each row's own of `[2B]` values subtracted."""
         result = np.empty_like(flat)
         parts = values.reshape(2, self.samples, 1)
         for half, given, part in zip(self.halves(result), self.halves(flat), parts, strict=True):
@@ -68,5 +68,5 @@ class FlatLayout:
 
 @lru_cache(maxsize=64)
 def flat_layout(samples: int, student: int, teacher: int) -> FlatLayout:
-    """The rows of a batch of this shape; made once."""
+    """Return the layout of a batch of this shape, cached."""
     return FlatLayout(samples, (student, teacher))

@@ -1,4 +1,4 @@
-"""Where two byte streams that should be the same are the same: exact, for the rare rows in which they are not."""
+"""Matching blocks of two byte streams that should be equal: exact, for the rare rows in which they are not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WINDOW = 32
 
 
 def matching_blocks(a: np.ndarray, b: np.ndarray) -> list[tuple[int, int, int]]:
-    """Stretches `(i, j, n)`, in order, with `a[i:i+n] == b[j:j+n]`.
+    """Return stretches `(i, j, n)`, ascending, with `a[i:i+n] == b[j:j+n]`.
 
     After a difference the walk resumes at the nearest four symbols that both streams have in common; the window in
     which they are searched doubles until it holds some, so that the whole takes time in proportion to the streams
@@ -66,7 +66,7 @@ def _resume(a: np.ndarray, b: np.ndarray, i: int, j: int) -> tuple[int, int] | N
 
 
 def _grams(symbols: np.ndarray) -> np.ndarray:
-    """Every four neighbouring symbols as one uint64."""
+    """Return every four neighbouring symbols as one uint64."""
     count = max(len(symbols) - _ANCHOR + 1, 0)
     grams = np.zeros(count, dtype=np.uint64)
     for offset in range(_ANCHOR):

@@ -1,4 +1,4 @@
-"""Which leading spaces a tokenizer put there itself (SentencePiece's dummy prefix), and which were in the text."""
+"""Leading spaces added by a tokenizer (SentencePiece's dummy prefix), distinguished from those of the text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xtoken_core.alignment.token_arrays import TokenArrays
 def find_dummy_prefixes(
     sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, silent: np.ndarray, *, suspected: bool = False
 ) -> np.ndarray:
-    """Indices of tokens whose leading space is the tokenizer's own.
+    """Return the indices of tokens whose leading space is the tokenizer's own.
 
     Those are the first text token of a row and of every separately tokenized stretch (one after absent tokens)
     and, for some tokenizers, those after a special. A tokenizer that adds a space only where it is missing, or whose
@@ -59,16 +59,16 @@ def find_dummy_prefixes(
 def _text_after(
     sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, side: int, after: np.ndarray, first: np.ndarray
 ) -> np.ndarray:
-    """Of the tokens after breaks: those of text in the row of the break that are not the first text of it."""
+    """Return, of the tokens after breaks, those of text in the break's row that are not its first text."""
     row = (after - 1 - side * rows.split) // rows.widths[side]
     inside = (after <= rows.last[rows.of(side)].take(row)) & (first.take(row) != after)
     after = after[inside]
-    found: np.ndarray = after[sides.kinds.take(ids.take(after)) == TEXT]
-    return found
+    of_text: np.ndarray = after[sides.kinds.take(ids.take(after)) == TEXT]
+    return of_text
 
 
 def _first_text(sides: TokenArrays, ids: np.ndarray, rows: FlatLayout) -> tuple[np.ndarray, np.ndarray]:
-    """`[2B]` each: index of each row's first text token, that of its first token if it has none; its leading spaces."""
+    """Return `[2B]` each: index of each row's first text token (of its first token if none); its leading spaces."""
     first: np.ndarray = rows.first + (sides.kinds.take(ids.take(rows.head)) == TEXT).argmax(axis=1)
     token = ids.take(first)
     if np.count_nonzero(sides.kinds.take(token)):
@@ -82,7 +82,7 @@ def _first_text(sides: TokenArrays, ids: np.ndarray, rows: FlatLayout) -> tuple[
 def _begins_with_space(
     sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, first: np.ndarray, spaces: np.ndarray, side: int
 ) -> np.ndarray:
-    """`[B]` bool: the text itself begins with a space, the one that the tokenizer always adds not counted."""
+    """Return `[B]` bool: the text itself begins with a space, not counting the one that the tokenizer always adds."""
     mine = rows.of(side)
     if sides.prefixes[side] == "none":
         return spaces[mine] > 0

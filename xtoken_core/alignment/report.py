@@ -1,4 +1,4 @@
-"""What an alignment looks like: counts over many texts, and both tokenizations of one text with their chunks."""
+"""Reports on alignments: counts over many texts, and both tokenizations of one text with their chunks."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class AlignmentReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Student tokens aligned per second; 0 if no time was taken."""
+        """Return the student tokens aligned per second; 0 if no time was measured."""
         return self.student_tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, int | float]:
-        """All counts and the rate, for JSON."""
+        """Return all counts and the rate as plain values."""
         values: dict[str, int | float] = asdict(self)
         del values["seconds"]
         return values | {"tokens_per_second": round(self.tokens_per_second, 1)}
@@ -60,7 +60,7 @@ class AlignmentReport:
 def summarize(
     aligner: TokenAligner, batch: AlignmentBatch, student_ids: Any, student_mask: Any, teacher_mask: Any
 ) -> AlignmentReport:
-    """Count what a batch of alignments holds.
+    """Count the contents of a batch of alignments.
 
     Args:
         aligner: What made it.
@@ -89,7 +89,7 @@ def summarize(
 
 @dataclass(frozen=True)
 class ShownToken:
-    """One token for the eye: what it spells, its chunk (-1 = none) and whether the chunk is correct."""
+    """One token to be shown: its text, its chunk (-1 = none) and whether the chunk is correct."""
 
     text: str
     chunk: int
@@ -97,7 +97,7 @@ class ShownToken:
 
 
 def shown_tokens(table: TokenTable, ids: Sequence[int], chunk: Any, correct: Any) -> list[ShownToken]:
-    """The tokens of one side of one sample; bytes that are no whole characters are shown in hexadecimal."""
+    """Return the tokens of one side of one sample; bytes that are no whole characters are shown in hexadecimal."""
     tokens = []
     for index, number in zip(ids, np.asarray(chunk).tolist(), strict=True):
         spelled = table.literals.get(index, table.pieces[index])
@@ -113,14 +113,14 @@ UNCHUNKED, WRONG = "#dddddd", "#ff6961"
 
 
 def colour(token: ShownToken) -> str:
-    """The background of a token: neighbouring chunks differ, wrong ones are red, tokens in none are grey."""
+    """Return the background of a token: neighbouring chunks differ, wrong ones are red, tokens in none are grey."""
     if token.chunk < 0:
         return UNCHUNKED
     return COLOURS[token.chunk % len(COLOURS)] if token.correct else WRONG
 
 
 def alignment_html(title: str, sides: Sequence[tuple[str, Sequence[ShownToken]]]) -> str:
-    """A page with both tokenizations; pointing at a token tells its chunk."""
+    """Return a page with both tokenizations; pointing at a token shows its chunk."""
     parts = []
     for name, tokens in sides:
         spans = "".join(

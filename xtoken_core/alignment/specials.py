@@ -1,4 +1,4 @@
-"""Which specials of both sides are pairs: those of one role at the same byte."""
+"""Pairs of special tokens: those of one role at the same byte."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def _numbered(key: np.ndarray) -> np.ndarray:
 
 
 def _increasing(values: np.ndarray) -> np.ndarray:
-    """Indices of a longest increasing run of values, for specials that stand in another order on the other side."""
+    """Return the indices of a longest increasing run of values, for specials in another order on the other side."""
     tails: list[int] = []
     at: list[int] = []
     before = np.full(len(values), -1, dtype=np.int64)
     for index, value in enumerate(values.tolist()):
-        place = bisect_left(tails, value)
-        before[index] = at[place - 1] if place else -1
-        tails[place : place + 1] = [value]
-        at[place : place + 1] = [index]
+        length = bisect_left(tails, value)
+        before[index] = at[length - 1] if length else -1
+        tails[length : length + 1] = [value]
+        at[length : length + 1] = [index]
     chain = [at[-1]]
     while before[chain[-1]] >= 0:
         chain.append(int(before[chain[-1]]))

@@ -1,4 +1,4 @@
-"""Building a projection: which teacher tokens write a student token, and with what weight.
+"""Construction of a projection: the teacher tokens of each student token, with their weights.
 
 Weights are kept as coordinates until the rows are cut; every step is a function of its own, and the same tokenizers
 give the same projection to the byte.
@@ -27,7 +27,7 @@ REFERENCE_LAST_WEIGHT = 0.2
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How a projection is built.
+    """Settings of the construction.
 
     Attributes:
         forward: Student tokens re-tokenized by the teacher.
@@ -57,7 +57,7 @@ class Entries:
 
     @staticmethod
     def join(*parts: Entries) -> Entries:
-        """All entries, those of one coordinate added up, in ascending order of coordinates."""
+        """Return all entries in ascending order of coordinates, those of one coordinate added up."""
         student, teacher, weight = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("student", "teacher", "weight")
         )
@@ -98,8 +98,8 @@ def build_projection(
     if options.reverse:
         parts.append(reverse_entries(teacher, Retokenizer(student_tokenizer, student)))
     if options.specials:
-        settled = set() if options.as_reference else set(pins[1].tolist())
-        free = {index: literal for index, literal in teacher.literals.items() if index not in settled}
+        pinned_teachers = set() if options.as_reference else set(pins[1].tolist())
+        free = {index: literal for index, literal in teacher.literals.items() if index not in pinned_teachers}
         parts.append(Entries(*special_entries(student.literals, free)))
     indices, weights = cut_rows(Entries.join(*parts), rows, pins, options)
     return TopKProjection(
@@ -112,7 +112,7 @@ def build_projection(
 
 
 def forward_entries(student: TokenTable, by_teacher: Retokenizer, *, skip: np.ndarray | None = None) -> Entries:
-    """Every student token's bytes re-tokenized by the teacher: piece i weighs `0.9 * 0.1^i`, first 4 normalised.
+    """Re-tokenize every student token's bytes by the teacher: piece i weighs `0.9 * 0.1^i`, first 4 normalised.
 
     Args:
         student: The student's tokens.
@@ -125,7 +125,7 @@ def forward_entries(student: TokenTable, by_teacher: Retokenizer, *, skip: np.nd
 
 
 def reverse_entries(teacher: TokenTable, by_student: Retokenizer) -> Entries:
-    """Every teacher token re-tokenized by the student: weight i at (piece i, teacher token)."""
+    """Re-tokenize every teacher token by the student: weight i at (piece i, teacher token)."""
     ids = _sources(teacher, None)
     teachers, students, weights = _pieces(teacher, ids, by_student)
     return Entries(students, teachers, weights)
@@ -134,7 +134,7 @@ def reverse_entries(teacher: TokenTable, by_student: Retokenizer) -> Entries:
 def exact_pins(
     student: TokenTable, teacher: TokenTable, tokenizers: tuple[Any, Any], options: BuildOptions
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs (student ids, teacher ids) of tokens that are the same, ascending by student id.
+    """Return pairs (student ids, teacher ids) of equal tokens, ascending by student id.
 
     Text tokens of equal bytes, specials of one name, bos with bos and eos with eos. If several teacher tokens have
     the same bytes, the lowest id is taken. The public tools match equal raw strings and nothing else.
@@ -143,23 +143,23 @@ def exact_pins(
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     if options.as_reference:
         theirs = tokenizers[1].get_vocab()
-        found = {i: theirs[token] for token, i in tokenizers[0].get_vocab().items() if token in theirs}
+        pairs = {i: theirs[token] for token, i in tokenizers[0].get_vocab().items() if token in theirs}
     else:
-        found = _same_roles(student, teacher)
-        found |= _same(dict(student.literals), dict(teacher.literals))
-        found |= _same(dict(enumerate(student.pieces)), dict(enumerate(teacher.pieces)))
-    ids = np.array(sorted(found), dtype=np.int64)
-    return ids, np.array([found[i] for i in ids.tolist()], dtype=np.int64)
+        pairs = _same_roles(student, teacher)
+        pairs |= _same(dict(student.literals), dict(teacher.literals))
+        pairs |= _same(dict(enumerate(student.pieces)), dict(enumerate(teacher.pieces)))
+    ids = np.array(sorted(pairs), dtype=np.int64)
+    return ids, np.array([pairs[i] for i in ids.tolist()], dtype=np.int64)
 
 
 def _same(ours: Mapping[int, bytes], theirs: Mapping[int, bytes]) -> dict[int, int]:
-    """Ids of equal, non-empty bytes; the lowest of several teacher ids."""
+    """Pair ids of equal, non-empty bytes; of several teacher ids the lowest."""
     by_bytes = {spelling: index for index, spelling in sorted(theirs.items(), reverse=True) if spelling}
     return {index: by_bytes[spelling] for index, spelling in ours.items() if spelling in by_bytes}
 
 
 def _same_roles(student: TokenTable, teacher: TokenTable) -> dict[int, int]:
-    """Bos with bos, eos with eos; a token that is both meets the other side's eos first."""
+    """Pair BOS with BOS and EOS with EOS; a token that is both pairs with the other side's EOS first."""
     meant = {part: index for index, role in teacher.roles.items() for part in role.split("|")}
     wanted = {index: role.split("|")[-1] for index, role in student.roles.items()}
     return {index: meant[role] for index, role in wanted.items() if role in ("bos", "eos") and role in meant}
@@ -194,7 +194,7 @@ def cut_rows(
 
 
 def _reference_last_slot(indices: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the public tools do to rows: slot 32 weighs 0.2, whatever token (here: the lowest free id) is in it."""
+    """Change rows as the public tools do: slot 32 weighs 0.2, for any token in it (here: the lowest free id)."""
     used = weights.sum(axis=1) > 0
     free = np.zeros(len(indices), dtype=np.int64)
     for candidate in range(ROW_LIMIT):
@@ -207,7 +207,7 @@ def _reference_last_slot(indices: np.ndarray, weights: np.ndarray) -> tuple[np.n
 
 
 def _pieces(table: TokenTable, ids: np.ndarray, other: Retokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sources, their pieces by the other tokenizer and the pieces' weights."""
+    """Return sources, their pieces by the other tokenizer and the pieces' weights."""
     pieces, counts = other([table.pieces[i] for i in ids.tolist()])
     source = np.repeat(ids, counts)
     rank = piece_ranks(counts)
@@ -219,7 +219,7 @@ def _pieces(table: TokenTable, ids: np.ndarray, other: Retokenizer) -> tuple[np.
 
 
 def _sources(table: TokenTable, skip: np.ndarray | None) -> np.ndarray:
-    """Ids of the tokens that spell text and do not look like the specials, which have a step of their own."""
+    """Return ids of the tokens that spell text and do not look like specials, which have a step of their own."""
     chosen = table.kinds == TEXT
     chosen &= table.pool.lengths > 0
     marked = [index for index, p in enumerate(table.pieces) if p[:2] == b"<|" and p[-2:] == b"|>"]

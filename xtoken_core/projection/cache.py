@@ -1,4 +1,4 @@
-"""Projections as a process keeps them: read once per file, device and size."""
+"""Process-wide caches of projections: read once per file, device and size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXACT_TOKEN_MAP_CACHE: dict[tuple[str, torch.device, bool, int, int, int], dict
 def get_sparse_projection_matrix(
     path: str | os.PathLike[str], device: torch.device, *, student_vocab_size: int, teacher_vocab_size: int
 ) -> Tensor:
-    """The projection as a sparse matrix on a device, cached.
+    """Return the projection as a sparse matrix on a device, cached.
 
     Empty slots (teacher id -1) are dropped; the sizes grow to the largest ids of the file.
 
@@ -57,7 +57,7 @@ def get_sparse_projection_matrix(
 def get_topk_projection(
     path: str | os.PathLike[str], device: torch.device
 ) -> tuple[Int64[Tensor, "V_s k"], Float[Tensor, "V_s k"]]:
-    """The projection's rows `(indices, likelihoods)` on a device, cached.
+    """Return the projection's rows `(indices, likelihoods)` on a device, cached.
 
     Args:
         path: A dense top-k file.
@@ -72,8 +72,8 @@ def get_topk_projection(
     """
     key = (os.fspath(path), torch.device(device), *_stamp(path))
     if key not in _TOPK_PROJECTION_CACHE:
-        found = read_topk(path)
-        _TOPK_PROJECTION_CACHE[key] = (found.indices.to(device), found.likelihoods.to(device))
+        rows = read_topk(path)
+        _TOPK_PROJECTION_CACHE[key] = (rows.indices.to(device), rows.likelihoods.to(device))
     return _TOPK_PROJECTION_CACHE[key]
 
 
@@ -99,18 +99,18 @@ def build_exact_token_map(
     key = (os.fspath(path), torch.device(device), xtoken_loss, teacher_vocab_size, *_stamp(path))
     if key not in _EXACT_TOKEN_MAP_CACHE:
         indices, likelihoods = get_topk_projection(path, device)
-        found: dict[str, Any] = exact_token_map(
+        token_map: dict[str, Any] = exact_token_map(
             indices, likelihoods, relaxed=xtoken_loss, teacher_vocab_size=teacher_vocab_size
         )
-        _EXACT_TOKEN_MAP_CACHE[key] = found
+        _EXACT_TOKEN_MAP_CACHE[key] = token_map
     return _EXACT_TOKEN_MAP_CACHE[key]
 
 
 def _stamp(path: str | os.PathLike[str]) -> Stamp:
     try:
-        found = os.stat(path)  # noqa: PTH116 - takes any path-like
+        stat = os.stat(path)  # noqa: PTH116 - takes any path-like
     except OSError as error:
         raise MissingProjectionError(
             f"there is no projection file {os.fspath(path)}: build it with xtoken projection build"
         ) from error
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns

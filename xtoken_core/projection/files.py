@@ -25,12 +25,12 @@ MAX_ID = 1 << 26
 
 
 class ProjectionFileError(InputError, ValueError):
-    """A file is no projection, or a damaged one."""
+    """Error of a file that is no projection or is damaged."""
 
 
 @dataclass(frozen=True)
 class TopKProjection:
-    """A projection by rows.
+    """Projection by rows.
 
     Attributes:
         indices: `[V_s, k]` int64 teacher ids of each student token, -1 = empty slot.
@@ -134,18 +134,18 @@ def write_sparse(counts: Mapping[tuple[int, int], float], path: str | os.PathLik
 
 
 def _safetensors(projection: TopKProjection, indices: Tensor, weights: Tensor) -> bytes:
-    """The safetensors layout, written by hand: the library orders its metadata differently from run to run."""
+    """Return the safetensors layout, assembled here: the library orders its metadata differently from run to run."""
     blobs = {
         "indices": ("I64", indices),
         "likelihoods": ("BF16" if weights.dtype == torch.bfloat16 else "F32", weights),
     }
-    said = {
+    metadata = {
         FORMAT_KEY: FORMAT,
         STUDENT_KEY: projection.student_fingerprint,
         TEACHER_KEY: projection.teacher_fingerprint,
         **projection.about,
     }
-    header: dict[str, Any] = {"__metadata__": dict(sorted(said.items()))}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     data, at = [], 0
     for name, (dtype, tensor) in blobs.items():
         raw = tensor.view(torch.uint8).numpy().tobytes()
@@ -158,8 +158,8 @@ def _safetensors(projection: TopKProjection, indices: Tensor, weights: Tensor) -
 
 
 def _read(path: Path) -> TopKProjection | tuple[Tensor, Tensor]:
-    if (said := projection_header(path)) is not None:
-        return _own(path, said)
+    if (metadata := projection_header(path)) is not None:
+        return _own(path, metadata)
     try:
         if not zipfile.is_zipfile(path):
             raise ProjectionFileError(f"{path} is no projection file: neither torch.save's format nor xtoken's own")
@@ -181,7 +181,7 @@ def _read(path: Path) -> TopKProjection | tuple[Tensor, Tensor]:
     )
 
 
-def _own(path: Path, said: Mapping[str, str]) -> TopKProjection:
+def _own(path: Path, metadata: Mapping[str, str]) -> TopKProjection:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -191,12 +191,12 @@ def _own(path: Path, said: Mapping[str, str]) -> TopKProjection:
         raise ProjectionFileError(f"the projection {path} is damaged: {_line(error)}") from error
     known = (FORMAT_KEY, STUDENT_KEY, TEACHER_KEY)
     indices, likelihoods = _checked(path, tensors["indices"], tensors["likelihoods"])
-    about = {key: value for key, value in said.items() if key not in known}
-    return TopKProjection(indices, likelihoods, said.get(STUDENT_KEY, ""), said.get(TEACHER_KEY, ""), about)
+    about = {key: value for key, value in metadata.items() if key not in known}
+    return TopKProjection(indices, likelihoods, metadata.get(STUDENT_KEY, ""), metadata.get(TEACHER_KEY, ""), about)
 
 
 def _checked(path: Path, indices: Any, likelihoods: Any) -> tuple[Tensor, Tensor]:
-    """The two tables of a dense file, as int64 and float32, if they are what they should be."""
+    """Return the two tables of a dense file as int64 and float32, after checking them."""
     both = (indices, likelihoods)
     if not all(isinstance(x, Tensor) and x.layout == torch.strided and not x.is_quantized for x in both):
         raise ProjectionFileError(f"the projection {path}: indices and likelihoods must be plain tensors")

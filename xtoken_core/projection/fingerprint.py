@@ -1,4 +1,4 @@
-"""Which tokenizers a projection file was built for, told without torch or transformers."""
+"""Fingerprints of tokenizers and projection files, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _OTHERS = ("*.model", "*.model.v*", "vocab.json", "merges.txt", "vocab.txt", "*.
 
 
 class MissingProjectionError(InputError, FileNotFoundError):
-    """There is no such file."""
+    """Error of a projection file that does not exist."""
 
 
 def tokenizer_fingerprint(tokenizer_or_dir: Any) -> str:
-    """The sha256, in hex, of what makes a tokenizer: vocabulary, merges, added tokens, splitting and normalising.
+    """Return the SHA-256, in hex, of a tokenizer: vocabulary, merges, added tokens, splitting and normalising.
 
     Padding, truncation, templates and the order of JSON keys do not enter, so that saving a tokenizer again does not
     change it.
 
     Args:
         tokenizer_or_dir: A Hugging Face directory (or a single tokenizer file), or a loaded tokenizer; one that was
-            loaded from a directory is told by that directory.
+            loaded from a directory is identified by that directory.
 
     Raises:
         InputError: The directory is missing, unreadable or holds no tokenizer.
@@ -51,7 +51,7 @@ def tokenizer_fingerprint(tokenizer_or_dir: Any) -> str:
 
 
 def file_fingerprint(path: str | Path) -> str:
-    """The sha256 of a file's content, in hex.
+    """Return the SHA-256 of a file's content, in hex.
 
     Raises:
         InputError: The file cannot be read.
@@ -64,7 +64,7 @@ def file_fingerprint(path: str | Path) -> str:
 
 
 def projection_header(path: str | Path) -> dict[str, str] | None:
-    """What an xtoken projection file says about itself; None for a file of another format.
+    """Return the metadata of an xtoken projection file; None for a file of another format.
 
     Raises:
         InputError: The file cannot be read.
@@ -84,10 +84,10 @@ def projection_header(path: str | Path) -> dict[str, str] | None:
         raise InputError(f"cannot read the projection {path}: {error.strerror}") from error
     except (ValueError, RecursionError):
         return None
-    said = header.get("__metadata__") if isinstance(header, dict) else None
-    if not isinstance(said, dict) or said.get(FORMAT_KEY) != FORMAT:
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or metadata.get(FORMAT_KEY) != FORMAT:
         return None
-    return {str(key): str(value) for key, value in said.items()}
+    return {str(key): str(value) for key, value in metadata.items()}
 
 
 def check_projection_pair(path: str | Path, student: Any, teacher: Any) -> None:
@@ -103,11 +103,11 @@ def check_projection_pair(path: str | Path, student: Any, teacher: Any) -> None:
     Raises:
         InputError: The file cannot be read, or belongs to another student or teacher.
     """
-    said = projection_header(path)
-    if said is None:
+    metadata = projection_header(path)
+    if metadata is None:
         return
     for name, key, tokenizer in (("student", STUDENT_KEY, student), ("teacher", TEACHER_KEY, teacher)):
-        if key in said and said[key] != tokenizer_fingerprint(tokenizer):
+        if key in metadata and metadata[key] != tokenizer_fingerprint(tokenizer):
             where = tokenizer if isinstance(tokenizer, (str, Path)) else "given"
             raise InputError(
                 f"the projection {path} was built for another {name}'s tokenizer than {where}: "
@@ -170,7 +170,7 @@ def _content(file: Path) -> bytes:
 
 
 def _canonical(data: bytes) -> bytes:
-    """The part of a `tokenizer.json` that decides which ids a text becomes."""
+    """Return the part of a `tokenizer.json` that decides which ids a text becomes."""
     tokenizer = msgspec.json.decode(data)
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("model"), dict):
         raise ValueError("it must be an object with a model")

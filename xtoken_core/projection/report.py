@@ -1,4 +1,4 @@
-"""What a projection and a pair of vocabularies look like: coverage, kinds of rows, samples, overlap, a picture."""
+"""Reports on a projection and on pairs of vocabularies: coverage, kinds of rows, samples, overlap, a picture."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from xtoken_core.projection.exact_map import exact_token_map
 from xtoken_core.projection.files import TopKProjection
 
 CRITICAL_SHARE = 0.5
-"""A critical category of which more than this share is uncommon is warned about."""
+"""A critical category of which more than this fraction is uncommon is warned about."""
 
 
 @dataclass(frozen=True)
 class ProjectionReport:
-    """What a projection holds.
+    """Contents of a projection.
 
     Attributes:
         rows: Student tokens.
@@ -55,7 +55,7 @@ class ProjectionReport:
 def inspect_projection(
     projection: TopKProjection, student: TokenTable, teacher: TokenTable, *, samples: int = 5
 ) -> ProjectionReport:
-    """Look through a projection.
+    """Summarise a projection.
 
     Args:
         projection: The rows.
@@ -97,7 +97,7 @@ def inspect_projection(
 
 
 def overlap(tables: Mapping[str, TokenTable]) -> list[tuple[str, str, int, float]]:
-    """For every pair of tokenizers: spellings that both have, specials aside, and their share of the smaller one."""
+    """Return for every pair of tokenizers their common spellings, without specials, and the fraction of the smaller."""
     spellings = {name: {piece for piece in table.pieces if piece} for name, table in tables.items()}
     names = list(tables)
     rows = []
@@ -141,7 +141,7 @@ def draw_projection(projection: TopKProjection, path: Path, *, title: str = "pro
 
 
 def category(piece: bytes) -> str:
-    """What kind of text a token spells: the categories that a user looks for in the uncommon part."""
+    """Return the category of text that a token spells, as a user looks for them among uncommon tokens."""
     text = piece.decode("utf-8", "replace").strip()
     if "�" in text:
         return "partial characters"
@@ -171,19 +171,19 @@ def _categories(student: TokenTable, common: torch.Tensor) -> dict[str, tuple[in
 
 def _warnings(categories: Mapping[str, tuple[int, int]]) -> tuple[str, ...]:
     critical = ("digits", "multi-digit numbers", "whitespace", "punctuation")
-    found = []
+    warnings = []
     for name in critical:
         total, uncommon = categories.get(name, (0, 0))
         if total and uncommon / total > CRITICAL_SHARE:
-            found.append(
+            warnings.append(
                 f"{uncommon} of {total} student tokens of the category {name} have no exact counterpart: "
                 'gold and H-KL compare them by sorted probabilities only; P-KL (loss.mode = "p_kl") suits better'
             )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def _shown(kinds: Mapping[str, torch.Tensor], student: TokenTable) -> dict[str, torch.Tensor]:
-    """The kinds of rows that are shown by examples."""
+    """Return the kinds of rows that are shown by examples."""
     size = len(student)
     numeral = torch.tensor([piece.strip().isdigit() for piece in student.pieces])
     special = torch.from_numpy(student.kinds == SPECIAL)
@@ -196,7 +196,7 @@ def _shown(kinds: Mapping[str, torch.Tensor], student: TokenTable) -> dict[str, 
 def _samples(
     projection: TopKProjection, student: TokenTable, teacher: TokenTable, chosen: torch.Tensor, count: int
 ) -> list[tuple[str, list[tuple[str, float]]]]:
-    """Rows spread evenly over the chosen ones."""
+    """Return rows spread evenly over the chosen ones."""
     ids = chosen.nonzero().squeeze(1)
     picked = ids[torch.linspace(0, len(ids) - 1, min(count, len(ids))).long()].tolist() if len(ids) else []
     rows = []
@@ -218,7 +218,7 @@ _COUNTS = ("rows", "top_k", "exact", "spread", "empty", "padding", "teacher_cove
 
 
 def as_json(report: ProjectionReport) -> dict[str, Any]:
-    """The report as plain values."""
+    """Return the report as plain values."""
     return {
         **{name: getattr(report, name) for name in _COUNTS},
         "common_strict": report.common_strict,
@@ -233,5 +233,5 @@ def as_json(report: ProjectionReport) -> dict[str, Any]:
 
 
 def overlap_table(rows: Sequence[tuple[str, str, int, float]]) -> list[dict[str, Any]]:
-    """The pairwise overlap as plain values."""
-    return [{"a": a, "b": b, "common": both, "of_smaller": round(share, 4)} for a, b, both, share in rows]
+    """Return the pairwise overlap as plain values."""
+    return [{"a": a, "b": b, "common": both, "of_smaller": round(fraction, 4)} for a, b, both, fraction in rows]

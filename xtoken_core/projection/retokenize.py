@@ -1,4 +1,4 @@
-"""The pieces that one tokenizer makes of another's tokens, from their bytes."""
+"""Re-tokenization of one tokenizer's tokens by another, from their bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SENTINELS = ("\n", ":", "x", "。")
 
 
 class Retokenizer:
-    """Tokenizes the bytes of single tokens as they stand inside a text: no specials, no space put before them.
+    """Tokenizer of the bytes of single tokens as inside a text: no specials, no space put before them.
 
     Bytes that are no whole characters are tokenized too: by the merges themselves where the vocabulary is byte-level,
     else byte by byte.
@@ -48,14 +48,14 @@ class Retokenizer:
         pieces: list[list[int]] = [[]] * len(spellings)
         whole: list[int] = []
         texts: list[str] = []
-        for place, spelling in enumerate(spellings):
+        for index, spelling in enumerate(spellings):
             try:
                 texts.append(spelling.decode())
-                whole.append(place)
+                whole.append(index)
             except UnicodeDecodeError:
-                pieces[place] = self._broken(spelling)
-        for place, ids in zip(whole, self._texts(texts), strict=True):
-            pieces[place] = ids
+                pieces[index] = self._broken(spelling)
+        for index, ids in zip(whole, self._texts(texts), strict=True):
+            pieces[index] = ids
         counts = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
         flat = np.fromiter((i for row in pieces for i in row), dtype=np.int64, count=int(counts.sum()))
         unknown = np.bincount(
@@ -73,7 +73,7 @@ class Retokenizer:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _continued(self, text: str) -> list[int]:
-        """One text by a slow tokenizer, behind another text where it would put a space before it."""
+        """Tokenize one text by a slow tokenizer, after another text where it would put a space before it."""
         if self.table.prefix == "none":
             return encode_plain(self._tokenizer, text)
         for sentinel in _SENTINELS:
@@ -88,12 +88,12 @@ class Retokenizer:
             ids = [token.id for token in self._backend.model.tokenize(shown)]
             if ids and byte_level(shown) == spelling == self.table.spell(ids):
                 return ids
-        found = [self._bytes.get(spelling[i : i + 1]) for i in range(len(spelling))]
-        return [] if any(i is None for i in found) else [int(i) for i in found if i is not None]
+        byte_ids = [self._bytes.get(spelling[i : i + 1]) for i in range(len(spelling))]
+        return [] if any(i is None for i in byte_ids) else [int(i) for i in byte_ids if i is not None]
 
 
 def _inside_text(backend: Any) -> Any:
-    """A copy that puts no space before a text and takes specials' names for text."""
+    """Return a copy that puts no space before a text and takes specials' names for text."""
     from tokenizers import Tokenizer
 
     state = json.loads(backend.to_str())
@@ -126,5 +126,5 @@ def _never_prefix(pre_tokenizer: Any) -> None:
 
 
 def piece_ranks(counts: np.ndarray) -> np.ndarray:
-    """For pieces laid out one spelling after the other: each piece's place within its spelling, from 0."""
+    """Return each piece's rank within its spelling, from 0, for pieces laid out one spelling after the other."""
     return spread(counts, counts) if len(counts) else np.zeros(0, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Specials of two tokenizers that mean the same, by the likeness of their names."""
+"""Pairs of special tokens by the similarity of their names."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def is_special_name(name: str) -> bool:
-    """`<...>`, but no byte token such as `<0x0A>`."""
+    """Return whether a name is `<...>` but no byte token such as `<0x0A>`."""
     return bool(_SPECIAL.fullmatch(name)) and not _BYTE.fullmatch(name)
 
 
 def similarity(a: str, b: str) -> float:
-    """`0.6 * difflib ratio + 0.4 * Jaccard index` of the words longer than two letters."""
+    """Return `0.6 * difflib ratio + 0.4 * Jaccard index` of the words longer than two letters."""
     return _RATIO * SequenceMatcher(None, a, b, autojunk=False).ratio() + _JACCARD * _jaccard(_words(a), _words(b))
 
 
 def special_entries(
     student: Mapping[int, bytes], teacher: Mapping[int, bytes]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For every student special its best 32 teacher specials, if they are alike by 0.3 at least.
+    """Return for every student special its best 32 teacher specials of a similarity of at least 0.3.
 
     Args:
         student: Names of the student's specials by id.
@@ -38,16 +38,16 @@ def special_entries(
     """
     ours, theirs = _named(student), _named(teacher)
     profiles = _profiles([name for _, name in ours + theirs])
-    found: list[tuple[int, int, float]] = []
+    entries: list[tuple[int, int, float]] = []
     for row, (index, name) in enumerate(ours):
         likeness = _best(name, [name for _, name in theirs], profiles[row], profiles[len(ours) :])
-        found += [(index, theirs[place][0], WEIGHT * value) for place, value in likeness]
-    students, teachers, weights = zip(*found, strict=True) if found else ((), (), ())
+        entries += [(index, theirs[other][0], WEIGHT * value) for other, value in likeness]
+    students, teachers, weights = zip(*entries, strict=True) if entries else ((), (), ())
     return np.array(students, dtype=np.int64), np.array(teachers, dtype=np.int64), np.array(weights, dtype=np.float64)
 
 
 def _best(name: str, others: list[str], profile: np.ndarray, profiles: np.ndarray) -> list[tuple[int, float]]:
-    """The best places among the others; likeness is computed only where the letters in common allow enough of it."""
+    """Return the best indices among the others; similarity is computed only where common letters allow enough of it."""
     words = _words(name)
     if not others:
         return []
@@ -56,14 +56,14 @@ def _best(name: str, others: list[str], profile: np.ndarray, profiles: np.ndarra
     bound += _JACCARD * np.fromiter((_jaccard(words, _words(o)) for o in others), dtype=np.float64, count=len(others))
     matcher = SequenceMatcher(None, "", name, autojunk=False)
     best: list[tuple[float, int]] = []
-    for place in np.argsort(-bound, kind="stable").tolist():
-        if bound[place] < LEAST or (len(best) == BEST and bound[place] < best[-1][0]):
+    for other in np.argsort(-bound, kind="stable").tolist():
+        if bound[other] < LEAST or (len(best) == BEST and bound[other] < best[-1][0]):
             break
-        matcher.set_seq1(others[place])
-        value = _RATIO * matcher.ratio() + _JACCARD * _jaccard(words, _words(others[place]))
+        matcher.set_seq1(others[other])
+        value = _RATIO * matcher.ratio() + _JACCARD * _jaccard(words, _words(others[other]))
         if value >= LEAST:
-            best = sorted([*best, (value, place)], key=lambda item: (-item[0], item[1]))[:BEST]
-    return [(place, value) for value, place in best]
+            best = sorted([*best, (value, other)], key=lambda item: (-item[0], item[1]))[:BEST]
+    return [(other, value) for value, other in best]
 
 
 def _named(specials: Mapping[int, bytes]) -> list[tuple[int, str]]:
@@ -72,8 +72,8 @@ def _named(specials: Mapping[int, bytes]) -> list[tuple[int, str]]:
 
 
 def _profiles(names: list[str]) -> np.ndarray:
-    """`[n, letters]` int64: how often every letter occurs in every name."""
-    letters = {letter: place for place, letter in enumerate(sorted(set("".join(names))))}
+    """Return `[n, letters]` int64: how often every letter occurs in every name."""
+    letters = {letter: column for column, letter in enumerate(sorted(set("".join(names))))}
     counts = np.zeros((len(names), len(letters)), dtype=np.int64)
     for row, name in enumerate(names):
         np.add.at(counts[row], [letters[letter] for letter in name], 1)
