@@ -79,8 +79,8 @@ def check_comparable(runs: Sequence[Run]) -> None:
     """Raise an InputError unless all runs were evaluated on equally many bytes."""
     sizes = {run.name: run.final["bytes"] for run in runs}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise InputError(f"the runs were evaluated on texts of different size ({told} bytes): not comparable")
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise InputError(f"the runs were evaluated on texts of different size ({listed} bytes): not comparable")
 
 
 COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
@@ -138,10 +138,10 @@ def write_report(path: Path, teacher: Run, students: Sequence[Run]) -> None:
             _picture([(teacher.name, _points(teacher.evals, "bits_per_byte"))]),
         ),
     ]
-    figures = "\n".join(
+    plots = "\n".join(
         f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in pictures if svg
     )
-    replace_file(path, _PAGE.format(table=_html_table(runs), figures=figures))
+    replace_file(path, _PAGE.format(table=_html_table(runs), plots=plots))
 
 
 def _html_table(runs: Sequence[Run]) -> str:
@@ -231,7 +231,7 @@ compare models of different tokenizers; lower is better. Accuracy per token does
 {table}
 <h2>Curves</h2>
 <div class="curves">
-{figures}
+{plots}
 </div>
 </body>
 </html>

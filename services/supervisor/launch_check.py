@@ -60,5 +60,5 @@ def _needed(spec: RunSpec) -> Iterator[tuple[str, str, str]]:
 
 def _installed(package: str) -> bool:
     """Return whether it can be imported; a spec without an origin is a directory of the same name."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -58,7 +58,7 @@ def run_locally(
         finally:
             _shut_down(run, interrupts)
     result = run.result
-    assert result is not None, "nobody else asks a local run to leave"
+    assert result is not None, "a local run is never left"
     if run.refusal is not None:
         raise run.refusal
     if result.state == RunState.STOPPED:  # what the stop has lost is in the view's last line

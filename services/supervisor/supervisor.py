@@ -87,7 +87,7 @@ class Supervisor:
         step: Step that the run resumes from; `status` shows it until a queue reports one.
         steps: Optimiser steps of the whole run.
         events: Observer of what another supervisor would need to take over.
-        recovered: State in which an earlier supervisor has left each process group, by its name; others start anew.
+        recovered: State in which an earlier supervisor has left each process group, by its name; others start fresh.
     """
 
     def __init__(
