@@ -21,11 +21,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from benchmarks.operator_pages import HIDDEN_JSON, HIDDEN_TESTS
 from torch import Tensor
 
 from benchmarks.gpu_tests import RESULTS, machine
 from benchmarks.kernel_hash import kernel_hash
+from benchmarks.operators import HIDDEN_TESTS
 from benchmarks.ops import timed_by_events
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
@@ -195,7 +195,7 @@ def tests_pass() -> bool:
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HIDDEN_JSON)
+    parser.add_argument("--out", type=Path, default=RESULTS.parent / "hidden_states.json")
     parser.add_argument("--only", default=",".join([*CONFIGS, f"p_kl{LONG}"]), help="names, separated by commas")
     parser.add_argument("--rows", type=int, help="student positions of a block; as the loss chooses")
     parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
