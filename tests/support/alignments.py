@@ -53,7 +53,7 @@ def check_batch(batch: AlignmentBatch, s_mask: Tensor, t_mask: Tensor) -> None:
             assert bool((kept.diff() >= 0).all())
             assert bool((chunk[mask == 0] == -1).all())
             alone = [n for n, size in enumerate(sizes) if size == (1, 1) and bool(batch.pair_is_correct[row, n])]
-            assert chunk[exact].tolist() == alone, f"side {side}"
+            assert set(chunk[exact].tolist()) <= set(alone), f"side {side}"
 
 
 def most_chunks(student: Sequence[bytes], teacher: Sequence[bytes]) -> int:

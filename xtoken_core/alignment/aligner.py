@@ -14,10 +14,12 @@ from torch import Tensor
 from xtoken_core.alignment.batch import AlignmentBatch
 from xtoken_core.alignment.boundaries import Chunks, find_chunks
 from xtoken_core.alignment.flat_layout import flat_layout
-from xtoken_core.alignment.normalizing import Normalizer
+from xtoken_core.alignment.hashing import prefix_hashes, without_space
+from xtoken_core.alignment.normalizer import Normalizer
+from xtoken_core.alignment.pipeline import Pipeline
 from xtoken_core.alignment.prefix_space import find_dummy_prefixes
 from xtoken_core.alignment.slow_path import RowSide, align_row
-from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
+from xtoken_core.alignment.tables import TEXT, TokenTable, spelling_pool, token_table
 from xtoken_core.alignment.token_arrays import build_token_arrays
 from xtoken_core.errors import InputError
 
@@ -42,18 +44,19 @@ class TokenAligner:
     """
 
     def __init__(self, student_tokenizer: Any, teacher_tokenizer: Any) -> None:
-        self._tokenizers = (student_tokenizer, teacher_tokenizer)
         self.student: TokenTable = token_table(student_tokenizer)
         self.teacher: TokenTable = token_table(teacher_tokenizer)
         tables = (self.student, self.teacher)
-        self._drops_whitespace = any(table.drops_whitespace for table in tables)
-        folds = [table.normalizer for table in tables]
+        self._pipelines = (Pipeline(student_tokenizer, self.student), Pipeline(teacher_tokenizer, self.teacher))
+        folds = _folds(*self._pipelines)
         self._sides = build_token_arrays(
             self.student,
             self.teacher,
-            _compared(self.student, folds, self._drops_whitespace),
-            _compared(self.teacher, folds, self._drops_whitespace),
+            _compared(self.student, folds[0], drop_whitespace=self.teacher.drops_whitespace),
+            _compared(self.teacher, folds[1], drop_whitespace=self.student.drops_whitespace),
         )
+        compares_spelling = folds == (None, None) and not any(table.drops_whitespace for table in tables)
+        self._spelled = None if compares_spelling else _spelling_hashes(*tables)
         self.notes: tuple[str, ...] = tuple(
             note for name, table in zip(("student", "teacher"), tables, strict=True) for note in _notes(name, table)
         )
@@ -90,11 +93,31 @@ class TokenAligner:
         if len(s_ids) != len(t_ids):
             raise InputError(f"{len(s_ids)} student samples cannot be aligned with {len(t_ids)} of the teacher")
         chunks = find_chunks(self._sides, s_ids, t_ids)
+        chunks.doubtful |= self._is_delicate(chunks, texts)
+        if self._spelled is not None:
+            _keep_equal(chunks, self._spelled, s_ids, t_ids + self._sides.offset)
         wrong: dict[int, np.ndarray] = {}
         for row in chunks.doubtful.nonzero()[0].tolist():
             text = texts[row] if texts is not None else None
             wrong[row] = self._realign(chunks, row, s_ids[row], t_ids[row], text)
         return _as_batch(chunks, wrong)
+
+    def _is_delicate(self, chunks: Chunks, texts: Sequence[str | None] | None) -> np.ndarray | bool:
+        """Return `[B]` bool, the rows whose cuts need not be cuts of the source although both sides spell the same."""
+        student, teacher = self._pipelines
+        delicate: np.ndarray | bool = False
+        if student.edits or teacher.edits:
+            # Text that one tokenizer leaves out may look like the end of a row; then both sides differ in length.
+            delicate = chunks.uneven
+        if texts is not None and student.normalizes and teacher.normalizes:
+            delicate = delicate | np.array(
+                [
+                    text is not None and (student.normalizer.merges(text) or teacher.normalizer.merges(text))
+                    for text in texts
+                ],
+                dtype=bool,
+            )
+        return delicate
 
     def _realign(
         self, chunks: Chunks, row: int, student_ids: np.ndarray, teacher_ids: np.ndarray, text: str | None
@@ -106,28 +129,57 @@ class TokenAligner:
         led = find_dummy_prefixes(self._sides, both, flat_layout(1, split, len(teacher_ids)), quiet, suspected=True)
         places, sides = [], []
         tables = (self._sides.student, self._sides.teacher)
-        for side, ids, begin in zip(tables, (student_ids, teacher_ids), (0, split), strict=True):
+        for side, pipeline, ids, begin in zip(
+            tables, self._pipelines, (student_ids, teacher_ids), (0, split), strict=True
+        ):
             at = np.flatnonzero(ids != side.absent)
             places.append(at)
-            sides.append(RowSide(ids[at], np.isin(at + begin, led)))
-        found = align_row(
-            *tables,
-            *sides,
-            tokenizers=self._tokenizers,
-            text=text,
-            drop_whitespace=self._drops_whitespace,
-        )
-        count = len(found.correct)
-        sizes = [np.bincount(c[c >= 0], minlength=count) for c in (found.student, found.teacher)]
-        exact = np.r_[found.correct & (sizes[0] == 1) & (sizes[1] == 1), False]
+            sides.append(RowSide(side, pipeline, ids[at], np.isin(at + begin, led)))
+        found = align_row(*sides, text=text)
+        exact = np.r_[found.exact, False]
         for at, chunk, chunk_ids, exacts in (
             (places[0], found.student, chunks.student_chunk, chunks.student_exact),
             (places[1], found.teacher, chunks.teacher_chunk, chunks.teacher_exact),
         ):
             chunk_ids[row], exacts[row] = -1, False
             chunk_ids[row, at], exacts[row, at] = chunk, exact[chunk]
-        chunks.counts[row] = count
+        chunks.counts[row] = len(found.correct)
         return np.flatnonzero(~found.correct)
+
+
+def _folds(student: Pipeline, teacher: Pipeline) -> tuple[Normalizer | None, Normalizer | None]:
+    """Return what the pieces of either side are normalised by before both are compared.
+
+    A side that is spelled as it is is normalised as the other one; two that normalise alike are compared as they are.
+    """
+    ours, theirs = (side.normalizer.characterwise() for side in (student, teacher))
+    if student.normalizer == teacher.normalizer or (ours is None and theirs is None):
+        return None, None
+    if ours is None or theirs is None:
+        return theirs, ours
+    return ours.then(theirs), ours.then(theirs)
+
+
+def _spelling_hashes(student: TokenTable, teacher: TokenTable) -> np.ndarray:
+    """Return `[V]` uint64: hashes of the pieces as they are, numbered as in the token arrays."""
+    pool = spelling_pool([*student.pieces, b"", *teacher.pieces, b""], {})
+    hashes = prefix_hashes(pool.data[: pool.ends[-1]], pool.lengths)
+    return np.where(pool.lengths > 0, np.append(hashes, np.uint64(0))[pool.ends - 1], np.uint64(0))
+
+
+def _keep_equal(chunks: Chunks, spelled: np.ndarray, student_ids: np.ndarray, teacher_ids: np.ndarray) -> None:
+    """Take the exact pairs of tokens that do not spell the same bytes off the exact ones."""
+    chunks.student_exact[chunks.doubtful] = chunks.teacher_exact[chunks.doubtful] = False
+    # The k-th exact token of one side is paired with the k-th of the other.
+    ours, theirs = (np.flatnonzero(mask) for mask in (chunks.student_exact, chunks.teacher_exact))
+    hashes = []
+    for at, ids, begin in ((ours, student_ids, 0), (theirs, teacher_ids, student_ids.size)):
+        values = spelled.take(ids.ravel().take(at))
+        led = np.isin(at + begin, chunks.led) if len(chunks.led) else np.zeros(len(at), dtype=bool)
+        hashes.append(np.where(led, without_space(values), values))
+    unequal = hashes[0] != hashes[1]
+    chunks.student_exact.ravel()[ours[unequal]] = False
+    chunks.teacher_exact.ravel()[theirs[unequal]] = False
 
 
 def _as_batch(chunks: Chunks, wrong: dict[int, np.ndarray]) -> AlignmentBatch:
@@ -165,10 +217,16 @@ def _attended(name: str, ids: Any, mask: Any, size: int) -> np.ndarray:
     return array
 
 
-def _compared(table: TokenTable, folds: Sequence[Normalizer | None], drop_whitespace: bool) -> list[bytes]:
-    """Every piece as both sides are compared: normalised as either tokenizer does, without spaces if one drops them."""
+def _compared(table: TokenTable, fold: Normalizer | None, *, drop_whitespace: bool) -> list[bytes]:
+    """Return every piece as both sides are compared.
+
+    Args:
+        table: One side's tokens.
+        fold: What they are normalised by; None if by nothing.
+        drop_whitespace: The other side's tokenizer drops whitespace.
+    """
     pieces = list(table.pieces)
-    for fold in dict.fromkeys(f for f in folds if f is not None):
+    if fold is not None:
         pieces = [_folded(piece, fold) for piece in pieces]
     if drop_whitespace:
         pieces = [piece.translate(None, _WHITESPACE) for piece in pieces]

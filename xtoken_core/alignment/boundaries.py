@@ -35,6 +35,8 @@ class Chunks:
         teacher_exact: `[B, T_t]` bool, likewise.
         counts: `[B]` int64: chunks per row.
         doubtful: `[B]` bool: rows whose two sides were not seen to spell the same; their chunks mean nothing.
+        uneven: `[B]` bool: rows of which one side spells more bytes.
+        led: Indices of the tokens whose leading space is not counted, the student's rows first, then the teacher's.
     """
 
     student_chunk: np.ndarray
@@ -43,6 +45,8 @@ class Chunks:
     teacher_exact: np.ndarray
     counts: np.ndarray
     doubtful: np.ndarray
+    uneven: np.ndarray
+    led: np.ndarray
 
 
 class _Tokens:
@@ -124,7 +128,7 @@ def find_chunks(sides: TokenArrays, student_ids: np.ndarray, teacher_ids: np.nda
         paired = chunk.take(pairs)
         chunk[x.silent] = -1
         chunk[pairs] = paired
-    return Chunks(*x.rows.halves(chunk), *x.rows.halves(exact), counts, doubtful)
+    return Chunks(*x.rows.halves(chunk), *x.rows.halves(exact), counts, doubtful, x.reach != x.longer, x.led)
 
 
 def _numbered(x: _Tokens, opens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +151,8 @@ def _no_chunks(student: tuple[int, ...], teacher: tuple[int, ...]) -> Chunks:
     none = [(np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=bool)) for shape in (student, teacher)]
     (chunk_s, exact_s), (chunk_t, exact_t) = none
     counts = np.zeros(student[0], dtype=np.int64)
-    return Chunks(chunk_s, chunk_t, exact_s, exact_t, counts, doubtful=counts > 0)
+    never = counts > 0
+    return Chunks(chunk_s, chunk_t, exact_s, exact_t, counts, never, never.copy(), counts[:0])
 
 
 def _same_text(x: _Tokens) -> np.ndarray:

@@ -1,24 +1,27 @@
-"""One row at a time: samples whose two sides do not spell the same bytes by their tokens alone.
+"""Alignment of one row at a time, for samples whose two sides do not spell the same bytes by their tokens alone.
 
-In this order: specials that were written out as text on one side, the source text with the tokenizers' offsets,
-the normalised text, and at last the stretches that both sides have in common.
+The source text decides, if it is given or if the tokens of one side spell it: both sides' tokens are placed on what
+their tokenizers make of it, and the cuts are where both may be cut at one byte of the source. Otherwise the texts that
+both sides spell are compared as far as they can be, and what is not certain is marked as incorrect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from xtoken_core.alignment.matching_blocks import matching_blocks
-from xtoken_core.alignment.normalizing import Normalizer
+from xtoken_core.alignment.normalizer import Normalizer
+from xtoken_core.alignment.pipeline import Pipeline, Placed
 from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
 from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, Side
 
 _UNKNOWN_BYTES = 64
-"""How many bytes one unknown token may stand for where a text ends differently on both sides."""
+"""Bytes that one unknown token may stand for where a text ends differently on both sides."""
+_CERTAIN = 8
+"""Bytes of a stretch that, if it occurs once on either side, is the same stretch of the source."""
 
 
 @dataclass(frozen=True)
@@ -26,151 +29,206 @@ class RowSide:
     """The attended tokens of one side of one row.
 
     Attributes:
-        ids: `[n]` token ids.
-        led: `[n]` bool: the token's leading space is the tokenizer's own.
+        arrays: The tokenizer's arrays.
+        pipeline: What it does to a text.
+        ids: `[n]` int64.
+        led: `[n]` bool: the token's leading space may be the tokenizer's own.
     """
 
+    arrays: Side
+    pipeline: Pipeline
     ids: np.ndarray
     led: np.ndarray
 
 
 @dataclass(frozen=True)
 class RowChunks:
-    """Chunks of one row: chunk ids per token (-1 = none) and, per chunk, whether both sides spell the same."""
+    """Chunks of one row.
+
+    Attributes:
+        student: `[n]` int64: the chunk of each token, -1 = none.
+        teacher: `[m]` int64, likewise.
+        correct: `[P]` bool: both sides cover the same stretch of the source and spell what they make of it.
+        exact: `[P]` bool: they are correct, one token on either side, and spell the same bytes.
+    """
 
     student: np.ndarray
     teacher: np.ndarray
     correct: np.ndarray
+    exact: np.ndarray
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """One side as byte positions.
+    """One side as stretches of a byte stream.
 
     Attributes:
-        ends: `[n]` int64: where every token ends.
+        begins: `[n]` int64: where every token begins.
+        ends: `[n]` int64: where it ends.
         text: `[n]` bool: it spells something.
-        sharp: `[n]` bool: it ends between two characters of the compared text.
+        known: `[n]` bool: it spells the bytes of the stream between.
+        clean: `[n]` bool: it ends where the stream may be cut.
         stream: uint16: the bytes; above 255 where they are not known.
+        erased: `[n]` bool: it spells something of which nothing is left in the stream.
+        trimmed: `[n]` int64: bytes at a token's beginning that its tokenizer added and that are not counted.
+        own: Bytes at the beginning of the stream that the tokenizer added.
     """
 
+    begins: np.ndarray
     ends: np.ndarray
     text: np.ndarray
-    sharp: np.ndarray
+    known: np.ndarray
+    clean: np.ndarray
     stream: np.ndarray
+    erased: np.ndarray
+    trimmed: np.ndarray
+    own: int = 0
 
     @property
     def bounds(self) -> np.ndarray:
-        """Sorted positions at which a token of text ends."""
-        return np.unique(self.ends[self.text & self.sharp])
+        """Return the sorted positions at which a token of text ends and the stream may be cut."""
+        return np.unique(self.ends[self.text & self.clean])
 
 
-def align_row(
-    student: Side,
-    teacher: Side,
-    s: RowSide,
-    t: RowSide,
-    *,
-    tokenizers: tuple[Any, Any],
-    text: str | None,
-    drop_whitespace: bool,
-) -> RowChunks:
-    """Align one row as well as can be; see the module's text for how."""
-    ways = [(x, y) for x in _spellings(student, s, 256) for y in _spellings(teacher, t, 257)]
-    for x, y in ways:
-        if _agree(x, y):
-            return _chunks(student, teacher, s, t, x, y, _equal_cuts(x, y))
+@dataclass(frozen=True)
+class _Cuts:
+    """Positions of both streams, `[C]` int64 each; `same`, `[C]` bool: what lies before each has the same source."""
+
+    student: np.ndarray
+    teacher: np.ndarray
+    same: np.ndarray
+
+
+def align_row(student: RowSide, teacher: RowSide, *, text: str | None) -> RowChunks:
+    """Align one row, by its source text if that is known.
+
+    Args:
+        student: The student's tokens.
+        teacher: The teacher's.
+        text: The source text of both; None if it is not known.
+    """
+    for source, cut in _sources(student, teacher, text):
+        ours = student.pipeline.locate(student.ids, source, cut=cut)
+        theirs = teacher.pipeline.locate(teacher.ids, source, cut=cut) if ours is not None else None
+        if ours is not None and theirs is not None:
+            x, y = _placed_walk(ours), _placed_walk(theirs)
+            return _chunks(student, teacher, x, y, _source_cuts(x, y, ours, theirs))
+    return _by_spelling(student, teacher)
+
+
+def _sources(student: RowSide, teacher: RowSide, text: str | None) -> Iterator[tuple[str, bool]]:
+    """Yield the texts that may be the source, each with True if its end may be missing."""
     if text is not None:
-        in_text = [
-            _in_text(side, row, text, tokenizer)
-            for side, row, tokenizer in zip((student, teacher), (s, t), tokenizers, strict=True)
-        ]
-        if in_text[0] is not None and in_text[1] is not None:
-            return _chunks(student, teacher, s, t, in_text[0], in_text[1], _equal_cuts(in_text[0], in_text[1]))
-    return _by_difference(student, teacher, s, t, ways[0], drop_whitespace)
+        yield text, False
+    for side in (student, teacher):
+        if side.pipeline.is_lossless and not (side.arrays.table.kinds[side.ids] == UNKNOWN).any():
+            tried = set()
+            for walk in _spellings(side, 256):
+                data = walk.stream.astype(np.uint8).tobytes()
+                try:
+                    source = data.decode()
+                except UnicodeDecodeError as error:
+                    source = data[: error.start].decode()
+                    if len(data) - error.start > 3:  # more than the beginning of a character that was cut off
+                        continue
+                if source and source not in tried:
+                    tried.add(source)
+                    yield source, True
 
 
-def _by_difference(
-    student: Side, teacher: Side, s: RowSide, t: RowSide, way: tuple[_Walk, _Walk], drop_whitespace: bool
-) -> RowChunks:
-    x, y = way
-    normalizer = student.table.normalizer or teacher.table.normalizer
+def _placed_walk(placed: Placed) -> _Walk:
+    own = int(placed.target[_moves(placed).cumsum() == 0].max(initial=0))
+    return _Walk(
+        begins=np.maximum(placed.begins, own),
+        ends=placed.ends,
+        text=(placed.ends > np.maximum(placed.begins, own)),
+        known=placed.known,
+        clean=np.ones(len(placed.ends), dtype=bool),
+        stream=np.frombuffer(placed.data, dtype=np.uint8).astype(np.uint16),
+        erased=np.zeros(len(placed.ends), dtype=bool),
+        trimmed=np.maximum(own - placed.begins, 0),
+        own=own,
+    )
+
+
+def _moves(placed: Placed) -> np.ndarray:
+    """Return `[K]` bool, True where both the source and its image have moved on from the pair of positions before."""
+    moves: np.ndarray = (np.diff(placed.source, prepend=0) > 0) & (np.diff(placed.target, prepend=0) > 0)
+    return moves
+
+
+def _source_cuts(x: _Walk, y: _Walk, ours: Placed, theirs: Placed) -> _Cuts:
+    """Return where both sides end a token at one byte of the source at which both images may be cut."""
+    found = []
+    for walk, placed in ((x, ours), (y, theirs)):
+        ended = np.isin(placed.target, walk.bounds) & (placed.source > 0)
+        source, target, moved = placed.source[ended], placed.target[ended], _moves(placed).cumsum()[ended]
+        last = np.append(source[1:] != source[:-1], True)[: len(source)]
+        found.append((source[last], target[last], moved[last]))
+    _, at_x, at_y = np.intersect1d(found[0][0], found[1][0], assume_unique=True, return_indices=True)
+    cuts, first = np.unique(np.stack([found[0][1][at_x], found[1][1][at_y]], axis=1), axis=0, return_index=True)
+    # What a tokenizer has added in one place is no image of what it has left out there.
+    same = np.ones(len(cuts), dtype=bool)
+    for moved, at in ((found[0][2], at_x), (found[1][2], at_y)):
+        same &= np.diff(moved[at][first], prepend=0) > 0
+    return _Cuts(cuts[:, 0], cuts[:, 1], same)
+
+
+def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
+    """Compare what both sides spell: as it is, normalised by both tokenizers, and at last by stretches in common."""
+    edits = student.pipeline.edits or teacher.pipeline.edits
+    ways = [(x, y) for x in _spellings(student, 256) for y in _spellings(teacher, 257)]
+    normalizer = student.arrays.table.normalizer or teacher.arrays.table.normalizer
     if normalizer is not None:
-        normalizer = normalizer.then(teacher.table.normalizer)
-        raw_x, raw_y = next(_spellings(student, s, 256, raw=True)), next(_spellings(teacher, t, 257, raw=True))
-        x, y = _normalised(raw_x, normalizer), _normalised(raw_y, normalizer)
-        if drop_whitespace:
-            x, y = _without_whitespace(x), _without_whitespace(y)
-        if _agree(x, y):
-            return _chunks(student, teacher, s, t, x, y, _equal_cuts(x, y))
-    return _chunks(student, teacher, s, t, x, y, _block_cuts(x, y))
+        normalizer = normalizer.then(teacher.arrays.table.normalizer)
+    if normalizer is not None and student.pipeline.normalizer != teacher.pipeline.normalizer:
+        ways = [(_normalised(x, normalizer), _normalised(y, normalizer)) for x, y in ways]
+    if teacher.arrays.table.drops_whitespace:
+        ways = [(_without_whitespace(x), y) for x, y in ways]
+    if student.arrays.table.drops_whitespace:
+        ways = [(x, _without_whitespace(y)) for x, y in ways]
+    agreeing = [(x, y) for x, y in ways if _agree(x, y, whole=edits)]
+    if agreeing:
+        x, y = agreeing[0]
+        common = np.intersect1d(x.bounds, y.bounds, assume_unique=True)
+        # Spaces alone may agree with and without the one that a tokenizer adds.
+        return _chunks(student, teacher, x, y, _Cuts(common, common, np.full(len(common), len(agreeing) == 1)))
+    x, y = ways[0]
+    return _chunks(student, teacher, x, y, _block_cuts(x, y, certain=not edits))
 
 
-def _spellings(side: Side, row: RowSide, unknown: int, *, raw: bool = False) -> Iterator[_Walk]:
-    """What the row may spell: with or without the tokenizer's own space, specials silent or written out."""
-    pool = side.table.pool if raw else side.pool
-    kinds = side.table.kinds[row.ids]
+def _spellings(side: RowSide, unknown: int) -> Iterator[_Walk]:
+    """Yield what the row may spell: with or without the tokenizer's own space, specials silent or written out."""
+    pool = side.arrays.table.pool
+    kinds = side.arrays.table.kinds[side.ids]
     unknowns = np.flatnonzero(kinds == UNKNOWN)
     forms = [(pool.ends, pool.lengths)]
     if (kinds == SPECIAL).any():
         forms.append((pool.literal_ends, pool.literal_lengths))
     for ends_in_pool, lengths_in_pool in forms:
-        lengths = lengths_in_pool[row.ids]
+        lengths = lengths_in_pool[side.ids]
         lengths[unknowns] = 1
-        for own in (row.led, np.zeros_like(row.led)) if row.led.any() else (row.led,):
-            stream = pool.data[spread(ends_in_pool[row.ids], lengths - own)].astype(np.uint16)
+        for own in (side.led, np.zeros_like(side.led)) if side.led.any() else (side.led,):
+            stream = pool.data[spread(ends_in_pool[side.ids], lengths - own)].astype(np.uint16)
             ends = np.cumsum(lengths - own)
             stream[ends[unknowns] - 1] = unknown
-            yield _Walk(ends, lengths > own, np.ones(len(ends), dtype=bool), stream)
+            begins, known, trimmed = ends - lengths + own, kinds != UNKNOWN, own.astype(np.int64)
+            none = np.zeros_like(side.led)
+            yield _Walk(begins, ends, lengths > own, known, ~none, stream, none, trimmed)
 
 
-def _agree(x: _Walk, y: _Walk) -> bool:
-    """Whether one stream begins with the other, nothing in it being unknown."""
+def _agree(x: _Walk, y: _Walk, *, whole: bool) -> bool:
+    """Return True if one stream begins with the other, nothing in it being unknown; if `whole`, is the other."""
     size = min(len(x.stream), len(y.stream))
     known = (x.stream <= 255).all() and (y.stream <= 255).all()
-    return bool(known and np.array_equal(x.stream[:size], y.stream[:size]) and (size or len(x.ends) * len(y.ends) == 0))
-
-
-def _in_text(side: Side, row: RowSide, text: str, tokenizer: Any) -> _Walk | None:
-    """The row on the source text's own bytes, by the tokenizer's offsets; None if they are not to be had."""
-    source = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(np.uint16)
-    for walk in _spellings(side, row, 256):
-        size = len(walk.stream)
-        if size and np.array_equal(walk.stream, source[:size]):
-            return replace(walk, stream=source)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    backend.no_truncation()
-    backend.no_padding()
-    encoded = backend.encode(text, add_special_tokens=False)
-    silent = side.table.kinds[row.ids] == SPECIAL
-    spoken = np.flatnonzero(~silent)
-    if list(encoded.ids[: len(spoken)]) != row.ids[spoken].tolist():
-        return None
-    widths = np.fromiter((len(c.encode("utf-8", "surrogatepass")) for c in text), dtype=np.int64, count=len(text))
-    byte_at = np.r_[0, np.cumsum(widths)]
-    spans = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
-    after = np.r_[spans[1:, 0], len(text)]
-    ends = np.maximum.accumulate(spans[:, 1]) if len(spans) else spans[:, 1]
-    sharp = (after >= ends)[: len(spoken)]
-    spans, ends = spans[: len(spoken)], ends[: len(spoken)]
-    spread = np.maximum.accumulate(np.where(silent, 0, _scatter(byte_at[ends], spoken, len(row.ids))))
-    written = ~silent
-    written[spoken] = spans[:, 1] > spans[:, 0]
-    clear = np.ones(len(row.ids), dtype=bool)
-    clear[spoken] = sharp
-    return _Walk(spread, written, clear, source)
-
-
-def _scatter(values: np.ndarray, at: np.ndarray, size: int) -> np.ndarray:
-    result = np.zeros(size, dtype=values.dtype)
-    result[at] = values
-    return result
+    same = known and np.array_equal(x.stream[:size], y.stream[:size])
+    if whole and len(x.stream) != len(y.stream):
+        return False
+    return bool(same and (size or len(x.ends) * len(y.ends) == 0))
 
 
 def _normalised(walk: _Walk, normalizer: Normalizer) -> _Walk:
-    """The same tokens on the normalised text; the part that is not text stays as it is."""
+    """Return the same tokens on the normalised text; what is behind the first unknown byte stays as it is."""
     whole = walk.stream <= 255
     size = int(whole.argmin()) if not whole.all() else len(whole)
     data = walk.stream[:size].astype(np.uint8).tobytes()
@@ -179,57 +237,76 @@ def _normalised(walk: _Walk, normalizer: Normalizer) -> _Walk:
     except UnicodeDecodeError as error:
         size = error.start
         text = data[:size].decode()
-    normal, starts = normalizer.traced(text)
-    widths = np.fromiter((len(c.encode()) for c in normal), dtype=np.int64, count=len(normal))
-    byte_at = np.r_[0, np.cumsum(widths)]
+    trace = normalizer.trace(text)
+    source, target = (
+        np.cumsum([0, *(len(char.encode()) for char in string)])[at]
+        for string, at in ((text, trace.source), (trace.text, trace.target))
+    )
     rest = walk.stream[size:]
-    stream = np.concatenate([np.frombuffer(normal.encode(), dtype=np.uint8).astype(np.uint16), rest])
-    at = np.searchsorted(starts, np.minimum(walk.ends, size), side="left")
-    ends = np.where(walk.ends > size, walk.ends - size + byte_at[-1], byte_at[at])
-    known = np.r_[starts, size]
-    sharp = (walk.ends > size) | (known[at] == walk.ends)
-    before = np.r_[0, ends[:-1]]
-    return _Walk(ends, walk.text & (ends > before), walk.sharp & sharp, stream)
+    stream = np.concatenate([np.frombuffer(trace.text.encode(), dtype=np.uint8).astype(np.uint16), rest])
+    # A token that ends inside of what is mapped as one ends behind all of it, and not where the stream may be cut.
+    at = np.searchsorted(source, np.minimum(walk.ends, size), side="left")
+    ends = np.where(walk.ends > size, walk.ends - size + target[-1], target[at])
+    clean = (walk.ends > size) | (source[at] == walk.ends)
+    begins = np.r_[0, ends[:-1]]
+    # One that begins inside of it spells a part of it, though no bytes of its own are left.
+    first = target[np.searchsorted(source, np.minimum(walk.begins, size), side="right") - 1]
+    text_left = (ends > begins) | ((walk.begins < size) & (ends > first))
+    erased = walk.text & ~text_left
+    return _Walk(begins, ends, walk.text & text_left, walk.known, walk.clean & clean, stream, erased, walk.trimmed)
 
 
 def _without_whitespace(walk: _Walk) -> _Walk:
+    """Return the same tokens on a stream without whitespace, for an other side that drops it."""
     space = np.isin(walk.stream, np.frombuffer(b" \t\n\r\v\f", dtype=np.uint8))
     kept = np.r_[0, np.cumsum(~space)]
-    ends = kept[walk.ends]
-    before = np.r_[0, ends[:-1]]
-    return _Walk(ends, walk.text & (ends > before), walk.sharp, walk.stream[~space])
+    begins, ends = kept[walk.begins], kept[walk.ends]
+    # Of the tokens inside of what is mapped as one, the first has all of its bytes.
+    first = np.where(walk.ends > walk.begins, np.arange(len(ends)), np.searchsorted(walk.ends, walk.ends))
+    text = walk.text & (ends > begins)[first]
+    erased = walk.erased | (walk.text & ~text)
+    return replace(walk, begins=begins, ends=ends, text=text, stream=walk.stream[~space], erased=erased)
 
 
-def _equal_cuts(x: _Walk, y: _Walk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts of two walks on one axis: positions on either side and whether the chunk before is correct."""
-    common = np.intersect1d(x.bounds, y.bounds, assume_unique=True)
-    return common, common, np.ones(len(common), dtype=bool)
+def _block_cuts(x: _Walk, y: _Walk, *, certain: bool) -> _Cuts:
+    """Return the cuts inside stretches that both streams have in common.
 
-
-def _block_cuts(x: _Walk, y: _Walk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts of two walks that have only stretches in common."""
+    A stretch has one source where it begins both streams, or occurs but once in either; if not `certain`, none has.
+    """
     bounds_x, bounds_y = x.bounds, y.bounds
     same = np.zeros(len(x.stream) + 1, dtype=np.int64)
-    pairs = []
+    pairs = [np.zeros((0, 2), dtype=np.int64)]
     for i, j, length in matching_blocks(x.stream, y.stream):
-        same[i + 1 : i + length + 1] = 1
         inside = bounds_x[np.searchsorted(bounds_x, i) : np.searchsorted(bounds_x, i + length, side="right")]
-        shared = np.intersect1d(inside + (j - i), bounds_y, assume_unique=True)
-        pairs.append(np.stack([shared - (j - i), shared], axis=1))
-    cuts = np.unique(
-        np.concatenate([*pairs, *_unknown_rest(x, y, pairs)] or [np.zeros((0, 2), dtype=np.int64)]), axis=0
-    )
+        met = np.intersect1d(inside + (j - i), bounds_y, assume_unique=True)
+        pairs.append(np.stack([met - (j - i), met], axis=1))
+        block = x.stream[i : i + length]
+        if certain and (
+            i == j == 0 or (length >= _CERTAIN and _is_once(block, x.stream) and _is_once(block, y.stream))
+        ):
+            same[i + 1 : i + length + 1] = 1
+    cuts = np.unique(np.concatenate([*pairs, *_unknown_rest(x, y, pairs)]), axis=0)
     at_x, at_y = cuts[:, 0], cuts[:, 1]
     equal_bytes = np.cumsum(same)
     begin_x, begin_y = np.r_[0, at_x[:-1]], np.r_[0, at_y[:-1]]
     size = at_x - begin_x
-    correct = (size == at_y - begin_y) & (equal_bytes[at_x] - equal_bytes[begin_x] == size)
-    return at_x, at_y, correct
+    return _Cuts(at_x, at_y, (size == at_y - begin_y) & (equal_bytes[at_x] - equal_bytes[begin_x] == size))
+
+
+def _is_once(block: np.ndarray, stream: np.ndarray) -> bool:
+    data, part = stream.tobytes(), block.tobytes()
+    at = data.find(part)
+    while at % 2:  # between two symbols
+        at = data.find(part, at + 1)
+    again = data.find(part, at + 1)
+    while again >= 0 and again % 2:
+        again = data.find(part, again + 1)
+    return again < 0
 
 
 def _unknown_rest(x: _Walk, y: _Walk, cuts: list[np.ndarray]) -> list[np.ndarray]:
-    """The end of both streams as a cut, if what follows the last cut differs by no more than unknown tokens explain."""
-    last_x, last_y = cuts[-1][-1] if cuts and len(cuts[-1]) else (0, 0)
+    """Return the end of both streams as a cut, if unknown tokens explain what follows the last cut."""
+    last_x, last_y = cuts[-1][-1] if len(cuts[-1]) else (0, 0)
     rest_x, rest_y = x.stream[last_x:], y.stream[last_y:]
     unknown = int((rest_x > 255).sum() + (rest_y > 255).sum())
     close = abs(len(rest_x) - len(rest_y)) <= _UNKNOWN_BYTES * unknown
@@ -238,74 +315,80 @@ def _unknown_rest(x: _Walk, y: _Walk, cuts: list[np.ndarray]) -> list[np.ndarray
     return [np.array([[len(x.stream), len(y.stream)]], dtype=np.int64)]
 
 
-def _chunks(
-    student: Side,
-    teacher: Side,
-    s: RowSide,
-    t: RowSide,
-    x: _Walk,
-    y: _Walk,
-    cuts: tuple[np.ndarray, np.ndarray, np.ndarray],
-) -> RowChunks:
+def _chunks(student: RowSide, teacher: RowSide, x: _Walk, y: _Walk, cuts: _Cuts) -> RowChunks:
     """Number the chunks between cuts, and the specials that meet at one of them, in order."""
-    at_x, at_y, correct = cuts
-    chunk_s = np.where(x.text, np.searchsorted(at_x, x.ends), -1)
-    chunk_t = np.where(y.text, np.searchsorted(at_y, y.ends), -1)
-    count = len(at_x)
-    in_s, in_t = np.zeros(count + 1, dtype=bool), np.zeros(count + 1, dtype=bool)
-    in_s[chunk_s[chunk_s >= 0]] = True
-    in_t[chunk_t[chunk_t >= 0]] = True
-    whole = (in_s & in_t)[:count]
+    count = len(cuts.same)
+    chunk_s, chunk_t = _members(x, cuts.student), _members(y, cuts.teacher)
+    members = [np.bincount(c[c >= 0], minlength=count + 1) for c in (chunk_s, chunk_t)]
+    whole = ((members[0] > 0) & (members[1] > 0))[:count]
+    pairs = _special_pairs(student, teacher, x, y, cuts)
     order: list[tuple[int, int]] = [(2 * c + 1, c) for c in np.flatnonzero(whole).tolist()]
-    pairs = _special_pairs(student, teacher, s, t, x, y, at_x, at_y)
     order += [(2 * point, count + 1 + n) for n, (point, _, _) in enumerate(pairs)]
-    number = np.full(count + 1 + len(pairs), -1, dtype=np.int64)
     kept = [key for _, key in sorted(order)]
+    number = np.full(count + 1 + len(pairs), -1, dtype=np.int64)
     number[kept] = np.arange(len(kept))
     result_s, result_t = (np.where(c >= 0, number[np.minimum(c, count)], -1) for c in (chunk_s, chunk_t))
     for n, (_, i, j) in enumerate(pairs):
         result_s[i] = result_t[j] = number[count + 1 + n]
-    right = np.r_[correct, False, np.ones(len(pairs), dtype=bool)]
-    return RowChunks(result_s, result_t, right[kept])
+    spelled = _is_spelled(x, chunk_s, cuts.student) & _is_spelled(y, chunk_t, cuts.teacher)
+    correct = cuts.same & spelled
+    exact = correct & (members[0][:count] == 1) & (members[1][:count] == 1)
+    for c in np.flatnonzero(exact).tolist():
+        i, j = int((chunk_s == c).argmax()), int((chunk_t == c).argmax())
+        exact[c] = _spelling(student, x, i) == _spelling(teacher, y, j)
+    specials = np.ones(len(pairs), dtype=bool)
+    return RowChunks(result_s, result_t, np.r_[correct, False, specials][kept], np.r_[exact, False, specials][kept])
 
 
-def _special_pairs(
-    student: Side,
-    teacher: Side,
-    s: RowSide,
-    t: RowSide,
-    x: _Walk,
-    y: _Walk,
-    at_x: np.ndarray,
-    at_y: np.ndarray,
-) -> list[tuple[int, int, int]]:
-    """Silent specials of one role at one cut: (number of cuts before, student token, teacher token)."""
+def _members(walk: _Walk, cuts: np.ndarray) -> np.ndarray:
+    """Return `[n]` int64, the number of cuts before each token; -1 for those that spell nothing between two cuts."""
+    inside = walk.erased & ~np.isin(walk.ends, cuts) & (walk.ends > walk.own)
+    return np.where(walk.text | inside, np.searchsorted(cuts, walk.ends), -1)
+
+
+def _is_spelled(walk: _Walk, chunk: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+    """Return `[C]` bool, True where the tokens between a cut and the one before it spell all that lies between."""
+    inside = (chunk >= 0) & (chunk < len(cuts)) & walk.known
+    spelled = np.bincount(chunk[inside], (walk.ends - walk.begins)[inside], minlength=len(cuts))
+    sizes: np.ndarray = np.diff(cuts, prepend=walk.own)
+    same: np.ndarray = spelled == sizes
+    return same
+
+
+def _spelling(side: RowSide, walk: _Walk, at: int) -> bytes:
+    """Return what a token of text spells, without the space that its tokenizer put before it."""
+    table, index = side.arrays.table, int(side.ids[at])
+    piece = table.literals.get(index, table.pieces[index])
+    return piece[1:] if walk.trimmed[at] == 1 and piece[:1] == b" " else piece
+
+
+def _special_pairs(student: RowSide, teacher: RowSide, x: _Walk, y: _Walk, cuts: _Cuts) -> list[tuple[int, int, int]]:
+    """Return the silent specials of one role at one cut: (number of cuts before, student token, teacher token)."""
     meeting: dict[tuple[int, int], list[int]] = {}
-    for j in np.flatnonzero((teacher.table.kinds[t.ids] == SPECIAL) & ~y.text).tolist():
-        for role in _role_of(teacher, t.ids, j, y):
-            meeting.setdefault((_point(at_y, int(y.ends[j])), role), []).append(j)
+    for j in np.flatnonzero((teacher.arrays.table.kinds[teacher.ids] == SPECIAL) & ~y.text).tolist():
+        for role in _role_of(teacher, j, y):
+            meeting.setdefault((_point(cuts.teacher, int(y.ends[j]), y.own), role), []).append(j)
     pairs: list[tuple[int, int, int]] = []
     taken = -1
-    for i in np.flatnonzero((student.table.kinds[s.ids] == SPECIAL) & ~x.text).tolist():
-        point = _point(at_x, int(x.ends[i]))
-        roles = _role_of(student, s.ids, i, x)
-        others = [j for role in roles for j in meeting.get((point, role), []) if j > taken]
+    for i in np.flatnonzero((student.arrays.table.kinds[student.ids] == SPECIAL) & ~x.text).tolist():
+        point = _point(cuts.student, int(x.ends[i]), x.own)
+        others = [j for role in _role_of(student, i, x) for j in meeting.get((point, role), []) if j > taken]
         if point >= 0 and others:
             taken = min(others)
             pairs.append((point, i, taken))
     return pairs
 
 
-def _role_of(side: Side, ids: np.ndarray, at: int, walk: _Walk) -> tuple[int, ...]:
-    role = int(side.role[ids[at]])
+def _role_of(side: RowSide, at: int, walk: _Walk) -> tuple[int, ...]:
+    role = int(side.arrays.role[side.ids[at]])
     if role == BOS_OR_EOS:
-        return (BOS,) if walk.ends[at] == 0 and walk.ends[-1] > 0 else (EOS,)
+        return (BOS,) if walk.ends[at] <= walk.own and walk.ends[-1] > walk.own else (EOS,)
     return (role,) if role > 0 else ()
 
 
-def _point(at: np.ndarray, position: int) -> int:
-    """How many cuts lie at or before a position that is one (0: the beginning); -1 if it is none."""
-    if position == 0:
+def _point(cuts: np.ndarray, position: int, own: int) -> int:
+    """Return how many cuts lie at or before a position that is one (0: the beginning); -1 if it is none."""
+    if position <= own:
         return 0
-    index = int(np.searchsorted(at, position))
-    return index + 1 if index < len(at) and at[index] == position else -1
+    index = int(np.searchsorted(cuts, position, side="right"))
+    return index if index and cuts[index - 1] == position else -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from xtoken_core.alignment import token_decoders
-from xtoken_core.alignment.normalizing import Normalizer, character_normalizer
+from xtoken_core.alignment.normalizer import Normalizer, tokenizer_normalizer
 from xtoken_core.errors import InputError
 
+_BOS, _EOS = ("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 TEXT, SPECIAL, UNKNOWN = 0, 1, 2
 """What a token is: it spells its bytes, it spells nothing, or it stands for bytes that it does not tell."""
 
@@ -70,6 +73,7 @@ class TokenTable:
         prefix_after_special: Whether it does so after every special as well.
         drops_whitespace: Spaces between words are not spelled by any token.
         normalizer: What it does to the characters of a text before it tokenizes them; None if nothing.
+        decode: How its token strings write bytes; None if they are bytes.
     """
 
     pieces: tuple[bytes, ...]
@@ -80,6 +84,7 @@ class TokenTable:
     prefix_after_special: bool = False
     drops_whitespace: bool = False
     normalizer: Normalizer | None = field(default=None, compare=False)
+    decode: token_decoders.Decode | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -103,24 +108,58 @@ def token_table(tokenizer: Any) -> TokenTable:
     tokens = _mistral_pieces(tokenizer) or _token_strings(tokenizer)
     size = max(max(tokens, default=-1) + 1, _length(tokenizer))
     specials = _special_strings(tokenizer, tokens)
-    unknown = getattr(tokenizer, "unk_token_id", None)
+    unknown = _unknown(tokenizer)
     decode = _scheme(tokenizer, tokens, unknown)
-    written = {i: t.encode("utf-8", "replace") for i, t in _added_strings(tokenizer).items() if i not in specials}
+    written = {i: t.encode("utf-8", "replace") for i, t in added_strings(tokenizer).items() if i not in specials}
     pieces = [b""] * size
+    marks = _marks(tokenizer)
     for index, token in tokens.items():
         if index not in specials and index != unknown:
-            pieces[index] = written.get(index) or (token if isinstance(token, bytes) else decode(token))
+            pieces[index] = written.get(index) or (
+                token if isinstance(token, bytes) else decode(_unmarked(token, marks))
+            )
     kinds = np.zeros(size, dtype=np.uint8)
-    kinds[[i for i in specials if i != unknown]] = SPECIAL
-    if unknown is not None and unknown not in _bos_eos_pad(tokenizer):
+    kinds[list(specials)] = SPECIAL
+    # GPT-2's unknown token is its end-of-text token, and never stands for text.
+    if unknown is not None and unknown not in _ids(tokenizer, *_BOS, *_EOS):
         kinds[unknown] = UNKNOWN
     bare = TokenTable(
         pieces=tuple(pieces),
         kinds=kinds,
         roles=_roles(tokenizer, {i: s for i, s in specials.items() if kinds[i] == SPECIAL}),
         literals={i: s.encode("utf-8", "replace") for i, s in specials.items() if kinds[i] == SPECIAL},
+        decode=None if any(isinstance(token, bytes) for token in tokens.values()) else decode,
     )
     return _with_habits(bare, tokenizer)
+
+
+def _marks(tokenizer: Any) -> tuple[str, str]:
+    """Return what tokens of a model begin with that continue a word, and end with that end one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = backend.model if backend is not None else None
+    return (getattr(model, "continuing_subword_prefix", None) or "", getattr(model, "end_of_word_suffix", None) or "")
+
+
+def _unmarked(token: str, marks: tuple[str, str]) -> str:
+    continues, ends = marks
+    return (token.removeprefix(continues) if len(token) > len(continues) else token).removesuffix(ends)
+
+
+def _unknown(tokenizer: Any) -> int | None:
+    """Return the id of the unknown token; the model's own if the tokenizer names none."""
+    named = getattr(tokenizer, "unk_token_id", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if named is not None or backend is None:
+        return named
+    token = getattr(backend.model, "unk_token", None)
+    if token is not None:
+        index: int | None = backend.token_to_id(token)
+        return index
+    if type(backend.model).__name__ == "Unigram":
+        # A character that is none stands for itself in no vocabulary: one token for it is the unknown token.
+        (*_, last) = backend.model.tokenize("\U0010ffff") or [None]
+        return int(last.id) if last is not None and not _BYTE.fullmatch(backend.id_to_token(last.id) or "") else None
+    return None
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
@@ -129,12 +168,13 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
 
 
 def _scheme(tokenizer: Any, tokens: Mapping[int, str | bytes], unknown: int | None) -> token_decoders.Decode:
+    marks = _marks(tokenizer)
     probes = []
     for text in token_decoders.PROBES:
         ids = encode_plain(tokenizer, text)
         strings = [tokens.get(i, "") for i in ids if i != unknown]
         known = len(strings) == len(ids) and all(isinstance(s, str) for s in strings)
-        probes.append(token_decoders.Probe(text, [str(s) for s in strings] if known else None))
+        probes.append(token_decoders.Probe(text, [_unmarked(str(s), marks) for s in strings] if known else None))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return token_decoders.choose(probes, _pipeline(backend) if backend is not None else "")
 
@@ -179,12 +219,15 @@ def _added(tokenizer: Any) -> Mapping[int, Any]:
     return added if isinstance(added, Mapping) else {}
 
 
-def _added_strings(tokenizer: Any) -> dict[int, str]:
+def added_strings(tokenizer: Any) -> dict[int, str]:
+    """Return the strings of the tokens that were added to a vocabulary, specials among them, by id."""
     return {int(i): str(t) for i, t in _added(tokenizer).items()}
 
 
 def _special_strings(tokenizer: Any, tokens: Mapping[int, str | bytes]) -> dict[int, str]:
-    ids = {int(i) for i in getattr(tokenizer, "all_special_ids", None) or ()} | _bos_eos_pad(tokenizer)
+    ids = {int(i) for i in getattr(tokenizer, "all_special_ids", None) or ()} | set(
+        _ids(tokenizer, *_BOS, *_EOS, "pad_token_id")
+    )
     ids |= {int(i) for i, token in _added(tokenizer).items() if getattr(token, "special", False)}
     model = getattr(tokenizer, "sp_model", None)
     if model is not None:
@@ -193,20 +236,15 @@ def _special_strings(tokenizer: Any, tokens: Mapping[int, str | bytes]) -> dict[
     return {i: t.decode("utf-8", "replace") if isinstance(t, bytes) else t for i, t in names.items()}
 
 
-def _bos_eos_pad(tokenizer: Any) -> set[int]:
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
+def _ids(tokenizer: Any, *names: str) -> list[int]:
     ids = (getattr(tokenizer, name, None) for name in names)
-    return {int(i) for i in ids if i is not None}
+    return [int(i) for i in ids if i is not None]
 
 
 def _roles(tokenizer: Any, specials: Mapping[int, str]) -> dict[int, str]:
-    def first(*names: str) -> int | None:
-        ids = (getattr(tokenizer, name, None) for name in names)
-        return next((int(i) for i in ids if i is not None), None)
-
-    bos, eos = first("bos_token_id", "cls_token_id"), first("eos_token_id", "sep_token_id")
+    bos, eos, pad = (next(iter(_ids(tokenizer, *names)), None) for names in (_BOS, _EOS, ("pad_token_id",)))
     roles = dict(specials)
-    if (pad := first("pad_token_id")) in roles:
+    if pad in roles:
         roles[pad] = "pad"
     if bos in roles:
         roles[bos] = "bos"
@@ -234,7 +272,7 @@ def _with_habits(table: TokenTable, tokenizer: Any) -> TokenTable:
     if prefix != "none" and table.literals:
         literal = next(iter(table.literals.values())).decode("utf-8", "replace")
         after = (spelled(f"hello{literal}you") or b"").endswith(b"hello you")
-    normalizer = character_normalizer(tokenizer, backend)
+    normalizer = tokenizer_normalizer(tokenizer, backend).characterwise()
     return TokenTable(
         pieces=table.pieces,
         kinds=table.kinds,
@@ -244,4 +282,5 @@ def _with_habits(table: TokenTable, tokenizer: Any) -> TokenTable:
         prefix_after_special=after,
         drops_whitespace=drops,
         normalizer=normalizer,
+        decode=table.decode,
     )

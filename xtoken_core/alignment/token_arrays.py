@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from xtoken_core.alignment.hashing import prefix_hashes
-from xtoken_core.alignment.tables import UNKNOWN, Pool, TokenTable, spelling_pool
+from xtoken_core.alignment.tables import TEXT, UNKNOWN, Pool, TokenTable, spelling_pool
 
 ABSENT = 3
 """The kind of a place of a batch that holds no token (padding, a prompt); beside those of `tables`."""
@@ -104,6 +104,9 @@ def build_token_arrays(
     for table, compared in ((student, student_pieces), (teacher, teacher_pieces)):
         role = np.zeros(len(table) + 1, dtype=np.int64)
         role[:-1][table.kinds == UNKNOWN] = NOT_TOLD
+        # A token of which nothing but whitespace is left out may lie inside of a chunk: its row needs a closer look.
+        left_out = (n for n, piece in enumerate(table.pieces) if not compared[n] and piece.strip())
+        role[[n for n in left_out if table.kinds[n] == TEXT]] = NOT_TOLD
         for index, name in table.roles.items():
             role[index] = numbers.setdefault(name, len(numbers))
         sides.append(Side(table, spelling_pool([*compared, b""], table.literals), role))

@@ -85,6 +85,23 @@ def plain(token: str) -> bytes:
     return token.encode("utf-8", "replace")
 
 
+def spaces_signed(text: str) -> bytes:
+    """Decode a pre-token of a SentencePiece-like tokenizer: `▁` is a space."""
+    return text.replace("▁", " ").encode("utf-8", "surrogatepass")
+
+
+def utf8(text: str) -> bytes:
+    """Decode a pre-token that is written as it is."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def content_decoder(decode: Decode | None) -> Decode:
+    """Return how the pre-tokens are written of a tokenizer whose tokens are decoded by `decode`."""
+    if decode is byte_level:
+        return byte_level
+    return spaces_signed if decode is sentencepiece else utf8
+
+
 _SCHEMES: tuple[Decode, ...] = (plain, byte_level, sentencepiece, wordpiece, end_of_word, byte_characters)
 
 
