@@ -252,7 +252,7 @@ class Pipeline:
         characters, target, begins = [np.zeros(1, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], []
         at = last = 0
         unclear = np.zeros(len(text) + 1, dtype=bool)
-        behind = [span[0] for _, span in words[1:]] + [len(text)]
+        behind = [*(span[0] for _, span in words[1:]), len(text)][: len(words)]
         for (content, (begin, end)), limit in zip(words, behind, strict=True):
             end = max(begin, min(end, limit))  # what was put before a pre-token is said to lie where that does
             dropped = np.arange(last, begin + 1)
