@@ -12,7 +12,7 @@ from services.cli.options import set_up_logging
 
 
 class OnExit(StrEnum):
-    """What a control plane does with its runs when it exits."""
+    """Treatment of a control plane's runs when it exits."""
 
     LEAVE = "leave"
     STOP = "stop"

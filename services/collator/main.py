@@ -114,7 +114,7 @@ class CollatorLoop:
         self.worker.alive(1)
 
     def _fail(self, reason: str) -> NoReturn:
-        """End the run: its supervisor does so on this worker's exit status; without one, the queue tells the others.
+        """End the run: its supervisor does so on this worker's exit status; without one, the queue notifies the others.
 
         Doing both would be a race: the other workers' exits could hide the status that names the cause.
 

@@ -50,7 +50,7 @@ class Identity:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; a zombie does not."""
+        """True if it runs; a zombie does not."""
         current = _ticks_and_state(self.pid) if _is_local(self) else None
         return current is not None and current[0] == self.ticks and current[1] not in DEAD_STATES
 

@@ -43,7 +43,7 @@ class QueueMonitor:
 
     @property
     def connected(self) -> bool:
-        """Whether the queue has answered since it was started."""
+        """True once the queue has answered since it was started."""
         return self._client is not None
 
     @property

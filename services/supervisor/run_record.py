@@ -33,13 +33,13 @@ class RunState(StrEnum):
 
     @property
     def over(self) -> bool:
-        """Whether it changes no more, unless the run is resumed."""
+        """True for a final state, which only a resume changes."""
         return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         state: Its last state.

@@ -233,7 +233,7 @@ class Supervisor:
     def _restart_trainers(self) -> None:
         """Restart the trainers after a queue was lost.
 
-        A new queue is empty, and only a trainer that resumes from its checkpoint tells it where to start. Collators and
+        A new queue is empty, and only a trainer that resumes from its checkpoint sets where it starts. Collators and
         teachers need no restart: they find their sessions gone and exit, and are restarted for that.
         """
         for group in self._workers:

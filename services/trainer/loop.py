@@ -61,7 +61,7 @@ class TrainerLoop:
         self._flops_per_token = flops_per_token(student)
         self._peak_flops = peak_flops(student.device, spec.report.peak_tflops)
         self._optimizer_timer = DeviceTimer(student.device)
-        self._stop_asked = worker.stopping
+        self._stop_requested = worker.stopping
         if group.size > 1:  # several ranks stop together, at a step's boundary
             worker.stopping = threading.Event()
             threading.Thread(target=self._stop_late, args=(worker.stopping,), name="stop", daemon=True).start()
@@ -96,7 +96,7 @@ class TrainerLoop:
 
     def _stop_late(self, stop: threading.Event) -> None:
         """Stop this rank's waits if no step boundary comes, because the teachers have stopped first."""
-        self._stop_asked.wait()
+        self._stop_requested.wait()
         time.sleep(STEP_GRACE_S)
         stop.set()
 
@@ -136,7 +136,7 @@ class TrainerLoop:
         waits["teacher_wait"] += self.runner.waited_s
         stopped = self.runner.stopped
         redo = stopped or self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
-        redo, stops = self.group.any_of(redo, stopped or self._stop_asked.is_set())
+        redo, stops = self.group.any_of(redo, stopped or self._stop_requested.is_set())
         if redo:
             self.optimizer.zero_grad()
             if stops:
@@ -216,7 +216,7 @@ class TrainerLoop:
                 "gradient and were skipped (train.max_nonfinite_steps): lower train.learning_rate and start the run "
                 "again, or begin another one, of another student.dtype"
             )
-        stops = self.group.any(self._stop_asked.is_set())
+        stops = self.group.any(self._stop_requested.is_set())
         self.worker.alive(1)
         if stops and self.group.size > 1:
             raise StopRequested

@@ -41,7 +41,7 @@ class TeacherIdentity(ModelIdentity):
 
 
 class RunIdentity(Part):
-    """What is trained, on what and in which precision.
+    """Identity of a run: models, data, loss and precision.
 
     How the optimiser goes about it (rates, clipping, decay) and how the work is spread over processes and GPUs is no
     part of it. A field that is added later needs a default that means what runs did before: a checkpoint without the

@@ -85,7 +85,7 @@ def sum_kernel(partial_ptr, total_ptr, parts, padded, PARTS: tl.constexpr, ROWS:
 
 
 @triton.jit
-def combined_place_of_maximum(best_ptr, place_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
+def combined_argmax(best_ptr, place_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Return the lowest index of each row's maximum, from its parts' maxima and their lowest indices."""
     lanes = tl.arange(0, PARTS).to(tl.int64)
     best = tl.full((PARTS, ROWS), float("-inf"), dtype=tl.float32)

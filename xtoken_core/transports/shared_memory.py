@@ -59,7 +59,7 @@ class OwnedFile:
 def _drop_file(path: Path, fd: int, owner: int) -> None:
     """Remove a ring's file, also at an exit without `close`. A forked child does not touch its parent's file."""
     if os.getpid() == owner:
-        with contextlib.suppress(OSError):  # at exit nobody could act on it, and a sweep comes
+        with contextlib.suppress(OSError):  # at exit no caller could act on it, and the next start sweeps
             path.unlink()
     os.close(fd)
 

@@ -442,7 +442,7 @@ class Rewind(PartitionRequest, tag="rewind", kw_only=True):
 
 
 class Rewound(Reply, tag="rewound", kw_only=True):
-    """How many rewinds there were so far: requests of the run name it."""
+    """Number of rewinds so far, which requests of the run name."""
 
     rewinds: Id
 

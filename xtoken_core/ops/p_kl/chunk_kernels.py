@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.tile_kernels import combined_place_of_maximum, combined_sum, in_lines
+from xtoken_core.ops.tile_kernels import combined_argmax, combined_sum, in_lines
 
 EPS = tl.constexpr(1e-10)
 LOG_EPS = tl.constexpr(-23.025850929940457)
@@ -134,7 +134,7 @@ def store_sums(a, b, c, a_ptr, b_ptr, c_ptr):
 
 
 @triton.jit
-def store_place_of_maximum(best, at, best_ptr, at_ptr):
+def store_argmax(best, at, best_ptr, at_ptr):
     """Store each row's maximum and its lowest index."""
     top = tl.max(best, axis=1)
     tl.store(best_ptr, top)
@@ -195,8 +195,8 @@ def p_kl_chunk_kernel(
     tl.store(norm_ptr + chunks, norm)
     places = part * chunks_padded + chunks
     store_sums(kl, mass, inner, kl_ptr + places, mass_ptr + places, inner_ptr + places)
-    store_place_of_maximum(best_q, at_q, best_q_ptr + places, at_q_ptr + places)
-    store_place_of_maximum(best_l, at_l, best_l_ptr + places, at_l_ptr + places)
+    store_argmax(best_q, at_q, best_q_ptr + places, at_q_ptr + places)
+    store_argmax(best_l, at_l, best_l_ptr + places, at_l_ptr + places)
 
 
 @triton.jit(do_not_specialize=["C"])
@@ -210,6 +210,6 @@ def p_kl_chunk_rows_kernel(
     tl.store(kl_out_ptr + chunks, combined_sum(kl_ptr, chunks, parts, padded, PARTS, CHUNKS), mask=mask)
     tl.store(mass_out_ptr + chunks, combined_sum(mass_ptr, chunks, parts, padded, PARTS, CHUNKS), mask=mask)
     tl.store(inner_out_ptr + chunks, combined_sum(inner_ptr, chunks, parts, padded, PARTS, CHUNKS), mask=mask)
-    of_q = combined_place_of_maximum(best_q_ptr, at_q_ptr, chunks, parts, padded, PARTS, CHUNKS)
-    of_l = combined_place_of_maximum(best_l_ptr, at_l_ptr, chunks, parts, padded, PARTS, CHUNKS)
+    of_q = combined_argmax(best_q_ptr, at_q_ptr, chunks, parts, padded, PARTS, CHUNKS)
+    of_l = combined_argmax(best_l_ptr, at_l_ptr, chunks, parts, padded, PARTS, CHUNKS)
     tl.store(agrees_ptr + chunks, of_q == of_l, mask=mask)
