@@ -40,7 +40,7 @@ class TokenAligner:
     Attributes:
         student: The student's token table.
         teacher: The teacher's.
-        notes: What the log was told: one line per tokenizer that does not tokenize the text as it is.
+        notes: Notes that were logged: one line per tokenizer that does not tokenize the text as it is.
     """
 
     def __init__(self, student_tokenizer: Any, teacher_tokenizer: Any) -> None:

@@ -18,7 +18,7 @@ from xtoken_core.alignment.hashing import hash_powers, without_space
 from xtoken_core.alignment.prefix_space import find_dummy_prefixes
 from xtoken_core.alignment.specials import match_specials
 from xtoken_core.alignment.tables import spread
-from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, NOT_TOLD, TokenArrays
+from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, UNKNOWN_ROLE, TokenArrays
 
 _SHORT = 1 << 16
 """Bytes of an axis up to which powers for all of it are as fast to read as those for a row."""
@@ -185,7 +185,7 @@ def _same_text(x: _Tokens) -> np.ndarray:
 
 
 def _special_pairs(x: _Tokens, doubtful: np.ndarray) -> np.ndarray:
-    """Indices of the specials that have a partner; samples with a token that does not tell its bytes are marked."""
+    """Return indices of the specials that have a partner; samples with a token of unknown bytes are marked."""
     roles = x.sides.roles.take(x.ids.take(x.silent))
     known = roles.nonzero()[0]
     at: np.ndarray = x.silent.take(known)
@@ -194,7 +194,7 @@ def _special_pairs(x: _Tokens, doubtful: np.ndarray) -> np.ndarray:
         return at
     if np.count_nonzero(roles < 0):
         rows = x.rows.first.searchsorted(at, side="right") - 1
-        doubtful[rows[roles == NOT_TOLD] % len(doubtful)] = True
+        doubtful[rows[roles == UNKNOWN_ROLE] % len(doubtful)] = True
         begins = (x.starts[at] == x.origin[rows]) & (x.sizes[rows] > 0)
         roles = np.where(roles == BOS_OR_EOS, np.where(begins, BOS, EOS), roles)
         at, roles = at[roles > 0], roles[roles > 0]

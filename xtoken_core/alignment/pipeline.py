@@ -1,4 +1,4 @@
-"""What a tokenizer makes of a source text before its model splits it into tokens, and where its tokens lie in that."""
+"""Normalisation and pre-tokenization of a source text, traced, and the spans of tokens in the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_CLUSTER = 64
 
 @dataclass(frozen=True)
 class Image:
-    """What a tokenizer's tokens spell of a source text.
+    """Text that a tokenizer's tokens spell, with its spans in the source.
 
     Attributes:
         data: The bytes.
@@ -169,7 +169,7 @@ class Pipeline:
     def _locate_by_model(
         self, ids: np.ndarray, image: Image, *, cut: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int] | None:
-        """Place tokens by tokenizing the pre-tokens again, for rows with tokens that do not tell what they spell."""
+        """Place tokens by tokenizing the pre-tokens again, for rows with tokens of unknown spelling."""
         if self._backend is None:
             return None
         begins, ends = np.zeros((2, len(ids)), dtype=np.int64)

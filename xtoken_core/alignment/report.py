@@ -25,7 +25,7 @@ class AlignmentReport:
         equal_chunks: Chunks whose two sides spell the same bytes (or are a pair of specials of one role).
         one_to_one: Equal chunks of one token on either side.
         special_pairs: Chunks that are a pair of specials.
-        unequal_chunks: Stretches where the tokens do not tell their bytes, or differ.
+        unequal_chunks: Chunks whose bytes are unknown or differ.
         unchunked_student_tokens: Student tokens in no chunk.
         unchunked_teacher_tokens: Teacher tokens in no chunk.
         seconds: Time that aligning took.

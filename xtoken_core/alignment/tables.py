@@ -1,4 +1,4 @@
-"""What every token of a tokenizer spells: its bytes, or its role if it spells nothing."""
+"""Table of the tokens of a tokenizer: the bytes of each, or its role if it spells nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xtoken_core.errors import InputError
 _BOS, _EOS = ("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 TEXT, SPECIAL, UNKNOWN = 0, 1, 2
-"""What a token is: it spells its bytes, it spells nothing, or it stands for bytes that it does not tell."""
+"""Kinds of tokens: one that spells its bytes, one that spells nothing, one of unknown bytes."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def token_table(tokenizer: Any) -> TokenTable:
     """Read the table off a tokenizer: Hugging Face fast or slow, or mistral-common's.
 
     Raises:
-        InputError: The tokenizer does not tell its vocabulary, or its tokens do not spell the texts it is given.
+        InputError: The tokenizer has no vocabulary, or its tokens do not spell the texts it is given.
     """
     tokens = _mistral_pieces(tokenizer) or _token_strings(tokenizer)
     size = max(max(tokens, default=-1) + 1, _length(tokenizer))
@@ -194,7 +194,7 @@ def _token_strings(tokenizer: Any) -> dict[int, str | bytes]:
         return {index: token for token, index in tokenizer.get_vocab().items()}
     size = _length(tokenizer)
     if not size or not hasattr(tokenizer, "convert_ids_to_tokens"):
-        raise InputError(f"{type(tokenizer).__name__} does not tell its vocabulary: get_vocab() is missing")
+        raise InputError(f"{type(tokenizer).__name__} has no vocabulary: get_vocab() is missing")
     return dict(enumerate(tokenizer.convert_ids_to_tokens(list(range(size)))))
 
 

@@ -12,8 +12,8 @@ from xtoken_core.alignment.tables import TEXT, UNKNOWN, Pool, TokenTable, spelli
 
 ABSENT = 3
 """The kind of a place of a batch that holds no token (padding, a prompt); beside those of `tables`."""
-BOS, EOS, BOS_OR_EOS, NOT_TOLD = 1, 2, -1, -2
-"""Roles; 0 = none, numbers from 3 stand for the other specials' own strings, `NOT_TOLD` for unknown text."""
+BOS, EOS, BOS_OR_EOS, UNKNOWN_ROLE = 1, 2, -1, -2
+"""Roles; 0 = none, numbers from 3 stand for the other specials' own strings, `UNKNOWN_ROLE` for unknown text."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class TokenArrays:
 
     @property
     def offset(self) -> int:
-        """What is added to a teacher's id."""
+        """Offset added to a teacher's id."""
         return self.student.absent + 1
 
     @cached_property
     def tables(self) -> tuple[TokenTable, TokenTable]:
-        """What the tokens of either side spell."""
+        """Token tables of both sides."""
         return self.student.table, self.teacher.table
 
     @cached_property
     def prefixes(self) -> tuple[str, str]:
-        """Whether either tokenizer puts a space before a text."""
+        """True if either tokenizer puts a space before a text."""
         return self.student.table.prefix, self.teacher.table.prefix
 
     @cached_property
@@ -103,10 +103,10 @@ def build_token_arrays(
     sides = []
     for table, compared in ((student, student_pieces), (teacher, teacher_pieces)):
         role = np.zeros(len(table) + 1, dtype=np.int64)
-        role[:-1][table.kinds == UNKNOWN] = NOT_TOLD
+        role[:-1][table.kinds == UNKNOWN] = UNKNOWN_ROLE
         # A token of which nothing but whitespace is left out may lie inside of a chunk: its row needs a closer look.
         left_out = (n for n, piece in enumerate(table.pieces) if not compared[n] and piece.strip())
-        role[[n for n in left_out if table.kinds[n] == TEXT]] = NOT_TOLD
+        role[[n for n in left_out if table.kinds[n] == TEXT]] = UNKNOWN_ROLE
         for index, name in table.roles.items():
             role[index] = numbers.setdefault(name, len(numbers))
         sides.append(Side(table, spelling_pool([*compared, b""], table.literals), role))

@@ -1,4 +1,4 @@
-"""How a tokenizer's token strings write bytes: one function per convention, and the choice between them.
+"""Decoders from token strings to bytes: one function per convention, and the choice between them.
 
 The convention is recognised by what it does, not by class names: every candidate decodes a few encoded probe texts,
 and the one that gives the texts back wins. The tokenizer's own description only orders the candidates.
