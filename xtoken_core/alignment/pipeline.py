@@ -181,7 +181,7 @@ class Pipeline:
             if at >= len(spoken):
                 break
             if [t.id for t in tokens[: len(spoken) - at]] != ids[spoken[at : at + len(tokens)]].tolist():
-                if cut and number == len(image.words):
+                if cut and at and number == len(image.words):
                     break
                 return None
             widths = [len(content_decoder(self._table.decode)(char)) for char in content]
