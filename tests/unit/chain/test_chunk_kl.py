@@ -57,7 +57,7 @@ def source():
 
 
 def expected_value(source, student_row):
-    """The mean over numerals of the numeral's chunk, the source's weights; the student has one row after a semicolon."""
+    """The mean value of a numeral's chunk, at the source's weights; the student has one row after a semicolon."""
     batch, teacher, tables, probability = source
     logits = student_row.expand(*batch.student_ids.shape, len(WHOLE.vocab))
     values = chain_divergence(logits, teacher, batch, tables)

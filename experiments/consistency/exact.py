@@ -1,0 +1,177 @@
+"""Both sides' exact next-token distributions, and every chunk of the source with its rate."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.consistency.source import Source, sample_texts
+
+State = tuple[int, tuple[int, ...]]
+"""The kind of the unit before, and a unit's tokens so far."""
+
+
+@dataclass
+class Side:
+    """One tokenizer's view of the source.
+
+    Attributes:
+        pieces: Each unit's tokens.
+        index: Number of each state.
+        truth: `[states, V]` float64, the exact next-token distributions.
+        rate: `[states]` float64, how often a state is met, per unit of text.
+    """
+
+    pieces: list[tuple[int, ...]]
+    index: dict[State, int]
+    truth: Tensor
+    rate: Tensor
+
+
+def view(source: Source, tokenizer: Any) -> Side:
+    """Sum over the units that a state's tokens begin.
+
+    Raises:
+        ValueError: The tokenizer cuts a text elsewhere than at its units, or writes one without tokens.
+    """
+    pieces = [tuple(tokenizer.encode(unit, add_special_tokens=False)) for unit in source.units]
+    for units in sample_texts(source, 60, 40, seed=99):
+        text = "".join(source.units[u] for u in units)
+        if tuple(tokenizer.encode(text, add_special_tokens=False)) != tuple(i for u in units for i in pieces[u]):
+            raise ValueError("the tokenizer does not keep the source's units apart")
+    K, V = len(source.stationary), len(tokenizer)
+    first = np.zeros((K, V))
+    for u, tokens in enumerate(pieces):
+        first[:, tokens[0]] += source.weight[:, u]
+    mass: dict[State, np.ndarray] = defaultdict(lambda: np.zeros(V))
+    for u, tokens in enumerate(pieces):
+        for kind in range(K):
+            weight = source.weight[kind, u]
+            for n in range(1, len(tokens)) if weight else ():
+                mass[kind, tokens[:n]][tokens[n]] += weight
+            if weight:
+                mass[kind, tokens] += weight * first[source.kind[u]]
+    longer = {state: state[1] for u in range(len(pieces)) for state in _prefixes(source, pieces, u)}
+    ended = {(kind, tokens): u for u, tokens in enumerate(pieces) for kind in range(K) if source.weight[kind, u]}
+    names: dict[State, int] = {}
+    rows: list[np.ndarray] = []
+    numbers: dict[State, int] = {}
+    for state, row in mass.items():
+        # After a unit that no other continues, only its kind matters: one row stands for all of them.
+        name = state if state in longer or state not in ended else (-1 - int(source.kind[ended[state]]), ())
+        if name not in numbers:
+            numbers[name] = len(rows)
+            rows.append(np.zeros(V))
+        names[state] = numbers[name]
+        rows[numbers[name]] += source.stationary[state[0]] * row
+    table = torch.from_numpy(np.stack(rows))
+    return Side(pieces, names, table / table.sum(1, keepdim=True), table.sum(1))
+
+
+def _prefixes(source: Source, pieces: list[tuple[int, ...]], unit: int) -> list[State]:
+    """Return the states inside a unit."""
+    tokens = pieces[unit]
+    kinds = [kind for kind in range(len(source.stationary)) if source.weight[kind, unit]]
+    return [(kind, tokens[:n]) for kind in kinds for n in range(1, len(tokens))]
+
+
+@dataclass
+class Chunk:
+    """A chunk of one unit: where its tokens lie in the unit's tokens on both sides."""
+
+    student: slice
+    teacher: slice
+
+    @property
+    def shape(self) -> str:
+        """`1:1`, `1:n`, `n:1` or `m:n`."""
+        s, t = (part.stop - part.start for part in (self.student, self.teacher))
+        return "1:1" if s == t == 1 else "1:n" if s == 1 else "n:1" if t == 1 else "m:n"
+
+
+def chunks_of(student: tuple[int, ...], teacher: tuple[int, ...], lengths: tuple[list[int], list[int]]) -> list[Chunk]:
+    """Cut a unit where both sides end a token."""
+    ends = [
+        np.cumsum([length[i] for i in ids]).tolist() for length, ids in zip(lengths, (student, teacher), strict=True)
+    ]
+    common = sorted(set(ends[0]) & set(ends[1]))
+    found, at = [], (0, 0)
+    for end in common:
+        stop = ends[0].index(end) + 1, ends[1].index(end) + 1
+        found.append(Chunk(slice(at[0], stop[0]), slice(at[1], stop[1])))
+        at = stop
+    return found
+
+
+Key = tuple[str, bool]
+"""A chunk's shape, and whether it belongs to a numeral."""
+
+
+@dataclass
+class World:
+    """A source seen by two tokenizers; rates are per unit of text.
+
+    Attributes:
+        source: The source.
+        sides: The student's view and the teacher's.
+        chunks: Rate of each chunk: its key, each side's rows (the states before each of its tokens and after the last)
+            and each side's tokens.
+        starts: Rate of each start of a chunk: its key, rows, first tokens and the tokens before it, of the student and
+            of the teacher each.
+    """
+
+    source: Source
+    sides: tuple[Side, Side]
+    chunks: dict[tuple[Key, tuple[Rows, Rows], tuple[Rows, Rows]], float]
+    starts: dict[tuple[Key, Pair, Pair, Pair], float]
+
+
+Rows = tuple[int, ...]
+Pair = tuple[int, int]
+
+
+def make_world(source: Source, student: Any, teacher: Any) -> World:
+    """List every chunk after every unit that can come before it."""
+    sides = view(source, student), view(source, teacher)
+    lengths = [[len(tokenizer.decode([i]).encode()) for i in range(len(tokenizer))] for tokenizer in (student, teacher)]
+    ends: dict[tuple[int, Pair], dict[Pair, float]] = defaultdict(lambda: defaultdict(float))
+    for u, kind_of_unit in enumerate(source.kind.tolist()):
+        for kind, stationary in enumerate(source.stationary.tolist()):
+            if rate := stationary * float(source.weight[kind, u]):
+                ours, theirs = ((side.index[kind, side.pieces[u]], side.pieces[u][-1]) for side in sides)
+                ends[kind_of_unit, ours][theirs] += rate
+    world = World(source, sides, defaultdict(float), defaultdict(float))
+    boundaries = [(kind, own, other, rate) for (kind, own), others in ends.items() for other, rate in others.items()]
+    for u in range(len(source.units)):
+        student_pieces, teacher_pieces = (side.pieces[u] for side in sides)
+        for n, chunk in enumerate(chunks_of(student_pieces, teacher_pieces, (lengths[0], lengths[1]))):
+            if n == 0:
+                for kind, own, other, rate in boundaries:
+                    _add(world, u, kind, chunk, rate, (own, other))
+            else:
+                for kind, rate in enumerate(source.stationary.tolist()):
+                    _add(world, u, kind, chunk, rate, None)
+    return world
+
+
+def _add(world: World, unit: int, kind: int, chunk: Chunk, rate: float, before: tuple[Pair, Pair] | None) -> None:
+    """Count a chunk; `before` has each side's state and last token at the unit's beginning."""
+    rate *= float(world.source.weight[kind, unit])
+    if not rate:
+        return
+    key = chunk.shape, bool(world.source.kind[unit] == 1)
+    rows, tokens, last = [], [], []
+    for k, (side, part) in enumerate(zip(world.sides, (chunk.student, chunk.teacher), strict=True)):
+        pieces = side.pieces[unit]
+        inside = tuple(side.index[kind, pieces[:n]] for n in range(max(part.start, 1), part.stop + 1))
+        rows.append(inside if before is None else (before[k][0], *inside))
+        tokens.append(pieces[part])
+        last.append(pieces[part.start - 1] if before is None else before[k][1])
+    world.chunks[key, (rows[0], rows[1]), (tokens[0], tokens[1])] += rate
+    first = tokens[0][0], tokens[1][0]
+    world.starts[key, (rows[0][0], rows[1][0]), first, (last[0], last[1])] += rate
