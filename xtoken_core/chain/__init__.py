@@ -1,4 +1,4 @@
-"""What the chain-rule divergence knows about a pair of tokenizers: spellings, roots, paths and live sets."""
+"""Tables of the chain-rule divergence for a pair of tokenizers: spellings, roots, paths and live sets."""
 
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.files import cached_tables

@@ -34,7 +34,7 @@ _LOG = logging.getLogger("xtoken.chain")
 
 @dataclass(frozen=True)
 class LiveSets:
-    """Which tokens x of one side may follow the tokens w of the other.
+    """Live sets: the tokens x of one side that may follow the tokens w of the other.
 
     x may follow w if `state[tail[w], head[x]]` is `KEPT`; if it is `JOINED`, if `position[x]` lies in none of w's
     intervals (see `merges.Followers`, whose fields have the same names).

@@ -148,7 +148,7 @@ def _apply(table: _PairTable, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 @dataclass(frozen=True)
 class Followers:
-    """Which tokens may follow which, as intervals over the tokens in depth-first order.
+    """Tokens that may follow each token, as intervals over the tokens in depth-first order.
 
     The tokens that cannot follow w are those of the intervals `low[r] : high[r]` and of the points `point[r]`, for the
     rules r of w's own slice `rule_start[w] : rule_start[w + 1]` and of the slices

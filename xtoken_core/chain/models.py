@@ -1,4 +1,4 @@
-"""What the chain tables need to know about a tokenizer's model: its merge rules and its split into words."""
+"""Properties of a tokenizer's model that the chain tables need: its merge rules and its split into words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Paths: how far the other side can come inside a token, and what can follow there.
 
-A path is a sequence of the other side's tokens with which the spellings of some tokens begin and go on. At such a node
-the tokens that share it are told apart by their next piece's root, or by ending exactly there.
+A path is a sequence of the other side's tokens with which the spellings of some tokens begin. At such a node
+the tokens that share it are distinguished by their next piece's root, or by ending exactly there.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _kept(flat: np.ndarray, token: np.ndarray, cls: np.ndarray, nodes: int, bare
     width = int(cls.max(initial=0)) + 2
     slots, slot_of = np.unique(flat * width + cls + 1, return_inverse=True)
     slot_node = slots // width
-    goes_on = slots % width > 0
-    chosen = np.bincount(slot_node[goes_on], minlength=nodes) > 0
+    continues = slots % width > 0
+    chosen = np.bincount(slot_node[continues], minlength=nodes) > 0
     number = np.where(chosen, np.cumsum(chosen) - 1, -1)
     slot_kept = chosen[slot_node]
     slot_number = np.cumsum(slot_kept) - 1

@@ -1,4 +1,4 @@
-"""How one tokenizer writes the text of every token of another."""
+"""Spellings: the text of every token of one tokenizer, as the other writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a tokenizer splits a text between two tokens before its model sees it, by classes of characters.
+"""Word splits: where a tokenizer splits a text between two tokens before its model sees it, by classes of characters.
 
 Most tokenizers split a text into words with a regular expression first. Whether it splits after the text of a token
 depends on the kinds of the characters on both sides. Tokens are grouped by the kinds of their last and of their first
@@ -30,7 +30,7 @@ _CONTRACTION = re.compile(r"(?:s|t|re|ve|m|ll|d)", re.IGNORECASE)
 
 
 class _Kinds(dict[int, str]):
-    """Code point to the letter of its kind, as the split patterns of published tokenizers tell characters apart."""
+    """Code point to the letter of its kind, as the split patterns of published tokenizers distinguish characters."""
 
     def __missing__(self, code: int) -> str:
         char = chr(code)

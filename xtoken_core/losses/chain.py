@@ -35,7 +35,7 @@ BLOCK_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class ChainOptions:
-    """Which parts of the divergence count.
+    """Parts of the divergence that count.
 
     Attributes:
         conditioning: Start terms are conditioned on the other side's cut.

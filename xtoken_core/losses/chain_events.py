@@ -1,4 +1,4 @@
-"""Where the chain divergence compares: starts of chunks, and nodes inside a chunk's only token of one side."""
+"""Events of the chain divergence: starts of chunks, and nodes inside a chunk's only token of one side."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ def find_inner(
         side: The holder's tables.
         end_terms: Whether the node after the last token counts.
         bare_space: Whether nodes after a single space count.
-        learns: Whether the holder is the student. Where its tokens can go on in one way only it has nothing to learn;
+        learns: Whether the holder is the student. Where its tokens continue in one way only it has nothing to learn;
             a student beside a teacher's token has.
     """
     chunk = torch.nonzero((holder.size == 1) & (other.size > 0)).squeeze(1)
-    if not len(side.bare_space):  # no token can be told from another on the way
+    if not len(side.bare_space):  # no token can be distinguished on the way
         return Inner(*(chunk[:0],) * 4)
     size = other.size[chunk]
     owner = torch.repeat_interleave(torch.arange(len(chunk), device=chunk.device), size)  # [N], tokens of all chunks
