@@ -1,1 +1,1 @@
-"""The transfer queue beside TransferQueue and plain pyzmq, in one run: `python -m benchmarks.queue`."""
+"""The transfer queue beside TransferQueue and raw pyzmq, in one run: `python -m benchmarks.queue`."""

@@ -1,7 +1,7 @@
-"""The transfer queue beside TransferQueue and plain pyzmq, in one run: `python -m benchmarks.queue`.
+"""The transfer queue beside TransferQueue and raw pyzmq, in one run: `python -m benchmarks.queue`.
 
 Everything crosses loopback, from one producer process and one consumer process. Rates are samples per second. Rounds of
-the queue and of plain pyzmq alternate, and medians over the rounds are compared. Writes `benchmarks/results/queue.json`
+the queue and of raw pyzmq alternate, and medians over the rounds are compared. Writes `benchmarks/results/queue.json`
 and the figures in `docs/performance.md`; the exit status is 1 if a bound does not hold.
 """
 
@@ -91,7 +91,7 @@ def median(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def rates(places: Places, rounds_wanted: int) -> dict[str, Any]:
-    """Put and get through the queue and through plain pyzmq, by transport and requests in flight."""
+    """Put and get through the queue and through raw pyzmq, by transport and requests in flight."""
     found: dict[str, Any] = {"ours": {}, "plain": {}, "rounds": {}}
     for transport in TRANSPORTS:
         for in_flight in IN_FLIGHT:
