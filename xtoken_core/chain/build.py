@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from xtoken_core.alignment.tables import TokenTable, token_table
-from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, build_token_arrays
+from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, UNKNOWN_ROLE, build_token_arrays
 from xtoken_core.chain.live_sets import LiveSets, everything_live, live_sets
 from xtoken_core.chain.models import bpe_model
 from xtoken_core.chain.paths import Paths, find_paths
@@ -66,7 +66,8 @@ def build_tables(student_tokenizer: Any, teacher_tokenizer: Any) -> BuiltTables:
     texts = [word_start_texts(tokenizer, table) for tokenizer, table in zip(tokenizers, tables, strict=True)]
     spelled = [spellings(tables[k], texts[k], compared[k], writers[1 - k], compared[1 - k]) for k in (0, 1)]
     arrays = build_token_arrays(tables[0], tables[1], compared[0], compared[1])
-    specials = special_pairs(arrays.student.role[:-1], arrays.teacher.role[:-1], both=BOS_OR_EOS, end=EOS, begin=BOS)
+    roles = [np.where(side.role == UNKNOWN_ROLE, 0, side.role)[:-1] for side in (arrays.student, arrays.teacher)]
+    specials = special_pairs(roles[0], roles[1], both=BOS_OR_EOS, end=EOS, begin=BOS)
     roots = find_roots(spelled[0], spelled[1], specials)
     sides = []
     for k, other_roots in ((0, roots.teacher), (1, roots.student)):

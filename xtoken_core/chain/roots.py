@@ -64,7 +64,7 @@ def special_pairs(student_roles: np.ndarray, teacher_roles: np.ndarray, both: in
     """Pair specials of one role, every token once.
 
     Args:
-        student_roles: `[V_s]` int64, a number per role, 0 for text, negative where it is not known.
+        student_roles: `[V_s]` int64, a number per role, 0 for text and for tokens without a role.
         teacher_roles: `[V_t]` int64, numbered alike.
         both: The number of a token that begins and ends a text; it pairs with an end first, then with a beginning.
         end: The number of a token that ends a text.
@@ -79,7 +79,7 @@ def special_pairs(student_roles: np.ndarray, teacher_roles: np.ndarray, both: in
     found: dict[int, int] = {}
     for role, index in ours.items():
         wanted = (both, end, begin) if role == both else (role, both) if role in (end, begin) else (role,)
-        partner = next((theirs[name] for name in wanted if name in theirs and name != -2), None)
+        partner = next((theirs[name] for name in wanted if name in theirs), None)
         if partner is not None and partner not in found.values():
             found[index] = partner
     return np.array(sorted(found.items()), dtype=np.int64).reshape(-1, 2)
