@@ -7,6 +7,7 @@ from `cudaMalloc` does neither, and its 64-byte handle is a value that travels. 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ class DeviceMemory:
         with _current(device.index):
             address = int(_call("cudaMalloc", -(-nbytes // GRANULE) * GRANULE))
             try:
-                handle = bytes(_call("cudaIpcGetMemHandle", address).reserved)
+                handle = _handle_bytes(_call("cudaIpcGetMemHandle", address))
             except BaseException:
                 _call("cudaFree", address)
                 raise
@@ -103,7 +104,7 @@ class DeviceMemory:
             raise SignalError(f"a handle of device memory has {HANDLE_BYTES} bytes, not {len(handle)}")
         cudart = runtime()
         wanted = cudart.cudaIpcMemHandle_t()
-        wanted.reserved = handle
+        ctypes.memmove(int(wanted.getPtr()), handle, HANDLE_BYTES)
         with _current(device.index):
             address = int(_call("cudaIpcOpenMemHandle", wanted, cudart.cudaIpcMemLazyEnablePeerAccess))
         return cls(address, nbytes, device)
@@ -115,6 +116,14 @@ class DeviceMemory:
     def tensor(self) -> UInt8[Tensor, " n"]:
         """Return the bytes as a tensor: nothing is allocated or copied."""
         return torch.as_tensor(self, device=self.device)
+
+
+def _handle_bytes(handle: Any) -> bytes:
+    """Return the bytes of a `cudaIpcMemHandle_t`.
+
+    They are read at its address: the attribute `reserved` is not there in all versions of the bindings.
+    """
+    return ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
 
 
 def device_uuid(device: torch.device) -> bytes:
