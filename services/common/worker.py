@@ -202,4 +202,4 @@ def _leave(client: QueueClient) -> None:
     try:
         client.bye()
     except (XtokenError, QueueError) as error:
-        log.info("the queue did not hear the goodbye: %s", error)
+        log.info("the session could not be closed: %s", error)
