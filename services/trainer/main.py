@@ -150,8 +150,8 @@ def finish(worker: Worker, cursor: Cursor, student: Student, tokenizer: Any, *, 
     overlap = set(cursor.skipped) & set(cursor.dead)
     if cursor.trained + skipped + dead != run.positions or overlap:
         raise XtokenError(
-            f"the counts of positions do not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead positions "
-            f"are not {run.positions}"
+            f"the counts of positions do not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead "
+            f"positions are not {run.positions}"
         )
     export_student(output / "model", run, cursor, model, tokenizer, output=output)
     replace_file(output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
