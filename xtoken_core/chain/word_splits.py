@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -136,25 +137,20 @@ def _grouped(pieces: Sequence[bytes], signature: Callable[[str], str]) -> tuple[
 
 
 def _tail(text: str) -> str:
-    kinds = _kinds_of(text[-32:])
     at = text.rfind("'")
     after = text[at + 1 :].lower() if at >= 0 and len(text) - at <= 3 else ""
-    return "".join(_runs(kinds)[-RUNS:]) + "\0" + after
+    return "".join(_runs(text[-32:].translate(_KINDS))[-RUNS:]) + "\0" + after
 
 
 def _head(text: str) -> str:
-    kinds = _kinds_of(text[:32])
     word = text[1:] if text[:1] == "'" else text
     contraction = _CONTRACTION.match(word)
-    return "".join(_runs(kinds)[:RUNS]) + "\0" + (contraction[0].lower() if contraction else "")
+    beginning = "".join(_runs(text[:32].translate(_KINDS))[:RUNS])
+    return beginning + "\0" + (contraction[0].lower() if contraction else "")
 
 
-def _kinds_of(text: str) -> str:
-    """Return a letter for each character's kind, runs shortened to what patterns count: 3 digits, 2 spaces, 1 other."""
-    kinds = text.translate(_KINDS)
+@lru_cache(maxsize=1 << 16)  # a vocabulary has far fewer kinds of tokens than tokens
+def _runs(kinds: str) -> tuple[str, ...]:
+    """Return the runs of equal kinds, shortened to what patterns count: 3 digits, 2 spaces, 1 other."""
     kinds = _LONG_SPACES.sub(r"\1\1\1", _LONG_DIGITS.sub("NNNN", kinds))
-    return _LONG_OTHERS.sub(r"\1\1", kinds)
-
-
-def _runs(kinds: str) -> list[str]:
-    return [run.group() for run in _RUN.finditer(kinds)]
+    return tuple(run.group() for run in _RUN.finditer(_LONG_OTHERS.sub(r"\1\1", kinds)))
