@@ -16,12 +16,12 @@ PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-install: $(STAMP)  ## create .venv and install xtoken with its development tools
+install: $(STAMP)  ## create .venv and install xtoken with its development tools; with an NVIDIA driver, the extra gpu too
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[dev,triton,lora,tensorboard]'
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e ".[dev,triton,lora,tensorboard$$(test -e /proc/driver/nvidia/version && echo ,gpu)]"
 	@touch $@
 
 demo: $(STAMP)  ## distil a small teacher into a smaller student, all processes real, on this machine

@@ -7,7 +7,7 @@ class XtokenError(Exception):
     """An expected failure: its text is the one line a command prints before it exits.
 
     Attributes:
-        exit_code: The status a command ends with when this error reaches its top.
+        exit_code: Exit status of a command that ends with this error.
     """
 
     exit_code = 1

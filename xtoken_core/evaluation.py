@@ -80,7 +80,8 @@ def evaluate(
             that is then multiplied out for 1024 positions at a time. It sees rows padded on the right without a mask.
 
     Raises:
-        InputError: There is no text, the tokenizer has neither BOS nor EOS, or the head is narrower than it.
+        InputError: There is no text, the tokenizer has neither BOS nor EOS, or the head has fewer rows than the
+            tokenizer has ids.
     """
     start = _start_token(tokenizer)
     windows: list[Window] = []
@@ -204,16 +205,17 @@ def sum_nll_and_hits(
     *,
     width: int | None = None,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """Return the cross-entropy of the targets, in float32 and summed in float64, and the hits, where the mask is set.
+    """Return the summed cross-entropy and the number of correct predictions at masked positions.
 
     Args:
         logits: `[B, T, V]`, any floating dtype, or the head that gives them; 1024 rows at a time are held in float32.
         targets: `[B, T]` int64; ids under an unset mask only need to be valid.
         mask: `[B, T]` bool.
-        width: How many of the head's columns count; None: all.
+        width: Number of the head's leading columns that are used; None: all.
 
     Returns:
-        Nats, a float64 scalar; number of targets with the largest logit, an int64 scalar.
+        Nats, computed in float32 and summed in float64, a scalar; number of targets with the largest logit, an int64
+        scalar.
     """
     nll = torch.zeros((), dtype=torch.float64, device=logits.device)
     hits = torch.zeros((), dtype=torch.int64, device=logits.device)

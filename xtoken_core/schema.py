@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 V = TypeVar("V")
 
 Axis = Literal["student", "teacher", "pair", "sample"]
-"""What a field has one value for: a student token, a teacher token, an aligned pair (chunk) or a sample."""
+"""Item that each value of a field belongs to: a student token, a teacher token, an aligned pair (chunk) or a sample."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Field:
     Attributes:
         name: Its name, without a teacher's number.
         dtype: `int64`, `bool` or `float32`.
-        axis: What it has one value for.
+        axis: The item that each value belongs to.
         pad: The value that fills a padded row.
         per_teacher: Every teacher has its own column.
     """

@@ -75,7 +75,7 @@ def main() -> None:
 def _write_status(status: int) -> None:
     """Write the exit status to the file that a supervisor has named.
 
-    The kernel gives it only to the parent, which another supervisor may have replaced meanwhile.
+    The kernel reports an exit status only to the parent process, which may be gone when another supervisor takes over.
     """
     file = os.environ.get(STATUS_VARIABLE)
     if file:

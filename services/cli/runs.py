@@ -172,7 +172,7 @@ def rm(
     ] = False,
     as_json: bool = False,
 ) -> None:
-    """Remove a run that is over from the control plane."""
+    """Remove a finished run from the control plane."""
     run_id = _resolve_id(client, run)
     client.remove(run_id, files=files)
     _print({"id": run_id, "removed": True, "files": files}, f"{run_id}: removed", as_json)

@@ -24,8 +24,9 @@ def work(link: QueueLink, *, name: str | None) -> None:
     """Collate until the run ends.
 
     Raises:
-        ConfigError: The data is not what the run was opened with.
-        InputError: A tokenizer or the data cannot be read, or a record is bad and that shall end the run.
+        ConfigError: The data differs from the data that the run was opened with.
+        InputError: A tokenizer or the data cannot be read, or a record is bad and
+            `on_bad_record` is "fail".
     """
     with worker_session(link, role=COLLATOR, name=name or "collator-0") as worker:
         loop = CollatorLoop(worker, make_collator(worker), open_data(worker))

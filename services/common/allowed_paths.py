@@ -50,11 +50,11 @@ class Roots:
         """Return roots from directories that a user names.
 
         Raises:
-            ConfigError: One is no directory.
+            ConfigError: A root is not a directory.
         """
         for path in (*read, *write):
             if not path.is_dir():
-                raise ConfigError(f"--root {path} is no directory")
+                raise ConfigError(f"--root {path} is not a directory")
         return cls(tuple(path.resolve() for path in read), tuple(path.resolve() for path in write))
 
     @classmethod

@@ -44,5 +44,5 @@ def read_model_config(what: str, directory: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise InputError(f"{path} is no model configuration")
+        raise InputError(f"{path} is not a model configuration")
     return config

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from xtoken_core.config.complaints import describe
 from xtoken_core.config.identity import RunIdentity
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError, InputError
 
 CHECKPOINTS, RUN, RESOLVED = "checkpoints", "run.json", "resolved.json"

@@ -103,7 +103,7 @@ def max_widths(run: ResolvedRun) -> tuple[int, ...]:
 
 
 def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
-    """Return the shape of a teacher's ring, which both its sides take from the run, never from a message."""
+    """Return the shape of a teacher's ring. Writer and reader compute it from the run, never from a message."""
     spec, model = run.spec, run.teachers[teacher]
     hidden = model.hidden_size if spec.sends_hidden_states else 0
     rows = min(spec.train.samples_per_step, spec.train.micro_batch_tokens // PAD_MULTIPLE)

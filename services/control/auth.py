@@ -54,7 +54,7 @@ class Auth:
         """
         remote = not is_loopback(host)
         if remote and token_file is None:
-            raise ConfigError(f"--host {host}: other machines can reach it: set --token-file")
+            raise ConfigError(f"host {host} is reachable from other machines: a token is required (--token-file)")
         token = read_token(token_file) if token_file is not None else None
         return cls(token, frozenset(name.lower() for name in names), remote)
 

@@ -38,14 +38,14 @@ def write_corpus(directory: Path, *, library: Path | None = None) -> Corpus:
     """Write `train.jsonl` and `heldout.jsonl`.
 
     A file of the library belongs to one of them by a hash of its name, so the split is the same on every machine.
-    Both are written in the order of a hash of the documents: any beginning of a file is a fair sample of it.
+    Both are written in the order of a hash of the documents: any prefix of a file is an unbiased sample of it.
 
     Args:
-        directory: Where to; made if missing.
+        directory: Directory of both files; created if missing.
         library: The standard library's directory; this interpreter's own if left out.
 
     Raises:
-        InputError: There are no sources there.
+        InputError: The library contains no Python sources.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     documents: dict[bool, list[str]] = {False: [], True: []}

@@ -43,7 +43,7 @@ def read_run(name: str, directory: Path) -> Run:
     """Read a run's metrics.
 
     Raises:
-        InputError: A file is missing or damaged, or there is no evaluation.
+        InputError: A file is missing or damaged, or the run has no evaluation.
     """
     evals = read_lines(directory / "eval.jsonl")
     if not evals:

@@ -39,7 +39,7 @@ class Sealed(Record, tag="sealed", kw_only=True):
 
 
 class Cleared(Record, tag="cleared", kw_only=True):
-    """Samples were dropped, or everything was."""
+    """Record that samples, or all contents of a partition, were dropped."""
 
     ids: list[int] = []
     everything: bool = False
@@ -126,7 +126,7 @@ def decode(head: Buffer) -> Record:
     """Decode a record from its head.
 
     Raises:
-        msgspec.MsgspecError: The bytes are no record.
+        msgspec.MsgspecError: The bytes are not a record.
     """
     return _decoder.decode(head)
 

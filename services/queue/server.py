@@ -80,7 +80,7 @@ class Server:
         self._stop = True
 
     def serve(self) -> None:
-        """Answer until stopped, then close the socket and remove its file."""
+        """Answer requests until the server is stopped, then close the socket and remove its file."""
         freeze_gc()
         next_tick = next_check = time.monotonic()
         try:

@@ -63,10 +63,10 @@ class Waiting:
         return len(self._by_name)
 
     def add(self, entry: WaitingRequest) -> None:
-        """Add a request; it replaces the one that it repeats.
+        """Add a waiting request; a repeated request replaces the earlier copy.
 
         Raises:
-            QueueError: `too_large` if too many wait already.
+            QueueError: `too_large` if too many requests are waiting.
         """
         old = self._by_name.get(entry.name)
         if old is not None:

@@ -225,7 +225,7 @@ def _check_header(path: Path, header: bytes) -> None:
             f"the journal segment {path} has format version {version}, and this queue reads version {VERSION}: "
             "move it away to start empty, or run the release that wrote it"
         )
-    raise InputError(f"the journal segment {path} is damaged at its start: it is no journal")
+    raise InputError(f"the journal segment {path} is damaged at its start: it is not a journal")
 
 
 def _record(view: memoryview, at: int) -> tuple[r.Record | None, list[memoryview], int]:

@@ -5,7 +5,7 @@ it died, because the kernel closes the pipe: then the process groups that are st
 named as arguments removed, and shared memory that the killed processes left. While it waits, only the standard library
 is loaded.
 
-With `--detach` as first argument it is no child of the supervisor, for a supervisor inside a process that kills its
+With `--detach` as first argument it is not a child of the supervisor, for a supervisor inside a process that kills its
 children as it exits.
 """
 

@@ -141,10 +141,10 @@ class ProcessGroup:
         restarts: Starts beyond the first.
 
     Args:
-        specs: Its processes, all of one kind and one group.
-        policy: Limits its restarts.
-        first_incarnation: Number of its first start.
-        run_id: Prefix of its processes' marks.
+        specs: Specs of the processes, all of one kind and one group.
+        policy: Limits of restarts.
+        first_incarnation: Number of the first start.
+        run_id: Prefix of the processes' marks.
         events: Observer of starts and exits.
     """
 

@@ -33,7 +33,7 @@ class RunState(StrEnum):
 
     @property
     def over(self) -> bool:
-        """True for a final state, which only a resume changes."""
+        """Return True if the state is final; only a resume changes a final state."""
         return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
 
 

@@ -1,4 +1,4 @@
-"""Status of a run: for those who watch it, and for `run.json`."""
+"""Status of a run, as shown by clients and stored in `run.json`."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class SupervisedRun:
                 self._supervisor.stop(now=now)
 
     def leave(self) -> None:
-        """Let its processes continue without a supervisor."""
+        """Let the run's processes continue without a supervisor."""
         with self._lock:
             self._leave_requested = True
             if self._supervisor is not None:

@@ -46,7 +46,7 @@ PRIVATE = 0o700
 
 @dataclass
 class Cursor:
-    """Position of a run: the state of a checkpoint besides model and optimizer.
+    """Position of a run: the state of a checkpoint besides model and optimiser.
 
     Attributes:
         step: The next step; everything below it is done.

@@ -51,7 +51,7 @@ def choose(output: Path, step: int | None = None, to: Path | None = None) -> Exp
         to: Directory for the model; None: `model-step-NNNNNNNN` in `output`.
 
     Raises:
-        InputError: It is no run's directory, or has no such checkpoint.
+        InputError: The directory is not a run directory, or has no such checkpoint.
         OutputError: The target exists.
         ConfigError: A path leads out of the control plane's roots, or the run is of another version.
     """
@@ -60,7 +60,7 @@ def choose(output: Path, step: int | None = None, to: Path | None = None) -> Exp
     try:
         run = parse_resolved_run(file.read_bytes(), source=str(file))
     except OSError as error:
-        raise InputError(f"{output} is no run's directory: cannot read {file}: {error.strerror}") from error
+        raise InputError(f"{output} is not a run directory: cannot read {file}: {error.strerror}") from error
     checkpoints = checkpoints_in(output / CHECKPOINTS)
     if not checkpoints:
         raise InputError(

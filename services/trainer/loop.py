@@ -1,4 +1,4 @@
-"""The training loop: rewind, then per window forward, backward, `check_step`, optimizer step and acknowledgement."""
+"""The training loop: rewind, then per window forward, backward, `check_step`, optimiser step and acknowledgement."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class TrainerLoop:
         return plan
 
     def _optimizer_step(self, step: StepPlan, metrics: list[dict[str, Tensor]]) -> dict[str, Any]:
-        """Take the optimizer step, unless there is no valid token or no finite gradient; returns its metrics."""
+        """Take the optimiser step, unless there is no valid token or no finite gradient; returns its metrics."""
         if step.ce_tokens == 0 and not any(step.kd_chunks):
             self.optimizer.zero_grad()
             return {}
@@ -177,7 +177,7 @@ class TrainerLoop:
         if not (math.isfinite(row.get("loss", 0.0)) and math.isfinite(row["grad_norm"])):
             self._skip_nonfinite(step, row)
             return {**row, "nonfinite": True}
-        # The optimizer's time is that of the step before: this step's kernels have only been enqueued.
+        # The optimiser's time is that of the step before: this step's kernels have only been enqueued.
         split = self.runner.timer.collect() | self._optimizer_timer.collect()
         self.checkpoints.stage.wait()  # the host copy of a checkpoint must see the weights of before
         self._optimizer_timer.start()

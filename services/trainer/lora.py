@@ -1,4 +1,4 @@
-"""LoRA adapters, by peft."""
+"""LoRA adapters, implemented by peft."""
 
 from __future__ import annotations
 

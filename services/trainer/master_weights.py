@@ -36,7 +36,7 @@ class MasterWeights:
                 parameter.data = parameter.data.to(dtype)
 
     def copy_to_model(self) -> None:
-        """Round the masters into the model, after an optimizer step or a restored checkpoint."""
+        """Round the masters into the model, after an optimiser step or a restored checkpoint."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._sources)
 

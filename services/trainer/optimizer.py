@@ -47,7 +47,7 @@ class StudentOptimizer:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self, update: int) -> float:
-        """Take an optimizer step and clear the gradients.
+        """Take an optimiser step and clear the gradients.
 
         Args:
             update: Number of steps taken before.

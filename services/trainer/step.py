@@ -95,11 +95,11 @@ class StepRunner:
         self.timer = DeviceTimer(student.device)
 
     def run_step(self, step: StepPlan, rewinds: int) -> list[dict[str, Tensor]]:
-        """Accumulate the gradients of this rank's micro-batches; returns their metrics, on the device.
+        """Accumulate gradients over micro-batches (gradient accumulation); return this rank's metrics, on the device.
 
         On a GPU the host only enqueues work: it claims and copies a micro-batch while the previous one is computed.
-        With several ranks none stops alone: one that was asked to claims nothing more, and continues to the point where
-        all decide together.
+        With several ranks, no rank stops alone: a rank that was asked to stop claims no further micro-batch and
+        continues until all ranks decide together.
 
         Raises:
             StopRequested: The only rank was asked to stop.

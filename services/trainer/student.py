@@ -91,7 +91,7 @@ class Student(nn.Module):
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Weights that the optimizer updates, by the model's parameter names; this rank's shards of a sharded one."""
+        """Weights that the optimiser updates, by the model's parameter names; this rank's shards of a sharded one."""
         if self.masters is not None:
             return self.masters.weights
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -148,7 +148,7 @@ def check_head(model: PreTrainedModel) -> None:
     """Refuse a model whose logits are not just hidden states times head.
 
     Raises:
-        ConfigError: It scales or caps its logits.
+        ConfigError: The model scales or caps its logits.
     """
     if not logits_are_heads(model):
         raise ConfigError(

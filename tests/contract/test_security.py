@@ -89,7 +89,7 @@ def test_keys_that_are_missing_or_open_are_named(keys: tuple[Path, Path], tmp_pa
     with pytest.raises(InputError, match="chmod 600"):
         client_keys(client)
     (client / "queue.key").write_text("nonsense")
-    with pytest.raises(InputError, match=r"queue\.key is no key file"):
+    with pytest.raises(InputError, match=r"queue\.key is not a key file"):
         client_keys(client)
 
 

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from services.common.step_plan import ring_shape, selects_columns
 from tests.support.runs import resolved_run
-from xtoken_core.config.complaints import describe
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, parse_run_spec
+from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
 
 HIDDEN = ["cuda_ipc_hidden", "shared_memory_hidden", "queue"]

@@ -1,4 +1,4 @@
-"""Alignment: what every token of a tokenizer spells, and which tokens of two tokenizers spell the same bytes."""
+"""Alignment: what every token of a tokenizer spells, and which tokens of two tokenizers cover the same text."""
 
 from xtoken_core.alignment.aligner import TokenAligner
 from xtoken_core.alignment.batch import AlignmentBatch, alignment_from_flat_batch

@@ -1,4 +1,4 @@
-"""TokenAligner: two tokenizations of the same texts, cut into chunks that spell the same bytes."""
+"""TokenAligner: two tokenizations of the same texts, cut into chunks that cover the same text."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _spelling_hashes(student: TokenTable, teacher: TokenTable) -> np.ndarray:
 
 
 def _keep_equal(chunks: Chunks, spelled: np.ndarray, student_ids: np.ndarray, teacher_ids: np.ndarray) -> None:
-    """Take the exact pairs of tokens that do not spell the same bytes off the exact ones."""
+    """Clear the exact mask of token pairs whose two spellings differ."""
     chunks.student_exact[chunks.doubtful] = chunks.teacher_exact[chunks.doubtful] = False
     # The k-th exact token of one side is paired with the k-th of the other.
     ours, theirs = (np.flatnonzero(mask) for mask in (chunks.student_exact, chunks.teacher_exact))
@@ -200,7 +200,7 @@ def _as_batch(chunks: Chunks, wrong: dict[int, np.ndarray]) -> AlignmentBatch:
 
 
 def _attended(name: str, ids: Any, mask: Any, size: int) -> np.ndarray:
-    """`[B, T]` int64, contiguous: the ids where the mask is set, elsewhere the absent token `size`."""
+    """Return the ids where the mask is set and the absent token `size` elsewhere: `[B, T]` int64, contiguous."""
     array = np.ascontiguousarray(ids.numpy() if isinstance(ids, Tensor) else ids, dtype=np.int64)
     if array.ndim != 2:
         raise InputError(f"the {name}'s ids must be [B, T], not {list(array.shape)}")

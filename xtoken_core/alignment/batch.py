@@ -1,4 +1,8 @@
-"""AlignmentBatch: which tokens of the student and of the teacher spell the same bytes."""
+"""AlignmentBatch: which tokens of the student and of the teacher cover the same span of the source text.
+
+A pair is *correct* if both sides' tokens cover the same span of the source text and each side's tokens spell its own
+normaliser's output for that span. It is *exact* if, additionally, the two spellings are equal.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ PREFIX = "alignment_"
 
 @dataclass(frozen=True)
 class AlignmentBatch:
-    """The chunks of `B` samples, dense-padded; a chunk is a pair of token groups that spell the same bytes.
+    """The chunks of `B` samples, dense-padded; a chunk is a pair of token groups that belong together.
 
     Attributes:
         pair_valid: `[B, P]` bool, False on padding.
-        pair_is_correct: `[B, P]` bool, both sides spell the same bytes.
-        student_exact_partition_mask: `[B, T_s]` bool, token of a 1-1 exact pair.
+        pair_is_correct: `[B, P]` bool, True if the pair is correct.
+        student_exact_partition_mask: `[B, T_s]` bool, token of an exact pair with one token on each side.
         teacher_exact_partition_mask: `[B, T_t]` bool, likewise.
         student_chunk_id: `[B, T_s]` int64, index of the token's chunk, -1 = none.
         teacher_chunk_id: `[B, T_t]` int64, likewise.

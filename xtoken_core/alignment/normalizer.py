@@ -1,4 +1,4 @@
-"""Normalisation with a trace: what a tokenizer does to a text, and where text and result may be cut alike."""
+"""Normalisation with a trace: a tokenizer's normal form of a text, and the offsets at which both may be cut."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def compose(
 
 @dataclass(frozen=True)
 class Step:
-    """One normalizer of the `tokenizers` package that is no sequence of others.
+    """One normalizer of the `tokenizers` package that is not a sequence of others.
 
     Attributes:
         kind: Its type, as its JSON names it.

@@ -48,8 +48,8 @@ class RowChunks:
     Attributes:
         student: `[n]` int64: the chunk of each token, -1 = none.
         teacher: `[m]` int64, likewise.
-        correct: `[P]` bool: both sides cover the same stretch of the source and spell what they make of it.
-        exact: `[P]` bool: they are correct, one token on either side, and spell the same bytes.
+        correct: `[P]` bool: the pair is correct, as `xtoken_core.alignment.batch` defines it.
+        exact: `[P]` bool: the pair is exact and has one token on each side.
     """
 
     student: np.ndarray

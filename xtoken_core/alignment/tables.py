@@ -95,7 +95,7 @@ class TokenTable:
         return spelling_pool(self.pieces, self.literals)
 
     def spell(self, ids: Any) -> bytes:
-        """The bytes that these ids spell, one after the other, the space that was put before them included."""
+        """Return the bytes that these ids spell, concatenated, including the space that was put before them."""
         return b"".join(map(self.pieces.__getitem__, np.asarray(ids).ravel().tolist()))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 NONE = -1
 NEVER = np.int64(1) << 60
-"""The time at which a token that is no child of another is used up."""
+"""The time at which a token that is not a child of another is used up."""
 
 
 @dataclass(frozen=True)

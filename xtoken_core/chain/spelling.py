@@ -37,12 +37,12 @@ class Spellings:
 
     @property
     def count(self) -> np.ndarray:
-        """`[V]` int64, pieces of a token."""
+        """Return each token's number of pieces, `[V]` int64."""
         return np.diff(self.start)
 
     @property
     def first(self) -> np.ndarray:
-        """`[V]` int64, a token's first piece, -1 without pieces."""
+        """Return each token's first piece, `[V]` int64; -1 without pieces."""
         padded = np.append(self.piece, -1)
         return np.where(self.count > 0, padded[self.start[:-1]], -1)
 

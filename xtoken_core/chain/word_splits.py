@@ -41,7 +41,7 @@ class _Kinds(dict[int, str]):
         elif char in "\r\n":
             kind = "\n"
         elif category == "Cs":
-            kind = "b"  # a byte that is no whole character
+            kind = "b"  # a byte that is not a whole character
         elif category[0] == "L":
             kind = {"Lu": "A", "Lt": "A", "Ll": "a"}.get(category, "o")
         elif category[0] in "MN":
@@ -91,7 +91,7 @@ def word_splits(first: Sequence[bytes], second: Sequence[bytes], split: Split | 
 
 @dataclass(frozen=True)
 class _Beginning:
-    """A text up to its first byte that is no whole character, and whether it begins with one."""
+    """Text up to its first byte that is not a whole character; `broken` if it begins with such a byte."""
 
     text: str
     broken: bool

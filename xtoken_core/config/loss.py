@@ -49,7 +49,9 @@ class LossConfig(Part):
     reverse_kl: bool = False
     """KL of the student from the teacher instead of the other way round."""
     exact_token_match_only: bool = False
-    """P-KL: leave out chunks whose two sides do not spell the same bytes."""
+    """P-KL: leave out chunks that are not correct. A chunk is correct if both sides' tokens cover the same span of the
+    source text and each side's tokens spell its own normaliser's output for that span; the two spellings may differ.
+    The name is the public method's."""
     teacher_chunk_average: Literal["log_prob", "prob"] = "log_prob"
     """P-KL: average over a chunk's teacher positions, of log-probabilities or of probabilities; `prob` keeps a true
     distribution."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from xtoken_core.config.base import Part
-from xtoken_core.config.complaints import describe
 from xtoken_core.config.identity import ModelIdentity, RunIdentity, TeacherIdentity
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from xtoken_core.config.base import Count, Part
-from xtoken_core.config.complaints import describe
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.train import ReportSpec, TrainSpec
+from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError, InputError
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -50,7 +50,7 @@ class Address:
                 raise ConfigError(f"{url}: the path of an ipc address has 1 to {IPC_PATH_BYTES} bytes")
             return cls(url)
         if parts.scheme != "tcp" or not parts.hostname or not _port(parts):
-            raise ConfigError(f"{url!r} is no queue address: use ipc://PATH or tcp://127.0.0.1:PORT")
+            raise ConfigError(f"{url!r} is not a queue address: use ipc://PATH or tcp://127.0.0.1:PORT")
         keys = keys or (None if token_file else _named(KEYS_VARIABLE))
         token_file = token_file or (None if keys else _named(TOKEN_FILE_VARIABLE))
         if not _loopback(parts.hostname) and keys is None:

@@ -62,7 +62,7 @@ class Connection:
 
         Raises:
             QueueUnreachableError: The queue refuses the token or key.
-            QueueError: `bad_frame` if the peer's reply is no message.
+            QueueError: `bad_frame` if the peer's reply is not a message.
         """
         while (left := deadline - time.monotonic()) > 0:
             try:

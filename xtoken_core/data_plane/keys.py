@@ -57,7 +57,7 @@ def client_keys(directory: Path) -> tuple[bytes, bytes, bytes]:
 
 
 def allowed_keys(directory: Path) -> set[bytes]:
-    """Return the public keys in a queue's `clients/`; files that are no keys are ignored."""
+    """Return the public keys in a queue's `clients/`; files that are not keys are ignored."""
     keys = set()
     for file in (directory / CLIENTS).glob("*.key"):
         try:
@@ -95,4 +95,4 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     except OSError as error:
         raise InputError(f"cannot read the key file {path}: {error.strerror or 'it is missing'}") from error
     except ValueError as error:
-        raise InputError(f"{path} is no key file: {error}") from error
+        raise InputError(f"{path} is not a key file: {error}") from error

@@ -18,7 +18,7 @@ class TaskClient(QueueClient):
         self, partition: str, tasks: Sequence[m.TaskDef] = (), *, volatile: Sequence[str] = (), max_attempts: int = 3,
         run: m.RunDef | None = None,
     ) -> None:  # fmt: skip
-        """Open a partition; the same definition again is no error."""
+        """Open a partition; opening it again with the same definition is not an error."""
         request = m.OpenPartition(
             id=new_id(), session=self.session, partition=partition, tasks=list(tasks), volatile=list(volatile),
             max_attempts=max_attempts, run=run,
@@ -59,7 +59,7 @@ class TaskClient(QueueClient):
                     raise
 
     def room(self, partition: str, nbytes: int, *, wait_s: float) -> int | None:
-        """Wait until `nbytes` are free; return the bytes that are."""
+        """Wait until `nbytes` are free; return the number of free bytes."""
         stored = self.wait(
             lambda s: m.Room(id=new_id(), session=self.session, partition=partition, bytes=nbytes, wait_s=s),
             m.Stored,

@@ -31,7 +31,7 @@ def columns_from_tensordict(td: TensorDictBase) -> dict[str, Column]:
 
     Raises:
         TypeError: If a leaf is a TensorDict, or a tensor of an unsupported dtype or raggedness.
-        QueueError: If an object is no bounded msgpack value.
+        QueueError: If an object is not a bounded msgpack value.
     """
     return {name: _column(name, value) for name, value in td.items()}
 
@@ -55,7 +55,7 @@ def column_from_rows(rows: Sequence[Tensor]) -> Column:
     """Return a jagged column of rows `[L_i, ...]`, equal in dtype and in every dimension but the first; one copy.
 
     Raises:
-        ValueError: If there is no row, a row has no dimension, or rows differ.
+        ValueError: If there are no rows, a row has no dimension, or rows differ in dtype or item shape.
         TypeError: If their dtype is not supported.
     """
     if not rows:

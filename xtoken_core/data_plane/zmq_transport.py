@@ -1,4 +1,4 @@
-"""ZeroMQ transport: one DEALER socket per thread, requests repeated on a new connection until answered."""
+"""ZeroMQ transport: one DEALER socket per thread, lost requests are retried on a new connection."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ZmqTransport(Transport):
         self._lock = threading.Lock()
 
     def exchange(self, request: m.Request, buffers: Sequence[Buffer], wait_s: float) -> Reply:
-        """Send a request until it is answered; the queue recognises a repeated one by its id.
+        """Send a request. Retry a lost request on a new connection; the queue recognises a repeated one by its id.
 
         Raises:
             QueueUnreachableError: No reply came within `wait_s` and the patience.

@@ -106,7 +106,7 @@ class DataIndex:
 
         Raises:
             InputError: A file has changed since it was indexed, or cannot be read any more.
-            IndexError: There is no record of such a number.
+            IndexError: No record has this number.
         """
         return [self._read_one(number) for number in record_numbers]
 
@@ -257,7 +257,7 @@ def _write_block_starts(out: BinaryIO, source: Source, field: str) -> int:
 
 
 def _install(scratch: Path, directory: Path) -> None:
-    """Rename a finished index; one of a faster process, or a damaged one, is replaced."""
+    """Rename a finished index to its final name; replace a damaged one or one that another process wrote first."""
     discarded = scratch.with_name(scratch.name.replace("building", "discarded"))
     try:
         scratch.rename(directory)

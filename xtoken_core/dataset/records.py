@@ -91,7 +91,7 @@ def parse_json_line(line: str, field: str) -> dict[str, Any]:
 
 
 def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Return the part of a row that is trained on. A null is no value; whitespace alone is an empty text.
+    """Return the part of a row that is trained on. A null counts as missing; whitespace alone is an empty text.
 
     Args:
         row: The record's columns.

@@ -10,6 +10,8 @@ For tokens v of the student and w of the teacher, `spell` gives the other tokeni
   classes are the root of the next piece, or "ends here". After yn, this is the *end term*; a chunk of one token on
   both sides has one in each direction if longer tokens share its path.
 
+A library function and an experiment (`experiments/consistency`): not a `loss.mode`, no run uses it.
+
 The sum is the KL of the chunk by the chain rule where both tokenizers' cuts are decided by the tokens so far.
 The term of a node weighs 1 because the text, drawn from the source, visits it as often as the source does; this holds
 for the forward KL alone.
@@ -30,18 +32,18 @@ from xtoken_core.losses.chain_events import Inner, Starts, find_inner, find_star
 from xtoken_core.losses.chain_live import live_mask
 
 BLOCK_BYTES = 1 << 28
-"""What one block's rows of both sides may hold."""
+"""Memory limit of the rows of one block, both sides together."""
 
 
 @dataclass(frozen=True)
 class ChainOptions:
-    """Parts of the divergence that count.
+    """Options of the divergence: which terms it includes and whether start terms are conditioned.
 
     Attributes:
         conditioning: Start terms are conditioned on the other side's cut.
-        end_terms: Terms after the last token of a chunk are there.
-        bare_space: Terms at a node whose path is a single space are there. Off: whether that token ends is often
-            decided by digits that come later, which the other side cannot know.
+        end_terms: Include the terms after the last token of a chunk.
+        bare_space: Include the terms at a node whose path is a single space. False by default: whether that token ends
+            is often decided by digits that come later, which the other side cannot know.
     """
 
     conditioning: bool = True
@@ -58,7 +60,7 @@ class ChainBatch:
         teacher_ids: `[B, T_t]` int64.
         student_chunk_id: `[B, T_s]` int64, -1 = none.
         teacher_chunk_id: `[B, T_t]` int64.
-        usable: `[B, P]` bool, chunks whose sides spell the same bytes.
+        usable: `[B, P]` bool, chunks whose pair is correct.
     """
 
     student_ids: Int[Tensor, "B T_s"]
@@ -86,10 +88,10 @@ def chain_divergence(
         student_logits: Cut to the student's vocabulary.
         teacher_logits: Cut to the teacher's vocabulary; no gradient.
         batch: Tokens and chunks.
-        tables: Of the two tokenizers, on the logits' device.
-        options: Which parts count.
+        tables: Tables of the two tokenizers, on the logits' device.
+        options: Terms to include; None: the defaults.
         temperature: Divides both sides' logits.
-        block_bytes: Memory of the rows that are worked on at once.
+        block_bytes: Memory limit of the rows that are computed together, in bytes.
 
     Returns:
         float32, or float64 for such logits.

@@ -135,10 +135,10 @@ def find_inner(
         holder: The side with one token; it is the student's in the result.
         other: The other side.
         side: The holder's tables.
-        end_terms: Whether the node after the last token counts.
-        bare_space: Whether nodes after a single space count.
-        learns: Whether the holder is the student. Where its tokens continue in one way only it has nothing to learn;
-            a student beside a teacher's token has.
+        end_terms: True to include the node after the last token.
+        bare_space: True to include nodes after a single space.
+        learns: True if the holder is the student, which learns nothing at a node where its tokens continue in one
+            way only; where the teacher is the holder, the student does.
     """
     chunk = torch.nonzero((holder.size == 1) & (other.size > 0)).squeeze(1)
     if not len(side.bare_space):  # no token can be distinguished on the way

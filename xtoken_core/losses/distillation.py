@@ -89,9 +89,7 @@ class CrossTokenizerDistillationLoss:
         except ValueError as error:
             raise ConfigError(f"loss: {error}") from error
         if config.gradient_in_place and not getattr(get_op("p_kl_cross_entropy", device), "overwrites", False):
-            raise ConfigError(
-                f"loss: gradient_in_place needs the Triton backend of p_kl_cross_entropy, unused on {device}: unset it"
-            )
+            raise ConfigError(f"loss: gradient_in_place needs the Triton backend, which is not available on {device}")
         self.config = config
         self.student_vocab_size = student_vocab_size
         self.losses = [

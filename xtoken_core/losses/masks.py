@@ -49,8 +49,8 @@ def comparable_chunks(
         student_chunk_id: Chunk of each student position after `shifted_chunk_ids`.
         teacher_chunk_id: Likewise.
         pair_valid: False on padding.
-        pair_is_correct: True if both sides spell the same bytes.
-        exact_only: True to leave out pairs that do not.
+        pair_is_correct: True if the pair is correct (see `xtoken_core.alignment.batch`).
+        exact_only: True to leave out pairs that are not correct.
     """
     P = pair_valid.shape[1]
     valid = valid_chunk_mask(chunk_sizes(student_chunk_id, P), chunk_sizes(teacher_chunk_id, P), pair_valid)
@@ -58,7 +58,7 @@ def comparable_chunks(
 
 
 def keeps_exact_only(config: LossConfig, mode: LossMode) -> bool:
-    """Return True if incorrect pairs are left out: a setting of P-KL only."""
+    """Return True if pairs that are not correct are left out: a setting of P-KL only."""
     return config.exact_token_match_only and mode == "p_kl"
 
 
@@ -77,7 +77,7 @@ def kd_chunk_counts(
         student_chunk_id: Chunk of each student token as aligned, not yet shifted.
         teacher_chunk_id: Likewise.
         pair_valid: False on padding.
-        pair_is_correct: True if both sides spell the same bytes.
+        pair_is_correct: True if the pair is correct (see `xtoken_core.alignment.batch`).
         config: The run's loss settings.
         teacher: The teacher's number.
 

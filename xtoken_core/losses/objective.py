@@ -97,9 +97,9 @@ class TeacherWeights:
     """The weights of the teachers on a micro-batch.
 
     Attributes:
-        weights: One per teacher.
+        weights: One weight per teacher.
         factors: Further factors, one per teacher, of the divergence but not of the reported weight.
-        selection: With `select_teacher` the teacher followed.
+        selection: The teacher followed on this micro-batch, with `select_teacher`.
         selected_chunks: The step's denominator of the selected divergence; None: this micro-batch's.
     """
 

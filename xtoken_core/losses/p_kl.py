@@ -62,7 +62,7 @@ class PKLLoss(ChunkLoss):
     ) -> Divergence:
         """Compute the KL of every chunk; with `options.with_tokens` the cross-entropy too.
 
-        One reading of the student's rows serves both then, and one gradient.
+        With both, the student's rows are read once and one gradient is written.
         """
         config = self.config
         teacher = teacher_logits if options.gathered else cut(teacher_logits, self.vocab_size)

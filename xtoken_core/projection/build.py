@@ -78,7 +78,7 @@ def build_projection(
     Args:
         student_tokenizer: A Hugging Face tokenizer.
         teacher_tokenizer: Likewise.
-        options: How; the default has forward, specials and exact, and rows of 4.
+        options: Build options; the default has forward, specials and exact, and rows of 4.
         student_rows: Width of the student's head, where it is wider than the vocabulary; the added rows are empty.
 
     Raises:

@@ -25,19 +25,19 @@ MAX_ID = 1 << 26
 
 
 class ProjectionFileError(InputError, ValueError):
-    """Error of a file that is no projection or is damaged."""
+    """Error of a file that is not a projection or is damaged."""
 
 
 @dataclass(frozen=True)
 class TopKProjection:
-    """Projection by rows.
+    """Top-k projection: k weighted teacher tokens per student token.
 
     Attributes:
         indices: `[V_s, k]` int64 teacher ids of each student token, -1 = empty slot.
         likelihoods: `[V_s, k]` float32 weights, 0 in empty slots.
         student_fingerprint: The tokenizer it was built for; empty if the file does not say.
         teacher_fingerprint: Likewise.
-        about: Whatever else the file says about itself.
+        about: All other metadata of the file.
     """
 
     indices: Int64[Tensor, "V_s k"]
@@ -162,7 +162,7 @@ def _read(path: Path) -> TopKProjection | tuple[Tensor, Tensor]:
         return _own(path, metadata)
     try:
         if not zipfile.is_zipfile(path):
-            raise ProjectionFileError(f"{path} is no projection file: neither torch.save's format nor xtoken's own")
+            raise ProjectionFileError(f"{path} is not a projection file: neither torch.save's format nor xtoken's own")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ProjectionFileError(
@@ -177,7 +177,7 @@ def _read(path: Path) -> TopKProjection | tuple[Tensor, Tensor]:
     if isinstance(content, dict) and content and all(_is_pair(key) for key in content):
         return _sparse(path, content)
     raise ProjectionFileError(
-        f"{path} is no projection: it takes indices and likelihoods, or weights by (student id, teacher id)"
+        f"{path} is not a projection: it takes indices and likelihoods, or weights by (student id, teacher id)"
     )
 
 

@@ -119,7 +119,7 @@ def is_sparse(path: str | Path) -> bool:
     """Return True if a projection file is of the public sparse form, `{(student id, teacher id): weight}`.
 
     Only the archive's directory and its pickle are searched, for the names of the dense form's tensors; nothing is
-    unpickled. A file that is no archive, xtoken's own form among them, is not sparse.
+    unpickled. A file that is not an archive, xtoken's own form among them, is not sparse.
 
     Args:
         path: The projection file.

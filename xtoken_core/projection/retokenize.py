@@ -17,7 +17,7 @@ _SENTINELS = ("\n", ":", "x", "。")
 class Retokenizer:
     """Tokenizer of the bytes of single tokens as inside a text: no specials, no space put before them.
 
-    Bytes that are no whole characters are tokenized too: by the merges themselves where the vocabulary is byte-level,
+    Bytes that are not whole characters are tokenized too: by the merges themselves where the vocabulary is byte-level,
     else byte by byte.
 
     Args:

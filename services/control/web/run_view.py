@@ -71,7 +71,7 @@ class RunView:
 
     @property
     def resumable(self) -> bool:
-        """True if the run can be resumed."""
+        """Return True if the run can be resumed."""
         return self.state.over and self.state != RunState.COMPLETED
 
     @property

@@ -164,7 +164,7 @@ class RayLauncher:
         return RayHandle(self, node, machine.generation if known else -1, mark, status, pid)
 
     def rendezvous(self, node: int = 0) -> Mapping[str, str]:
-        """Return a free port of its machine."""
+        """Return the address of the node's machine and a free port there, for torch.distributed."""
         port = self._call(node, "free_port")
         return {"MASTER_ADDR": str(self._machines[node].facts["address"]), "MASTER_PORT": str(port)}
 

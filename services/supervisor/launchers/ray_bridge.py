@@ -76,7 +76,7 @@ class Bundle:
         """Call a method of the agent.
 
         Raises:
-            LookupError: There is none.
+            LookupError: The agent or its machine is gone.
         """
         if self._agent is None or self._facts is None:
             raise LookupError(self.reason or "its machine is gone")
@@ -231,7 +231,7 @@ def connect(settings: dict[str, Any]) -> Bridge:
             files' contents by name; `required_file`, which every node must see.
 
     Raises:
-        Exception: There is no cluster; Ray raises many types.
+        Exception: The cluster cannot be reached; Ray raises several types.
     """
     global ray
     host, _, port = settings["address"].rpartition(":")

@@ -165,7 +165,7 @@ def test_control_plane_that_cannot_start_leaves_no_files(how: str, tmp_path: Pat
         done = xtoken("control", "--runs-dir", str(tmp_path / "runs"), *wrong)
     said = {
         "port": (1, f"error: cannot serve at 127.0.0.1:{port}: Address already in use: choose another --port"),
-        "root": (2, f"error: --root {tmp_path / 'none'} is no directory"),
+        "root": (2, f"error: --root {tmp_path / 'none'} is not a directory"),
     }[how]
     assert (done.returncode, done.stderr.splitlines()[-1]) == said, done.stderr
     assert not (tmp_path / "runs").exists()
@@ -190,7 +190,7 @@ def test_servers_exit_with_0_on_a_signal(server: str, number: signal.Signals, tm
 def test_control_plane_on_a_network_needs_a_token(tmp_path: Path) -> None:
     done = xtoken("control", "--host", "0.0.0.0", "--runs-dir", str(tmp_path / "runs"))
     assert (done.returncode, done.stderr.splitlines()) == (
-        2, ["error: --host 0.0.0.0: other machines can reach it: set --token-file"],
+        2, ["error: host 0.0.0.0 is reachable from other machines: a token is required (--token-file)"],
     )  # fmt: skip
     assert not (tmp_path / "runs").exists()
 
@@ -200,7 +200,7 @@ def test_control_plane_on_a_network_needs_a_token(tmp_path: Path) -> None:
     [
         ("tcp://127.0.0.1:5000", "open", "error: the token file "),
         ("tcp://10.0.0.1:5000", "none", "error: tcp://10.0.0.1:5000: a token would cross the network in clear"),
-        ("here", "none", "error: 'here' is no queue address"),
+        ("here", "none", "error: 'here' is not a queue address"),
     ],
 )
 def test_wrong_queue_address_loads_nothing_heavy(queue: str, token: str, said: str, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_web_socket(runs: Runs) -> None:
 
 
 def test_remote_address_needs_a_token(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines can reach it: set --token-file"):
+    with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 is reachable from other machines: a token is required"):
         Auth.of("0.0.0.0", None)
     assert Auth.of("127.0.0.1", None).token is None
     auth = Auth.of("0.0.0.0", tmp_path / "token")

@@ -84,7 +84,7 @@ def test_no_roots_without_control_plane(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_invalid_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         Roots.of([tmp_path / "none"], [])
     monkeypatch.setenv(VARIABLE, "/a:/b")
     with pytest.raises(ConfigError, match=VARIABLE):

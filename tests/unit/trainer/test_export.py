@@ -136,7 +136,7 @@ def test_mistakes_are_told_in_one_line_before_anything_heavy_is_imported(tmp_pat
         (line,) = done.stderr.splitlines()
         return line
 
-    assert f"{tmp_path} is no run's directory: cannot read" in refused(str(tmp_path))
+    assert f"{tmp_path} is not a run directory: cannot read" in refused(str(tmp_path))
     assert f"{output} holds no checkpoint yet: a run writes one every train.checkpoint_every" in refused(str(output))
     for step in (4, 8):
         (output / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)

@@ -160,7 +160,7 @@ def stream_samples(
         ConfigError: `pin_memory` on a machine without a GPU.
     """
     if pin_memory and not torch.cuda.is_available():
-        raise ConfigError("pin_memory is for copies to a GPU, and this machine has none: leave it out")
+        raise ConfigError("pin_memory requires a GPU; none found")
 
     def make(_ids: list[int], columns: dict[str, Column]) -> BatchedDataDict[Any]:
         batch = materialize(tensordict_from_columns(columns), layout, pad_value_dict, pad_to_seqlen)

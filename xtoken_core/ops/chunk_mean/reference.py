@@ -13,7 +13,7 @@ def chunk_sizes(chunk_id: Int[Tensor, "B T"], max_chunks: int) -> Float[Tensor, 
     """Return the number of positions of each chunk, as float32.
 
     Args:
-        chunk_id: Chunk of each position; anything outside `[0, max_chunks)` is no chunk.
+        chunk_id: Chunk of each position; a value outside `[0, max_chunks)` means none.
         max_chunks: `P`, the number of chunks.
     """
     buckets = _buckets(chunk_id, max_chunks)

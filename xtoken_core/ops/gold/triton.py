@@ -115,7 +115,7 @@ class Tail:
 
     @property
     def picked(self) -> bool:
-        """True if the largest are selected before they are sorted."""
+        """Return True if the largest values are selected before sorting."""
         return self.wanted + SPARE < self.ids.shape[0]
 
     @property

@@ -76,7 +76,7 @@ def _multihot_to_indices_kernel(
     topk_next_power_of_2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Gather `[tokens, experts]` back to the slots of `[tokens, topk]`; slots that lost or name no expert get 0."""
+    """Gather `[tokens, experts]` back to the slots of `[tokens, topk]`; other slots (duplicates, no expert) get 0."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     slots = tl.arange(0, topk_next_power_of_2)
     mask = (rows < num_of_tokens)[:, None] & (slots < topk)[None, :]

@@ -83,7 +83,7 @@ class TeacherRows(NamedTuple):
 
 @dataclass
 class ChunkResults:
-    """Per chunk: what the op returns, `[B, P]`, and what the backward needs; `products` is per position."""
+    """Results of the op per chunk, `[B, P]`, and values saved for the backward pass; `products` is per position."""
 
     kl: Tensor
     agrees: Tensor

@@ -86,7 +86,7 @@ def p_kl(
         columns: The compared teacher ids.
         student_chunk_id: Chunk of each student position, already shifted to the predicting position; -1 = none.
         teacher_chunk_id: Likewise.
-        options: How to compare.
+        options: Settings of the comparison.
     """
     P, T = options.max_chunks, options.temperature
     # q [B, P, V_s], Q [B, P, K]

@@ -38,7 +38,7 @@ def above_border_kernel(keys_ptr, border_ptr, packed_ptr, V, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["k"])
 def chosen_columns_kernel(keys_ptr, border_ptr, counted_ptr, columns_ptr, V, k, BLOCK: tl.constexpr):
-    """Store every chosen id at its rank among the chosen ones: those above the border, and of equal ones the first."""
+    """Store each selected id at its rank: ids above the threshold; ties by lowest index."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key, border = tl.load(keys_ptr + i, mask=i < V, other=0), tl.load(border_ptr)
     counted = tl.load(counted_ptr + i, mask=i < V, other=0)

@@ -1,4 +1,4 @@
-"""Validation errors of a configuration as one line that names the field and what it takes."""
+"""Validation errors of a configuration as one line that names the field and the values that it accepts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
         model: The model that was validated.
     """
     return "; ".join(
-        f"{'.'.join(map(str, item['loc'])) or 'the run'}: {_complaint(item, model)}"
+        f"{'.'.join(map(str, item['loc'])) or 'the run'}: {_message(item, model)}"
         for item in error.errors(include_url=False, include_context=False)
     )
 
 
-def _complaint(item: Any, model: type[BaseModel]) -> str:
+def _message(item: Any, model: type[BaseModel]) -> str:
     if item["type"] == "extra_forbidden":
-        return _no_such_field(item["loc"], model)
+        return _unknown_field(item["loc"], model)
     text: str = item["msg"].removeprefix("Value error, ")
     return text if item["type"] == "value_error" else text[:1].lower() + text[1:]
 
 
-def _no_such_field(path: FieldPath, model: type[BaseModel]) -> str:
-    """Return the message for an unknown field: the one with a similar name, else all there are."""
+def _unknown_field(path: FieldPath, model: type[BaseModel]) -> str:
+    """Return an unknown-field error that suggests the closest name or lists the valid ones."""
     own = next((sorted(part.model_fields) for part in _parts_at(path[:-1], model)), [])
     like = get_close_matches(str(path[-1]), own, n=1)
     if like:
