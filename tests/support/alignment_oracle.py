@@ -182,7 +182,9 @@ def place(tokenizer: RandomTokenizer, text: str, ids: Sequence[int]) -> Side | N
         begin, end = byte_at[a], byte_at[b]
         if _is_partial(token, spelled):
             begin = max(begin, reached)
-            end = begin + len(spelled)
+            # A space that the pre-tokenizer added is part of the token and not of the text.
+            added = spelled[:1] == b" " and data[begin : begin + 1] != b" "
+            end = begin + len(spelled) - added
         elif not _blank(spelled, tokenizer.sign).strip(b" ") and _blank(data[begin:end], tokenizer.sign).strip(b" "):
             end = begin  # a space that was put before a word is said to lie where the word begins
         begins[i], ends[i], reached = begin, end, end

@@ -23,11 +23,17 @@ def rows_of(tokenizer, texts, draw):
     return rows
 
 
-def judged(pair, text, rows, chunk, *, with_text):
-    """True if the chunk is right, for some text that gives these ids if the text is not given; None if unknown."""
-    sources = [text] if with_text else sources_of(pair, text)
-    for source in sources:
-        sides = tuple(place(tokenizer, source, row) for tokenizer, row in zip(pair, rows, strict=True))
+def placed(pair, text, rows, *, with_text):
+    """Both sides of a row for its text; for each text that gives the same ids if the text is not given."""
+    sources = [text] if with_text else dict.fromkeys(sources_of(pair, text))
+    return [
+        tuple(place(tokenizer, source, row) for tokenizer, row in zip(pair, rows, strict=True)) for source in sources
+    ]
+
+
+def judged(places, chunk):
+    """True if the chunk is right for one of the places of its row; None if a place is unknown."""
+    for sides in places:
         if None in sides:
             return None
         if is_right(sides, chunk):
@@ -49,10 +55,11 @@ def check_pair(seed, *, with_text):
     marked = 0
     for row, text in enumerate(texts):
         ids = rows[0][row], rows[1][row]
+        places = placed(pair, text, ids, with_text=with_text)
         for n, chunk in enumerate(chunks_of(batch, row)):
             special = all(ids[side][chunk[side][0]] in (BOS, EOS) for side in (0, 1))
             if bool(batch.pair_is_correct[row, n]) and not special:
-                right = judged(pair, text, ids, chunk, with_text=with_text)
+                right = judged(places, chunk)
                 assert right is not False, (seed, [p.description for p in pair], text, ids, chunk)
                 marked += right is True
     return marked
