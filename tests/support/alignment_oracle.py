@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from tokenizers import normalizers
@@ -54,15 +55,26 @@ def _cuts_of_step(step: Any, text: str) -> tuple[str, set[Point]]:
 
 
 def source_cuts(steps: Sequence[Any], text: str) -> tuple[str, set[Point]]:
-    """The same for several normalisers, one after the other."""
+    """The same for several normalisers, one after the other, and for all of them at once."""
     points = {(n, n) for n in range(len(text) + 1)}
+    heads, tails = ([reduce(_apply, steps, part) for part in parts] for parts in _halves(text))
     for step in steps:
         text, inner = _cuts_of_step(step, text)
         by_source: dict[int, list[int]] = {}
         for a, b in inner:
             by_source.setdefault(a, []).append(b)
         points = {(a, c) for a, b in points for c in by_source.get(b, [])}
-    return text, points
+    whole = {(n, len(head)) for n, (head, tail) in enumerate(zip(heads, tails, strict=True)) if head + tail == text}
+    return text, points | whole
+
+
+def _halves(text: str) -> tuple[list[str], list[str]]:
+    """All beginnings and all ends of a text."""
+    return [text[:n] for n in range(len(text) + 1)], [text[n:] for n in range(len(text) + 1)]
+
+
+def _apply(text: str, step: Any) -> str:
+    return str(step.normalize_str(text))
 
 
 @dataclass(frozen=True)
@@ -171,6 +183,7 @@ def place(tokenizer: RandomTokenizer, text: str, ids: Sequence[int]) -> Side | N
         or not _blank(data[byte_at[a] : byte_at[b]], " ").strip(b" ")
         for n in range(byte_at[a], byte_at[b])
     }
+    added = _added_spaces(tokenizer, normal, words)
     begins: list[int | None] = [None] * len(ids)
     ends: list[int | None] = [None] * len(ids)
     spells: list[bytes | None] = [None] * len(ids)
@@ -180,15 +193,33 @@ def place(tokenizer: RandomTokenizer, text: str, ids: Sequence[int]) -> Side | N
         spelled = _spelled(tokenizer, token, first=n == 0)
         spells[i] = None if ids[i] == 0 else spelled
         begin, end = byte_at[a], byte_at[b]
-        if _is_partial(token, spelled):
+        if n in added:
+            end = begin  # a space that was put before a word is said to lie where the word begins
+            spells[i] = b"" if _FALLBACK.fullmatch(token) else spells[i]
+        elif _FALLBACK.fullmatch(token) and data[begin:end] == b" " != spelled:
+            # Bytes of the sign for a space: the last of them stands for it.
+            last = encoding.offsets[n + 1 : n + 2] != [(a, b)]
+            spells[i], end = b" " * last, end if last else begin
+        elif _is_partial(token, spelled):
             begin = max(begin, reached)
             # A space that the pre-tokenizer added is part of the token and not of the text.
-            added = spelled[:1] == b" " and data[begin : begin + 1] != b" "
-            end = begin + len(spelled) - added
-        elif not _blank(spelled, tokenizer.sign).strip(b" ") and _blank(data[begin:end], tokenizer.sign).strip(b" "):
-            end = begin  # a space that was put before a word is said to lie where the word begins
+            end = begin + len(spelled) - (spelled[:1] == b" " != data[begin : begin + 1])
         begins[i], ends[i], reached = begin, end, end
     return Side(begins, ends, spells, covered, data, cuts, tokenizer.sign)
+
+
+def _added_spaces(tokenizer: RandomTokenizer, normal: str, words: Sequence[tuple[str, Point]]) -> set[int]:
+    """Numbers of the tokens that spell nothing but spaces that were put before words."""
+    signs = {" ", "\u2581", tokenizer.sign, *(["\u0120"] if tokenizer.encodes_bytes else [])}
+    added: set[int] = set()
+    count = 0
+    for word, (a, b) in words:
+        tokens = tokenizer.bare.model.tokenize(word)
+        if word != normal[a:b] and word[:1] in signs and normal[a:b][:1] not in signs - {"\u0120"}:
+            size = len(word[0].encode())
+            added |= {count + n for n, token in enumerate(tokens) if token.offsets[1] <= size}
+        count += len(tokens)
+    return added
 
 
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
@@ -236,8 +267,7 @@ def is_right(sides: tuple[Side, Side], chunk: tuple[Sequence[int], Sequence[int]
 
 
 def sources_of(pair: tuple[RandomTokenizer, RandomTokenizer], text: str) -> list[str]:
-    """The texts that both tokenizers normalise as they do this one: without the text, each may be the source."""
+    """The text and others that may have become the same tokens: without the text, each may be the source."""
     normal = [source_cuts(tokenizer.steps, text)[0] for tokenizer in pair]
-    others = [*normal, *(unicodedata.normalize(form, text) for form in ("NFC", "NFD", "NFKC", "NFKD"))]
-    again = [[source_cuts(tokenizer.steps, other)[0] for tokenizer in pair] for other in others]
-    return [text, *(other for other, both in zip(others, again, strict=True) if both == normal)]
+    others = [unicodedata.normalize(form, text) for form in ("NFC", "NFD", "NFKC", "NFKD")]
+    return list(dict.fromkeys([text, *normal, *others]))

@@ -34,6 +34,23 @@ def matching_blocks(a: np.ndarray, b: np.ndarray) -> list[tuple[int, int, int]]:
     return blocks
 
 
+def differ(a: np.ndarray, b: np.ndarray, i: int, j: int) -> bool:
+    """Return True if both streams have a known symbol, `a[i]` and `b[j]`, and the two are not equal."""
+    return bool(i < len(a) and j < len(b) and a[i] != b[j] and max(a[i], b[j]) <= 255)
+
+
+def is_once(block: np.ndarray, stream: np.ndarray) -> bool:
+    """Return True if a block occurs once in a stream, both uint16."""
+    data, part = stream.tobytes(), block.tobytes()
+    at = data.find(part)
+    while at % 2:  # between two symbols
+        at = data.find(part, at + 1)
+    again = data.find(part, at + 1)
+    while again >= 0 and again % 2:
+        again = data.find(part, again + 1)
+    return again < 0
+
+
 def _common_prefix(a: np.ndarray, b: np.ndarray, i: int, j: int) -> int:
     length, step = 0, 64
     while True:

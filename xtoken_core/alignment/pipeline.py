@@ -16,6 +16,10 @@ from xtoken_core.alignment.token_decoders import content_decoder
 
 _DROPPING = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit")
 _LONGEST_CLUSTER = 64
+_LEADING_SPECIALS = 4
+
+_Run = tuple[slice, str | None, str]
+"""Tokens, None or the added token that they are, and their text."""
 
 
 @dataclass(frozen=True)
@@ -97,29 +101,32 @@ class Pipeline:
         Returns:
             The tokens' places; None if they do not spell the text.
         """
-        runs = list(self._runs(ids, text, literals=True))
-        placed = self._locate_runs(ids, runs, cut=cut)
-        if placed is None and len(runs) > 1:
-            placed = self._locate_runs(ids, list(self._runs(ids, text, literals=False)), cut=cut)
-        return placed
+        # Specials before a row are rather set by the tokenizer than in the text, though the text may hold their names.
+        silent = np.append(self._table.kinds[ids[:_LEADING_SPECIALS]] == SPECIAL, False).argmin()
+        tried: list[list[_Run]] = []
+        for first in (*range(int(silent), -1, -1), len(ids)):
+            runs = list(self._runs(ids, text, first))
+            if runs not in tried:
+                tried.append(runs)
+                placed = self._locate_runs(ids, runs, cut=cut)
+                if placed is not None:
+                    return placed
+        return None
 
-    def _runs(self, ids: np.ndarray, text: str, *, literals: bool) -> Iterator[tuple[slice, str | None, str]]:
-        """Split a row and its text at the added tokens that the text holds: (tokens, None or an added token, text)."""
+    def _runs(self, ids: np.ndarray, text: str, first: int) -> Iterator[_Run]:
+        """Split a row and its text at the added tokens, from token `first` on, whose strings are in the text."""
         begin = at = 0
-        if literals:
-            for n, index in enumerate(ids.tolist()):
-                literal = self._added.get(index)
-                found = text.find(literal, at) if literal else -1
-                if found >= 0:
-                    assert literal is not None
-                    yield slice(begin, n), None, text[at:found]
-                    yield slice(n, n + 1), literal, literal
-                    begin, at = n + 1, found + len(literal)
+        for n, index in enumerate(ids[first:].tolist(), first):
+            literal = self._added.get(index)
+            found = text.find(literal, at) if literal else -1
+            if found >= 0:
+                assert literal is not None
+                yield slice(begin, n), None, text[at:found]
+                yield slice(n, n + 1), literal, literal
+                begin, at = n + 1, found + len(literal)
         yield slice(begin, len(ids)), None, text[at:]
 
-    def _locate_runs(
-        self, ids: np.ndarray, runs: Sequence[tuple[slice, str | None, str]], *, cut: bool
-    ) -> Placed | None:
+    def _locate_runs(self, ids: np.ndarray, runs: Sequence[_Run], *, cut: bool) -> Placed | None:
         begins, ends = np.zeros((2, len(ids)), dtype=np.int64)
         known = np.ones(len(ids), dtype=bool)
         sources, targets, data = [], [], b""

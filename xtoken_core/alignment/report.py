@@ -5,13 +5,30 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
 from xtoken_core.alignment.aligner import TokenAligner
 from xtoken_core.alignment.batch import AlignmentBatch
 from xtoken_core.alignment.tables import SPECIAL, TokenTable
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """Tokenizer of one side."""
+
+    @property
+    def table(self) -> TokenTable:
+        """The token table."""
+
+    @property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """Special tokens set before and after a text."""
+
+    def encode(self, texts: Sequence[str], *, specials: bool) -> list[np.ndarray]:
+        """Return the ids of every text, int64, not truncated."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +39,11 @@ class AlignmentReport:
         student_tokens: Tokens of the student, specials included, padding not.
         teacher_tokens: Tokens of the teacher.
         chunks: Chunks, pairs of specials among them.
-        equal_chunks: Chunks whose two sides spell the same bytes (or are a pair of specials of one role).
-        one_to_one: Equal chunks of one token on either side.
+        correct_chunks: Chunks whose two sides cover the same span of the text and spell what their normalisers make of
+            it, and pairs of specials of one role.
+        exact_chunks: Correct chunks of one token on either side that spell the same bytes.
         special_pairs: Chunks that are a pair of specials.
-        unequal_chunks: Chunks whose bytes are unknown or differ.
+        incorrect_chunks: Chunks whose bytes are unknown or differ for another reason than normalisation.
         unchunked_student_tokens: Student tokens in no chunk.
         unchunked_teacher_tokens: Teacher tokens in no chunk.
         seconds: Time that aligning took.
@@ -34,10 +52,10 @@ class AlignmentReport:
     student_tokens: int = 0
     teacher_tokens: int = 0
     chunks: int = 0
-    equal_chunks: int = 0
-    one_to_one: int = 0
+    correct_chunks: int = 0
+    exact_chunks: int = 0
     special_pairs: int = 0
-    unequal_chunks: int = 0
+    incorrect_chunks: int = 0
     unchunked_student_tokens: int = 0
     unchunked_teacher_tokens: int = 0
     seconds: float = 0.0
@@ -71,17 +89,17 @@ def summarize(
     """
     ids, there, other = (np.asarray(x) for x in (student_ids, student_mask, teacher_mask))
     chunk, exact = batch.student_chunk_id.numpy(), batch.student_exact_partition_mask.numpy()
-    equal = int((batch.pair_is_correct & batch.pair_valid).sum())
+    correct = int((batch.pair_is_correct & batch.pair_valid).sum())
     chunks = int(batch.num_chunks.sum())
     special = aligner.student.kinds[np.where(there != 0, ids, 0)] == SPECIAL
     return AlignmentReport(
         student_tokens=int((there != 0).sum()),
         teacher_tokens=int((other != 0).sum()),
         chunks=chunks,
-        equal_chunks=equal,
-        one_to_one=int(exact.sum()),
+        correct_chunks=correct,
+        exact_chunks=int(exact.sum()),
         special_pairs=int((special & (chunk >= 0) & (there != 0)).sum()),
-        unequal_chunks=chunks - equal,
+        incorrect_chunks=chunks - correct,
         unchunked_student_tokens=int(((there != 0) & (chunk < 0)).sum()),
         unchunked_teacher_tokens=int(((other != 0) & (batch.teacher_chunk_id.numpy() < 0)).sum()),
     )
@@ -106,6 +124,19 @@ def shown_tokens(table: TokenTable, ids: Sequence[int], chunk: Any, correct: Any
         shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
         tokens.append(ShownToken(shown, number, number < 0 or bool(correct[number])))
     return tokens
+
+
+def shown_sides(
+    aligner: TokenAligner, student: Encoder, teacher: Encoder, text: str
+) -> list[tuple[str, list[ShownToken]]]:
+    """Tokenize and align one text; return each side's name and tokens."""
+    s, t = (torch.from_numpy(side.encode([text], specials=True)[0]) for side in (student, teacher))
+    batch = aligner.align(s[None], t[None], student_attention_mask=None, teacher_attention_mask=None, texts=[text])
+    correct = batch.pair_is_correct[0].numpy()
+    return [
+        ("student", shown_tokens(aligner.student, s.tolist(), batch.student_chunk_id[0], correct)),
+        ("teacher", shown_tokens(aligner.teacher, t.tolist(), batch.teacher_chunk_id[0], correct)),
+    ]
 
 
 COLOURS = ("#b3e2cd", "#fdcdac", "#cbd5e8", "#f4cae4", "#e6f5c9", "#fff2ae")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from xtoken_core.alignment.matching_blocks import matching_blocks
+from xtoken_core.alignment.matching_blocks import differ, is_once, matching_blocks
 from xtoken_core.alignment.normalizer import Normalizer
 from xtoken_core.alignment.pipeline import Pipeline, Placed
 from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
@@ -179,9 +179,9 @@ def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
     edits = student.pipeline.edits or teacher.pipeline.edits
     ways = [(x, y) for x in _spellings(student, 256) for y in _spellings(teacher, 257)]
     normalizer = student.arrays.table.normalizer or teacher.arrays.table.normalizer
-    if normalizer is not None:
+    maps = normalizer is not None and student.pipeline.normalizer != teacher.pipeline.normalizer
+    if normalizer is not None and maps:
         normalizer = normalizer.then(teacher.arrays.table.normalizer)
-    if normalizer is not None and student.pipeline.normalizer != teacher.pipeline.normalizer:
         ways = [(_normalised(x, normalizer), _normalised(y, normalizer)) for x, y in ways]
     if teacher.arrays.table.drops_whitespace:
         ways = [(_without_whitespace(x), y) for x, y in ways]
@@ -194,7 +194,7 @@ def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
         # Spaces alone may agree with and without the one that a tokenizer adds.
         return _chunks(student, teacher, x, y, _Cuts(common, common, np.full(len(common), len(agreeing) == 1)))
     x, y = ways[0]
-    return _chunks(student, teacher, x, y, _block_cuts(x, y, certain=not edits))
+    return _chunks(student, teacher, x, y, _block_cuts(x, y, certain=not edits, maps=maps))
 
 
 def _spellings(side: RowSide, unknown: int) -> Iterator[_Walk]:
@@ -268,11 +268,14 @@ def _without_whitespace(walk: _Walk) -> _Walk:
     return replace(walk, begins=begins, ends=ends, text=text, stream=walk.stream[~space], erased=erased)
 
 
-def _block_cuts(x: _Walk, y: _Walk, *, certain: bool) -> _Cuts:
+def _block_cuts(x: _Walk, y: _Walk, *, certain: bool, maps: bool) -> _Cuts:
     """Return the cuts inside stretches that both streams have in common.
 
-    A stretch has one source where it begins both streams, or occurs but once in either; if not `certain`, none has.
+    A stretch has one source where it begins both streams, or occurs but once in either; if not `certain`, none has. If
+    the normalisers differ (`maps`), one that ends in a contradiction has not, nor has any behind it: what one of them
+    has deleted may be any of several equal bytes.
     """
+    certain = certain and not (maps and differ(x.stream, y.stream, 0, 0))
     bounds_x, bounds_y = x.bounds, y.bounds
     same = np.zeros(len(x.stream) + 1, dtype=np.int64)
     pairs = [np.zeros((0, 2), dtype=np.int64)]
@@ -281,9 +284,8 @@ def _block_cuts(x: _Walk, y: _Walk, *, certain: bool) -> _Cuts:
         met = np.intersect1d(inside + (j - i), bounds_y, assume_unique=True)
         pairs.append(np.stack([met - (j - i), met], axis=1))
         block = x.stream[i : i + length]
-        if certain and (
-            i == j == 0 or (length >= _CERTAIN and _is_once(block, x.stream) and _is_once(block, y.stream))
-        ):
+        certain = certain and not (maps and differ(x.stream, y.stream, i + length, j + length))
+        if certain and (i == j == 0 or (length >= _CERTAIN and is_once(block, x.stream) and is_once(block, y.stream))):
             same[i + 1 : i + length + 1] = 1
     cuts = np.unique(np.concatenate([*pairs, *_unknown_rest(x, y, pairs)]), axis=0)
     at_x, at_y = cuts[:, 0], cuts[:, 1]
@@ -291,17 +293,6 @@ def _block_cuts(x: _Walk, y: _Walk, *, certain: bool) -> _Cuts:
     begin_x, begin_y = np.r_[0, at_x[:-1]], np.r_[0, at_y[:-1]]
     size = at_x - begin_x
     return _Cuts(at_x, at_y, (size == at_y - begin_y) & (equal_bytes[at_x] - equal_bytes[begin_x] == size))
-
-
-def _is_once(block: np.ndarray, stream: np.ndarray) -> bool:
-    data, part = stream.tobytes(), block.tobytes()
-    at = data.find(part)
-    while at % 2:  # between two symbols
-        at = data.find(part, at + 1)
-    again = data.find(part, at + 1)
-    while again >= 0 and again % 2:
-        again = data.find(part, again + 1)
-    return again < 0
 
 
 def _unknown_rest(x: _Walk, y: _Walk, cuts: list[np.ndarray]) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from xtoken_core.projection.exact_map import exact_token_map
-from xtoken_core.projection.files import parse_projection_file, read_topk
+from xtoken_core.projection.files import check_entries, parse_projection_file, read_topk
 from xtoken_core.projection.fingerprint import MissingProjectionError
 
 Stamp = tuple[int, int]
@@ -42,11 +42,12 @@ def get_sparse_projection_matrix(
 
     Raises:
         FileNotFoundError: `path` does not exist.
-        ValueError: The file is in no recognized format.
+        ValueError: The file is in no recognized format, or holds entries that no projection has.
     """
     key = (os.fspath(path), torch.device(device), student_vocab_size, teacher_vocab_size, *_stamp(path))
     if key not in _SPARSE_PROJECTION_CACHE:
         indices, values, rows, columns = parse_projection_file(path)
+        check_entries(path, indices[1], values, students=indices[0])
         kept = indices[1] >= 0
         size = (max(student_vocab_size, rows), max(teacher_vocab_size, columns))
         matrix = torch.sparse_coo_tensor(indices[:, kept], values[kept].float(), size, check_invariants=True)

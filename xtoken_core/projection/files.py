@@ -52,7 +52,8 @@ def parse_projection_file(
 ) -> tuple[Int64[Tensor, "2 nnz"], Float[Tensor, " nnz"], int, int]:
     """Read a projection file of any format as coordinates.
 
-    No policy is applied: -1 entries of dense files stay in, and the sizes are what the file alone shows.
+    No policy is applied: -1 entries of dense files stay in, ids and weights may have any value (`check_entries`), and
+    the sizes are what the file alone shows.
 
     Args:
         path: Dense top-k or sparse `{(s, t): count}` as written by `torch.save`, or xtoken's own.
@@ -84,7 +85,7 @@ def read_topk(path: str | os.PathLike[str]) -> TopKProjection:
 
     Raises:
         FileNotFoundError: `path` does not exist.
-        ValueError: The file is sparse, or no projection at all.
+        ValueError: The file is sparse, holds entries that no projection has, or is no projection at all.
     """
     content = _read(Path(path))
     if not isinstance(content, TopKProjection):
@@ -92,7 +93,30 @@ def read_topk(path: str | os.PathLike[str]) -> TopKProjection:
             f"the projection {path} is sparse and has no rows of weights: this loss takes a dense top-k file "
             "(xtoken projection build)"
         )
+    check_entries(path, content.indices, content.likelihoods)
     return content
+
+
+def check_entries(
+    path: str | os.PathLike[str], teachers: Tensor, values: Tensor, *, students: Tensor | None = None
+) -> None:
+    """Check the entries of a projection file.
+
+    Args:
+        path: The file, for messages.
+        teachers: int64 teacher ids, -1 = empty slot.
+        values: float32 weights, as many.
+        students: int64 student ids, where the file holds them.
+
+    Raises:
+        ValueError: An id is negative or too large to be one, or a weight is negative or not finite.
+    """
+    if students is not None and (int(students.min()) < 0 or int(students.max()) >= MAX_ID):
+        raise ProjectionFileError(f"the projection {path} is damaged: student ids must be from 0 to {MAX_ID - 1}")
+    if int(teachers.min()) < -1 or int(teachers.max()) >= MAX_ID:
+        raise ProjectionFileError(f"the projection {path} is damaged: teacher ids must be from -1 to {MAX_ID - 1}")
+    if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+        raise ProjectionFileError(f"the projection {path} is damaged: weights must be finite and not negative")
 
 
 def write_projection(projection: TopKProjection, path: str | os.PathLike[str], *, bfloat16: bool = False) -> None:
@@ -119,18 +143,6 @@ def write_projection(projection: TopKProjection, path: str | os.PathLike[str], *
                     torch.save({"indices": indices, "likelihoods": weights}, file)
     except OSError as error:
         raise InputError(f"cannot write the projection {target}: {error.strerror}") from error
-
-
-def write_sparse(counts: Mapping[tuple[int, int], float], path: str | os.PathLike[str]) -> None:
-    """Write the public sparse form, `{(student id, teacher id): count}`.
-
-    Raises:
-        InputError: The file cannot be written.
-    """
-    try:
-        torch.save({(int(s), int(t)): float(c) for (s, t), c in sorted(counts.items())}, path)
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"cannot write the projection {path}: {error}") from error
 
 
 def _safetensors(projection: TopKProjection, indices: Tensor, weights: Tensor) -> bytes:
@@ -208,16 +220,7 @@ def _checked(path: Path, indices: Any, likelihoods: Any) -> tuple[Tensor, Tensor
     for tensor in both:
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise ProjectionFileError(f"the projection {path} is damaged: a tensor is larger than its data")
-    indices, likelihoods = indices.long().contiguous(), likelihoods.float().contiguous()
-    _check_values(path, indices, likelihoods)
-    return indices, likelihoods
-
-
-def _check_values(path: Path, teachers: Tensor, values: Tensor) -> None:
-    if int(teachers.min()) < -1 or int(teachers.max()) >= MAX_ID:
-        raise ProjectionFileError(f"the projection {path} is damaged: teacher ids must be from -1 to {MAX_ID - 1}")
-    if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
-        raise ProjectionFileError(f"the projection {path} is damaged: weights must be finite and not negative")
+    return indices.long().contiguous(), likelihoods.float().contiguous()
 
 
 def _is_pair(key: Any) -> bool:
@@ -230,9 +233,6 @@ def _sparse(path: Path, counts: Mapping[tuple[int, int], Any]) -> tuple[Tensor, 
         values = torch.tensor([float(count) for count in counts.values()], dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ProjectionFileError(f"the projection {path} is damaged: {_line(error)}") from error
-    if int(indices[0].min()) < 0 or int(indices[0].max()) >= MAX_ID:
-        raise ProjectionFileError(f"the projection {path} is damaged: student ids must be from 0 to {MAX_ID - 1}")
-    _check_values(path, indices[1], values)
     return indices, values
 
 

@@ -25,10 +25,11 @@ def rows_of(tokenizer, texts, draw):
 
 def placed(pair, text, rows, *, with_text):
     """Both sides of a row for its text; for each text that gives the same ids if the text is not given."""
-    sources = [text] if with_text else dict.fromkeys(sources_of(pair, text))
-    return [
+    sources = [text] if with_text else sources_of(pair, text)
+    found = [
         tuple(place(tokenizer, source, row) for tokenizer, row in zip(pair, rows, strict=True)) for source in sources
     ]
+    return [found[0], *(sides for sides in found[1:] if None not in sides)]
 
 
 def judged(places, chunk):

@@ -129,6 +129,21 @@ def test_a_special_that_one_side_reads_and_the_other_spells():
     assert int((batch.teacher_chunk_id < 0).sum()) == 0
 
 
+@pytest.mark.parametrize("text", ["<|endoftext|>x", "low <|endoftext|> lower"])
+def test_a_special_in_the_text_is_not_the_one_before_the_text(text):
+    """One tokenizer sets before every text a special whose name the text holds too; the other spells the name."""
+    student, teacher = v.byte_level(bos=True), v.unigram()
+    s, t = student.encode(text), teacher.encode(text)
+    aligner = TokenAligner(student, teacher)
+    (ids, mask), (other, other_mask) = padded([s]), padded([t])
+    batch = aligner.align(ids, other, student_attention_mask=mask, teacher_attention_mask=other_mask, texts=[text])
+    found = batch.student_chunk_id[0].tolist()
+    assert found[0] == -1 and min(found[1:]) >= 0
+    for ours, theirs in chunks_of(batch, 0):
+        spelled = student.decode([s[n] for n in ours]), teacher.decode([t[n] for n in theirs])
+        assert spelled[0].strip() == spelled[1].strip()
+
+
 def test_an_added_token_that_is_no_special_spells_itself():
     student, teacher = v.byte_level(400), v.sentencepiece_bpe("never")
     text = "so <think> it over"

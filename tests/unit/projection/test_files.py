@@ -10,7 +10,7 @@ import torch
 from tests.support import vocabularies as v
 from xtoken_core import projection as p
 from xtoken_core.errors import InputError, XtokenError
-from xtoken_core.projection.files import read_topk, write_sparse
+from xtoken_core.projection.files import read_topk
 from xtoken_core.projection.fingerprint import is_sparse
 
 CPU = torch.device("cpu")
@@ -48,8 +48,6 @@ def test_the_public_files_are_read(tmp_path):
     torch.save({(4, 9): 2, (0, 1): 0.5}, sparse)
     indices, values, rows, columns = p.parse_projection_file(sparse)
     assert (indices.tolist(), values.tolist(), rows, columns) == ([[4, 0], [9, 1]], [2.0, 0.5], 5, 10)
-    write_sparse({(4, 9): 2.0, (0, 1): 0.5}, sparse)
-    assert p.parse_projection_file(sparse)[1].tolist() == [0.5, 2.0]
 
 
 def test_a_file_without_teacher_ids_has_no_columns(tmp_path):
@@ -129,10 +127,26 @@ def test_a_hostile_or_damaged_file_is_refused_in_one_line(kind, built, tmp_path)
     path = tmp_path / "p.pt"
     hostile(kind, path, built)
     with pytest.raises(ValueError) as caught:
-        p.parse_projection_file(path)
+        p.get_sparse_projection_matrix(path, CPU, student_vocab_size=1, teacher_vocab_size=1)
     assert isinstance(caught.value, XtokenError)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     assert not os.path.exists("/tmp/xtoken-must-not-exist")  # noqa: PTH110
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_the_parser_returns_entries_that_only_its_callers_refuse(form, tmp_path):
+    path = tmp_path / "p.pt"
+    dense = {"indices": torch.tensor([[-5], [1 << 40]]), "likelihoods": torch.tensor([[-1.0], [float("nan")]])}
+    torch.save(dense if form == "dense" else {(0, -5): -1.0, (1, 1 << 40): float("nan")}, path)
+    indices, values, rows, columns = p.parse_projection_file(path)
+    assert (indices.tolist(), rows, columns) == ([[0, 1], [-5, 1 << 40]], 2, (1 << 40) + 1)
+    assert values[0] == -1 and values[1].isnan()
+    for read in (
+        lambda: p.get_sparse_projection_matrix(path, CPU, student_vocab_size=1, teacher_vocab_size=1),
+        lambda: p.get_topk_projection(path, CPU),
+    ):
+        with pytest.raises(ValueError, match=r"damaged|sparse"):
+            read()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +208,7 @@ def test_a_file_built_anew_is_read_anew(built, tmp_path):
 
 
 def test_a_sparse_file_has_no_rows_of_weights(tmp_path):
-    write_sparse({(0, 1): 1.0}, tmp_path / "p.pt")
+    torch.save({(0, 1): 1.0}, tmp_path / "p.pt")
     with pytest.raises(ValueError, match="sparse"):
         p.get_topk_projection(tmp_path / "p.pt", CPU)
 

@@ -100,23 +100,39 @@ def test_align_check_counts_files_and_total(directories, tmp_path):
     expected = sum(len(student.encode(text)) for text in texts)
     assert found["files"][str(lines)]["student_tokens"] == expected
     for counts in (*found["files"].values(), found["total"]):
-        assert counts["equal_chunks"] == counts["chunks"] >= counts["one_to_one"] > 0
+        assert counts["correct_chunks"] == counts["chunks"] >= counts["exact_chunks"] > 0
         assert counts["unchunked_student_tokens"] < 0.1 * counts["student_tokens"]
         assert counts["tokens_per_second"] > 0
     total = found["total"]
     assert total["chunks"] == sum(counts["chunks"] for counts in found["files"].values())
 
 
+def test_align_check_counts_decomposed_text_with_a_composing_teacher(tmp_path):
+    """One token per byte: all chunks have one token a side but that of `e` and its accent, which the teacher joins."""
+    for name, form in (("student", None), ("teacher", "NFC")):
+        v.byte_level(257, form=form).save_pretrained(tmp_path / name)
+    text = tmp_path / "text.txt"
+    text.write_text("cafe\u0301 now", encoding="utf-8")
+    for sides in (("student", "teacher"), ("teacher", "student")):
+        pair = [word for n, s in enumerate(sides) for word in (("--student", "--teacher")[n], str(tmp_path / s))]
+        done = RUNNER.invoke(align_app, ["check", *pair, str(text), "--json"], catch_exceptions=False)
+        counts = json.loads(done.stdout)["total"]
+        assert {counts["student_tokens"], counts["teacher_tokens"]} == {10, 9}
+        assert [counts[f"{kind}chunks"] for kind in ("", "correct_", "exact_", "incorrect_")] == [8, 8, 7, 0]
+        assert (counts["unchunked_student_tokens"], counts["unchunked_teacher_tokens"]) == (0, 0)
+        assert counts["records_with_misfits"] == 0
+
+
 def test_align_check_says_where_the_first_chunk_is_that_does_not_fit(directories, tmp_path):
-    name = v.byte_level(bos=True).bos_token
     lines = tmp_path / "texts.jsonl"
-    texts = [*v.TEXTS.values()][:2]
-    lines.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, f"{name}x"]), encoding="utf-8")
-    pair = ["--student", str(directories / "teacher"), "--teacher", str(directories / "student")]
+    v.wordpiece().save_pretrained(tmp_path / "wordpiece")
+    texts = ["low lower", "newest", "low \u2603 lower", "\u2603"]
+    lines.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    pair = ["--student", str(directories / "teacher"), "--teacher", str(tmp_path / "wordpiece")]
     done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
     assert done.exit_code == 1
     assert f"the first in {lines}:3:" in str(done.exception)
-    assert "unequal_chunks" in done.output
+    assert "incorrect_chunks" in done.output
 
 
 def test_align_check_counts_records_and_says_where_the_first_skipped_one_is(directories, tmp_path):
@@ -127,7 +143,7 @@ def test_align_check_counts_records_and_says_where_the_first_skipped_one_is(dire
     found = json.loads(done.stdout)
     for counts in (found["files"][str(lines)], found["total"]):
         assert (counts["records"], counts["skipped"]) == (4, 2)
-        assert counts["first_skipped"] == {"place": f"{lines}:2", "reason": "empty line"}
+        assert counts["first_skipped"] == {"location": f"{lines}:2", "reason": "empty line"}
         assert (counts["records_with_misfits"], counts["first_misfit"]) == (0, None)
     shown = RUNNER.invoke(align_app, ["check", *pair, str(lines)], catch_exceptions=False).output
     assert f"first: {lines}:2: empty line" in shown
@@ -135,19 +151,20 @@ def test_align_check_counts_records_and_says_where_the_first_skipped_one_is(dire
 
 @pytest.mark.parametrize("context", [(), ("--context", "24")], ids=["whole", "cut"])
 def test_align_check_says_where_the_first_token_is_that_has_no_counterpart(directories, tmp_path, context):
-    """Neither BOS on one side, nor a space before the text, nor what a cut leaves is one; a special's name is."""
-    name = v.byte_level(bos=True).bos_token
+    """Neither BOS on one side, nor a space before the text, nor what a cut leaves is one; dropped lines are."""
     lines = tmp_path / "texts.jsonl"
-    texts = [*v.TEXTS.values(), f"low {name} lower lowest" + " new newer newest" * 9, f"{name}x"]
+    v.wordpiece().save_pretrained(tmp_path / "wordpiece")
+    long = " new newer newest" * 9
+    texts = ["low lower", "newest" + long, "low\n\n\nlower" + long, "low\nlow"]
     lines.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
+    pair = ["--student", str(directories / "student"), "--teacher", str(tmp_path / "wordpiece")]
     done = RUNNER.invoke(align_app, ["check", *pair, str(lines), *context, "--json"])
     found = json.loads(done.stdout)["total"]
-    assert found["unchunked_teacher_tokens"] > len(v.TEXTS)
-    assert found["first_misfit"]["place"] == f"{lines}:{len(v.TEXTS) + 1}"
-    assert found["first_misfit"]["student_tokens"] + found["first_misfit"]["teacher_tokens"] > 0
+    assert found["unchunked_teacher_tokens"] > len(texts)
+    assert found["records_with_misfits"] == 2
+    assert found["first_misfit"] == {"location": f"{lines}:3", "student_tokens": 3, "teacher_tokens": 0}
     shown = RUNNER.invoke(align_app, ["check", *pair, str(lines), *context]).output
-    assert f"first: {lines}:{len(v.TEXTS) + 1}: " in shown
+    assert f"first: {lines}:3: 3 of the student" in shown
 
 
 @pytest.mark.parametrize("app", [projection_app, align_app], ids=["projection", "align"])
