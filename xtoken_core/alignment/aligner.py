@@ -93,11 +93,11 @@ class TokenAligner:
         if len(s_ids) != len(t_ids):
             raise InputError(f"{len(s_ids)} student samples cannot be aligned with {len(t_ids)} of the teacher")
         chunks = find_chunks(self._sides, s_ids, t_ids)
-        chunks.doubtful |= self._is_delicate(chunks, texts)
+        chunks.unverified |= self._is_delicate(chunks, texts)
         if self._spelled is not None:
             _keep_equal(chunks, self._spelled, s_ids, t_ids + self._sides.offset)
         wrong: dict[int, np.ndarray] = {}
-        for row in chunks.doubtful.nonzero()[0].tolist():
+        for row in chunks.unverified.nonzero()[0].tolist():
             text = texts[row] if texts is not None else None
             wrong[row] = self._realign(chunks, row, s_ids[row], t_ids[row], text)
         return _as_batch(chunks, wrong)
@@ -169,7 +169,7 @@ def _spelling_hashes(student: TokenTable, teacher: TokenTable) -> np.ndarray:
 
 def _keep_equal(chunks: Chunks, spelled: np.ndarray, student_ids: np.ndarray, teacher_ids: np.ndarray) -> None:
     """Clear the exact mask of token pairs whose two spellings differ."""
-    chunks.student_exact[chunks.doubtful] = chunks.teacher_exact[chunks.doubtful] = False
+    chunks.student_exact[chunks.unverified] = chunks.teacher_exact[chunks.unverified] = False
     # The k-th exact token of one side is paired with the k-th of the other.
     ours, theirs = (np.flatnonzero(mask) for mask in (chunks.student_exact, chunks.teacher_exact))
     hashes = []

@@ -34,7 +34,7 @@ class Chunks:
         student_exact: `[B, T_s]` bool: 1-1 pairs.
         teacher_exact: `[B, T_t]` bool, likewise.
         counts: `[B]` int64: chunks per row.
-        doubtful: `[B]` bool: rows whose two sides were not seen to spell the same; their chunks mean nothing.
+        unverified: `[B]` bool: rows whose two sides are not known to spell the same; their chunks are not valid.
         uneven: `[B]` bool: rows of which one side spells more bytes.
         led: Indices of the tokens whose leading space is not counted, the student's rows first, then the teacher's.
     """
@@ -44,12 +44,12 @@ class Chunks:
     student_exact: np.ndarray
     teacher_exact: np.ndarray
     counts: np.ndarray
-    doubtful: np.ndarray
+    unverified: np.ndarray
     uneven: np.ndarray
     led: np.ndarray
 
 
-class _Tokens:
+class _FlatBatch:
     """All tokens of a batch, flat; `n` of them, in `2B` rows.
 
     Attributes:
@@ -96,7 +96,7 @@ class _Tokens:
         self.origin = self.starts.take(self.rows.first)
 
     def weights(self, powers: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """`[n + 1]` uint64: the hash of each token moved to its place, then 0; their sum is that of the text."""
+        """Return `[n + 1]` uint64: each token's hash times the power of its position, then 0; the sum is the text's."""
         weights = np.empty(len(self.ids) + 1, dtype=np.uint64)
         weights[-1] = 0
         hashes = self.sides.hashes.take(self.ids, out=weights[:-1], mode="wrap")
@@ -116,30 +116,30 @@ def find_chunks(sides: TokenArrays, student_ids: np.ndarray, teacher_ids: np.nda
     """
     if not student_ids.size or not teacher_ids.size:
         return _no_chunks(student_ids.shape, teacher_ids.shape)
-    x = _Tokens(sides, student_ids, teacher_ids)
-    doubtful = ~_same_text(x)
-    pairs = _special_pairs(x, doubtful)
-    opens, exact = _opened(x)
+    x = _FlatBatch(sides, student_ids, teacher_ids)
+    unverified = ~_same_text(x)
+    pairs = _special_pairs(x, unverified)
+    opens, exact = _opened(x)  # [n], [n]
     if len(pairs) < len(x.silent):
         opens[x.silent] = exact[x.silent] = False
     opens[pairs] = exact[pairs] = True
-    chunk, counts = _numbered(x, opens)
+    chunk, counts = _numbered(x, opens)  # [n], [B]
     if len(pairs) < len(x.silent):
         paired = chunk.take(pairs)
         chunk[x.silent] = -1
         chunk[pairs] = paired
-    return Chunks(*x.rows.halves(chunk), *x.rows.halves(exact), counts, doubtful, x.reach != x.longer, x.led)
+    return Chunks(*x.rows.halves(chunk), *x.rows.halves(exact), counts, unverified, x.reach != x.longer, x.led)
 
 
-def _numbered(x: _Tokens, opens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`[n]` int64: the chunk of each token, counted in its row from 0, -1 behind the last; `[B]` int64: how many."""
+def _numbered(x: _FlatBatch, opens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `[n]` int64, the chunk of each token, counted in its row from 0, -1 behind the last; `[B]` the counts."""
     rows, samples = x.rows, x.rows.samples
-    opened = opens.astype(np.int64)
+    opened = opens.astype(np.int64)  # [n]
     torch.from_numpy(opened).cumsum_(0)
-    before = opened.take(rows.first) - opens.take(rows.first)
-    found = opened.take(rows.last) - before
+    before = opened.take(rows.first) - opens.take(rows.first)  # [2B]
+    found = opened.take(rows.last) - before  # [2B]
     # Where one side reaches further, what was opened last has no end on the other.
-    counts = np.maximum(found[:samples], found[samples:]) - (x.reach != x.longer)
+    counts = np.maximum(found[:samples], found[samples:]) - (x.reach != x.longer)  # [B]
     behind = rows.last + 1
     stop = np.minimum(opened.searchsorted(before + np.concatenate([counts, counts]) + 1), behind)
     chunk = rows.minus(opened, before + 1)
@@ -155,19 +155,20 @@ def _no_chunks(student: tuple[int, ...], teacher: tuple[int, ...]) -> Chunks:
     return Chunks(chunk_s, chunk_t, exact_s, exact_t, counts, never, never.copy(), counts[:0])
 
 
-def _same_text(x: _Tokens) -> np.ndarray:
-    """`[B]` bool: the two rows of a sample spell the same as far as both reach."""
+def _same_text(x: _FlatBatch) -> np.ndarray:
+    """Return `[B]` bool, True where the two rows of a sample spell the same as far as both reach."""
     samples, first = x.rows.samples, x.rows.first
     short = x.length <= _SHORT  # then places may be those on both axes: the teacher's lie `length` behind
     places = x.starts if short else x.rows.minus(x.starts, x.origin)
     powers = hash_powers(2 * x.length if short else int(x.longer.max()) + 1)
-    weights = x.weights(powers, places)
-    limit = x.origin + np.concatenate([x.reach, x.reach])
-    stop = x.starts.searchsorted(limit)
+    weights = x.weights(powers, places)  # [n + 1]
+    limit = x.origin + np.concatenate([x.reach, x.reach])  # [2B]
+    stop = x.starts.searchsorted(limit)  # [2B]
     edges = x.rows.edges.copy()
     edges[1::2] = stop
     some = stop > first
-    hashes = np.add.reduceat(weights, edges)[::2] * some
+    # Every other sum is that of the tokens between a row and the next; a row without tokens has no sum of its own.
+    hashes = np.add.reduceat(weights, edges)[::2] * some  # [2B]
     last = stop - some
     beyond = (x.starts.take(last, mode="clip") + x.lengths.take(last, mode="clip") - limit) * some
     rows = beyond.nonzero()[0]
@@ -184,7 +185,7 @@ def _same_text(x: _Tokens) -> np.ndarray:
     return same
 
 
-def _special_pairs(x: _Tokens, doubtful: np.ndarray) -> np.ndarray:
+def _special_pairs(x: _FlatBatch, unverified: np.ndarray) -> np.ndarray:
     """Return indices of the specials that have a partner; samples with a token of unknown bytes are marked."""
     roles = x.sides.roles.take(x.ids.take(x.silent))
     known = roles.nonzero()[0]
@@ -194,7 +195,7 @@ def _special_pairs(x: _Tokens, doubtful: np.ndarray) -> np.ndarray:
         return at
     if np.count_nonzero(roles < 0):
         rows = x.rows.first.searchsorted(at, side="right") - 1
-        doubtful[rows[roles == UNKNOWN_ROLE] % len(doubtful)] = True
+        unverified[rows[roles == UNKNOWN_ROLE] % len(unverified)] = True
         begins = (x.starts[at] == x.origin[rows]) & (x.sizes[rows] > 0)
         roles = np.where(roles == BOS_OR_EOS, np.where(begins, BOS, EOS), roles)
         at, roles = at[roles > 0], roles[roles > 0]
@@ -207,10 +208,10 @@ def _special_pairs(x: _Tokens, doubtful: np.ndarray) -> np.ndarray:
     return np.concatenate([at.take(i), at.take(j + teachers)])
 
 
-def _opened(x: _Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """`[n]` bool each: a token of the other side begins, or its row ends, at the same byte; it is as long, too."""
-    begun = np.zeros(2 * x.length, dtype=x.lengths.dtype)
+def _opened(x: _FlatBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return `[n]` bool each: True where a token of the other side begins or its row ends; where it is as long, too."""
+    begun = np.zeros(2 * x.length, dtype=x.lengths.dtype)  # [2N]: 0 = no token begins
     begun[x.starts] = x.lengths  # of several at one byte the last stays: the one that spells something
     begun[x.origin + x.sizes] = x.sides.longer
-    met = np.concatenate([begun[x.length :], begun[: x.length]]).take(x.starts, mode="wrap")
+    met = np.concatenate([begun[x.length :], begun[: x.length]]).take(x.starts, mode="wrap")  # [n]
     return met != 0, met == x.lengths

@@ -12,10 +12,10 @@ _POWERS = [np.ones(1, dtype=np.uint64)]
 
 
 def hash_powers(count: int) -> np.ndarray:
-    """`[n]` uint64, n at least `count`: powers of the hash's base, modulo 2^64.
+    """Return `[n]` uint64, n at least `count`: powers of the hash's base, modulo 2^64.
 
     The hash of bytes b_0 b_1 … is the sum of `code[b_i] * base^i`: that of a text is the sum of its tokens' hashes,
-    each times the power of the token's place. Different texts agree in it by chance once in about 2^64.
+    each times the power of the token's position. Different texts agree in it by chance once in about 2^64.
     """
     if len(_POWERS[0]) < count:
         factors = np.full(max(count, 2 * len(_POWERS[0])), _BASE, dtype=np.uint64)
@@ -25,21 +25,23 @@ def hash_powers(count: int) -> np.ndarray:
 
 
 def prefix_hashes(data: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`[N]` uint64: at each byte of some strings, the hash of its string up to and with that byte.
+    """Return `[N]` uint64: at each byte of some strings, the hash of its string up to and with that byte.
 
     Args:
         data: `[N]` uint8, the strings one after the other.
         lengths: `[n]` int64, their lengths; they add up to `N`.
     """
-    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    codes = _BYTE_CODES[data]
+    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)  # [N]
+    codes = _BYTE_CODES[data]  # [N]
     codes *= hash_powers(int(lengths.max(initial=0)) + 1)[np.arange(len(data)) - begins]
-    sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(codes)])
+    # Sums wrap modulo 2^64, so that a difference of two of them is exact.
+    sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(codes)])  # [N + 1]
     hashes: np.ndarray = sums[1:] - sums[begins]
     return hashes
 
 
 def without_space(hashes: np.ndarray) -> np.ndarray:
-    """`[n]` uint64: the hashes of strings that begin with a space, as they are without it."""
+    """Return `[n]` uint64: the hashes that strings which begin with a space have without it."""
+    # Without its first byte every other byte moves back by one: multiply by the inverse of the base.
     shorter: np.ndarray = (hashes - _BYTE_CODES[ord(" ")]) * _BACK
     return shorter

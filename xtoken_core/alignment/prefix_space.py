@@ -29,7 +29,7 @@ def find_dummy_prefixes(
     prefixes = sides.prefixes
     if prefixes == ("none", "none"):
         return np.zeros(0, dtype=np.int64)
-    first, spaces = _first_text(sides, ids, rows)
+    first, spaces = _first_text(sides, ids, rows)  # [2B], [2B]
     absent = sides.absent
     quiet, split = ids.take(silent), int(silent.searchsorted(rows.split))
     led = []
@@ -38,7 +38,7 @@ def find_dummy_prefixes(
             continue
         mine, part = rows.of(side), slice(split) if side == 0 else slice(split, None)
         gaps = quiet[part] == absent[side]
-        own, spaced = first[mine], spaces[mine] > 0
+        own, spaced = first[mine], spaces[mine] > 0  # [B], [B]
         if suspected:
             pass
         elif prefix == prefixes[1 - side] == "missing":
@@ -60,7 +60,7 @@ def _text_after(
     sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, side: int, after: np.ndarray, first: np.ndarray
 ) -> np.ndarray:
     """Return, of the tokens after breaks, those of text in the break's row that are not its first text."""
-    row = (after - 1 - side * rows.split) // rows.widths[side]
+    row = (after - 1 - side * rows.split) // rows.widths[side]  # [k]
     inside = (after <= rows.last[rows.of(side)].take(row)) & (first.take(row) != after)
     after = after[inside]
     of_text: np.ndarray = after[sides.kinds.take(ids.take(after)) == TEXT]

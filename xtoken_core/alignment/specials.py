@@ -18,7 +18,7 @@ def match_specials(student: np.ndarray, teacher: np.ndarray) -> tuple[np.ndarray
         Of each side, which have a partner: indices, in order on both sides, the k-th with the k-th.
     """
     _, i, j = np.intersect1d(_numbered(student), _numbered(teacher), assume_unique=True, return_indices=True)
-    order = np.argsort(i)
+    order = np.argsort(i)  # [P]
     i, j = i[order], j[order]
     if (j[1:] < j[:-1]).any():
         kept = _increasing(j)
@@ -27,12 +27,12 @@ def match_specials(student: np.ndarray, teacher: np.ndarray) -> tuple[np.ndarray
 
 
 def _numbered(key: np.ndarray) -> np.ndarray:
-    """Make equal keys distinct by their rank of occurrence."""
+    """Return `[n]` int64: equal keys made distinct by their rank of occurrence."""
     order = np.argsort(key, kind="stable")
     ranked = key[order]
     starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]][: len(ranked)])
     sizes = np.diff(np.r_[starts, len(ranked)])
-    rank = np.arange(len(ranked)) - np.repeat(starts, sizes)
+    rank = np.arange(len(ranked)) - np.repeat(starts, sizes)  # [n]: 0, 1, … among equal keys
     result = np.empty_like(key)
     result[order] = ranked << 16 | rank
     return result

@@ -74,7 +74,7 @@ class TokenArrays:
 
     @cached_property
     def prefixes(self) -> tuple[str, str]:
-        """True if either tokenizer puts a space before a text."""
+        """Rules by which the two tokenizers put a space before a text."""
         return self.student.table.prefix, self.teacher.table.prefix
 
     @cached_property
@@ -91,7 +91,7 @@ class TokenArrays:
 def build_token_arrays(
     student: TokenTable, teacher: TokenTable, student_pieces: list[bytes], teacher_pieces: list[bytes]
 ) -> TokenArrays:
-    """The arrays of both sides, with spellings and roles numbered alike.
+    """Build the arrays of both sides, with spellings and roles numbered alike.
 
     Args:
         student: The student's tokens.
@@ -102,7 +102,7 @@ def build_token_arrays(
     numbers = {"pad": 0, "bos": BOS, "eos": EOS, "bos|eos": BOS_OR_EOS}
     sides = []
     for table, compared in ((student, student_pieces), (teacher, teacher_pieces)):
-        role = np.zeros(len(table) + 1, dtype=np.int64)
+        role = np.zeros(len(table) + 1, dtype=np.int64)  # [V + 1]
         role[:-1][table.kinds == UNKNOWN] = UNKNOWN_ROLE
         # A token of which nothing but whitespace is left out may lie inside of a chunk: its row needs a closer look.
         left_out = (n for n, piece in enumerate(table.pieces) if not compared[n] and piece.strip())
@@ -113,7 +113,7 @@ def build_token_arrays(
     ours, theirs = sides
     pieces = [*student_pieces, b"", *teacher_pieces, b""]
     joined = spelling_pool(pieces, {})
-    hashes = prefix_hashes(joined.data[: joined.ends[-1]], joined.lengths)
+    hashes = prefix_hashes(joined.data[: joined.ends[-1]], joined.lengths)  # one for every byte of the pieces
     longest = int(joined.lengths.max())
     return TokenArrays(
         student=ours,

@@ -60,7 +60,7 @@ def test_as_many_equal_chunks_as_brute_force_finds(rows, left):
         student, teacher = split(text, a), split(text, b)
         given_rows.append((student[: len(student) - keep_a % 3], teacher[: len(teacher) - keep_b % 3]))
     found, s_mask, t_mask = run(given_rows, left)
-    assert not found.doubtful.any()
+    assert not found.unverified.any()
     for row, (student, teacher) in enumerate(given_rows):
         assert found.counts[row] == most_chunks(tuple(student), tuple(teacher))
         s_chunk, t_chunk = found.student_chunk[row][s_mask[row]], found.teacher_chunk[row][t_mask[row]]
@@ -88,7 +88,7 @@ def test_specials_pair_at_their_byte_and_shift_nothing(text, a, b, ours, theirs,
     places = [Counter(at for at, p in row if p == shared) for row in rows]
     pairs = sum((places[0] & places[1]).values())
     if ids[0].size and ids[1].size:
-        assert not found.doubtful.any()
+        assert not found.unverified.any()
         assert found.counts[0] == most_chunks(*map(tuple, pieces)) + pairs
         assert sum(c >= 0 for c, (_, p) in zip(found.student_chunk[0], rows[0], strict=True) if p == shared) == pairs
     assert all(c < 0 for c, (_, p) in zip(found.student_chunk[0], rows[0], strict=True) if p == own)
@@ -100,7 +100,7 @@ def test_rows_that_differ_are_never_taken_for_equal(rows):
     found, _, _ = run([(split(x, a), split(y, b)) for x, y, a, b in rows])
     for row, (x, y, _, _) in enumerate(rows):
         shared = min(len(x), len(y))
-        assert found.doubtful[row] == (x[:shared] != y[:shared])
+        assert found.unverified[row] == (x[:shared] != y[:shared])
 
 
 @pytest.mark.parametrize("tokens", [0, 1], ids=["no token", "one token"])
