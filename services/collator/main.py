@@ -54,7 +54,7 @@ def make_collator(worker: Worker) -> CrossTokenizerCollator:
 
 
 def open_data(worker: Worker) -> DataIndex:
-    """Return the run's text, which must still be what the run was opened with.
+    """Open the training-data index; its fingerprint must match the run's.
 
     Raises:
         ConfigError: It has changed.

@@ -1,4 +1,4 @@
-"""Plan and denominators of a step, computed alike by teacher and student from metadata alone. No torch."""
+"""Plan and denominators of a step, computed alike by teacher and trainer from metadata alone. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xtoken_core import schema
+from xtoken_core.config.loss import COLUMN_SELECTING_MODES
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, padded_length
 from xtoken_core.data_plane.run_client import StepRows
@@ -123,7 +124,7 @@ def selects_columns(run: ResolvedRun, teacher: int) -> bool:
     spec = run.spec
     if spec.loss.vocab_topk is None or spec.loss.vocab_topk >= run.teachers[teacher].vocab_size:
         return False
-    return spec.same_tokenizer[teacher] or spec.loss.mode_of(teacher) == "p_kl"
+    return spec.same_tokenizer[teacher] or spec.loss.mode_of(teacher) in COLUMN_SELECTING_MODES
 
 
 def _integers(column: Column) -> Sequence[int]:

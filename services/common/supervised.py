@@ -1,4 +1,4 @@
-"""Detection of a supervisor: processes that one has started all see the same machine."""
+"""Detect whether a supervisor started this process."""
 
 from __future__ import annotations
 

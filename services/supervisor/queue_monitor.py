@@ -70,7 +70,7 @@ class QueueMonitor:
             return False
         client = QueueClient(ZmqTransport(address, patience_s=PATIENCE_S))
         try:
-            client.hello(f"control-{os.getpid()}", SUPERVISOR, incarnation=time.time_ns(), silence_s=SILENCE_S)
+            client.hello(f"supervisor-{os.getpid()}", SUPERVISOR, incarnation=time.time_ns(), silence_s=SILENCE_S)
         except (QueueUnreachableError, QueueError):
             client.close()
             return False

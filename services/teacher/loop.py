@@ -34,23 +34,23 @@ class Pair:
     Attributes:
         ring: The ring of slots.
         number: The queue's number of the ring.
-        published: Publishes a slot once the device has written it.
+        completions: Marks a slot as full and completes its lease once the device has written it.
     """
 
     ring: SignalRing
     number: int
-    published: EventCallbacks
+    completions: EventCallbacks
 
 
 class TeacherLoop:
-    """Serves one teacher to one student rank.
+    """Serves one teacher to one rank of the trainer.
 
     Args:
         worker: The session.
         model: The teacher.
         transport: Transport of the signal, from `pick_transport`.
         teacher: Number of the teacher.
-        rank: Student rank that it serves.
+        rank: Rank of the trainer that it serves.
         pad_id: Token id for padding.
     """
 
@@ -102,7 +102,7 @@ class TeacherLoop:
         spec = self.run.spec
         ring = create_ring(self.transport, self.shape, run=spec.name, session=trainer.trainer, device=self.model.device)
         limit = spec.workers.step_timeout_s
-        published = EventCallbacks(self.model.device, f"publisher of teacher {self.teacher}", limit_s=limit)
+        completions = EventCallbacks(self.model.device, f"completions of teacher {self.teacher}", limit_s=limit)
         try:
             with self._head_in(ring):
                 number = self.queue.announce_ring(self.teacher, self.rank, trainer.trainer, ring.handle.to_bytes())
@@ -110,14 +110,14 @@ class TeacherLoop:
                     self.worker.alive()
                 ring.unlink()
                 log.info("ring %d is open, %d slots in %s", number, self.shape.slots, self.transport)
-                self._fill(Pair(ring, number, published), trainer.step, trainer.rewinds)
+                self._fill(Pair(ring, number, completions), trainer.step, trainer.rewinds)
         finally:
-            published.close()
+            completions.close()
             ring.close()
             self._log_memory()
 
     def _head_in(self, ring: SignalRing) -> AbstractContextManager[None]:
-        """Put the head into a ring of hidden states that the student maps; through the queue it loads its own."""
+        """Put the head into a ring of hidden states that the trainer maps; without a map it loads its own copy."""
         mapped = self.shape.hidden and self.transport != QUEUE
         return self.model.head_in(ring.head_view()) if mapped else nullcontext()
 
@@ -141,7 +141,7 @@ class TeacherLoop:
                 self._drain(pair)
 
     def _after(self, error: QueueError, step: int, rewinds: int) -> tuple[int, int]:
-        """Return step and rewinds to continue at after a refusal: those of a rewind, or the same."""
+        """Return the (step, rewinds) to resume from after a rejected request."""
         if error.code == "rewound":
             log.info("%s", error)
             return error.detail["step"], error.detail["rewinds"]
@@ -150,10 +150,10 @@ class TeacherLoop:
         return step, rewinds
 
     def _drain(self, pair: Pair) -> None:
-        """Wait for pending publications before the step is repeated; refusals of revoked leases are ignored."""
+        """Wait for pending completions before the step is repeated; refusals of revoked leases are ignored."""
         while True:
             try:
-                pair.published.drain()
+                pair.completions.drain()
                 return
             except QueueError as error:
                 if error.code not in ("lease_revoked", "rewound"):
@@ -163,7 +163,7 @@ class TeacherLoop:
         """Return the plan of a step; None if it was done meanwhile."""
         while True:
             self.worker.alive()
-            pair.published.check()
+            pair.completions.check()
             try:
                 rows = self.queue.window(step, plan_fields(self.run), rewinds=rewinds, wait_s=WAIT_S)
             except AlreadyDone:
@@ -191,7 +191,7 @@ class TeacherLoop:
         """Claim a micro-batch with a slot, and pad its tokens `[B, T_t]`; None if its signal exists or was read."""
         while True:
             self.worker.alive()
-            pair.published.check()
+            pair.completions.check()
             try:
                 claim = self.queue.claim_slot(pair.number, batch.ids, [self.ids_field], rewinds=rewinds, wait_s=WAIT_S)
             except AlreadyDone:
@@ -205,7 +205,7 @@ class TeacherLoop:
         return claimed, tokens
 
     def _forward(self, pair: Pair, claimed: Claimed, tokens: torch.Tensor) -> None:
-        """Enqueue the forward pass; its slot is published once the device has written it, maybe after the next one."""
+        """Enqueue the forward pass; its slot is marked full once written, maybe after the next pass."""
         ring, slot = pair.ring, claimed.slot
         rows, width = tokens.shape
         view = ring.slot_view(slot, rows, width)
@@ -215,8 +215,8 @@ class TeacherLoop:
         else:
             self.model.write_logits(tokens, view)
 
-        def publish() -> None:
-            ring.publish(slot, claimed.generation)
+        def complete() -> None:
+            ring.write_generation(slot, claimed.generation)
             self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.teacher))
 
-        pair.published.after(publish)
+        pair.completions.after(complete)

@@ -170,7 +170,7 @@ class Checkpoints:
             writer = FileSystemWriter(scratch, sync_files=True)
             save_state(staged, storage_writer=writer, process_group=self.group.background, no_dist=self.group.size == 1)
             if self.group.is_leader:
-                self._publish(scratch, target, document)
+                self._commit(scratch, target, document)
         except (Exception, CheckpointException) as error:  # reported by the next wait() or check()
             if self.group.is_leader:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -191,7 +191,7 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def _publish(self, scratch: Path, target: Path, document: str) -> None:
+    def _commit(self, scratch: Path, target: Path, document: str) -> None:
         atomic_write(scratch / RUN, document)
         if target.exists():
             shutil.rmtree(target)

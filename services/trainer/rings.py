@@ -1,4 +1,4 @@
-"""The student's side of the teachers' rings: opens what teachers announce, reads slots, releases them."""
+"""The trainer's side of the teachers' rings: opens what teachers announce, reads slots, releases them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.common.worker import Worker
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits
 from xtoken_core.transports.factory import open_ring
 from xtoken_core.transports.head import load_head
-from xtoken_core.transports.queue_signal import OpenedQueueRing, take_columns
+from xtoken_core.transports.queue_signal import QueueRingReader, take_columns
 from xtoken_core.transports.ring import SignalError
 from xtoken_core.transports.signal import RINGS, SignalSlot
 from xtoken_core.wire import Column, QueueError
@@ -28,7 +28,7 @@ class TeacherRings:
 
     Args:
         worker: The session.
-        device: The student's device.
+        device: The trainer's device.
     """
 
     def __init__(self, worker: Worker, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class TeacherRings:
                 continue
             try:
                 self._open(teacher, announced.ring, announced.handle)
-                self.worker.queue.opened_ring(teacher, announced.ring)
+                self.worker.queue.confirm_ring(teacher, announced.ring)
             except (SignalError, QueueError) as error:
                 self._check_replaced(teacher, announced.ring, error)
             else:
@@ -66,7 +66,7 @@ class TeacherRings:
             if not signal:
                 continue
             ring = RINGS.get(ref.ring)
-            if not isinstance(ring, OpenedQueueRing):
+            if not isinstance(ring, QueueRingReader):
                 raise SignalError(f"ring {ref.ring} is in memory, and its signal came through the queue as well")
             ring.receive(ref.slot, ref.generation, signal, ref.teacher)
 

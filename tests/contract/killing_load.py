@@ -199,7 +199,7 @@ class Run:
         while (ring := run.await_ring(0, wait_s=0.5)) is None:
             if self.log.stop.is_set():
                 return
-        run.opened_ring(0, ring.ring)
+        run.confirm_ring(0, ring.ring)
         while not self.log.stop.is_set():
             rows = run.window(self.step, ["input_ids"], rewinds=rewinds, wait_s=0.2)
             if rows is None:

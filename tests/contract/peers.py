@@ -192,7 +192,7 @@ _METHODS: dict[str, Any] = {
     "announce_ring": lambda c, _, f: _reply("ring", ring=_run(c, f).announce_ring(**f)),
     "await_ring": lambda c, _, f: _plain("ring", _run(c, f).await_ring(f["teacher"], wait_s=f.get("wait_s", 0.0)),
                                          "ring", "handle"),
-    "opened_ring": lambda c, _, f: _ok(_run(c, f).opened_ring(**f)),
+    "opened_ring": lambda c, _, f: _ok(_run(c, f).confirm_ring(**f)),
     "await_opened": lambda c, _, f: (
         _reply("ok") if _run(c, f).await_opened(f["ring"], wait_s=f.get("wait_s", 0.0)) else None
     ),

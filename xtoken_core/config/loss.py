@@ -17,6 +17,10 @@ LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm"]
 
 DENSE_ONLY: frozenset[LossMode] = frozenset({"gold", "h_kl"})
 """Modes that read a projection row by row: a sparse file has no rows of weights."""
+COLUMN_SELECTING_MODES: frozenset[LossMode] = frozenset({"p_kl"})
+"""Modes that compare only the `vocab_topk` largest columns: with hidden states the teacher sends column maxima."""
+EXACT_FILTERING_MODES: frozenset[LossMode] = frozenset({"p_kl"})
+"""Modes that `exact_token_match_only` applies to, in the loss and in its denominator."""
 FLAGS = ("gold_loss", "xtoken_loss", "uld_loss", "alm_loss")
 FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "p_kl": frozenset(),

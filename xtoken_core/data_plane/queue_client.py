@@ -150,7 +150,7 @@ class QueueClient:
         return _expect(reply, kind), frames
 
     def wait(self, make: Callable[[float], m.Request], kind: type[R], wait_s: float) -> tuple[R, list[Buffer]] | None:
-        """Send a request, made anew for each slice of the wait, until it is answered or `wait_s` has passed."""
+        """Long-poll: resend the request in slices until answered or `wait_s` has passed."""
         left = wait_s
         while True:
             slice_s = min(left, POLL_S)

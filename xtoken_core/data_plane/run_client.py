@@ -122,7 +122,7 @@ class RunClient:
         reply = self.client.wait(lambda s: m.AwaitRing(**self._head(), teacher=teacher, wait_s=s), m.Ring, wait_s)
         return reply[0] if reply else None
 
-    def opened_ring(self, teacher: int, ring: int) -> None:
+    def confirm_ring(self, teacher: int, ring: int) -> None:
         """Report that the ring is open and its canary was read."""
         self.client.ask(m.OpenedRing(**self._head(), teacher=teacher, ring=ring), m.Ok)
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.config.loss import LossConfig, LossMode
+from xtoken_core.config.loss import EXACT_FILTERING_MODES, LossConfig, LossMode
 from xtoken_core.ops.chunk_mean.reference import chunk_sizes
 
 
@@ -58,8 +58,8 @@ def comparable_chunks(
 
 
 def keeps_exact_only(config: LossConfig, mode: LossMode) -> bool:
-    """Return True if pairs that are not correct are left out: a setting of P-KL only."""
-    return config.exact_token_match_only and mode == "p_kl"
+    """Return True if pairs that are not correct are left out in this mode."""
+    return config.exact_token_match_only and mode in EXACT_FILTERING_MODES
 
 
 def kd_chunk_counts(

@@ -1,6 +1,6 @@
 """Engine of the queue, without a socket: takes a request, returns a response, or None while the request has to wait.
 
-The server and the in-memory transport both drive this class; time is whatever their clock says.
+The server and the in-memory transport both drive this class; the clock is injected by the caller.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class Samples:
         """
         lease = self.leases.get(lease_id)
         if lease is None or (session is not None and lease.session != session):
-            raise QueueError("lease_revoked", f"lease {lease_id} is not held any more")
+            raise QueueError("lease_revoked", f"lease {lease_id} was revoked")
         return lease
 
     def of_session(self, session: str) -> list[Lease]:
@@ -220,7 +220,7 @@ class Samples:
     # Bookkeeping
 
     def _admit(self, ids: Sequence[int], fields: frozenset[str]) -> None:
-        """Add new samples at the end of the order of puts."""
+        """Register new samples in put order."""
         status = {name: Status.READY if t.requires <= fields else Status.WAITING for name, t in self.tasks.items()}
         put_at = range(self._puts, self._puts + len(ids))
         self._puts += len(ids)

@@ -3,7 +3,7 @@
 `ring` and `shared_files` need no torch, and neither does this package; `signal` and the transports do.
 """
 
-from xtoken_core.transports.ring import RingHandle, RingShape, SignalError, SlotRef, StaleSignalError
+from xtoken_core.transports.ring import RingHandle, RingShape, SampleSlotRef, SignalError, StaleSignalError
 from xtoken_core.transports.shared_files import sweep
 
-__all__ = ["RingHandle", "RingShape", "SignalError", "SlotRef", "StaleSignalError", "sweep"]
+__all__ = ["RingHandle", "RingShape", "SampleSlotRef", "SignalError", "StaleSignalError", "sweep"]

@@ -1,12 +1,12 @@
 """Headers of a ring's slots, in host memory that both processes map.
 
-A header is generation, rows and width as int64. The generation is set to "unpublished" before a slot is refilled and to
-its number after, so that a reader that checks again after its backward detects any refill. No torch.
+A header is generation, rows and width as int64. The generation is set to `NO_GENERATION` before a slot is refilled and
+to its number after, so that a reader that checks again after its backward detects any refill. No torch.
 """
 
 from __future__ import annotations
 
-from xtoken_core.transports.ring import PAGE, SLOT_HEADER_BYTES, UNPUBLISHED, RingShape, SignalError, StaleSignalError
+from xtoken_core.transports.ring import NO_GENERATION, PAGE, SLOT_HEADER_BYTES, RingShape, SignalError, StaleSignalError
 
 _GENERATION, _ROWS, _WIDTH = range(3)
 _FIELD_BYTES = 24
@@ -16,7 +16,7 @@ class Board:
     """The headers of a ring's slots.
 
     Args:
-        memory: `shape.board_bytes` bytes, read-only for a student.
+        memory: `shape.board_bytes` bytes, read-only for a trainer.
         shape: From the run's specification.
         name: The ring's, for errors.
     """
@@ -28,11 +28,11 @@ class Board:
         self._slots = [memory[start : start + _FIELD_BYTES].cast("q") for start in starts]
 
     def format(self, canary: bytes) -> None:
-        """Initialise the board of a new ring: its header, and every slot unpublished."""
+        """Initialise the board of a new ring: its header, and no generation in any slot."""
         header = self.shape.header(canary)
         self._memory[: len(header)] = header
         for fields in self._slots:
-            fields[_GENERATION] = UNPUBLISHED
+            fields[_GENERATION] = NO_GENERATION
 
     def check_canary(self, canary: bytes) -> None:
         """Check that this is the ring that was announced.
@@ -53,10 +53,10 @@ class Board:
         self.shape.slot_offset(slot)
         self.shape.check_batch(rows, width)
         fields = self._slots[slot]
-        fields[_GENERATION] = UNPUBLISHED
+        fields[_GENERATION] = NO_GENERATION
         fields[_ROWS], fields[_WIDTH] = rows, width
 
-    def publish(self, slot: int, generation: int) -> None:
+    def write_generation(self, slot: int, generation: int) -> None:
         """Mark a slot as holding this generation.
 
         Raises:
@@ -91,6 +91,6 @@ class Board:
         if rows > filled_rows or width != filled_width:
             raise SignalError(
                 f"slot {slot} holds {filled_rows} rows of {filled_width} tokens, the plan has {rows} of {width}: "
-                "teacher and student do not plan alike"
+                "teacher and trainer do not plan alike"
             )
         self.shape.check_batch(rows, width)

@@ -1,8 +1,8 @@
-"""Transport `cuda_ipc`: a ring in device memory that the student's process opens, and its board in host memory.
+"""Transport `cuda_ipc`: a ring in device memory that the trainer opens, and its board in host memory.
 
 No process waits for another's CUDA events: one of a dead process is never signalled and would hang the stream. The
-teacher publishes a slot once its own write has completed, the student releases it once its own backward has; both learn
-that from local events, on the host.
+teacher marks a slot as full once its own write has completed, the trainer releases it once its own backward has; both
+learn that from local events, on the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xtoken_core.transports.memory import RingMemory
 from xtoken_core.transports.ring import CANARY_BYTES, RingHandle, RingShape, SignalError
 from xtoken_core.transports.shared_files import DIRECTORY
 from xtoken_core.transports.shared_memory import BoardedRing, OwnedFile, map_file
-from xtoken_core.transports.signal import MappedRing
+from xtoken_core.transports.signal import MappedRingReader
 
 log = logging.getLogger("xtoken.signal")
 
@@ -35,7 +35,7 @@ class CudaIpcRing(BoardedRing):
     def create(
         cls, shape: RingShape, device: torch.device, *, run: str, session: str, directory: Path = DIRECTORY
     ) -> CudaIpcRing:
-        """Create a ring for one student session.
+        """Create a ring for one trainer session.
 
         Args:
             shape: From the run's specification.
@@ -76,8 +76,8 @@ class CudaIpcRing(BoardedRing):
         super().close()
 
 
-class OpenedCudaIpcRing(MappedRing):
-    """The student's side."""
+class CudaIpcRingReader(MappedRingReader):
+    """The trainer's side."""
 
     def __init__(
         self, handle: RingHandle, shape: RingShape, *, device: torch.device | None = None, directory: Path = DIRECTORY
@@ -87,7 +87,7 @@ class OpenedCudaIpcRing(MappedRing):
         Args:
             handle: As announced.
             shape: From the run's specification, never from the message.
-            device: Where the student computes. From another GPU than the ring's it takes one copy per micro-batch.
+            device: Where the trainer computes. From another GPU than the ring's it takes one copy per micro-batch.
             directory: Where shared memory is.
 
         Raises:
@@ -98,7 +98,7 @@ class OpenedCudaIpcRing(MappedRing):
         home = device_of(handle.extra.get(UUID, b"")) if torch.cuda.is_available() else None
         if home is None:
             raise SignalError(
-                f"ring {handle.name} lies on a GPU that this process does not see: give teacher and student the same "
+                f"ring {handle.name} lies on a GPU that this process does not see: give teacher and trainer the same "
                 'CUDA_VISIBLE_DEVICES, or set workers.signal = "shared_memory"'
             )
         board = Board(memoryview(map_file(handle.name, shape.board_bytes, directory)), shape, handle.name)
@@ -111,13 +111,13 @@ class OpenedCudaIpcRing(MappedRing):
         memory.check_canary(handle.canary, handle.name)
         if device is not None and device != home:
             log.warning(
-                "ring %s lies on %s and the student is on %s: one copy per micro-batch", handle.name, home, device
+                "ring %s lies on %s and the trainer is on %s: one copy per micro-batch", handle.name, home, device
             )
         super().__init__(shape, board, memory)
         self._home = home
 
     def close(self) -> None:
-        """See `OpenedRing.close`: the device finishes what it reads first."""
+        """See `RingReader.close`: the device finishes what it reads first."""
         if self._parts is not None:
             torch.cuda.synchronize(self._home)
         super().close()

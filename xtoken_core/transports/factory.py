@@ -13,7 +13,7 @@ from xtoken_core.errors import ConfigError
 from xtoken_core.transports import cuda_ipc, queue_signal, shared_memory
 from xtoken_core.transports.cuda_memory import bindings_installed
 from xtoken_core.transports.ring import RingHandle, RingShape, SignalError
-from xtoken_core.transports.signal import RINGS, OpenedRing, SignalRing
+from xtoken_core.transports.signal import RINGS, RingReader, SignalRing
 
 log = logging.getLogger("xtoken.signal")
 
@@ -50,14 +50,14 @@ def pick_transport(signal: str, device: torch.device) -> str:
     if shared_memory.TRANSPORT not in allowed:
         other = "shared_memory_hidden" if signal == "cuda_ipc_hidden" else "shared_memory"
         raise ConfigError(f'workers.signal = "{signal}": {reason}: use "{other}" or "auto"')
-    log.info("the signal goes through shared memory: %s", reason)
+    log.warning("falling back to shared memory: %s", reason)
     return shared_memory.TRANSPORT
 
 
 def create_ring(
     transport: str, shape: RingShape, *, run: str, session: str, device: torch.device | None = None
 ) -> SignalRing:
-    """Create a ring for one student session.
+    """Create a ring for one trainer session.
 
     Args:
         transport: As `pick_transport` says.
@@ -89,7 +89,7 @@ def open_ring(
     teacher: int = 0,
     device: torch.device | None = None,
     head: Callable[[], Tensor] | None = None,
-) -> OpenedRing:
+) -> RingReader:
     """Open an announced ring and enter it into `RINGS`.
 
     Args:
@@ -98,7 +98,7 @@ def open_ring(
         handle: As announced.
         shape: From the run's specification.
         teacher: Number of the teacher that fills it.
-        device: The student's device; None: the CPU.
+        device: The trainer's device; None: the CPU.
         head: Reads the teacher's head `[V_m, H]`, for a signal that comes without one.
 
     Raises:
@@ -110,13 +110,13 @@ def open_ring(
         raise SignalError(
             f"ring {announced.name} is {announced.transport}; this run's signal is {' or '.join(allowed)}"
         )
-    opened: OpenedRing
+    opened: RingReader
     if announced.transport == shared_memory.TRANSPORT:
-        opened = shared_memory.OpenedSharedMemoryRing(announced, shape)
+        opened = shared_memory.SharedMemoryRingReader(announced, shape)
     elif announced.transport == cuda_ipc.TRANSPORT:
-        opened = cuda_ipc.OpenedCudaIpcRing(announced, shape, device=device)
+        opened = cuda_ipc.CudaIpcRingReader(announced, shape, device=device)
     elif head is not None:
-        opened = queue_signal.OpenedQueueRing(announced, shape, head())
+        opened = queue_signal.QueueRingReader(announced, shape, head())
     else:
         raise SignalError("a signal through the queue needs the teacher's head: none was given")
     try:

@@ -1,4 +1,4 @@
-"""Loading of a teacher's head alone from its safetensors, for a student whose teacher sends hidden states."""
+"""Loading of a teacher's head alone from its safetensors, for a trainer whose teacher sends hidden states."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class RingMemory:
             SignalError: If the ring has none, or not for so many rows.
         """
         if not 0 <= rows <= self.shape.max_rows:
-            raise SignalError(f"the ring holds the column maxima of {self.shape.max_rows} rows a slot, not of {rows}")
+            raise SignalError(f"requested maxima for {rows} rows; a slot holds {self.shape.max_rows}")
         return self._part(self.shape.maxima_offset(slot), rows * self.shape.vocab).view(rows, self.shape.vocab)
 
     def head(self) -> Float[Tensor, "V_m H"]:

@@ -1,7 +1,7 @@
 """Transport `queue`, for a teacher on another node: hidden states and column maxima as ordinary columns.
 
 The slot table is the same, but without shared memory behind it: the teacher keeps its slots to itself and sends their
-content along with its `complete`; the student receives it with its claim, and has read the head from the
+content along with its `complete`; the trainer receives it with its claim, and has read the head from the
 teacher's own weights.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from xtoken_core.data_plane.buffers import tensor_over
 from xtoken_core.schema import TEACHER_HIDDEN, TEACHER_MAXIMA, field_name
 from xtoken_core.transports.memory import RingMemory
 from xtoken_core.transports.ring import CANARY_BYTES, RingHandle, RingShape, SignalError, StaleSignalError
-from xtoken_core.transports.signal import OpenedRing, SignalRing
+from xtoken_core.transports.signal import RingReader, SignalRing
 from xtoken_core.wire import Column
 from xtoken_core.wire.columns import offsets_from_lengths
 
@@ -28,7 +28,7 @@ TRANSPORT = "queue"
 
 
 class SlotMemory(RingMemory):
-    """Slots of a ring without header and head, which a student does not read from here.
+    """Slots of a ring without header and head, which a trainer does not read from here.
 
     Args:
         shape: From the run's specification.
@@ -40,7 +40,7 @@ class SlotMemory(RingMemory):
         super().__init__(torch.empty(shape.memory_bytes - self._first, dtype=torch.uint8, pin_memory=pinned), shape)
 
     def head(self) -> Float[Tensor, "V_m H"]:
-        """Refuse: the student loads the head from the teacher's weights.
+        """Refuse: the trainer loads the head from the teacher's weights.
 
         Raises:
             SignalError: Always.
@@ -65,8 +65,8 @@ class QueueRing(SignalRing):
         self.handle = RingHandle.of(TRANSPORT, name, shape, secrets.token_bytes(CANARY_BYTES))
         self._slots: SlotMemory | None = SlotMemory(shape, pinned=pinned)
 
-    def publish(self, slot: int, generation: int) -> None:
-        """See `SignalRing.publish`: only the queue keeps the slots' generations."""
+    def write_generation(self, slot: int, generation: int) -> None:
+        """See `SignalRing.write_generation`: only the queue keeps the slots' generations."""
         self.shape.slot_offset(slot)
         if generation < 0:
             raise SignalError(f"a generation is not negative; got {generation}")
@@ -107,8 +107,8 @@ class QueueRing(SignalRing):
         self.shape.check_batch(rows, width)
 
 
-class OpenedQueueRing(OpenedRing):
-    """The student's side: holds each micro-batch's columns by slot and generation.
+class QueueRingReader(RingReader):
+    """The trainer's side: holds each micro-batch's columns by slot and generation.
 
     Args:
         handle: As announced; checked against the run's shape.
@@ -149,37 +149,37 @@ class OpenedQueueRing(OpenedRing):
         self._held[slot] = (generation, values, maxima)
 
     def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width H"]:
-        """See `OpenedRing.view`."""
+        """See `RingReader.view`."""
         self.check(slot, generation)
         hidden = self._held[slot][1]
         if rows > hidden.shape[0] or width != hidden.shape[1]:
             raise SignalError(
                 f"slot {slot} came with {hidden.shape[0]} rows of {hidden.shape[1]} tokens, the plan has {rows} of "
-                f"{width}: teacher and student do not plan alike"
+                f"{width}: teacher and trainer do not plan alike"
             )
         return hidden[:rows]
 
     def maxima(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
-        """See `OpenedRing.maxima`."""
+        """See `RingReader.maxima`."""
         maxima = self._held[slot][2] if slot in self._held else None
         if maxima is None or rows > len(maxima):
             raise SignalError(f"slot {slot} came without the column maxima of {rows} rows")
         return maxima[:rows]
 
     def head(self, device: torch.device) -> Float[Tensor, "V_t H"]:
-        """See `OpenedRing.head`."""
+        """See `RingReader.head`."""
         if device not in self._heads:
             self._heads[device] = self._head[: self.shape.vocab].to(device)
         return self._heads[device]
 
     def check(self, slot: int, generation: int) -> None:
-        """See `OpenedRing.check`: received columns never change."""
+        """See `RingReader.check`: received columns never change."""
         held = self._held.get(slot)
         if held is None or held[0] != generation:
             raise StaleSignalError(f"nothing came for generation {generation} of slot {slot}")
 
     def close(self) -> None:
-        """See `OpenedRing.close`."""
+        """See `RingReader.close`."""
         self._held.clear()
         self._heads.clear()
 
@@ -188,11 +188,6 @@ def take_columns(columns: MutableMapping[str, Column], teacher: int) -> dict[str
     """Remove one teacher's signal from a claim's columns and return it; empty if the signal is in shared memory."""
     names = (field_name(TEACHER_HIDDEN, teacher), field_name(TEACHER_MAXIMA, teacher))
     return {name: columns.pop(name) for name in names if name in columns}
-
-
-def signal_columns(teachers: Sequence[int]) -> frozenset[str]:
-    """Return the names of every column that such a signal may have."""
-    return frozenset(field_name(field, i) for i in teachers for field in (TEACHER_HIDDEN, TEACHER_MAXIMA))
 
 
 def _column(columns: Mapping[str, Column], name: str, kind: str, shape: RingShape, item: int) -> Column:

@@ -1,6 +1,6 @@
 """Shape, layout and handle of a ring of slots, for any kind of memory. No torch.
 
-A ring belongs to one pair of teacher and student session. Its shape comes from the run's resolved specification on both
+A ring belongs to one pair of teacher and trainer session. Its shape comes from the run's resolved specification on both
 sides; a handle, which comes in a message, only says where the memory is and is checked against that shape.
 """
 
@@ -21,7 +21,7 @@ from xtoken_core.wire.columns import ITEM_SIZES
 MAX_HANDLE_BYTES = 4096
 PAGE = 4096
 CANARY_BYTES = 16
-UNPUBLISHED = -1
+NO_GENERATION = -1
 """Generation in the header of a slot that holds nothing to read."""
 
 SLOT_HEADER_BYTES = 64
@@ -39,7 +39,7 @@ class StaleSignalError(SignalError):
     """The slot no longer (or not yet) holds the generation that a sample refers to."""
 
 
-class SlotRef(TypedDict):
+class SampleSlotRef(TypedDict):
     """Reference to a sample's signal: the queue's number of the ring, slot, row in the slot, generation."""
 
     ring: int
@@ -164,14 +164,14 @@ def _pages(size: int) -> int:
 
 
 class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Handle of a ring's memory, announced by a teacher and opened by a student. Plain values only.
+    """Handle of a ring's memory, announced by a teacher and opened by a trainer. Plain values only.
 
     Attributes:
         transport: Kind of memory: `shared_memory`, ...
         name: The ring's random name.
         size: Its bytes; the opener compares them with its own shape's.
         boot_id: The machine's boot.
-        pid_namespace: The producer's PID namespace: teacher and student of a rank share one container.
+        pid_namespace: The producer's PID namespace: teacher and trainer of a rank share one container.
         uid: The producer's user.
         canary: Random bytes that the memory starts with, read before the first step.
         dtype: Of its values, by name; like the strides it must be what the run says.
@@ -268,9 +268,9 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         boot_id, pid_namespace = host_identity()
         if self.boot_id != boot_id:
-            raise SignalError(f"ring {self.name} is on another machine: a rank's teacher and student share one")
+            raise SignalError(f"ring {self.name} is on another machine: a rank's teacher and trainer share one")
         if self.pid_namespace != pid_namespace:
-            raise SignalError(f"ring {self.name} is in another container: a rank's teacher and student share one")
+            raise SignalError(f"ring {self.name} is in another container: a rank's teacher and trainer share one")
         if self.uid != os.geteuid():
             raise SignalError(f"ring {self.name} belongs to user {self.uid}, this process to user {os.geteuid()}")
 

@@ -17,7 +17,7 @@ from xtoken_core.transports.board import Board
 from xtoken_core.transports.memory import RingMemory
 from xtoken_core.transports.ring import CANARY_BYTES, RingHandle, RingShape, SignalError
 from xtoken_core.transports.shared_files import DIRECTORY, create_file, open_file
-from xtoken_core.transports.signal import MappedRing, SignalRing
+from xtoken_core.transports.signal import MappedRingReader, SignalRing
 
 TRANSPORT = "shared_memory"
 
@@ -93,9 +93,9 @@ class BoardedRing(SignalRing):
         self._file = file
         self._parts: tuple[Board, RingMemory] | None = (board, memory)
 
-    def publish(self, slot: int, generation: int) -> None:
-        """See `SignalRing.publish`."""
-        self._open()[0].publish(slot, generation)
+    def write_generation(self, slot: int, generation: int) -> None:
+        """See `SignalRing.write_generation`."""
+        self._open()[0].write_generation(slot, generation)
 
     def unlink(self) -> None:
         """See `SignalRing.unlink`."""
@@ -123,7 +123,7 @@ class SharedMemoryRing(BoardedRing):
 
     @classmethod
     def create(cls, shape: RingShape, *, run: str, session: str, directory: Path = DIRECTORY) -> SharedMemoryRing:
-        """Create a ring for one student session.
+        """Create a ring for one trainer session.
 
         Args:
             shape: From the run's specification.
@@ -142,8 +142,8 @@ class SharedMemoryRing(BoardedRing):
         return cls(shape, RingHandle.of(TRANSPORT, file.path.name, shape, canary), file, board, memory)
 
 
-class OpenedSharedMemoryRing(MappedRing):
-    """The student's side."""
+class SharedMemoryRingReader(MappedRingReader):
+    """The trainer's side."""
 
     def __init__(self, handle: RingHandle, shape: RingShape, *, directory: Path = DIRECTORY) -> None:
         """Open an announced ring and read its canary.

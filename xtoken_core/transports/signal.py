@@ -1,4 +1,4 @@
-"""Rings of slots as teacher and student see them: one interface for every transport, views instead of copies."""
+"""Rings of slots as teacher and trainer see them: one interface for every transport, views instead of copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from xtoken_core.schema import TEACHER_INPUT_IDS, TEACHER_LOGITS, field_name
 from xtoken_core.transports.board import Board
 from xtoken_core.transports.memory import RingMemory
-from xtoken_core.transports.ring import RingHandle, RingShape, SignalError, SlotRef
+from xtoken_core.transports.ring import RingHandle, RingShape, SampleSlotRef, SignalError
 from xtoken_core.wire import Column
 
 
@@ -23,7 +23,7 @@ class SignalRing(ABC):
 
     Attributes:
         shape: From the run's specification.
-        handle: What is announced to the student.
+        handle: What is announced to the trainer.
     """
 
     shape: RingShape
@@ -42,16 +42,16 @@ class SignalRing(ABC):
         """Invalidate what the slot held before."""
 
     @abstractmethod
-    def publish(self, slot: int, generation: int) -> None:
+    def write_generation(self, slot: int, generation: int) -> None:
         """Mark the slot as holding this generation. The write must have completed on the device."""
 
     @abstractmethod
     def unlink(self) -> None:
-        """Remove the ring's name, once the student has opened it: no other process can open it any more."""
+        """Remove the ring's name, once the trainer has opened it: no other process can open it any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the memory, once the device is done with it; a student that has it open keeps it."""
+        """Free the memory, once the device is done with it; a trainer that has it open keeps it."""
 
     def slot_view(self, slot: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
         """Return a slot to write logits `[.., V_m]` or hidden states `[.., H]` into; what it held becomes invalid.
@@ -72,13 +72,13 @@ class SignalRing(ABC):
         return self._memory().head()
 
     def columns(self, slot: int, rows: int, width: int, teacher: int) -> dict[str, Column]:
-        """Return the columns of the slot's `complete`: none if the student reads the slot itself."""
+        """Return the columns of the slot's `complete`: none if the trainer reads the slot itself."""
         del slot, rows, width, teacher
         return {}
 
 
-class OpenedRing(ABC):
-    """The student's side of a ring.
+class RingReader(ABC):
+    """The trainer's side of a ring.
 
     Attributes:
         shape: From the run's specification.
@@ -124,8 +124,8 @@ class OpenedRing(ABC):
         """Free the memory, once the last view of it is gone."""
 
 
-class MappedRing(OpenedRing):
-    """The student's side of a ring whose slots it can read itself.
+class MappedRingReader(RingReader):
+    """The trainer's side of a ring whose slots it can read itself.
 
     Args:
         shape: From the run's specification.
@@ -140,18 +140,18 @@ class MappedRing(OpenedRing):
         self._heads: dict[torch.device, Tensor] = {}
 
     def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
-        """See `OpenedRing.view`."""
+        """See `RingReader.view`."""
         board, memory = self._open()
         board.check_filled(slot, generation, rows, width)
         tokens = memory.tokens(slot, rows, width)
         return tokens if self.shape.hidden else tokens[..., : self.shape.vocab]
 
     def maxima(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
-        """See `OpenedRing.maxima`."""
+        """See `RingReader.maxima`."""
         return self._open()[1].maxima(slot, rows)
 
     def head(self, device: torch.device) -> Float[Tensor, "V_t H"]:
-        """See `OpenedRing.head`."""
+        """See `RingReader.head`."""
         head = self._open()[1].head()[: self.shape.vocab]
         if head.device == device:
             return head
@@ -160,11 +160,11 @@ class MappedRing(OpenedRing):
         return self._heads[device]
 
     def check(self, slot: int, generation: int) -> None:
-        """See `OpenedRing.check`."""
+        """See `RingReader.check`."""
         self._open()[0].check(slot, generation)
 
     def close(self) -> None:
-        """See `OpenedRing.close`."""
+        """See `RingReader.close`."""
         self._parts = None
         self._heads.clear()
 
@@ -178,9 +178,9 @@ class RingTable:
     """The rings that a process has opened, by the queue's number of each; at most one per teacher."""
 
     def __init__(self) -> None:
-        self._rings: dict[int, tuple[int, OpenedRing]] = {}
+        self._rings: dict[int, tuple[int, RingReader]] = {}
 
-    def add(self, number: int, ring: OpenedRing, *, teacher: int = 0) -> None:
+    def add(self, number: int, ring: RingReader, *, teacher: int = 0) -> None:
         """Enter an opened ring.
 
         Raises:
@@ -191,7 +191,7 @@ class RingTable:
             raise SignalError(f"ring {other} is already open: close it first")
         self._rings[number] = teacher, ring
 
-    def get(self, number: int) -> OpenedRing:
+    def get(self, number: int) -> RingReader:
         """Return the ring of a number.
 
         Raises:
@@ -216,11 +216,6 @@ class RingTable:
 
 RINGS = RingTable()
 """Every ring that this process has opened."""
-
-
-def slot_refs(ring: int, slot: int, generation: int, rows: int) -> list[SlotRef]:
-    """Return one reference per row of a micro-batch in a slot."""
-    return [SlotRef(ring=ring, slot=slot, row=row, generation=generation) for row in range(rows)]
 
 
 @dataclass(frozen=True)
@@ -251,7 +246,7 @@ class SignalSlot:
         width: Padded tokens per row, `T_t`.
     """
 
-    ring: OpenedRing
+    ring: RingReader
     slot: int
     generation: int
     start: int
@@ -291,8 +286,8 @@ def rebuild_teacher_full_logits_from_ipc(
     """Return the micro-batch's teacher logits: a view into the teacher's memory, dtype kept, nothing copied.
 
     Args:
-        data: Holds `teacher_full_logits_ipc`, one `SlotRef` per sample, and `teacher_input_ids` `[B, T_t]`, padded as
-            the plan says.
+        data: Holds `teacher_full_logits_ipc`, one `SampleSlotRef` per sample, and `teacher_input_ids`
+            `[B, T_t]`, padded as the plan says.
         teacher: The teacher's number, carried by the names; None: plain names, of a single teacher.
 
     Returns:
@@ -340,8 +335,8 @@ def _located(data: Mapping[str, Any], teacher: int | None) -> SignalSlot:
     return SignalSlot(RINGS.get(first["ring"]), first["slot"], first["generation"], start, start + rows, width)
 
 
-def _checked(name: str, ref: Any) -> SlotRef:
+def _checked(name: str, ref: Any) -> SampleSlotRef:
     keys: Sequence[str] = ("ring", "slot", "row", "generation")
     if not isinstance(ref, dict) or set(ref) != set(keys) or any(type(ref[k]) is not int or ref[k] < 0 for k in keys):
         raise SignalError(f"{name}: {str(ref)[:200]} is no reference of the form {{ring, slot, row, generation}}")
-    return SlotRef(ring=ref["ring"], slot=ref["slot"], row=ref["row"], generation=ref["generation"])
+    return SampleSlotRef(ring=ref["ring"], slot=ref["slot"], row=ref["row"], generation=ref["generation"])

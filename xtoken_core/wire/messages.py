@@ -147,7 +147,7 @@ class OpenPartition(PartitionRequest, tag="open", kw_only=True):
 
 
 class Seal(PartitionRequest, tag="seal", kw_only=True):
-    """Nothing will be put any more."""
+    """Close the partition to further puts."""
 
 
 class Clear(PartitionRequest, tag="clear", kw_only=True):
@@ -217,7 +217,7 @@ class SlotRef(msgspec.Struct, kw_only=True):
 
 
 class Claimed(Reply, tag="claimed", kw_only=True):
-    """A lease on `ids`; `dead` samples are left out.
+    """A lease on `ids`: in a run all that were asked for, the `dead` included; in a task queue without the `dead`.
 
     For a teacher: the slot to fill. For a trainer: the slot of each teacher's signal (version 2).
     """
@@ -302,7 +302,7 @@ class StatsReply(Reply, tag="stats_reply", kw_only=True):
 
 
 class LeaseBlock(PartitionRequest, tag="lease_block", kw_only=True):
-    """Lease the lowest free block of positions inside the source's window."""
+    """Lease the lowest free block of positions less than `span` above the lowest one not done."""
 
     wait_s: Seconds = 0.0
 
@@ -334,7 +334,7 @@ class WindowRows(Reply, tag="window_rows", kw_only=True):
 
 
 class AwaitTrainer(PartitionRequest, tag="await_trainer", kw_only=True):
-    """Wait for a trainer's session of a rank that has been rewound into place."""
+    """Wait until a trainer's session of this rank has joined the latest rewind."""
 
     rank: Index
     wait_s: Seconds = 0.0
@@ -365,7 +365,7 @@ class AwaitRing(PartitionRequest, tag="await_ring", kw_only=True):
 
 
 class Ring(Reply, tag="ring", kw_only=True):
-    """The announced ring's handle, and whether the trainer has said that it opened it."""
+    """A ring's number and, for its trainer, the handle that the teacher announced."""
 
     ring: Id
     handle: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""

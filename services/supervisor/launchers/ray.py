@@ -137,7 +137,7 @@ class RayLauncher:
         return self._machines[node].name
 
     def queue_address(self, node: int, planned: Address) -> Address | None:
-        """Return the address that the machine has chosen, with the keys of this side."""
+        """Return the queue address chosen by the node, with this client's CURVE keys."""
         machine = self._machines[node]
         return Address(machine.facts["url"], None, self._private / KEYS) if machine.present else None
 

@@ -9,9 +9,10 @@ import torch
 
 from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.config import LossConfig
-from xtoken_core.config.loss import DENSE_ONLY, LossMode
+from xtoken_core.config.loss import COLUMN_SELECTING_MODES, DENSE_ONLY, LossMode
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import Divergence
 from xtoken_core.losses.gold import GoldLoss
 from xtoken_core.losses.p_kl import PKLLoss
@@ -41,6 +42,10 @@ def sparse(tmp_path):
 
 def test_every_mode_has_a_loss():
     assert set(LOSSES) == set(get_args(LossMode))
+
+
+def test_modes_that_select_columns_are_those_whose_classes_do():
+    assert {mode for mode, loss in LOSSES.items() if loss.columns is not ChunkLoss.columns} == COLUMN_SELECTING_MODES
 
 
 @pytest.mark.parametrize("mode", sorted(set(LOSSES) - DENSE_ONLY))

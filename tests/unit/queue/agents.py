@@ -197,7 +197,7 @@ class Agents:
 
     def _trainer_opening(self, world: World, worker: Worker, _: int) -> bool:
         ring, worker.ring, worker.phase = worker.ring, -1, "claim"
-        world.protocol.opened_ring(ask(m.OpenedRing, worker.session, teacher=0, ring=ring))
+        world.protocol.confirm_ring(ask(m.OpenedRing, worker.session, teacher=0, ring=ring))
         return True
 
     def _trainer_window(self, world: World, worker: Worker, _: int) -> bool:

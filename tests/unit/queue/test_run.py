@@ -5,7 +5,7 @@ import pytest
 from tests.unit.queue.world import ask
 from xtoken_core import schema
 from xtoken_core.queue.run.protocol import RunProtocol
-from xtoken_core.queue.run.slots import Ring, SlotState
+from xtoken_core.queue.run.slots import RegisteredRing, SlotState
 from xtoken_core.queue.run.state import run_tasks
 from xtoken_core.queue.sample import Status
 from xtoken_core.queue.sessions import Session, Sessions
@@ -76,29 +76,31 @@ def rows(run: RunProtocol, step: int) -> list[int] | None:
     return None if window is None else window.ids
 
 
-def announce(run: RunProtocol, session: str = TEACHER, teacher: int = 0, rank: int = 0, trainer: str = TRAINER) -> Ring:
+def announce(
+    run: RunProtocol, session: str = TEACHER, teacher: int = 0, rank: int = 0, trainer: str = TRAINER
+) -> RegisteredRing:
     request = ask(m.AnnounceRing, session, teacher=teacher, rank=rank, trainer=trainer, handle=b"")
     return run.rings.get(run.announce_ring(request).ring)
 
 
-def opened(run: RunProtocol, ring: Ring, session: str = TRAINER) -> None:
-    run.opened_ring(ask(m.OpenedRing, session, teacher=0, ring=ring.id))
+def opened(run: RunProtocol, ring: RegisteredRing, session: str = TRAINER) -> None:
+    run.confirm_ring(ask(m.OpenedRing, session, teacher=0, ring=ring.id))
 
 
-def open_ring(run: RunProtocol, session: str = TEACHER, trainer: str = TRAINER, teacher: int = 0) -> Ring:
+def open_ring(run: RunProtocol, session: str = TEACHER, trainer: str = TRAINER, teacher: int = 0) -> RegisteredRing:
     ring = announce(run, session, teacher, trainer=trainer)
     opened(run, ring, trainer)
     return ring
 
 
 def ask_slot(
-    run: RunProtocol, ring: Ring, ids: list[int], session: str = "", rewinds: int | None = None
+    run: RunProtocol, ring: RegisteredRing, ids: list[int], session: str = "", rewinds: int | None = None
 ) -> m.Claimed | m.AlreadyDone | None:
     rewinds = run.rewinds if rewinds is None else rewinds
     return run.claim_slot(ask(m.ClaimSlot, session or ring.teacher_session, ring=ring.id, ids=ids, rewinds=rewinds))
 
 
-def claim_slot(run: RunProtocol, ring: Ring, ids: list[int]) -> m.Claimed:
+def claim_slot(run: RunProtocol, ring: RegisteredRing, ids: list[int]) -> m.Claimed:
     claim = ask_slot(run, ring, ids)
     assert isinstance(claim, m.Claimed)
     return claim
@@ -108,7 +110,7 @@ def complete(run: RunProtocol, session: str, lease: int) -> None:
     run.complete(ask(m.Complete, session, lease=lease))
 
 
-def signal(run: RunProtocol, ring: Ring, ids: list[int]) -> m.Claimed:
+def signal(run: RunProtocol, ring: RegisteredRing, ids: list[int]) -> m.Claimed:
     claim = claim_slot(run, ring, ids)
     complete(run, ring.teacher_session, claim.lease)
     return claim

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xtoken_core.queue.run.slots import Ring, Rings, SlotState, SlotTable
+from xtoken_core.queue.run.slots import RegisteredRing, Rings, SlotState, SlotTable
 from xtoken_core.queue.samples import Samples
 from xtoken_core.wire import QueueError
 
@@ -13,11 +13,11 @@ def table() -> SlotTable:
 
 
 @pytest.fixture
-def ring(table: SlotTable) -> Ring:
+def ring(table: SlotTable) -> RegisteredRing:
     return table.rings.announce(0, 0, "teacher", "trainer", b"handle")
 
 
-def test_slots_are_filled_from_the_lowest_free_one(ring: Ring) -> None:
+def test_slots_are_filled_from_the_lowest_free_one(ring: RegisteredRing) -> None:
     assert ring.free_slot() == 0
     ring.fill(0, lease=7, ids=(1, 2))
     assert ring.free_slot() == 1
@@ -25,7 +25,7 @@ def test_slots_are_filled_from_the_lowest_free_one(ring: Ring) -> None:
     assert ring.free_slot() is None
 
 
-def test_every_filling_has_its_own_generation(ring: Ring) -> None:
+def test_every_filling_has_its_own_generation(ring: RegisteredRing) -> None:
     first = ring.fill(0, 7, (1,)).generation
     ring.slots[0].free()
     assert ring.fill(0, 8, (2,)).generation == first + 1
@@ -33,7 +33,7 @@ def test_every_filling_has_its_own_generation(ring: Ring) -> None:
 
 
 @pytest.mark.parametrize("state", [SlotState.FREE, SlotState.FILLING, SlotState.FULL])
-def test_only_a_slot_that_is_read_is_released(table: SlotTable, ring: Ring, state: SlotState) -> None:
+def test_only_a_slot_that_is_read_is_released(table: SlotTable, ring: RegisteredRing, state: SlotState) -> None:
     slot = ring.fill(0, 7, (1,))
     slot.state = state
     assert not table.release(ring, 0, slot.generation)
@@ -43,7 +43,7 @@ def test_only_a_slot_that_is_read_is_released(table: SlotTable, ring: Ring, stat
     assert slot.state == SlotState.FREE
 
 
-def test_the_release_of_an_older_filling_changes_nothing(table: SlotTable, ring: Ring) -> None:
+def test_the_release_of_an_older_filling_changes_nothing(table: SlotTable, ring: RegisteredRing) -> None:
     old = ring.fill(0, 7, (1,)).generation
     ring.slots[0].free()
     ring.fill(0, 8, (2,)).state = SlotState.READING
@@ -51,7 +51,7 @@ def test_the_release_of_an_older_filling_changes_nothing(table: SlotTable, ring:
     assert ring.slots[0].state == SlotState.READING
 
 
-def test_a_slot_that_does_not_exist_is_named(table: SlotTable, ring: Ring) -> None:
+def test_a_slot_that_does_not_exist_is_named(table: SlotTable, ring: RegisteredRing) -> None:
     with pytest.raises(QueueError, match="has 2 slots, none is number 2"):
         table.release(ring, 2, 0)
 

@@ -110,7 +110,7 @@ class Script:
             ring = self.run.await_ring(0, wait_s=0.5)
             if ring is not None and ring.ring != opened:
                 opened = ring.ring
-                self.run.opened_ring(0, opened)
+                self.run.confirm_ring(0, opened)
             time.sleep(SPEED_S)
 
     def partition(self) -> dict:

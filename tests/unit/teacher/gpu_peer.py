@@ -13,8 +13,8 @@ import torch
 
 from services.common.event_callbacks import EventCallbacks
 from xtoken_core.transports import RingHandle, RingShape
-from xtoken_core.transports.cuda_ipc import CudaIpcRing, OpenedCudaIpcRing
-from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc, slot_refs
+from xtoken_core.transports.cuda_ipc import CudaIpcRing, CudaIpcRingReader
+from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc
 
 DEVICE = torch.device("cuda", 0)
 ROWS = 2
@@ -48,7 +48,7 @@ def pattern(generation, shape, width):
 def teach(pipe, shape, refills, wait, sleep, endless=False):
     width = shape.slot_tokens // ROWS
     ring = CudaIpcRing.create(shape, DEVICE, run="gpu-test", session="s")
-    done = EventCallbacks(DEVICE, "publisher", limit_s=60.0)
+    done = EventCallbacks(DEVICE, "completions", limit_s=60.0)
     stream = torch.cuda.Stream()
     pipe.put({"handle": ring.handle.to_bytes().hex()})
     assert pipe.get() == "opened"
@@ -68,14 +68,14 @@ def teach(pipe, shape, refills, wait, sleep, endless=False):
             view[1:].copy_(values[1:])
             values.record_stream(stream)
 
-            def publish(slot=slot, generation=generation):
-                ring.publish(slot, generation)
+            def mark_full(slot=slot, generation=generation):
+                ring.write_generation(slot, generation)
                 pipe.put({"full": slot, "generation": generation})
 
             if wait:
-                done.after(publish)
+                done.after(mark_full)
             else:
-                publish()
+                mark_full()
     done.drain()
     done.close()
     pipe.put("end")
@@ -90,7 +90,7 @@ def study(pipe, shape, refills, wait, sleep, endless=False):
     torch.zeros(1, device=DEVICE)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    RINGS.add(1, OpenedCudaIpcRing(handle, shape, device=DEVICE))
+    RINGS.add(1, CudaIpcRingReader(handle, shape, device=DEVICE))
     open_bytes = torch.cuda.memory_allocated() - before
     done = EventCallbacks(DEVICE, "releaser", limit_s=60.0)
     stream = torch.cuda.Stream()
@@ -100,7 +100,8 @@ def study(pipe, shape, refills, wait, sleep, endless=False):
     view_bytes, stale, seen = 0, 0, 0
     while (message := pipe.get()) != "end":
         slot, generation = message["full"], message["generation"]
-        data = {"teacher_full_logits_ipc": slot_refs(1, slot, generation, ROWS), "teacher_input_ids": mask}
+        refs = [{"ring": 1, "slot": slot, "row": row, "generation": generation} for row in range(ROWS)]
+        data = {"teacher_full_logits_ipc": refs, "teacher_input_ids": mask}
         allocated = torch.cuda.memory_allocated()
         view = rebuild_teacher_full_logits_from_ipc(data)
         view_bytes += torch.cuda.memory_allocated() - allocated

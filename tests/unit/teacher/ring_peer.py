@@ -9,7 +9,7 @@ import torch
 
 from xtoken_core.errors import XtokenError
 from xtoken_core.transports import RingHandle, RingShape
-from xtoken_core.transports.shared_memory import OpenedSharedMemoryRing, SharedMemoryRing
+from xtoken_core.transports.shared_memory import SharedMemoryRing, SharedMemoryRingReader
 from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc
 
 made = {}
@@ -25,7 +25,7 @@ def mappings(name):
 
 
 def open_(handle, shape, directory, ring=1):
-    opened = OpenedSharedMemoryRing(
+    opened = SharedMemoryRingReader(
         RingHandle.from_bytes(bytes.fromhex(handle)), RingShape(**shape), directory=Path(directory)
     )
     RINGS.add(ring, opened)
@@ -54,7 +54,7 @@ def create(shape, directory):
 
 def fill(slot, generation, rows, width, value):
     made["ring"].slot_view(slot, rows, width).fill_(value)
-    made["ring"].publish(slot, generation)
+    made["ring"].write_generation(slot, generation)
 
 
 COMMANDS = {

@@ -104,7 +104,7 @@ def test_a_thousand_refills_are_read_whole_through_a_view(ends, expandable):
     }  # fmt: skip
 
 
-def test_publishing_before_the_write_has_completed_is_seen(ends):
+def test_marking_full_before_the_write_has_completed_is_seen(ends):
     report = ends(refills=30, wait=(False, True), sleep=(LONG, HALF_A_MS)).report()
     assert report["wrong_before"] > 0
 
@@ -157,7 +157,7 @@ def one_ring():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_handle_that_does_not_fit_is_refused(change, complaint):
-    from xtoken_core.transports.cuda_ipc import OpenedCudaIpcRing
+    from xtoken_core.transports.cuda_ipc import CudaIpcRingReader
 
     ring = one_ring()
     values = ring.handle.to_dict()
@@ -165,7 +165,7 @@ def test_a_handle_that_does_not_fit_is_refused(change, complaint):
     plain = {name: value for name, value in change.items() if name not in extra}
     handle = type(ring.handle).from_dict({**values, **plain, "extra": extra})
     with pytest.raises(SignalError, match=complaint):
-        OpenedCudaIpcRing(handle, SHAPE)
+        CudaIpcRingReader(handle, SHAPE)
     ring.close()
 
 

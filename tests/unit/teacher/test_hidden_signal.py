@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.support.slot_refs import slot_refs
 from xtoken_core.errors import InputError
 from xtoken_core.transports import RingShape, SignalError, StaleSignalError
 from xtoken_core.transports.factory import create_ring, open_ring, pick_transport
@@ -13,7 +14,6 @@ from xtoken_core.transports.signal import (
     RINGS,
     rebuild_teacher_full_logits_from_ipc,
     rebuild_teacher_hidden_from_ipc,
-    slot_refs,
 )
 from xtoken_core.wire import Column
 from xtoken_core.wire.columns import offsets_from_lengths
@@ -37,7 +37,7 @@ def filled(request):
     ring.unlink()
     ring.slot_view(1, 3, 4).copy_(hidden)
     ring.maxima_view(1, 3).copy_(maxima)
-    ring.publish(1, 4)
+    ring.write_generation(1, 4)
     yield head, hidden, maxima
     RINGS.close(3)
     ring.close()
@@ -75,7 +75,7 @@ def test_rows_without_room_for_their_maxima_are_refused():
     ring = create_ring("shared_memory", SHAPE, run="test", session="s")
     with pytest.raises(SignalError, match="maxima of 4 rows"):
         ring.slot_view(0, 5, 2)
-    with pytest.raises(SignalError, match="maxima of 4 rows"):
+    with pytest.raises(SignalError, match="for 5 rows; a slot holds 4"):
         ring.maxima_view(0, 5)
     ring.close()
     plain = create_ring("shared_memory", dataclasses.replace(SHAPE, hidden=0, max_rows=0), run="test", session="s")
@@ -96,7 +96,7 @@ def through_queue():
     hidden, maxima = torch.randn(3, 4, 3), torch.randn(3, 5)
     ring.slot_view(1, 3, 4).copy_(hidden)
     ring.maxima_view(1, 3).copy_(maxima)
-    ring.publish(1, 4)
+    ring.write_generation(1, 4)
     yield opened, ring.columns(1, 3, 4, 0), head, hidden, maxima
     RINGS.close(6)
     ring.close()

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.slot_refs import slot_refs
 from xtoken_core.errors import InputError
 from xtoken_core.transports import RingShape, SignalError, StaleSignalError, sweep
 from xtoken_core.transports.ring import PAGE, SLOT_HEADER_BYTES
 from xtoken_core.transports.shared_files import create_file
-from xtoken_core.transports.shared_memory import OpenedSharedMemoryRing, SharedMemoryRing
-from xtoken_core.transports.signal import slot_refs
+from xtoken_core.transports.shared_memory import SharedMemoryRing, SharedMemoryRingReader
 
 SHAPE = RingShape(slots=2, slot_tokens=12, head_width=7, vocab=5, dtype="float32")
 WIDE = {"float32": SHAPE, "bfloat16": dataclasses.replace(SHAPE, dtype="bfloat16")}
@@ -38,7 +38,7 @@ def test_another_process_sees_every_refill_through_a_view(shm, peers, shape):
     for generation in (1, 2, 3):
         logits = torch.randn(3, 4, 7).to(getattr(torch, shape.dtype))
         ring.slot_view(1, 3, 4).copy_(logits)
-        ring.publish(1, generation)
+        ring.write_generation(1, generation)
         read = student.do("read", refs=slot_refs(1, 1, generation, 3), width=4)
         assert read["values"] == logits[..., :5].to(torch.float64).tolist()
         assert (read["dtype"], read["stride"]) == (f"torch.{shape.dtype}", [28, 7, 1])
@@ -60,11 +60,11 @@ def test_what_is_not_there_is_refused_in_the_other_process(shm, peers):
     assert student.ask("read", **ask)["error"] == "StaleSignalError"
     ring.slot_view(0, 2, 3).fill_(1.0)
     assert student.ask("read", **ask)["error"] == "StaleSignalError"
-    ring.publish(0, 1)
+    ring.write_generation(0, 1)
     assert student.do("read", **ask)["values"] == torch.ones(2, 3, 5).tolist()
     ring.slot_view(0, 2, 3)
     assert student.ask("check", slot=0, generation=1)["error"] == "StaleSignalError"
-    ring.publish(0, 2)
+    ring.write_generation(0, 2)
     assert "holds generation 2, not 1" in student.ask("read", **ask)["message"]
     for refs, width in (
         (slot_refs(1, 0, 2, 2), 4),
@@ -82,7 +82,7 @@ def test_a_student_cannot_write_into_the_ring(shm, peers):
     student, ring = peers(), ring_in(shm)
     student.do("open", **announced(ring, shm))
     ring.slot_view(0, 1, 1).fill_(3.0)
-    ring.publish(0, 1)
+    ring.write_generation(0, 1)
     assert student.ask("scribble", refs=slot_refs(1, 0, 1, 1), width=1) is None
     assert student.process.wait() == -signal.SIGSEGV
     assert (ring.slot_view(0, 1, 1) == 3.0).all()
@@ -107,7 +107,7 @@ def test_a_killed_student_does_not_disturb_the_teacher(shm, peers):
         student = peers()
         student.do("open", **announced(ring, shm))
         ring.slot_view(0, 1, 1).fill_(float(generation))
-        ring.publish(0, generation)
+        ring.write_generation(0, generation)
         refs = slot_refs(1, 0, generation, 1)
         assert student.do("read", refs=refs, width=1)["values"] == [[[float(generation)] * 5]]
         assert student.kill() == -signal.SIGKILL
@@ -118,9 +118,9 @@ def test_a_killed_student_does_not_disturb_the_teacher(shm, peers):
 
 def test_closing_keeps_the_memory_of_views_that_are_still_held(shm):
     ring = ring_in(shm)
-    opened = OpenedSharedMemoryRing(ring.handle, SHAPE, directory=shm)
+    opened = SharedMemoryRingReader(ring.handle, SHAPE, directory=shm)
     ring.slot_view(0, 1, 2).fill_(5.0)
-    ring.publish(0, 1)
+    ring.write_generation(0, 1)
     view = opened.view(0, 1, 1, 2)
     ring.close()
     opened.close()
@@ -130,7 +130,11 @@ def test_closing_keeps_the_memory_of_views_that_are_still_held(shm):
     assert ring.handle.name in maps.read_text()
     del view
     assert ring.handle.name not in maps.read_text()
-    for closed in (lambda: ring.slot_view(0, 1, 1), lambda: ring.publish(0, 1), lambda: opened.view(0, 1, 1, 2)):
+    for closed in (
+        lambda: ring.slot_view(0, 1, 1),
+        lambda: ring.write_generation(0, 1),
+        lambda: opened.view(0, 1, 1, 2),
+    ):
         with pytest.raises(SignalError, match="closed"):
             closed()
     ring.close()
@@ -177,7 +181,7 @@ def test_a_file_that_is_not_the_ring_is_refused(shm, kind, complaint):
     ring = ring_in(shm)
     replaced_by(kind, shm / ring.handle.name)
     with pytest.raises(SignalError, match=complaint):
-        OpenedSharedMemoryRing(ring.handle, SHAPE, directory=shm)
+        SharedMemoryRingReader(ring.handle, SHAPE, directory=shm)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -185,7 +189,7 @@ def test_a_file_of_another_user_is_refused_and_not_swept(shm):
     ring = ring_in(shm)
     os.chown(shm / ring.handle.name, 65534, 65534)
     with pytest.raises(SignalError, match="belongs to user 65534"):
-        OpenedSharedMemoryRing(ring.handle, SHAPE, directory=shm)
+        SharedMemoryRingReader(ring.handle, SHAPE, directory=shm)
     fd, path = create_file(64, run="r", session="s", directory=shm)
     os.chown(path, 65534, 65534)
     os.close(fd)
@@ -210,7 +214,7 @@ def test_a_handle_that_does_not_fit_is_refused(shm, change, complaint):
     ring = ring_in(shm)
     handle = type(ring.handle).from_dict({**ring.handle.to_dict(), **change})
     with pytest.raises(SignalError, match=complaint):
-        OpenedSharedMemoryRing(handle, SHAPE, directory=shm)
+        SharedMemoryRingReader(handle, SHAPE, directory=shm)
 
 
 def test_a_ring_of_another_shape_but_equal_size_is_refused(shm):
@@ -219,9 +223,9 @@ def test_a_ring_of_another_shape_but_equal_size_is_refused(shm):
     narrower = dataclasses.replace(SHAPE, vocab=4)
     assert turned.nbytes == narrower.nbytes == SHAPE.nbytes
     with pytest.raises(SignalError, match="strides"):
-        OpenedSharedMemoryRing(ring.handle, turned, directory=shm)
+        SharedMemoryRingReader(ring.handle, turned, directory=shm)
     with pytest.raises(SignalError, match="shape that were announced"):
-        OpenedSharedMemoryRing(ring.handle, narrower, directory=shm)
+        SharedMemoryRingReader(ring.handle, narrower, directory=shm)
 
 
 @pytest.mark.parametrize(("slot", "rows", "width"), [(2, 1, 1), (-1, 1, 1), (0, 4, 4), (0, 0, 1), (0, 1, 0)])
@@ -230,15 +234,15 @@ def test_the_teacher_cannot_write_beyond_a_slot(shm, slot, rows, width):
     with pytest.raises(SignalError):
         ring.slot_view(slot, rows, width)
     with pytest.raises(SignalError):
-        ring.publish(slot if rows == width == 1 else 0, -1)
+        ring.write_generation(slot if rows == width == 1 else 0, -1)
 
 
 def test_slots_do_not_touch(shm):
     ring = ring_in(shm)
     for slot in (0, 1):
         ring.slot_view(slot, 3, 4).fill_(slot + 1.0)
-        ring.publish(slot, 7)
-    opened = OpenedSharedMemoryRing(ring.handle, SHAPE, directory=shm)
+        ring.write_generation(slot, 7)
+    opened = SharedMemoryRingReader(ring.handle, SHAPE, directory=shm)
     for slot in (0, 1):
         assert (opened.view(slot, 7, 3, 4) == slot + 1.0).all()
         with pytest.raises(StaleSignalError):
@@ -298,7 +302,7 @@ def test_a_sweep_between_making_and_locking_does_no_harm(shm, monkeypatch):
 def test_headers_lie_where_the_shape_says(shm):
     ring = ring_in(shm)
     ring.slot_view(1, 3, 4)
-    ring.publish(1, 9)
+    ring.write_generation(1, 9)
     raw = (shm / ring.handle.name).read_bytes()
     assert raw.startswith(SHAPE.header(ring.handle.canary))
     board = SHAPE.memory_bytes

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xtoken_core.teacher
+from tests.support.slot_refs import slot_refs
 from xtoken_core.transports import RingHandle, RingShape, SignalError
 from xtoken_core.transports.factory import create_ring, open_ring
-from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc, slot_refs
+from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc
 
 SHAPE = RingShape(slots=2, slot_tokens=12, head_width=7, vocab=5, dtype="float32")
 HANDLE = RingHandle("shared_memory", "xtoken-ring-a", 1, "boot", "pid:[1]", 0, bytes(16))
@@ -27,7 +28,7 @@ def filled():
     ring.unlink()
     logits = ring.slot_view(1, 3, 4)
     logits.copy_(torch.randn(3, 4, 7))
-    ring.publish(1, 4)
+    ring.write_generation(1, 4)
     yield logits, opened
     RINGS.close(3)
     ring.close()

@@ -79,7 +79,7 @@ class Blocks:
         """
         lease = self.leases.get(lease_id)
         if lease is None or lease.session != session:
-            raise QueueError("lease_revoked", f"block lease {lease_id} is not held any more")
+            raise QueueError("lease_revoked", f"block lease {lease_id} was revoked")
         return lease
 
     def refuse(self, lease_id: int) -> int:

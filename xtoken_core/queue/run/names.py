@@ -5,7 +5,7 @@ from __future__ import annotations
 from xtoken_core import schema
 
 COLLATOR, TEACHER, TRAINER = "collator", "teacher", "trainer"
-SUPERVISOR = "control"
+SUPERVISOR = "supervisor"
 """Role of the supervisor's session, which only reads statistics and gives a run up."""
 TRAIN = "train"
 """The student's task."""

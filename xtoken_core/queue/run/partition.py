@@ -192,7 +192,7 @@ PROTOCOL_CALLS: dict[type[m.Request], Callable[[RunProtocol, Any], m.Reply | Non
     m.AwaitTrainer: RunProtocol.await_trainer,
     m.AnnounceRing: RunProtocol.announce_ring,
     m.AwaitRing: RunProtocol.await_ring,
-    m.OpenedRing: RunProtocol.opened_ring,
+    m.OpenedRing: RunProtocol.confirm_ring,
     m.AwaitOpened: RunProtocol.await_opened,
     m.Release: RunProtocol.release,
     m.CheckStep: RunProtocol.check_step,

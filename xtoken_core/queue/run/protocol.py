@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from xtoken_core import schema
 from xtoken_core.queue.run.names import COLLATOR, TEACHER, TRAIN, TRAINER
-from xtoken_core.queue.run.slots import Filling, Ring, Slot
+from xtoken_core.queue.run.slots import Filling, RegisteredRing, Slot
 from xtoken_core.queue.run.state import RunState
 from xtoken_core.queue.sample import Status
 from xtoken_core.queue.samples import check_distinct
@@ -176,7 +176,7 @@ class RunProtocol(RunState):
             lease=filling.lease, ids=request.ids, dead=dead, slot=filling.slot, generation=filling.generation
         )
 
-    def slot_of(self, session: str, lease: int) -> tuple[Ring, int, Slot]:
+    def slot_of(self, session: str, lease: int) -> tuple[RegisteredRing, int, Slot]:
         """Return ring, index and slot that a teacher's lease fills.
 
         Raises:
@@ -192,7 +192,7 @@ class RunProtocol(RunState):
             QueueError: `lease_revoked` if the run was rewound or the ring closed meanwhile.
         """
         self._check_alive()
-        self.slots.publish(request.session, self.samples.held(request.lease, request.session))
+        self.slots.mark_full(request.session, self.samples.held(request.lease, request.session))
         return m.Ok()
 
     # Trainers
@@ -205,7 +205,7 @@ class RunProtocol(RunState):
             return None
         return m.Ring(ring=ring.id, handle=ring.handle)
 
-    def opened_ring(self, request: m.OpenedRing) -> m.Ok:
+    def confirm_ring(self, request: m.OpenedRing) -> m.Ok:
         """Mark a ring as opened by its trainer, which has read the canary."""
         self._ring(request.ring, trainer=request.session).opened = True
         return m.Ok()

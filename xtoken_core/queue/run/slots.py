@@ -45,7 +45,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Ring:
+class RegisteredRing:
     """Slots that one teacher session shares with one trainer session."""
 
     id: int
@@ -74,18 +74,20 @@ class Rings:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.by_pair: dict[tuple[int, int], Ring] = {}
+        self.by_pair: dict[tuple[int, int], RegisteredRing] = {}
         self._announced = 0
 
-    def announce(self, teacher: int, rank: int, teacher_session: str, trainer_session: str, handle: bytes) -> Ring:
+    def announce(
+        self, teacher: int, rank: int, teacher_session: str, trainer_session: str, handle: bytes
+    ) -> RegisteredRing:
         """Add a ring for a pair, whose old ring the caller has closed."""
         self._announced += 1
         slots = [Slot() for _ in range(self.slots)]
-        ring = Ring(self._announced, teacher, rank, teacher_session, trainer_session, handle, slots)
+        ring = RegisteredRing(self._announced, teacher, rank, teacher_session, trainer_session, handle, slots)
         self.by_pair[teacher, rank] = ring
         return ring
 
-    def get(self, ring_id: int) -> Ring:
+    def get(self, ring_id: int) -> RegisteredRing:
         """Return a ring.
 
         Raises:
@@ -96,11 +98,11 @@ class Rings:
                 return ring
         raise QueueError("ring_closed", f"ring {ring_id} is closed: one of its two sessions has ended")
 
-    def of_session(self, session: str) -> list[Ring]:
+    def of_session(self, session: str) -> list[RegisteredRing]:
         """Return the rings of which the session is one side."""
         return [r for r in self.by_pair.values() if session in (r.teacher_session, r.trainer_session)]
 
-    def drop(self, ring: Ring) -> None:
+    def drop(self, ring: RegisteredRing) -> None:
         """Remove a ring."""
         self.by_pair.pop((ring.teacher, ring.rank), None)
 
@@ -148,7 +150,9 @@ class SlotTable:
 
     # Teachers
 
-    def fill(self, session: str, ring: Ring, ids: Sequence[int], fields: Iterable[str] = ()) -> Filling | Status | None:
+    def fill(
+        self, session: str, ring: RegisteredRing, ids: Sequence[int], fields: Iterable[str] = ()
+    ) -> Filling | Status | None:
         """Lease a micro-batch with a free slot.
 
         Returns:
@@ -172,7 +176,7 @@ class SlotTable:
         slot = ring.fill(free, lease.id, tuple(ids))
         return Filling(lease.id, lease.ids, free, slot.generation)
 
-    def publish(self, session: str, lease: Lease) -> None:
+    def mark_full(self, session: str, lease: Lease) -> None:
         """Mark the slot of a lease as full and the teacher's task as done."""
         ring, _, slot = self.slot_of(session, lease.id)
         slot.state = SlotState.FULL
@@ -181,7 +185,7 @@ class SlotTable:
         self.samples.finish(lease.task, ids)
         self.samples.produce(ids, {self.fields[ring.teacher]})
 
-    def slot_of(self, session: str, lease_id: int) -> tuple[Ring, int, Slot]:
+    def slot_of(self, session: str, lease_id: int) -> tuple[RegisteredRing, int, Slot]:
         """Return ring, index and slot that a teacher's lease fills.
 
         Raises:
@@ -231,7 +235,7 @@ class SlotTable:
             for ring, index, slot in full
         ]
 
-    def release(self, ring: Ring, index: int, generation: int) -> bool:
+    def release(self, ring: RegisteredRing, index: int, generation: int) -> bool:
         """Free a slot that was read; False for an older filling.
 
         Raises:
@@ -264,7 +268,7 @@ class SlotTable:
             self.close(ring)
         self.readings = {lease: reading for lease, reading in self.readings.items() if reading.session != session}
 
-    def close(self, ring: Ring) -> None:
+    def close(self, ring: RegisteredRing) -> None:
         """Close a ring and withdraw every signal in it."""
         for index, slot in enumerate(ring.slots):
             if slot.state == SlotState.FILLING:
@@ -295,7 +299,7 @@ class SlotTable:
                 self.samples.withdraw(sample_id, name)
         self.readings.clear()
 
-    def _slots(self) -> Iterator[tuple[Ring, int, Slot]]:
+    def _slots(self) -> Iterator[tuple[RegisteredRing, int, Slot]]:
         for ring in self.rings.by_pair.values():
             for index, slot in enumerate(ring.slots):
                 yield ring, index, slot
@@ -304,7 +308,7 @@ class SlotTable:
         if slot.state == SlotState.FULL and all(i in self.samples.dead for i in slot.ids):
             slot.free()
 
-    def _withdraw(self, ring: Ring, slot: Slot) -> None:
+    def _withdraw(self, ring: RegisteredRing, slot: Slot) -> None:
         """Withdraw a signal that is not being read: the teacher's task is ready again, training waits."""
         task = teacher_task(ring.teacher)
         for sample_id in slot.ids:
@@ -313,7 +317,7 @@ class SlotTable:
                 sample.mark(task, Status.WAITING)
                 self.samples.withdraw(sample_id, self.fields[ring.teacher])
 
-    def _mark_withdrawn(self, ring: Ring, index: int) -> None:
+    def _mark_withdrawn(self, ring: RegisteredRing, index: int) -> None:
         for reading in self.readings.values():
             if (ring.id, index) in reading.pending:
                 reading.withdrawn = True

@@ -9,7 +9,7 @@ from xtoken_core.plan import window_positions
 from xtoken_core.queue.intervals import IntervalSet
 from xtoken_core.queue.run.blocks import Blocks
 from xtoken_core.queue.run.names import TRAIN, signal_fields, teacher_task
-from xtoken_core.queue.run.slots import Ring, SlotTable
+from xtoken_core.queue.run.slots import RegisteredRing, SlotTable
 from xtoken_core.queue.sample import Task
 from xtoken_core.queue.samples import Samples
 from xtoken_core.queue.sessions import Session, Sessions
@@ -148,7 +148,7 @@ class RunState:
             raise QueueError("forbidden", f"only a {role} may do that, and {caller.name!r} is a {caller.role}")
         return caller
 
-    def _ring(self, ring_id: int, *, teacher: str | None = None, trainer: str | None = None) -> Ring:
+    def _ring(self, ring_id: int, *, teacher: str | None = None, trainer: str | None = None) -> RegisteredRing:
         ring = self.rings.get(ring_id)
         if (teacher or ring.teacher_session) != ring.teacher_session:
             raise QueueError("forbidden", f"ring {ring_id} belongs to another teacher")
