@@ -27,7 +27,7 @@ Victim = Literal["teacher-0-0", "trainer-0"]
 VICTIMS: tuple[Victim, ...] = ("teacher-0-0", "trainer-0")
 OPEN = "of teacher 0 is open"
 GONE: dict[Victim, tuple[str, ...]] = {
-    "teacher-0-0": ("teacher 0 has gone: ring",),
+    "teacher-0-0": ("teacher 0 has ended: ring",),
     "trainer-0": ("waiting for the next trainer",),
 }
 """What the other one logs of a victim's end."""

@@ -171,7 +171,7 @@ CASES: list[tuple[Change, list[str]]] = [
     (foreign_projection, ["to-other.safetensors", "xtoken projection build"]),
     (narrow_head, ["head", "100"]),
     (unknown_field, ["train.learning_rat"]),
-    (impossible_loss, ["xtoken_loss", "gold_loss"]),
+    (impossible_loss, ["xtoken_loss", 'mode = "p_kl"']),
     (too_few_positions, ["teacher 0", "context_length = 96", "36 positions", "lower it to 32"]),
 ]
 
