@@ -1,12 +1,15 @@
 """Positions to windows to ranks to micro-batches: pure functions, so that teacher and student compute the same plan.
 
-Step `s` of a run trains exactly the positions of its window. Their rows are sorted by length and cut into runs of
-neighbours (micro-batches), as few per rank as the token budget allows, then dealt to the ranks in rounds: the i-th
-micro-batches of all ranks cost about the same, and so do the ranks.
+Step `s` of a run trains exactly the positions of its window. Their rows are divided into micro-batches, as few per rank
+as the token budget allows, then dealt to the ranks in rounds: the i-th micro-batches of all ranks cost about the same,
+and so do the ranks. Padded rows are sorted by length and cut into runs of neighbours, so that a micro-batch's rows have
+similar lengths. Packed rows lie one after the other, so that their sum counts: each row, longest first, joins the
+micro-batch with the fewest tokens so far.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,17 +34,24 @@ class MicroBatch:
     """Rows of one forward pass.
 
     Attributes:
-        ids: Their positions, ascending; a row's index here is its row in a padded batch and in a teacher's slot.
-        widths: The padded width of each side. Zeros without rows.
+        ids: Their positions, ascending: the order of the samples in a batch.
+        widths: Tokens per row of each side, padding included. Zeros without rows.
+        packed: All samples lie in one row, one after the other; otherwise each sample is a row.
     """
 
     ids: tuple[int, ...]
     widths: tuple[int, ...]
+    packed: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch and of a teacher's slot."""
+        return min(len(self.ids), 1) if self.packed else len(self.ids)
 
     @property
     def padded_tokens(self) -> int:
         """Tokens of all sides, padding included."""
-        return len(self.ids) * sum(self.widths)
+        return self.rows * sum(self.widths)
 
 
 @dataclass(frozen=True)
@@ -87,17 +97,19 @@ def plan(
     pad_multiple: int = 8,
     max_widths: tuple[int, ...],
     micro_batches: int | None = None,
+    packed: bool = False,
 ) -> Plan:
     """Divide a window's rows among ranks and micro-batches. The order of `rows` does not matter.
 
     Args:
         rows: The rows that are to be trained, each with as many lengths as `max_widths` has.
         ranks: Number of ranks.
-        token_budget: Padded tokens of a micro-batch at most, on each side.
+        token_budget: Maximum of tokens of a micro-batch on each side, padding included.
         pad_multiple: Every width is a multiple of it.
         max_widths: The width of each side at most: its context length rounded up to `pad_multiple`.
         micro_batches: Fill every rank up to this number (the largest of all node groups) with empty micro-batches;
             the others stay as they are.
+        packed: The samples of a micro-batch lie in one row without padding in between.
 
     Raises:
         ConfigError: If a single row is wider than the budget or than its side's `max_widths`.
@@ -108,9 +120,13 @@ def plan(
     if len({row.id for row in rows}) != len(rows):
         raise ValueError("a row is in the window twice")
     padded = [_padded(row, token_budget, pad_multiple, max_widths) for row in rows]
-    padded.sort(key=lambda row: (-sum(row.lengths), row.lengths, row.id))
-    rounds = -(-len(_cut(padded, token_budget, None)) // ranks)
-    batches = _even_cut(padded, token_budget, rounds * ranks)
+    if packed:
+        batches = _packed(rows, token_budget, pad_multiple, ranks)
+        rounds = -(-len(batches) // ranks)
+    else:
+        padded.sort(key=_longest_first)
+        rounds = -(-len(_cut(padded, token_budget, None)) // ranks)
+        batches = _even_cut(padded, token_budget, rounds * ranks)
     dealt = _deal(batches, ranks, rounds, len(max_widths))
     if micro_batches is None:
         return Plan(dealt)
@@ -137,6 +153,53 @@ def _padded(row: RowLengths, budget: int, multiple: int, max_widths: tuple[int, 
                 "raise it or lower the context_length"
             )
     return RowLengths(row.id, widths)
+
+
+def _longest_first(row: RowLengths) -> tuple[int, tuple[int, ...], int]:
+    return -sum(row.lengths), row.lengths, row.id
+
+
+def _packed(rows: Sequence[RowLengths], budget: int, multiple: int, ranks: int) -> list[MicroBatch]:
+    """Divide rows into the fewest packed micro-batches, in rounds of `ranks`, that keep the budget."""
+    if not rows:
+        return []
+    room = budget // multiple * multiple
+    ordered = sorted(rows, key=_longest_first)
+    totals = [sum(side) for side in zip(*(row.lengths for row in rows), strict=True)]
+    rounds = max(1, -(-max(totals) // (room * ranks)))
+    while True:  # ends: as many micro-batches as rows hold a row each
+        bins = _spread(ordered, rounds * ranks, room)
+        if bins is not None:
+            break
+        rounds += 1
+    batches = []
+    for own in filter(None, bins):
+        sums = [sum(side) for side in zip(*(row.lengths for row in own), strict=True)]
+        widths = tuple(max(1, -(-total // multiple)) * multiple for total in sums)
+        batches.append(MicroBatch(tuple(sorted(row.id for row in own)), widths, packed=True))
+    return batches
+
+
+def _spread(rows: Sequence[RowLengths], count: int, room: int) -> list[list[RowLengths]] | None:
+    """Give each row, longest first, to the emptiest of `count` bins that has room on every side; None if none has."""
+    bins: list[list[RowLengths]] = [[] for _ in range(count)]
+    used = [(0,) * len(rows[0].lengths)] * count
+    by_load = [(0, number) for number in range(count)]
+    for row in rows:
+        full = []
+        while by_load:
+            load, number = heapq.heappop(by_load)
+            grown = tuple(a + b for a, b in zip(used[number], row.lengths, strict=True))
+            if max(grown) <= room:
+                break
+            full.append((load, number))
+        else:
+            return None
+        bins[number].append(row)
+        used[number] = grown
+        for entry in (*full, (sum(grown), number)):
+            heapq.heappush(by_load, entry)
+    return bins
 
 
 def _cut(rows: Sequence[RowLengths], budget: int, cost_limit: int | None) -> list[MicroBatch]:

@@ -72,6 +72,44 @@ def test_a_larger_count_only_adds_empty_micro_batches(rows, ranks, budget, more)
         assert b[: len(a)] == a and all(not batch.ids for batch in b[len(a) :])
 
 
+@given(windows, st.integers(1, 5), budgets, st.sampled_from([1, 4, 8]), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=150)
+def test_packed_rows_keep_the_budget_and_pad_only_their_sum(rows, ranks, budget, multiple, rng):
+    arguments = {"ranks": ranks, "token_budget": budget, "pad_multiple": multiple, "max_widths": MAX_WIDTHS}
+    made = plan(rows, **arguments, packed=True)
+    assert made == plan(rng.sample(rows, len(rows)), **arguments, packed=True)
+    assert {len(own) for own in made.ranks} == {made.micro_batches}
+    batches = [batch for own in made.ranks for batch in own]
+    assert sorted(i for batch in batches for i in batch.ids) == [row.id for row in rows]
+    lengths = {row.id: row.lengths for row in rows}
+    for batch in filter(lambda batch: batch.ids, batches):
+        assert batch.packed and batch.rows == 1 and list(batch.ids) == sorted(batch.ids)
+        for side, width in enumerate(batch.widths):
+            total = sum(lengths[i][side] for i in batch.ids)
+            assert total <= width < max(total, 1) + multiple and width % multiple == 0 and width <= budget
+    loads = [sum(batch.padded_tokens for batch in own) for own in made.ranks]
+    assert max(loads) - min(loads) <= max((batch.padded_tokens for batch in batches), default=0)
+
+
+@given(windows, st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 8]))
+@settings(deadline=None, max_examples=100)
+def test_packed_micro_batches_are_bounded_by_rows_of_full_length(rows, ranks, per_batch, multiple):
+    longest = max(MAX_WIDTHS)
+    arguments = {"ranks": ranks, "token_budget": per_batch * longest, "pad_multiple": multiple}
+    made = plan(rows, **arguments, max_widths=MAX_WIDTHS, packed=True)
+    assert made.micro_batches <= -(-len(rows) // (per_batch * ranks))
+
+
+def test_packed_rows_of_log_normal_lengths_fill_the_budget_with_tokens():
+    rng = random.Random(0)
+    drawn = [min(2048, int(rng.lognormvariate(6.0, 1.0)) + 1) for _ in range(128)]
+    rows = [RowLengths(i, (n, min(2048, int(n * 1.1)))) for i, n in enumerate(drawn)]
+    made = plan(rows, ranks=4, token_budget=8192, max_widths=(2048, 2048), packed=True)
+    loads = [sum(batch.padded_tokens for batch in own) for own in made.ranks]
+    assert max(loads) <= 1.1 * min(loads)
+    assert sum(loads) <= 1.01 * sum(sum(row.lengths) for row in rows)
+
+
 def test_rows_are_spread_over_all_ranks_although_one_could_hold_them():
     made = plan(rows_of(8, 8, 8, 8), ranks=4, token_budget=64, max_widths=(16,))
     assert [own[0].ids for own in made.ranks] == [(0,), (1,), (2,), (3,)]
