@@ -116,6 +116,12 @@ def confined(path: Path, field: str) -> Path:
     return path
 
 
+def readable_roots() -> tuple[Path, ...] | None:
+    """Return the directories that this process may read; None for any."""
+    roots = Roots.of_environment()
+    return None if roots is None else (*roots.read, *roots.write)
+
+
 def paths_of(value: Any, name: str = "") -> Iterator[tuple[str, Path]]:
     """Return every path in a dumped specification, with its field's name."""
     if isinstance(value, Path):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_core.projection.fingerprint import projection_header
+from xtoken_core.regular_files import read_json_object
 
 
 def check_input_files(spec: RunSpec) -> None:
@@ -36,13 +36,10 @@ def read_model_config(what: str, directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except OSError as error:
         raise InputError(
             f"cannot read the {what}'s model: {path}: {error.strerror}: it takes a Hugging Face directory"
         ) from error
     except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path} is not a model configuration")
-    return config
+        raise InputError(f"{path} is not a model configuration: {error}") from error

@@ -15,6 +15,7 @@ from services.common.allowed_paths import confined
 from services.common.vocabulary import first_line
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.model_files import check_model_directory
 
 log = logging.getLogger("xtoken.models")
 
@@ -79,6 +80,7 @@ def load_model(
         InputError: It cannot be loaded, or its head is narrower than the configuration says.
     """
     path = confined(directory or spec.model, f"the {what}'s model")
+    check_model_directory(path)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path,

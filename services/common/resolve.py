@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from services.common.allowed_paths import confined
 from services.common.input_files import check_input_files, read_model_config
 from services.common.step_plan import ring_shape
 from services.common.vocabulary import has_chat_template, vocabulary_size
-from services.common.weights import weight_files, weights_fingerprint
+from services.common.weights import check_weights, weights_fingerprint
 from xtoken_core.config.loss import DENSE_ONLY, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, padded_length
@@ -190,7 +188,7 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
     width = text.get("vocab_size") if isinstance(text, dict) else None
     if not isinstance(width, int):
         raise InputError(f"{spec.model / 'config.json'} of the {what} names no vocab_size")
-    _check_weights(what, spec.model)
+    check_weights(what, spec.model)
     vocabulary = vocabulary_size(spec.tokenizer_dir)
     if width < vocabulary:
         raise InputError(
@@ -227,19 +225,6 @@ def _max_length(what: str, spec: ModelSpec, config: dict[str, Any]) -> int:
             f"padded to a multiple of {PAD_MULTIPLE}: lower it to {most}"
         )
     return longest
-
-
-def _check_weights(what: str, directory: Path) -> None:
-    """Check that weights exist and that their files are what their names say."""
-    files = weight_files(directory)
-    if not files:
-        raise InputError(f"the {what}'s directory {directory} holds no .safetensors weights")
-    for path in files:
-        try:
-            with safe_open(path, framework="numpy"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"cannot read the {what}'s weights {path}: {error}") from error
 
 
 def _writable(output: Path) -> None:

@@ -13,6 +13,7 @@ from xtoken_core.config.identity import RunIdentity
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.regular_files import read_json_object
 
 CHECKPOINTS, RUN, RESOLVED = "checkpoints", "run.json", "resolved.json"
 VERSION = 3
@@ -32,8 +33,8 @@ SETTINGS = {
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """Return the checkpoint with the highest step; None without one."""
-    checkpoints = sorted(directory.glob("step-????????")) if directory.is_dir() else []
-    return checkpoints[-1] if checkpoints else None
+    paths = directory.glob("step-????????") if directory.is_dir() else ()
+    return max((path for path in paths if path.name.removeprefix("step-").isdecimal()), default=None)
 
 
 def write_run_document(run: ResolvedRun, cursor: Mapping[str, Any]) -> str:
@@ -51,7 +52,7 @@ def read_run_document(path: Path) -> tuple[RunIdentity, dict[str, Any]]:
         InputError: It cannot be read, or is of another version.
     """
     try:
-        document = json.loads((path / RUN).read_text(encoding="utf-8"))
+        document = read_json_object(path / RUN)
         version = document.get("version", document.get("format"))  # `format` until version 2
         if version is not None and version != VERSION:
             raise InputError(

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from services.common.allowed_paths import confined
 from services.common.vocabulary import first_line
 from xtoken_core.errors import InputError
+from xtoken_core.model_files import check_model_directory
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 
 
@@ -22,6 +23,7 @@ def load_tokenizer(directory: Path, what: str) -> Any:
     confined(directory, f"the {what}'s tokenizer")
     if not directory.is_dir():  # transformers would look it up as a name on the hub
         raise InputError(f"the {what} has no tokenizer: {directory} is not a directory")
+    check_model_directory(directory)
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from xtoken_core.errors import InputError
+from xtoken_core.model_files import check_model_directory
+from xtoken_core.regular_files import TOKENIZER_LIMIT, read_json_object, read_regular
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
@@ -23,12 +26,15 @@ def vocabulary_size(directory: Path) -> int:
     fast = directory / "tokenizer.json"
     if not directory.is_dir():
         raise InputError(f"no tokenizer: {directory} is not a directory")
-    if fast.is_file():
+    if os.path.lexists(fast):
         try:
-            vocabulary = Tokenizer.from_file(str(fast)).get_vocab(with_added_tokens=True)
+            vocabulary = Tokenizer.from_buffer(read_regular(fast, TOKENIZER_LIMIT)).get_vocab(with_added_tokens=True)
+        except OSError as error:
+            raise InputError(f"cannot read the tokenizer {fast}: {error.strerror}") from error
         except Exception as error:  # the library raises a bare Exception
             raise InputError(f"cannot read the tokenizer {fast}: {error}") from error
         return max(vocabulary.values(), default=-1) + 1
+    check_model_directory(directory)
     return _ask_transformers(directory)
 
 
@@ -37,11 +43,10 @@ def has_chat_template(directory: Path) -> bool:
     if any((directory / name).exists() for name in _TEMPLATES):
         return True
     try:
-        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return bool(config.get("chat_template"))
+        return bool(read_json_object(directory / "tokenizer_config.json").get("chat_template"))
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return True
 
 

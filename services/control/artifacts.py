@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from xtoken_core.regular_files import open_below
+
 EXCLUDED = ("cache",)
 MAX_DEPTH = 16
+MAX_TIME_S = 253_402_300_799
+"""The last second of year 9999."""
 
 
 def list_files(output: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
@@ -23,16 +26,15 @@ def list_files(output: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
     for path, status in _walk(output, 0):
         if len(files) == limit:
             return files, True
-        modified = datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="seconds")
+        # Any program may have set the time, also to one beyond year 9999, which datetime cannot express.
+        seconds = min(max(status.st_mtime, 0), MAX_TIME_S)
+        modified = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
         files.append({"path": path.relative_to(output).as_posix(), "bytes": status.st_size, "modified": modified})
     return files, False
 
 
 def open_file(output: Path, path: str) -> int:
     """Open a regular file below a run's directory without following symbolic links.
-
-    Every directory of the path is opened relative to its parent with `O_NOFOLLOW`, so that no link can be swapped in
-    between a check and the open.
 
     Returns:
         A file descriptor.
@@ -41,24 +43,12 @@ def open_file(output: Path, path: str) -> int:
         FileNotFoundError: There is no such file, or `list_files` would leave it out.
     """
     parts = path.split("/")
-    if any(part == "" or part.startswith(".") or "\0" in part for part in parts) or parts[0] in EXCLUDED:
+    if any(part.startswith(".") for part in parts) or parts[0] in EXCLUDED:
         raise FileNotFoundError(path)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    directory = os.open(output, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for part in parts[:-1]:
-            inner = os.open(part, flags | os.O_DIRECTORY, dir_fd=directory)
-            os.close(directory)
-            directory = inner
-        file = os.open(parts[-1], flags, dir_fd=directory)
-    except (OSError, ValueError) as error:
+        return open_below(output, path)
+    except OSError as error:
         raise FileNotFoundError(path) from error
-    finally:
-        os.close(directory)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise FileNotFoundError(path)
-    return file
 
 
 def _walk(directory: Path, depth: int) -> Iterator[tuple[Path, os.stat_result]]:
@@ -68,7 +58,7 @@ def _walk(directory: Path, depth: int) -> Iterator[tuple[Path, os.stat_result]]:
     except OSError:
         return
     for entry in entries_by_name:
-        hidden = entry.name.startswith(".") or (depth == 0 and entry.name in EXCLUDED)
+        hidden = entry.name.startswith(".") or (depth == 0 and entry.name in EXCLUDED) or not _is_text(entry.name)
         if hidden or entry.is_symlink():
             continue
         if entry.is_dir():
@@ -79,3 +69,12 @@ def _walk(directory: Path, depth: int) -> Iterator[tuple[Path, os.stat_result]]:
                 yield Path(entry.path), entry.stat(follow_symlinks=False)
             except OSError:
                 continue
+
+
+def _is_text(name: str) -> bool:
+    """Return True if a file's name is UTF-8: no response can name another one."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

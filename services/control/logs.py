@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-NAME = re.compile(r"(?P<worker>[A-Za-z0-9._-]+)\.(?P<attempt>\d+)\.log")
+from xtoken_core.regular_files import names_below, open_below
+
+NAME = re.compile(r"(?P<worker>[A-Za-z0-9._-]+)\.(?P<attempt>0|[1-9][0-9]{0,8})\.log")
 STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 TAIL_BYTES = 1 << 16
 MAX_BYTES = 1 << 23
 """Largest part of a log that is read at once, for its last lines or for what was added."""
+MAX_LINE_BYTES = 1 << 14
+"""Longest line that is shown; the rest of a longer one is cut."""
+DIRECTORY = "logs"
 
 
 @dataclass(frozen=True)
 class Log:
-    """Log file of one attempt of a worker."""
+    """Log file of one attempt of a worker.
+
+    Attributes:
+        output: The run's directory.
+    """
 
     worker: str
     attempt: int
-    path: Path
+    output: Path
+
+    @property
+    def name(self) -> str:
+        """Path of the file below the run's directory."""
+        return f"{DIRECTORY}/{self.worker}.{self.attempt}.log"
 
     @property
     def size(self) -> int:
         """Size in bytes; 0 if the file is gone."""
         try:
-            return self.path.stat().st_size
+            return (self.output / self.name).lstat().st_size
         except OSError:
             return 0
+
+    def open(self) -> BinaryIO:
+        """Open the file.
+
+        Raises:
+            OSError: It cannot be opened, or is no regular file.
+        """
+        return os.fdopen(open_below(self.output, self.name), "rb")
 
 
 def logs_in(output: Path) -> list[Log]:
     """Return all logs of a run, ordered by worker and attempt."""
-    matches = ((NAME.fullmatch(path.name), path) for path in (output / "logs").glob("*.log"))
-    logs = [Log(match["worker"], int(match["attempt"]), path) for match, path in matches if match]
+    matches = (NAME.fullmatch(name) for name in names_below(output, DIRECTORY))
+    logs = [Log(match["worker"], int(match["attempt"]), output) for match in matches if match]
     return sorted(logs, key=lambda log: (log.worker, log.attempt))
 
 
@@ -45,9 +69,10 @@ def last_attempts(logs: Iterable[Log]) -> list[Log]:
 
 def tail(log: Log, lines: int) -> tuple[list[bytes], int]:
     """Return the last complete lines of a log, and the byte offset of their end."""
-    size, wanted = log.size, TAIL_BYTES
+    wanted = TAIL_BYTES
     try:
-        with log.path.open("rb") as file:
+        with log.open() as file:
+            size = os.fstat(file.fileno()).st_size
             while True:
                 start = max(0, size - wanted)
                 file.seek(start)
@@ -55,10 +80,16 @@ def tail(log: Log, lines: int) -> tuple[list[bytes], int]:
                 tail_lines = whole.split(b"\n") if whole else []
                 if start == 0 or len(tail_lines) > lines or wanted >= MAX_BYTES:
                     tail_lines = tail_lines if start == 0 else tail_lines[1:]  # the first may be cut
-                    return tail_lines[-lines:] if lines else [], size - len(torn)
+                    return [cut(line) for line in tail_lines[-lines:]] if lines else [], size - len(torn)
                 wanted *= 4
     except OSError:
         return [], 0
+
+
+def cut(line: bytes) -> bytes:
+    """Return a line, shortened to `MAX_LINE_BYTES` with a note about the rest."""
+    rest = len(line) - MAX_LINE_BYTES
+    return line if rest <= 0 else b"%s ... (%d bytes cut)" % (line[:MAX_LINE_BYTES], rest)
 
 
 def merged(logs: Iterable[Log], lines: int) -> Iterator[bytes]:
@@ -87,7 +118,7 @@ class Follower:
 
     def __init__(self, output: Path, worker: str) -> None:
         self._output, self._worker = output, worker
-        self._read_to = {log.path: tail(log, 0)[1] for log in self._logs()}
+        self._read_to = {log.name: tail(log, 0)[1] for log in self._logs()}
 
     def read(self) -> bytes:
         """Return the complete lines added since the last call."""
@@ -98,12 +129,18 @@ class Follower:
 
     def _lines(self) -> Iterator[bytes]:
         for log in self._logs():
-            start = self._read_to.get(log.path, 0)
+            start = self._read_to.get(log.name, 0)
             if log.size <= start:
                 continue
-            with log.path.open("rb") as file:
-                file.seek(start)
-                whole, newline, _ = file.read(MAX_BYTES).rpartition(b"\n")
-            self._read_to[log.path] = start + len(whole) + len(newline)
+            try:
+                with log.open() as file:
+                    file.seek(start)
+                    added = file.read(MAX_BYTES)
+            except OSError:
+                continue
+            whole, newline, torn = added.rpartition(b"\n")
+            if not newline and len(torn) == MAX_BYTES:
+                whole = torn  # a line longer than a read: passed on in parts, so that what follows is reached
+            self._read_to[log.name] = start + len(whole) + len(newline)
             prefix = b"" if self._worker else log.worker.encode() + b" | "
-            yield from (prefix + line + b"\n" for line in (whole.split(b"\n") if newline else ()))
+            yield from (prefix + cut(line) + b"\n" for line in (whole.split(b"\n") if whole or newline else ()))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import threading
 import time
 from array import array
@@ -14,11 +14,16 @@ from typing import Any
 
 import numpy as np
 
-LISTS_OF_IDS = ("ids", "skipped", "dead")
+from services.supervisor.json_files import MAX_LINE_BYTES, parse_line
+from xtoken_core.regular_files import open_below
+
 POLL_S = 0.5
 RECENT = 20
 MAX_COLUMNS = 256
 CHUNK_BYTES = 1 << 22
+MAX_STEP = 2**62
+MAX_INTEGER = 2**1000
+"""Larger integers do not fit a float."""
 
 
 class MetricLog:
@@ -38,6 +43,7 @@ class MetricLog:
 
     def _reset(self) -> None:
         self._offset, self._inode = 0, 0
+        self._in_long_line = False
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         self._whole: set[str] = set()
@@ -87,8 +93,8 @@ class MetricLog:
         return rows
 
     def _read(self) -> None:
-        with self._path.open("rb") as file:
-            status = self._path.stat()
+        with os.fdopen(open_below(self._path.parent, self._path.name), "rb") as file:
+            status = os.fstat(file.fileno())
             if self._offset and (status.st_ino != self._inode or status.st_size < self._offset):
                 self._reset()
             self._inode = status.st_ino
@@ -97,20 +103,23 @@ class MetricLog:
             while chunk := file.read(CHUNK_BYTES):
                 *lines, torn = (torn + chunk).split(b"\n")
                 for line in lines:
-                    self._add(line)
+                    if not self._in_long_line:
+                        self._add(line)
+                    self._in_long_line = False
                     self._offset += len(line) + 1
+                if len(torn) > MAX_LINE_BYTES:  # no trainer writes such a line: it is passed over
+                    self._in_long_line = True
+                    self._offset += len(torn)
+                    torn = b""
 
     def _add(self, raw: bytes) -> None:
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            return
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        line = parse_line(raw)
+        if line is None or type(line.get("step")) is not int or not 0 <= line["step"] <= MAX_STEP:
             return
         if self._steps and line["step"] < self._steps[-1]:
             return
-        self.recent.append({k: _plain(v) for k, v in line.items() if k not in LISTS_OF_IDS})
-        numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        self.recent.append(line)
+        numbers = {k: v for k, v in line.items() if _is_number(v)}
         for name in numbers.keys() - self._columns.keys() - {"step"}:
             if len(self._columns) < MAX_COLUMNS:
                 self._columns[name] = array("d", [math.nan]) * len(self._steps)
@@ -137,5 +146,5 @@ def _fill(
             row[name] = int(total) if whole else total / count
 
 
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < MAX_INTEGER)

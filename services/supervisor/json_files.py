@@ -1,13 +1,21 @@
-"""Readers of JSON files that other processes write meanwhile."""
+"""Readers of JSON files that other processes write meanwhile, in a run's directory."""
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
+from xtoken_core.regular_files import MIB, open_below, parse_object, read_below
+
 TAIL_BYTES = 1 << 16
+MAX_LINE_BYTES = 32 * MIB
+"""Longest line that is read: one with the ids of a step of a million samples has about 10 MiB."""
+MAX_FILE_BYTES = 16 * MIB
+MAX_DEPTH = 32
+"""Deepest nesting that is accepted: the value is serialized again by code that recurses."""
+MAX_TEXT = 4096
 ID_LISTS = ("ids", "skipped", "dead")
 
 
@@ -17,37 +25,74 @@ def last_line(path: Path) -> dict[str, Any] | None:
     Numbers that are not finite become None, as in JSON.
     """
     try:
-        with path.open("rb") as file:
-            size, wanted = path.stat().st_size, TAIL_BYTES
+        with os.fdopen(open_below(path.parent, path.name), "rb") as file:
+            size, wanted = os.fstat(file.fileno()).st_size, TAIL_BYTES
             while True:
                 file.seek(max(0, size - wanted))
-                complete = file.read(size).split(b"\n")[:-1]
+                complete = file.read(wanted).split(b"\n")[:-1]
                 # The first piece may be the end of a longer line, so one piece alone counts only from the beginning.
                 if complete and (len(complete) > 1 or wanted >= size):
-                    line = _parse_object(complete[-1])
-                    return line and {k: _finite(v) for k, v in line.items() if k not in ID_LISTS}
-                if wanted >= size:
+                    return parse_line(complete[-1])
+                if wanted >= size or wanted > MAX_LINE_BYTES:
                     return None
                 wanted *= 4
     except OSError:
         return None
 
 
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """Return the scalars of a line of metrics: numbers, those that are not finite as None, and short texts.
+
+    Lists of sample ids are left out; None is returned for what is no JSON object.
+    """
+    line = parse_document(raw)
+    return None if line is None else {k: v for k, v in map(_scalar, line.items()) if k not in ID_LISTS}
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if there is none."""
+    """Return the JSON object in a file of a run's directory; None if there is none, or it is too large."""
     try:
-        return _parse_object(path.read_bytes())
+        return parse_document(read_below(path.parent, path.name, MAX_FILE_BYTES))
     except OSError:
         return None
 
 
-def _parse_object(raw: bytes) -> dict[str, Any] | None:
+def parse_document(raw: bytes) -> dict[str, Any] | None:
+    """Return a JSON object that can be serialized again: of bounded depth, without halves of surrogate pairs."""
     try:
-        value = json.loads(raw)
+        value = parse_object(raw)
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
+    return value if _serializable(value) else None
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _serializable(document: dict[str, Any]) -> bool:
+    level: list[Any] = [document]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += [*value.keys(), *value.values()]
+            elif isinstance(value, list):
+                below += value
+            elif isinstance(value, str) and not value.isascii() and not _encodable(value):
+                return False
+        if not below:
+            return True
+        level = below
+    return False
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _scalar(item: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = item
+    if isinstance(value, float) and not math.isfinite(value):
+        return name, None
+    return name, value[:MAX_TEXT] if isinstance(value, str) else value

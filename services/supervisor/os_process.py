@@ -18,6 +18,8 @@ PROC = Path("/proc")
 START_FIELD = 19
 """Index of the start time in `/proc/PID/stat`, counted after the command's closing parenthesis."""
 DEAD_STATES = "ZXx"
+MAX_PID = 1 << 22
+"""Largest process id of Linux (`PID_MAX_LIMIT`)."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,12 @@ class Identity:
     def from_document(cls, document: dict[str, Any]) -> Identity | None:
         """Return the identity in a document; None if there is none."""
         try:
-            return cls(**{name: document[name] for name in cls.__dataclass_fields__})
+            identity = cls(**{name: document[name] for name in cls.__dataclass_fields__})
         except (KeyError, TypeError):
             return None
+        # The pid becomes part of a path below /proc and an argument of system calls.
+        numbers = type(identity.pid) is int and type(identity.ticks) is int and 0 < identity.pid <= MAX_PID
+        return identity if numbers else None
 
     @property
     def alive(self) -> bool:

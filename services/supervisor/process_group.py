@@ -17,6 +17,7 @@ from services.supervisor import os_process
 from services.supervisor.events import Attempt, SupervisorEvents
 from services.supervisor.launchers.base import NODE_LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
 from services.supervisor.process_spec import STOP_ORDER, Kind, ProcessSpec
+from xtoken_core.regular_files import open_below
 
 JOIN_POLL_S = 0.02
 FIRST_DELAY_S = 0.5
@@ -322,9 +323,9 @@ def next_incarnation(logs: Path) -> int:
 def last_log_line(log: Path) -> str:
     """Return the last line of a log that is not empty."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LAST_LINE_BYTES))
-            lines = deque((line for line in file.read().splitlines() if line.strip()), maxlen=1)
+        with os.fdopen(open_below(log.parent, log.name), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINE_BYTES))
+            lines = deque((line for line in file.read(LAST_LINE_BYTES).splitlines() if line.strip()), maxlen=1)
     except OSError:
         return ""
     return lines[0].decode("utf-8", "replace").strip() if lines else ""

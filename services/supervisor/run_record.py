@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from services.supervisor.json_files import read_json
 from xtoken_core.atomic import atomic_write
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
@@ -76,7 +77,7 @@ def read_record(output: Path) -> dict[str, Any]:
     Raises:
         InputError: A later version of xtoken has written it.
     """
-    record = _read(output / FILE)
+    record = read_json(output / FILE) or {}
     version = record.get("version", 0)
     if not isinstance(version, int) or version > VERSION:
         raise InputError(
@@ -93,14 +94,6 @@ def is_finished(spec: RunSpec) -> bool:
         return False
     try:
         # Compared by value, so that a setting that did not exist yet counts as its default.
-        return RunSpec.model_validate(_read(output / SPEC)) == spec
+        return RunSpec.model_validate(read_json(output / SPEC) or {}) == spec
     except ValidationError:
         return False
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}

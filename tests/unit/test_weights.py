@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from services.common.weights import WHOLE, weight_count, weight_files, weights_fingerprint
+from services.common.allowed_paths import Roots
+from services.common.weights import check_weights, weight_count, weights_fingerprint
 from tests.unit.trainer.students import make_model
+from xtoken_core.errors import InputError
+from xtoken_core.model_files import INDEX, WHOLE, check_model_directory, weight_files
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def test_the_index_names_the_parts(tmp_path: Path) -> None:
     (tmp_path / "consolidated.safetensors").write_bytes(parts[0].read_bytes())
     assert len(parts) > 1 and weight_files(tmp_path) == parts
     assert weight_count(tmp_path) == sum(parameter.numel() for parameter in make_model().parameters())
-    (tmp_path / "model.safetensors.index.json").write_text("no JSON")
+    (tmp_path / INDEX).unlink()
     assert len(weight_files(tmp_path)) == len(parts) + 1, "whatever is there"
 
 
@@ -53,3 +57,49 @@ def test_the_last_byte_of_a_large_file_counts(model: Path, monkeypatch: pytest.M
     data[-1] ^= 1
     (model / WHOLE).write_bytes(data)
     assert weights_fingerprint(model) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["../../secret/x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "x.bin", "..", "a\n.safetensors"]
+)
+def test_an_index_names_plain_files_only(tmp_path: Path, name: str) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name, "b": "model-1.safetensors"}}))
+    for refuse in (weight_files, weight_count, check_model_directory):
+        with pytest.raises(InputError, match=r"the files of a model must be \.safetensors files beside it"):
+            refuse(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["no JSON", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "[" * 10**5]
+)
+def test_a_damaged_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(InputError, match=r"the index of weights .* is damaged"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", [WHOLE, "model-00001-of-00002.safetensors", INDEX, "config.json"])
+def test_a_fifo_does_not_block(tmp_path: Path, name: str) -> None:
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match="regular file"):
+        check_model_directory(tmp_path)
+    if name != "config.json":
+        with pytest.raises(InputError, match="regular file"):
+            check_weights("student", tmp_path)
+    with pytest.raises((InputError, OSError)):
+        weights_fingerprint(tmp_path)
+
+
+def test_weights_behind_a_link_out_of_the_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    make_model().save_pretrained(model)
+    other.mkdir()
+    (model / WHOLE).rename(other / WHOLE)
+    (model / WHOLE).symlink_to(other / WHOLE)
+    check_weights("student", model)
+    for name, value in Roots.of([model], []).environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="leads out of the allowed directories"):
+        check_weights("student", model)

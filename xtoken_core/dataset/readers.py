@@ -21,6 +21,7 @@ from xtoken_core.dataset.records import (
 )
 from xtoken_core.dataset.sources import Source
 from xtoken_core.errors import InputError
+from xtoken_core.regular_files import open_regular
 
 Offsets = npt.NDArray[np.int64]
 _BLOCK_CACHE_BYTES = 256 << 20
@@ -194,7 +195,7 @@ def open_binary(path: Path) -> Any:
         InputError: It cannot be opened.
     """
     try:
-        return path.open("rb")
+        return os.fdopen(open_regular(path), "rb")
     except OSError as error:
         raise InputError(f"cannot read the data file {path}: {error.strerror}") from error
 

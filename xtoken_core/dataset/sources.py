@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from xtoken_core.errors import InputError
+from xtoken_core.regular_files import read_json_object
 
 Kind = Literal["jsonl", "txt", "parquet", "arrow"]
 _SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "parquet"}
@@ -102,11 +102,8 @@ def _inside(directory: Path, item: Any) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} is not a JSON object")
-    return value
+        raise InputError(f"{path} is not what `datasets` writes: {error}") from error

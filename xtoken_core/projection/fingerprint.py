@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import zipfile
 import zlib
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 
 from xtoken_core.errors import InputError
+from xtoken_core.regular_files import TOKENIZER_LIMIT, open_regular, read_regular
 
 STUDENT_KEY, TEACHER_KEY = "student_fingerprint", "teacher_fingerprint"
 FORMAT_KEY, FORMAT = "format", "xtoken-projection-1"
@@ -57,7 +59,7 @@ def file_fingerprint(path: str | Path) -> str:
         InputError: The file cannot be read.
     """
     try:
-        with Path(path).open("rb") as stream:
+        with os.fdopen(open_regular(Path(path)), "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
@@ -70,7 +72,7 @@ def projection_header(path: str | Path) -> dict[str, str] | None:
         InputError: The file cannot be read.
     """
     try:
-        with Path(path).open("rb") as stream:
+        with os.fdopen(open_regular(Path(path)), "rb") as stream:
             start = stream.read(9)
             if len(start) < 9 or start[8:] != b"{":
                 return None
@@ -128,12 +130,12 @@ def is_sparse(path: str | Path) -> bool:
         InputError: The file cannot be read.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with os.fdopen(open_regular(Path(path)), "rb") as stream, zipfile.ZipFile(stream) as archive:
             names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             if not names:
                 return False
-            with archive.open(names[0]) as stream:  # of a dense file some hundred bytes: its tensors are other members
-                return b"likelihoods" not in stream.read(_MAX_HEADER)
+            with archive.open(names[0]) as member:  # of a dense file some hundred bytes: its tensors are other members
+                return b"likelihoods" not in member.read(_MAX_HEADER)
     except zipfile.BadZipFile:
         return False
     except (OSError, RuntimeError, NotImplementedError, zlib.error) as error:
@@ -154,13 +156,13 @@ def _of_directory(path: Path) -> str:
 
 def _files(directory: Path) -> list[Path]:
     for name in _ALTERNATIVES:
-        if (directory / name).is_file():
+        if os.path.lexists(directory / name):
             return [directory / name]
     return sorted({file for pattern in _OTHERS for file in directory.glob(pattern)})
 
 
 def _content(file: Path) -> bytes:
-    data = file.read_bytes()
+    data = read_regular(file, TOKENIZER_LIMIT)
     if file.name != "tokenizer.json":
         return data
     try:

@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xtoken_core.errors import InputError
+from xtoken_core.model_files import weight_files
+from xtoken_core.regular_files import descriptor_path
 
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 """Suffixes of the names of untied heads."""
@@ -32,13 +34,13 @@ def load_head(directory: Path, *, width: int, hidden: int, dtype: torch.dtype) -
     """
     file_of: dict[str, Path] = {}
     try:
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
+        for path in weight_files(directory):
+            with descriptor_path(path) as opened, safe_open(opened, framework="pt") as file:
                 file_of.update(dict.fromkeys(file.keys(), path))
         name = _head_name(file_of)
         if name is None:
             raise InputError(f"{directory} holds no head: none of its tensors ends in {', '.join(HEADS + EMBEDDINGS)}")
-        with safe_open(file_of[name], framework="pt") as file:
+        with descriptor_path(file_of[name]) as opened, safe_open(opened, framework="pt") as file:
             head: Tensor = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise InputError(f"cannot read the head from {directory}: {error}") from error

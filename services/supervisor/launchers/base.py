@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import XtokenError
+from xtoken_core.regular_files import read_below
 
 UNKNOWN_EXIT = 255
 """Status of a process that exited without leaving one, while no parent could receive it."""
@@ -15,6 +16,8 @@ NODE_LOST_EXIT = 256
 """Status of a process whose machine is gone; no process can exit with it."""
 STATUS_FILE = "XTOKEN_STATUS_FILE"
 """Variable with the file in which a worker leaves its exit status, for a supervisor that is not its parent."""
+STATUS_LIMIT = 64
+"""Largest size of that file in bytes."""
 
 
 class NodeLostError(XtokenError):
@@ -118,6 +121,6 @@ class Launcher(Protocol):
 def read_status(file: Path) -> int:
     """Return the exit status that a process has left in a file, `UNKNOWN_EXIT` if it left none."""
     try:
-        return int(file.read_text(encoding="ascii"))
+        return int(read_below(file.parent, file.name, STATUS_LIMIT))
     except (OSError, ValueError):
         return UNKNOWN_EXIT

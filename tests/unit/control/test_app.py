@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,41 @@ def test_prometheus_metrics(client: TestClient, runs: Runs) -> None:
     assert 'xtoken_runs{state="completed"} 1.0' in text
     assert 'xtoken_control_requests_total{method="GET",route="/v1/runs/{run_id}",status="200"} 1.0' in text
     assert "scanned-for" not in text
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_files_of_a_hostile_run_directory(client: TestClient, runs: Runs, tmp_path: Path, kind: str) -> None:
+    output = put(runs)
+    (tmp_path / "secret").write_text("2026-01-01T00:00:09Z INFO secret\n")
+    for name in ("logs/trainer-0.1.log", "steps.jsonl", "eval.jsonl", "summary.json", "run.json"):
+        (output / name).unlink(missing_ok=True)
+        os.mkfifo(output / name) if kind == "fifo" else (output / name).symlink_to(tmp_path / "secret")
+    (output / "checkpoints" / "step-........").mkdir(parents=True)
+    for path in ("", "/logs", "/logs?worker=trainer-0", "/logs/files", "/metrics", "/artifacts", "/artifacts/run.json"):
+        answer = client.get(f"/v1/runs/old-1{path}")
+        assert answer.status_code in (200, 404) and "secret" not in answer.text, path
+    assert client.get("/runs/old-1").status_code == 200
+
+
+def test_names_and_times_that_no_response_can_hold(client: TestClient, runs: Runs) -> None:
+    output = put(runs)
+    Path(os.fsdecode(bytes(output) + b"/x\xff")).touch()
+    os.utime(output / "summary.json", (1e11, 1e14))
+    assert client.get("/v1/runs/old-1/artifacts").status_code == 200
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"a":' * 500 + "1" + "}" * 500, '{"a": "\\ud800"}', "[1]"])
+def test_hostile_summary(client: TestClient, runs: Runs, text: str) -> None:
+    output = put(runs)
+    for name in ("summary.json", "run.json", "steps.jsonl"):
+        (output / name).write_text(text + "\n")
+    assert client.get("/v1/runs/old-1").json()["summary"] is None
+    assert client.get("/runs/old-1").status_code == 200
+
+
+def test_long_log_lines_are_cut(client: TestClient, runs: Runs) -> None:
+    output = put(runs)
+    (output / "logs" / "queue.1.log").write_text("x" * 3_000_000 + "\nlast\n")
+    for params in ({"worker": "queue"}, {}):
+        text = client.get("/v1/runs/old-1/logs", params=params).text
+        assert len(text) < 20_000 and "bytes cut)" in text and "last" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,32 @@ def test_non_finite_values(tmp_path: Path) -> None:
     assert curve.sample(-1, 1) == [{"step": 1, "loss": 3.0}]
     assert curve.sample(-1, 2) == [{"step": 0}, {"step": 1, "loss": 3.0}]
     assert curve.recent[0] == {"step": 0, "loss": None, "why": "x", "ok": True}
+
+
+def test_file_that_no_trainer_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_log, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(metric_log, "CHUNK_BYTES", 256)
+    hostile = ["[" * 900, '{"step": 1e400}', '{"step": true}', '{"step": -1}', '{"step": 99999999999999999999}',
+               '{"step": 2, "text": "\\ud800"}', '{"step": 3, "n": 1' + "0" * 400 + "}", "x" * 5000]  # fmt: skip
+    file = tmp_path / "steps.jsonl"
+    file.write_text('{"step": 0}\n' + "\n".join(hostile) + '\n{"step": 7, "loss": 1.0}\n')
+    curve = MetricLog(file)
+    curve.refresh()
+    assert curve.sample(-1, 10) == [{"step": 0}, {"step": 3}, {"step": 7, "loss": 1.0}]
+    with file.open("a") as out:
+        out.write("y" * 5000)
+    curve.refresh()
+    with file.open("a") as out:
+        out.write('y"}\n{"step": 8}\n')
+    curve.refresh()
+    assert curve.sample(7, 10) == [{"step": 8}]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_curve_that_is_no_regular_file(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "secret").write_text('{"step": 0, "loss": 1.0}\n')
+    file = tmp_path / "steps.jsonl"
+    os.mkfifo(file) if kind == "fifo" else file.symlink_to(tmp_path / "secret")
+    curve = MetricLog(file)
+    curve.refresh()
+    assert len(curve) == 0

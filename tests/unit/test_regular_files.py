@@ -1,0 +1,100 @@
+"""Opening of files by name: FIFOs, devices, links, sizes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from xtoken_core.regular_files import (
+    IrregularFileError,
+    descriptor_path,
+    names_below,
+    open_below,
+    open_regular,
+    parse_object,
+    read_below,
+    read_regular,
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    (root / "inner").mkdir(parents=True)
+    (root / "inner" / "file").write_text("content")
+    (tmp_path / "secret").write_text("secret")
+    return root
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "directory", "device"])
+def test_irregular_files_do_not_block(root: Path, kind: str) -> None:
+    path = root / "x"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(path))
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path = Path("/dev/zero")
+    for read in (lambda: read_regular(path, 10), lambda: read_below(path.parent, path.name, 10)):
+        with pytest.raises(IrregularFileError, match="not a regular file"):
+            read()
+
+
+def test_links_are_followed_only_for_names_of_users(root: Path, tmp_path: Path) -> None:
+    (root / "link").symlink_to(root / "inner" / "file")
+    (root / "up").symlink_to(tmp_path)
+    (root / "loop").symlink_to(root / "loop")
+    assert read_regular(root / "link", 10) == b"content"
+    assert read_regular(root / "up" / "secret", 10) == b"secret"
+    for name in ("link", "up/secret", "loop"):
+        with pytest.raises(OSError):
+            open_below(root, name)
+    with pytest.raises(OSError):
+        open_regular(root / "loop")
+
+
+def test_confinement(root: Path, tmp_path: Path) -> None:
+    (root / "link").symlink_to(tmp_path / "secret")
+    assert read_regular(root / "inner" / "file", 10, within=[root]) == b"content"
+    with pytest.raises(IrregularFileError, match="leads out of the allowed directories"):
+        read_regular(root / "link", 10, within=[root])
+    for name in ("../secret", "/etc/passwd", "inner//file", "inner/../inner/file", "", "a\0b"):
+        with pytest.raises(IrregularFileError, match="not a path below"):
+            open_below(root, name)
+    assert read_below(root, "inner/file", 10) == b"content"
+
+
+def test_size_limit(root: Path) -> None:
+    assert read_below(root, "inner/file", 7) == b"content"
+    with pytest.raises(IrregularFileError, match="larger than 6 bytes"):
+        read_below(root, "inner/file", 6)
+
+
+def test_no_descriptor_is_left_open(root: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with descriptor_path(root / "inner" / "file") as path:
+        assert path.read_text() == "content"
+    for name in ("inner", "none", "inner/none"):
+        with pytest.raises(OSError):
+            open_below(root, name)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_names_below(root: Path, tmp_path: Path) -> None:
+    os.mkfifo(root / "inner" / "fifo")
+    (root / "inner" / "link").symlink_to(tmp_path / "secret")
+    (root / "other").symlink_to(root / "inner")
+    assert names_below(root, "inner") == ["file"]
+    assert names_below(root, "other") == names_below(root, "none") == []
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"[1]", b"{", b"\xff", b'{"n": ' + b"9" * 5000 + b"}"])
+def test_text_that_is_no_object(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_object(text)
