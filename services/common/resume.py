@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from services.common.private_files import check_private_directory, read_private
 from xtoken_core.config.identity import RunIdentity
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.regular_files import read_json_object
+from xtoken_core.regular_files import parse_object
 
 CHECKPOINTS, RUN, RESOLVED = "checkpoints", "run.json", "resolved.json"
-VERSION = 3
+VERSION = 4
 """Of the form of a checkpoint, `version` in its `run.json`; the one that is written and read."""
+RUN_BYTES = 1 << 30
+"""Greatest size of a `run.json` that is read."""
+NAME = re.compile(r"step-([0-9]{8})")
 SETTINGS = {
     "samples_per_step": "train.samples_per_step",
     "records": "the number of records in data.path",
@@ -33,8 +38,23 @@ SETTINGS = {
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """Return the checkpoint with the highest step; None without one."""
-    paths = directory.glob("step-????????") if directory.is_dir() else ()
-    return max((path for path in paths if path.name.removeprefix("step-").isdecimal()), default=None)
+    checkpoints = checkpoints_in(directory) if directory.is_dir() else {}
+    return checkpoints[max(checkpoints)] if checkpoints else None
+
+
+def checkpoints_in(directory: Path) -> dict[int, Path]:
+    """Return the checkpoints in a directory, by step.
+
+    Raises:
+        InputError: It cannot be listed.
+    """
+    try:
+        named = {path: NAME.fullmatch(path.name) for path in directory.iterdir()}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InputError(f"cannot list the checkpoints in {directory}: {error.strerror}") from error
+    return {int(match[1]): path for path, match in named.items() if match}
 
 
 def write_run_document(run: ResolvedRun, cursor: Mapping[str, Any]) -> str:
@@ -49,10 +69,12 @@ def read_run_document(path: Path) -> tuple[RunIdentity, dict[str, Any]]:
         The identity of its run, fields that are newer than the checkpoint at their defaults; and the cursor.
 
     Raises:
-        InputError: It cannot be read, or is of another version.
+        InputError: It cannot be read, is of another version, or others may write to it.
     """
     try:
-        document = read_json_object(path / RUN)
+        check_private_directory(path.parent, follow=True)
+        check_private_directory(path)
+        document = parse_object(read_private(path, RUN, RUN_BYTES))
         version = document.get("version", document.get("format"))  # `format` until version 2
         if version is not None and version != VERSION:
             raise InputError(

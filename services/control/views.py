@@ -16,6 +16,7 @@ from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow
 from services.supervisor.json_files import read_json
 from services.supervisor.run_record import SUMMARY, RunState
+from xtoken_core.errors import InputError
 
 KEPT_VIEWS = 128
 HIDDEN = ("seq", "spec", "queue", "key", "digest")
@@ -59,7 +60,10 @@ class View:
         }  # fmt: skip
 
     def _checkpoint(self) -> int | None:
-        newest = newest_checkpoint(self.output / CHECKPOINTS)
+        try:
+            newest = newest_checkpoint(self.output / CHECKPOINTS)
+        except InputError:
+            return None
         return int(newest.name.removeprefix("step-")) if newest is not None else None
 
 

@@ -4,42 +4,41 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import shutil
-import stat
 import threading
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from services.common.resume import (
     RUN,
     check_identity,
+    checkpoints_in,
     newest_checkpoint,
     read_run_document,
     unreadable,
     write_run_document,
 )
+from services.trainer.checkpoint_files import (
+    FILE_MODE,
+    build_index,
+    read_index,
+    read_tensors,
+    write_index,
+    write_rank_file,
+)
 from services.trainer.distributed import RankGroup
 from services.trainer.staging import Stage
 from xtoken_core.atomic import atomic_rename, atomic_write
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.errors import InputError, OutputError
+from xtoken_core.errors import InputError, OutputError, XtokenError
 
 log = logging.getLogger("xtoken.trainer")
-
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
-
-logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)  # it prints what is raised as well
 
 PRIVATE = 0o700
 
@@ -78,7 +77,7 @@ class Checkpoints:
     continues.
 
     Args:
-        directory: Holds them; private, since loading one trusts its files.
+        directory: Holds them; private, since a checkpoint decides what is trained.
         run: The run, whose identity every checkpoint carries.
         group: The ranks that write and read together.
     """
@@ -145,10 +144,23 @@ class Checkpoints:
             state: Tensors by the names given to `save`; filled in place.
 
         Raises:
-            InputError: It cannot be read, is of another version, or others may write to its directory.
+            InputError: It cannot be read, is of another version, or others may write to it; on every rank, if on any.
             ConfigError: It belongs to a run with other data, tokenizers or settings; the text names what differs.
         """
-        check_private(self.directory)
+        failure: XtokenError | None = None
+        cursor = Cursor()
+        try:
+            cursor = self._read(path, state)
+        except XtokenError as error:
+            failure = error
+        texts = self.group.all_gather("" if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if any(texts):
+            raise InputError(next(filter(None, texts)))
+        return cursor
+
+    def _read(self, path: Path, state: Mapping[str, Tensor]) -> Cursor:
         identity, document = read_run_document(path)
         try:
             cursor = cursor_from(document)
@@ -156,9 +168,9 @@ class Checkpoints:
             raise unreadable(path, error) from error
         check_identity(path, identity, self.run)
         try:
-            load_state(dict(state), storage_reader=FileSystemReader(path), no_dist=self.group.size == 1)
-        except (Exception, CheckpointException) as error:  # the second is no Exception
-            raise unreadable(path, first_failure(error)) from error
+            read_tensors(path, read_index(path), state, self.group.rank, self.group.size)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise unreadable(path, error) from error
         return cursor
 
     def _write(self, target: Path, document: str) -> None:
@@ -166,45 +178,63 @@ class Checkpoints:
         scratch = target.with_name(f".{target.name}.tmp")
         try:
             staged = self.stage.staged()
-            self._prepare(scratch)
-            writer = FileSystemWriter(scratch, sync_files=True)
-            save_state(staged, storage_writer=writer, process_group=self.group.background, no_dist=self.group.size == 1)
+            index = build_index(staged, self.group.size)
             if self.group.is_leader:
+                self._together(lambda: self._prepare(scratch))
+            else:
+                self._together(lambda: None)
+            self._together(lambda: write_rank_file(scratch, index, staged, self.group.rank))
+            if self.group.is_leader:
+                write_index(scratch, index)
                 self._commit(scratch, target, document)
-        except (Exception, CheckpointException) as error:  # reported by the next wait() or check()
+        except Exception as error:  # reported by the next wait() or check()
             if self.group.is_leader:
                 shutil.rmtree(scratch, ignore_errors=True)
-            self._failure = OutputError(f"cannot write the checkpoint {target}: {_reason(first_failure(error))}")
+            self._failure = OutputError(f"cannot write the checkpoint {target}: {_reason(error)}")
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Do this rank's part, and raise the first rank's error on all ranks if any rank has failed."""
+        failure: Exception | None = None
+        try:
+            action()
+        except Exception as error:
+            failure = error
+        reasons = self.group.exchange_in_background("" if failure is None else _reason(failure))
+        if failure is not None:
+            raise failure
+        if any(reasons):
+            raise OutputError(next(filter(None, reasons)))
 
     def _prepare(self, scratch: Path) -> None:
         """Create an empty temporary directory, before any rank writes into it."""
-        failure: OSError | None = None
-        if self.group.is_leader:
-            try:
-                self.directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir(mode=PRIVATE)
-            except OSError as error:
-                failure = error
-        if self.group.background is not None:
-            dist.barrier(group=self.group.background)
-        if failure is not None:
-            raise failure
+        self.directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(mode=PRIVATE)
 
     def _commit(self, scratch: Path, target: Path, document: str) -> None:
         atomic_write(scratch / RUN, document)
-        if target.exists():
-            shutil.rmtree(target)
+        (scratch / RUN).chmod(FILE_MODE)
+        if target.is_dir():
+            discard(target)
         atomic_rename(scratch, target)
         self._prune()
         log.info("checkpoint %s", target)
 
     def _prune(self) -> None:
-        checkpoints = sorted(self.directory.glob("step-????????"))
-        for old in checkpoints[: -self.run.spec.train.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
+        checkpoints = checkpoints_in(self.directory)
+        for step in sorted(checkpoints)[: -self.run.spec.train.keep_checkpoints]:
+            with suppress(OSError):
+                discard(checkpoints[step])
         for scratch in self.directory.glob(".step-*.tmp"):
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint; it loses its name first, so that no part of it is ever taken for a whole one."""
+    scratch = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    checkpoint.rename(scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def cursor_from(document: Mapping[str, Any]) -> Cursor:
@@ -213,32 +243,8 @@ def cursor_from(document: Mapping[str, Any]) -> Cursor:
     return Cursor(**{**document, **positions})
 
 
-def check_private(directory: Path) -> None:
-    """Refuse a directory that another user owns or may write to.
-
-    Raises:
-        InputError: It is.
-    """
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise InputError(
-            f"others may write to the checkpoints in {directory}, and loading one trusts its files: make sure that "
-            f"they are yours, then chown and chmod 700 {directory}"
-        )
-
-
-def first_failure(error: BaseException) -> BaseException:
-    """Return the first rank's error of a `CheckpointException`; another error as it is."""
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict) and failures:
-        first = next(iter(failures.values()))[0]
-        return first if isinstance(first, BaseException) else error
-    return error
-
-
 def _reason(error: BaseException) -> str:
     text = str(error)
-    full = getattr(error, "errno", None) == errno.ENOSPC or "file write failed" in text or "writing file" in text
-    if full or "No space left" in text:
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text:
         return "the disk is full: free some space and start the run again"
     return (text.splitlines() or [type(error).__name__])[0]

@@ -24,6 +24,8 @@ TIMEOUT = timedelta(days=1)
 """Limit for later collectives. A rank that hangs stops its heartbeat and is ended by the run's own, shorter limits."""
 BEAT = timedelta(seconds=2)
 BUCKET_BYTES = 256 << 20
+TEXT_BYTES = 512
+"""Of each text that `exchange_in_background` sends; the rest is cut off."""
 T = TypeVar("T")
 
 
@@ -143,6 +145,15 @@ class RankGroup:
         padded[: len(plain)] = torch.frombuffer(bytearray(plain), dtype=torch.uint8)
         texts = [bytes(part[: int(size)].tolist()) for part, size in zip(self._all(padded), sizes, strict=True)]
         return [json.loads(text) for text in texts]
+
+    def exchange_in_background(self, mine: str) -> list[str]:
+        """Return every rank's text, in rank order; called by the checkpoint thread of all ranks."""
+        if self.background is None:
+            return [mine]
+        plain = mine.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        texts = [torch.empty(TEXT_BYTES, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, torch.frombuffer(bytearray(plain), dtype=torch.uint8), group=self.background)
+        return [bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore") for text in texts]
 
     def _all(self, mine: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.size)]

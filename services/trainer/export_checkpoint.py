@@ -6,14 +6,13 @@ Selecting the checkpoint needs no torch: what cannot be exported is refused befo
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.allowed_paths import Roots, confined
-from services.common.resume import CHECKPOINTS, RESOLVED
+from services.common.resume import CHECKPOINTS, RESOLVED, checkpoints_in
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.errors import InputError, OutputError
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from services.trainer.checkpoint import Cursor
-
-NAME = re.compile(r"step-([0-9]{8})")
 
 
 @dataclass(frozen=True)
@@ -76,21 +73,6 @@ def choose(output: Path, step: int | None = None, to: Path | None = None) -> Exp
     target = to if to is not None else output / f"model-{checkpoints[at].name}"
     check_target(target)
     return Export(run, checkpoints[at], at, target)
-
-
-def checkpoints_in(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints in a directory, by step.
-
-    Raises:
-        InputError: It cannot be listed.
-    """
-    try:
-        named = {path: NAME.fullmatch(path.name) for path in directory.iterdir()}
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise InputError(f"cannot list the checkpoints in {directory}: {error.strerror}") from error
-    return {int(match[1]): path for path, match in named.items() if match}
 
 
 def check_target(target: Path) -> None:

@@ -21,6 +21,7 @@ OBJECT_COLLECTIVES = {
     "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list",
     "send_object_list",
 }  # fmt: skip
+CHECKPOINT_PACKAGE = "torch.distributed.checkpoint"
 PICKLERS = {"dill", "cloudpickle", "joblib", "jsonpickle", "marshal", "shelve"}
 PICKLE_ERRORS = {"PickleError", "PicklingError", "UnpicklingError"}
 
@@ -110,6 +111,17 @@ def findings_of_object_collectives(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
+def findings_of_distributed_checkpoints(tree: ast.Module) -> Iterator[str]:
+    """Readers of torch.distributed.checkpoint, which unpickle `.metadata`; helpers for state dicts are none."""
+    for node in ast.walk(tree):
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        yield from (
+            module for module in modules
+            if module.startswith(CHECKPOINT_PACKAGE) and module != f"{CHECKPOINT_PACKAGE}.state_dict"
+        )  # fmt: skip
+
+
 KINDS = [
     pytest.param(findings_of_pickle, id="pickle"),
     pytest.param(findings_of_loading, id="loading"),
@@ -120,6 +132,16 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_that_is_read_or_received_can_run_code(kind) -> None:  # type: ignore[no-untyped-def]
     found = [f"{name_of(path)}: {what}" for path in source_files(*HOUSE, *BESIDE) for what in kind(tree_of(path))]
+    assert found == []
+
+
+def test_product_reads_no_distributed_checkpoint() -> None:
+    """Benchmarks may, for a comparison."""
+    found = [
+        f"{name_of(path)}: {what}"
+        for path in source_files(*HOUSE)
+        for what in findings_of_distributed_checkpoints(tree_of(path))
+    ]
     assert found == []
 
 
@@ -134,6 +156,8 @@ def test_nothing_that_is_read_or_received_can_run_code(kind) -> None:  # type: i
         (findings_of_loading, "np.load(path, allow_pickle=True)"),
         (findings_of_loading, "AutoModel.from_pretrained(path, trust_remote_code=True)"),
         (findings_of_object_collectives, "dist.broadcast_object_list(values)"),
+        (findings_of_distributed_checkpoints, "from torch.distributed.checkpoint.filesystem import FileSystemReader"),
+        (findings_of_distributed_checkpoints, "import torch.distributed.checkpoint as dcp"),
     ],
 )
 def test_the_search_finds_what_it_looks_for(kind, code: str) -> None:  # type: ignore[no-untyped-def]

@@ -72,7 +72,7 @@ def test_a_checkpoint_of_another_run_names_what_differs(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "c", other).load(path, WEIGHTS)
 
 
-@pytest.mark.parametrize("file", ["run.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("file", ["run.json", "index.json", "rank-00000.safetensors"])
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str) -> None:
     path = saved(tmp_path)
     (path / file).write_bytes((path / file).read_bytes()[:30])

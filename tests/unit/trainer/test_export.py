@@ -150,7 +150,7 @@ def test_mistakes_are_told_in_one_line_before_anything_heavy_is_imported(tmp_pat
     assert "resolved.json: spec: " in refused(str(output))
 
 
-@pytest.mark.parametrize("file", ["run.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("file", ["run.json", "index.json", "rank-00000.safetensors"])
 def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path, file: str) -> None:
     train(run_directory(tmp_path, make_model()), [4])
     damaged = tmp_path / "checkpoints" / "step-00000004" / file
