@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from services.common.resume import checkpoints_in
 from services.trainer import checkpoint as module
 from services.trainer.checkpoint import Checkpoints, Cursor
 from services.trainer.checkpoint_files import (
@@ -271,21 +268,5 @@ def test_another_ranks_failure_is_every_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_writer_that_is_killed_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
-    delay = random.Random(5)
     command = [sys.executable, "-m", "tests.unit.trainer.killed_writer", str(tmp_path)]
-    last = 0
-    for _ in range(12):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert int(process.stdout.readline()) > last
-        time.sleep(delay.uniform(0, 0.1))
-        process.kill()
-        printed = process.stdout.read().split()
-        process.wait()
-        steps = checkpoints_in(tmp_path / "c")
-        last = max(steps)
-        assert last >= int((printed or [last])[-1])
-        for step, path in steps.items():
-            state = {f"w{i}": torch.zeros(1000, 100) for i in range(8)}
-            assert checkpoints(tmp_path).load(path, state).step == step
-            assert all(bool((value == step).all()) for value in state.values())
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=200)
