@@ -146,6 +146,14 @@ class ScriptedRun:
             threading.Event().wait(0.05)
         raise AssertionError(f"never came: {self.supervisor.status()}")
 
+    def until_step(self, step: int) -> None:
+        """Wait until this many steps are trained and every worker has done what it does at its start."""
+
+        def ready(worker: dict[str, Any]) -> bool:
+            return worker["kind"] == "queue" or any(self.state.glob(f"{worker['name']}.*.ready"))
+
+        self.until(lambda s: s["step"] >= step and all(map(ready, s["workers"])))
+
     def pid(self, name: str) -> int | None:
         return next(w["pid"] for w in self.supervisor.status()["workers"] if w["name"] == name)
 

@@ -63,7 +63,7 @@ def test_killed_workers_are_restarted(scripted: ScriptedRun) -> None:
 
 def test_killed_queue_is_restarted_and_rewound(scripted: ScriptedRun) -> None:
     scripted.start(steps=60)
-    scripted.until(lambda s: s["step"] >= 3)
+    scripted.until_step(3)
     before = scripted.pid("trainer-0")
     os.kill(scripted.pid("queue"), signal.SIGKILL)
     assert scripted.wait().state == RunState.COMPLETED
@@ -126,7 +126,7 @@ def test_worker_without_a_session_is_restarted(scripted: ScriptedRun) -> None:
 
 def test_dead_rank_restarts_all_trainers(scripted: ScriptedRun) -> None:
     scripted.start(steps=30, ranks=2)
-    scripted.until(lambda s: s["step"] >= 2)
+    scripted.until_step(2)
     os.kill(scripted.pid("trainer-1"), signal.SIGKILL)
     assert scripted.wait().state == RunState.COMPLETED
     assert [attempts(scripted, f"trainer-{rank}") for rank in (0, 1)] == [2, 2]
@@ -151,7 +151,7 @@ def test_early_exit_is_restarted(scripted: ScriptedRun) -> None:
 
 def test_graceful_shutdown(scripted: ScriptedRun) -> None:
     supervisor = scripted.start(steps=1000)
-    scripted.until(lambda s: s["step"] >= 2)
+    scripted.until_step(2)
     supervisor.stop()
     ending = scripted.wait()
     assert (ending.state, ending.exit_code) == (RunState.STOPPED, 130)
@@ -162,7 +162,7 @@ def test_graceful_shutdown(scripted: ScriptedRun) -> None:
 def test_stop_kills_deaf_workers_and_all_children(scripted: ScriptedRun) -> None:
     deeds = ["start:deaf", "start:child group", "start:child own"]
     supervisor = scripted.start(steps=1000, teacher_0_0=deeds, collator_0=["start:child group"])
-    scripted.until(lambda s: s["step"] >= 2)
+    scripted.until_step(2)
     assert len(scripted.left_behind()) > 4, "the run's processes and their children live"
     supervisor.stop()
     assert scripted.wait().state == RunState.STOPPED
@@ -171,7 +171,7 @@ def test_stop_kills_deaf_workers_and_all_children(scripted: ScriptedRun) -> None
 def test_stop_now_does_not_wait(scripted: ScriptedRun) -> None:
     limits = Limits(grace_s=3600)
     supervisor = scripted.start(steps=1000, trainer_0=["start:deaf"], limits=limits)
-    scripted.until(lambda s: s["step"] >= 1)
+    scripted.until_step(1)
     supervisor.stop()
     supervisor.stop(now=True)
     ending = scripted.wait()
@@ -186,7 +186,7 @@ def test_trainers_exit_before_the_others_are_signalled(scripted: ScriptedRun) ->
     others = {"teacher_0_0": ["start:linger 0"], "collator_0": ["start:linger 0"]}
     limits = Limits(grace_s=60)
     supervisor = scripted.start(steps=1000, ranks=2, trainer_1=["start:linger 0.5"], limits=limits, **others)
-    scripted.until(lambda s: s["step"] >= 2)
+    scripted.until_step(2)
     supervisor.stop()
     ending = scripted.wait()
     assert (ending.state, ending.error) == (RunState.STOPPED, "")
@@ -199,7 +199,7 @@ def test_trainer_that_uses_up_the_grace_is_named(scripted: ScriptedRun, caplog: 
     supervisor = scripted.start(
         steps=1000, trainer_0=["start:deaf"], teacher_0_0=["start:linger 1"], limits=limits
     )  # fmt: skip
-    scripted.until(lambda s: s["step"] >= 2)
+    scripted.until_step(2)
     supervisor.stop()
     ending = scripted.wait()
     lost = "trainer-0 did not exit within 2 s (workers.stop_timeout_s): progress since the last checkpoint is lost"
@@ -215,7 +215,7 @@ def test_failures_during_shutdown_are_named(scripted: ScriptedRun, caplog: pytes
     supervisor = scripted.start(
         steps=1000, trainer_0=["start:stumble 2"], teacher_0_0=["start:stumble 7"], limits=limits
     )  # fmt: skip
-    scripted.until(lambda s: s["step"] >= 2)
+    scripted.until_step(2)
     supervisor.stop()
     ending = scripted.wait()
     said = (
@@ -233,7 +233,7 @@ def test_failed_and_killed_trainers_are_both_named(scripted: ScriptedRun) -> Non
     supervisor = scripted.start(
         steps=1000, ranks=2, trainer_0=["start:deaf"], trainer_1=["start:stumble 2"], limits=limits
     )  # fmt: skip
-    scripted.until(lambda s: s["step"] >= 2)
+    scripted.until_step(2)
     supervisor.stop()
     assert scripted.wait().error == (
         "trainer-0 did not exit within 2 s (workers.stop_timeout_s): progress since the last checkpoint is "
@@ -246,7 +246,7 @@ def test_failure_before_stop_now_is_named(scripted: ScriptedRun) -> None:
     supervisor = scripted.start(
         steps=1000, trainer_0=["start:stumble 2"], collator_0=["start:deaf"], limits=limits
     )  # fmt: skip
-    scripted.until(lambda s: s["step"] >= 2)
+    scripted.until_step(2)
     pid = scripted.pid("trainer-0")
     supervisor.stop()
     for _ in range(600):
@@ -268,7 +268,7 @@ def test_worker_waiting_for_a_restart_has_not_failed_during_shutdown(scripted: S
 
 def test_sigterm_before_the_handler_is_a_clean_exit(scripted: ScriptedRun) -> None:
     supervisor = scripted.start(steps=1000)  # a scripted worker never listens: the signal ends it
-    scripted.until(lambda s: s["step"] >= 1)
+    scripted.until_step(1)
     supervisor.stop()
     assert scripted.wait().error == ""
     left = {name: worker["exit_code"] for name, worker in record(scripted)["workers"].items() if name != "queue"}

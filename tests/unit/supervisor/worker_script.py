@@ -50,6 +50,7 @@ class Script:
             options.name, options.kind, incarnation=options.incarnation, rank=options.rank, silence_s=3,
             needs_run=True, wait_s=20,
         )  # fmt: skip
+        (self.state / f"{options.name}.{options.incarnation}.ready").touch()
         self.run = RunClient(self.client)
         try:
             {"collator": self.collate, "teacher": self.wait_for_end, "trainer": self.train}[options.kind]()
