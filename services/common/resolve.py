@@ -63,7 +63,8 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
     _check_messages(spec, index)
     if spec.eval is not None:
-        open_index(spec, spec.eval.paths, spec.eval.field)
+        for paths in (spec.eval.paths, *((path,) for path in spec.eval.also_by_name.values())):
+            open_index(spec, paths, spec.eval.field)
     positions = spec.data.epochs * records
     if spec.train.max_steps is not None:
         positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)

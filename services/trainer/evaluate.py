@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +16,14 @@ from services.trainer.eval_loss import EvalLoss
 from services.trainer.jsonl import JsonLines
 from services.trainer.loggers import eval_line
 from services.trainer.student import Student
-from xtoken_core.evaluation import evaluate
+from xtoken_core.dataset.index import DataIndex
+from xtoken_core.evaluation import EvalResult, evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 
 log = logging.getLogger("xtoken.trainer")
+
+OF_EVERY_TEXT = ("bits_per_byte", "next_token_accuracy", "nll_nats", "bytes", "tokens", "documents")
+"""Metrics that every text of `eval.also` gets, with `_NAME` appended."""
 
 
 class Evaluator:
@@ -49,24 +55,15 @@ class Evaluator:
             The line; None on a rank that does not write.
         """
         assert self.spec.eval is not None
-        index = open_index(
-            self.spec, self.spec.eval.paths, self.spec.eval.field, progress=lambda _done, _all: self._heartbeat()
-        )
+        index = self._index(self.spec.eval.paths)
         student.eval()
         try:
             with torch.compiler.set_stance("force_eager"):  # many widths, each seldom: compiling them would take longer
-                result = evaluate(
-                    student,
-                    self.tokenizer,
-                    index.documents(),
-                    context_length=self.spec.student.context_length,
-                    batch_tokens=self.spec.train.micro_batch_tokens,
-                    device=student.device,
-                    max_bytes=self.spec.eval.max_bytes,
-                    progress=self._heartbeat,
-                    outputs=student.outputs if student.blockwise else None,
-                )
+                result = self._measure(student, index)
                 row = {"step": step, **asdict(result), "loss": result.nll_nats / max(result.tokens, 1)}
+                for name, path in self.spec.eval.also_by_name.items():
+                    other = self._measure(student, self._index([path]))
+                    row |= {f"{metric}_{name}": getattr(other, metric) for metric in OF_EVERY_TEXT}
                 if self.spec.eval.teacher_kl:
                     self._heartbeat()
                     if self._eval_loss is None:
@@ -82,3 +79,21 @@ class Evaluator:
         self.lines.append(row)
         log.info("after %d steps: %s", step, eval_line(row))
         return row
+
+    def _index(self, paths: Sequence[Path]) -> DataIndex:
+        assert self.spec.eval is not None
+        return open_index(self.spec, paths, self.spec.eval.field, progress=lambda _done, _all: self._heartbeat())
+
+    def _measure(self, student: Student, index: DataIndex) -> EvalResult:
+        assert self.spec.eval is not None
+        return evaluate(
+            student,
+            self.tokenizer,
+            index.documents(),
+            context_length=self.spec.student.context_length,
+            batch_tokens=self.spec.train.micro_batch_tokens,
+            device=student.device,
+            max_bytes=self.spec.eval.max_bytes,
+            progress=self._heartbeat,
+            outputs=student.outputs if student.blockwise else None,
+        )

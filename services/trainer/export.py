@@ -273,6 +273,11 @@ def _held_out(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str
         for name, words in EVAL_METRICS
         if all(row.get(name) is not None for row in shown)
     ]
+    rows += [
+        f"| bits per byte of {name} | {' | '.join(f'{row[key]:.4f}' for row in shown)} |"
+        for name in run.spec.eval.also_by_name
+        if all(row.get(key := f"bits_per_byte_{name}") is not None for row in shown)
+    ]
     paths = ", ".join(f"`{path}`" for path in run.spec.eval.paths)
     heads = ["metric", *(f"after {row['step']} steps" for row in shown)]
     table = "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])

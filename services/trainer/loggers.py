@@ -20,6 +20,7 @@ log = logging.getLogger("xtoken.trainer")
 
 FLUSH_S = 10
 WANDB_ID = "wandb-id"
+OTHER_TEXT = "bits_per_byte_"
 LOSSES = ("loss", "kl_loss", "ce_loss")
 
 Row = Mapping[str, Any]
@@ -185,8 +186,12 @@ def eval_line(row: Row) -> str:
 
     >>> eval_line({"bits_per_byte": 1.25, "loss": 3.0, "held_out_kl_loss": 0.5, "next_token_accuracy": 0.3125})
     '1.2500 bits per byte on held-out text, loss 3.0000, kl_loss 0.5000, next-token accuracy 31.2%'
+    >>> eval_line({"bits_per_byte": 1.25, "bits_per_byte_test": 1.5})
+    '1.2500 bits per byte on held-out text, 1.5000 on test'
     """
     parts = [f"{row['bits_per_byte']:.4f} bits per byte on held-out text"]
+    others = [name.removeprefix(OTHER_TEXT) for name in row if name.startswith(OTHER_TEXT) and _has(row, name)]
+    parts += [f"{row[OTHER_TEXT + name]:.4f} on {name}" for name in others]
     if _has(row, "loss"):
         parts.append(f"loss {row['loss']:.4f}")
     if _has(row, "held_out_kl_loss"):

@@ -101,8 +101,10 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(
 ) -> None:
     """One rank's teacher hangs, the other rank has done its part of the step: both are asked to leave."""
     held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(4, seed=5))
+    copy = shutil.copy(held_out, tmp_path / "copy.jsonl")
     train = {"parallel": parallel, "checkpoint_every": 100_000}
-    changes: dict[str, Any] = {"workers": {"ranks": 2, "collators": 1}, "eval": {"path": held_out, "every": 2}}
+    evaluation = {"path": held_out, "also": [copy], "every": 2}
+    changes: dict[str, Any] = {"workers": {"ranks": 2, "collators": 1}, "eval": evaluation}
     spec = tiny_spec(assets, tmp_path, records=80_000, train=train, **changes)
     crew = start(spec)
     crew.wait_for_steps(4)
@@ -117,6 +119,10 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(
     assert crew.join().state == RunState.STOPPED
     steps = len(steps_of(spec.output))
     assert [path.name for path in checkpoints.iterdir()] == [f"step-{steps:08d}"]
+    rows = lines_of(spec.output / "eval.jsonl")
+    assert len(rows) > 1
+    for name in ("bits_per_byte", "tokens", "bytes"):
+        assert [row[f"{name}_copy"] for row in rows] == pytest.approx([row[name] for row in rows], rel=1e-6), name
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,7 @@ PAD_MULTIPLE = 8
 """Padded lengths are rounded up to a multiple of this."""
 MAX_SLOTS = 1024
 """Maximum of slots of a ring in the queue's messages."""
+NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 def padded_length(length: int) -> int:
@@ -111,8 +113,11 @@ class EvalSpec(Part):
     """Same meaning as `data.field`."""
     every: Count = 100
     """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
+    also: Path | tuple[Path, ...] = ()
+    """More held-out texts, such as a test set or another language. Each is read as `path` is and reported by itself, under
+    the name of its file without the last suffix: `bits_per_byte_NAME`."""
     max_bytes: Count = 1 << 20
-    """Bytes of the text that are read, in UTF-8."""
+    """Bytes that are read of `path`, and of every text of `also`, in UTF-8."""
     teacher_kl: bool = False
     """Measure the run's loss on the held-out text too, with the divergence from the teachers. They are loaded beside
     the student for every evaluation and need their memory."""
@@ -123,6 +128,19 @@ class EvalSpec(Part):
     def paths(self) -> tuple[Path, ...]:
         """The path or paths, always as a tuple."""
         return self.path if isinstance(self.path, tuple) else (self.path,)
+
+    @property
+    def also_by_name(self) -> dict[str, Path]:
+        """The texts of `also` by the name that their metrics carry."""
+        paths = self.also if isinstance(self.also, tuple) else (self.also,)
+        return {NOT_IN_A_NAME.sub("_", path.stem): path for path in paths}
+
+    @model_validator(mode="after")
+    def _distinct_names(self) -> EvalSpec:
+        count = len(self.also) if isinstance(self.also, tuple) else 1
+        if len(self.also_by_name) < count:
+            raise ValueError("eval.also: two texts have the same file name: rename one, since metrics carry that name")
+        return self
 
 
 class QueueSpec(Part):

@@ -51,7 +51,7 @@ CHARTS = (
     Chart("loss", "Loss", "steps", "nats", (Line("loss", "total"), Line("kl_loss", "KL"), Line("ce_loss", "CE"))),
     Chart(
         "held-out", "Evaluation", "eval", "bits per byte",
-        (Line("bits_per_byte", "bits per byte"),),
+        (Line("bits_per_byte", "bits per byte"), Line("bits_per_byte_*", "of", single_label="of another text")),
     ),
     Chart(
         "held-out-loss", "Evaluation loss", "eval", "nats",

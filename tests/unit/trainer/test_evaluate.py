@@ -21,7 +21,7 @@ from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 from tests.unit.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.spec import EvalSpec, RunSpec
 from xtoken_core.evaluation import evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 
@@ -61,6 +61,18 @@ def test_a_rank_that_waits_beats_and_notices_a_death_at_once(rank_0: str) -> Non
     else:
         assert [process.returncode for process in processes] == [9, 1]
         assert "Connection" in said[1][1]
+
+
+def test_names_of_more_texts() -> None:
+    spec = EvalSpec(path=Path("a.jsonl"), also=(Path("x/test.jsonl"), Path("x/hand book.de.jsonl")))
+    assert list(spec.also_by_name) == ["test", "hand_book.de"]
+    assert EvalSpec(path=Path("a.jsonl"), also=Path("b.jsonl")).also_by_name == {"b": Path("b.jsonl")}
+    assert EvalSpec(path=Path("a.jsonl")).also_by_name == {}
+
+
+def test_more_texts_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"eval\.also: two texts have the same file name"):
+        EvalSpec(path=Path("a.jsonl"), also=(Path("x/test.jsonl"), Path("y/test.txt")))
 
 
 def test_a_single_rank_waits_for_nobody() -> None:
