@@ -38,7 +38,8 @@ def expected() -> dict[str, torch.Tensor]:
     return {}
 
 
-@pytest.mark.parametrize("signal", ["shared_memory_hidden", pytest.param("queue", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["shared_memory_hidden", "queue"])
 def test_hidden_states_train_as_logits_do(
     assets: TinyAssets, tmp_path: Path, start: Start, expected: dict[str, torch.Tensor], signal: str
 ) -> None:

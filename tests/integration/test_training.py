@@ -43,6 +43,7 @@ def test_steps_without_a_finite_loss_are_left_out_and_end_the_run(
     assert all("learning_rate" not in line for line in lines[-2:])
 
 
+@pytest.mark.slow
 def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teacher(
     assets: TinyAssets, tmp_path: Path, start: Start
 ) -> None:
@@ -127,7 +128,10 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(
 
 @pytest.mark.parametrize(
     ("workers", "tolerance"),
-    [({"ranks": 2}, 1e-4), pytest.param({"device": "cuda"}, 1e-3, marks=pytest.mark.gpu)],
+    [
+        pytest.param({"ranks": 2}, 1e-4, marks=pytest.mark.slow),
+        pytest.param({"device": "cuda"}, 1e-3, marks=pytest.mark.gpu),
+    ],
     ids=["two-ranks", "cuda"],
 )
 def test_a_step_follows_the_better_teacher_of_each_micro_batch(
@@ -166,6 +170,7 @@ def test_a_step_follows_the_better_teacher_of_each_micro_batch(
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
 
 
+@pytest.mark.slow
 def test_a_student_with_experts_learns_with_its_router(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     place = shutil.copytree(assets.student, tmp_path / "experts")
     width = AutoModelForCausalLM.from_pretrained(place).config.vocab_size

@@ -104,7 +104,7 @@ def tiny_spec(assets: TinyAssets, directory: Path, *, records: int = 96, **chang
         },
         "loss": {"vocab_topk": 64},
         "queue": {"block_size": 4},
-        "workers": {"collators": 2, "device": "cpu"},
+        "workers": {"collators": 1, "device": "cpu"},
     }
     for part, value in changes.items():
         raw[part] = {**raw[part], **value} if isinstance(value, dict) and part in raw else value
