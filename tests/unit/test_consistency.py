@@ -70,5 +70,5 @@ def test_descent_improves_for_every_loss(case):
     noise = torch.randn(truth.shape, dtype=torch.float64, generator=generator)
     near = logits_of(0.9 * truth + 0.1 / truth.shape[1]) + noise
     for name, loss in losses_of(world, tables).items():
-        found = descend(world, [(1.0, loss)], near, 25, sum(world.chunks.values()))
+        found = descend(world, [(1.0, loss)], near, 12, sum(world.chunks.values()))
         assert found["best"] < 0.7 * found["start"], name

@@ -114,8 +114,8 @@ class EvalSpec(Part):
     every: Count = 100
     """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
     also: Path | tuple[Path, ...] = ()
-    """More held-out texts, such as a test set or another language. Each is read as `path` is and reported by itself, under
-    the name of its file without the last suffix: `bits_per_byte_NAME`."""
+    """More held-out texts, such as a test set or another language. Each is read as `path` is and reported by itself,
+    under the name of its file without the last suffix: `bits_per_byte_NAME`."""
     max_bytes: Count = 1 << 20
     """Bytes that are read of `path`, and of every text of `also`, in UTF-8."""
     teacher_kl: bool = False

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import struct
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +17,18 @@ from torch import Tensor
 
 from xtoken_core.atomic import atomic_path
 from xtoken_core.errors import InputError
-from xtoken_core.projection.fingerprint import FORMAT, FORMAT_KEY, STUDENT_KEY, TEACHER_KEY, projection_header
+from xtoken_core.projection.fingerprint import (
+    FORMAT,
+    FORMAT_KEY,
+    STUDENT_KEY,
+    TEACHER_KEY,
+    ProjectionFileError,
+    check_archive,
+    projection_header,
+)
 
 MAX_ID = 1 << 26
 """A token id beyond this is taken for a damaged or hostile file."""
-
-
-class ProjectionFileError(InputError, ValueError):
-    """Error of a file that is not a projection or is damaged."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,7 @@ def _read(path: Path) -> TopKProjection | tuple[Tensor, Tensor]:
     if (metadata := projection_header(path)) is not None:
         return _own(path, metadata)
     try:
-        if not zipfile.is_zipfile(path):
-            raise ProjectionFileError(f"{path} is not a projection file: neither torch.save's format nor xtoken's own")
+        check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ProjectionFileError(

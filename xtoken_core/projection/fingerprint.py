@@ -23,6 +23,10 @@ _ALTERNATIVES = ("tokenizer.json", "tekken.json")
 _OTHERS = ("*.model", "*.model.v*", "vocab.json", "merges.txt", "vocab.txt", "*.tiktoken", "added_tokens.json")
 
 
+class ProjectionFileError(InputError, ValueError):
+    """Error of a file that is not a projection, or a damaged one."""
+
+
 class MissingProjectionError(InputError, FileNotFoundError):
     """Error of a projection file that does not exist."""
 
@@ -103,10 +107,11 @@ def check_projection_pair(path: str | Path, student: Any, teacher: Any) -> None:
         teacher: The teacher's.
 
     Raises:
-        InputError: The file cannot be read, or belongs to another student or teacher.
+        InputError: The file cannot be read, is of no known format, or belongs to another student or teacher.
     """
     metadata = projection_header(path)
     if metadata is None:
+        check_archive(path)
         return
     for name, key, tokenizer in (("student", STUDENT_KEY, student), ("teacher", TEACHER_KEY, teacher)):
         if key in metadata and metadata[key] != tokenizer_fingerprint(tokenizer):
@@ -115,6 +120,22 @@ def check_projection_pair(path: str | Path, student: Any, teacher: Any) -> None:
                 f"the projection {path} was built for another {name}'s tokenizer than {where}: "
                 "build it again with xtoken projection build"
             )
+
+
+def check_archive(path: str | Path) -> None:
+    """Refuse a file that is not an archive as `torch.save` writes it; nothing in it is unpickled.
+
+    Raises:
+        ProjectionFileError: It is not.
+        InputError: The file cannot be read.
+    """
+    try:
+        with os.fdopen(open_regular(Path(path)), "rb") as stream:
+            if zipfile.is_zipfile(stream):
+                return
+    except OSError as error:
+        raise InputError(f"cannot read the projection {path}: {error.strerror}") from error
+    raise ProjectionFileError(f"{path} is not a projection file: neither torch.save's format nor xtoken's own")
 
 
 def is_sparse(path: str | Path) -> bool:
