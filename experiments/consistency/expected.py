@@ -151,5 +151,6 @@ def _inner(world: World, tables: ChainTables, holder: int, options: ChainOptions
         own, fresh, nodes = (torch.tensor(column) for column in zip(*entries, strict=True))
         rows_of = (own, fresh) if holder == 0 else (fresh, own)
         rates = torch.tensor(list(entries.values()), dtype=torch.float64)
-        found[key] = Inner(torch.arange(len(entries)), *rows_of, nodes), rates
+        ends = torch.zeros(len(entries), dtype=torch.bool)  # only sums over all nodes are wanted here
+        found[key] = Inner(torch.arange(len(entries)), *rows_of, nodes, ends), rates
     return found

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,7 +47,7 @@ def show(
     from xtoken_core.alignment.report import alignment_html, shown_sides
     from xtoken_core.errors import InputError
 
-    source = _text(text, file)
+    source = read_text(text, file)
     aligner, ours, theirs = _sides(student, teacher)
     sides = shown_sides(aligner, ours, theirs, source)
     if as_json:
@@ -141,7 +141,7 @@ def _records(path: Path, field: str) -> Iterator[tuple[Iterable[Record], int]]:
             index = DataIndex.build([path], field=field, cache_dir=Path(cache))
             yield _indexed(index), len(index)
     else:
-        yield [Record(str(path), _text(None, path))], 1
+        yield [Record(str(path), read_text(None, path))], 1
 
 
 def _indexed(index: DataIndex) -> Iterator[Record]:
@@ -156,7 +156,13 @@ def _indexed(index: DataIndex) -> Iterator[Record]:
             yield Record(index.location(number), record.document)
 
 
-def _text(text: str | None, file: Path | None) -> str:
+def read_text(text: str | None, file: Path | None) -> str:
+    """Return the text that a command was given, by itself or in a file.
+
+    Raises:
+        ConfigError: Both were given, or neither.
+        InputError: The file cannot be read, or is not UTF-8.
+    """
     from xtoken_core.errors import ConfigError, InputError
 
     if (text is None) == (file is None):
@@ -173,11 +179,16 @@ def _text(text: str | None, file: Path | None) -> str:
 
 def _sides(student: Path, teacher: Path) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
     from services.common.tokenizers import load_tokenizer
+
+    return sides_of(load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher"))
+
+
+def sides_of(student: Any, teacher: Any) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
+    """Return the aligner of two tokenizers, and both as encoders of text."""
     from xtoken_core.alignment import TokenAligner
     from xtoken_core.tokenizing import TextTokenizer
 
-    ours, theirs = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
-    return TokenAligner(ours, theirs), TextTokenizer(ours, "student"), TextTokenizer(theirs, "teacher")
+    return TokenAligner(student, teacher), TextTokenizer(student, "student"), TextTokenizer(teacher, "teacher")
 
 
 def _coloured(tokens: list[ShownToken]) -> Text:

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from services.cli.align import align_app
+from services.cli.chain import chain_app
 from services.cli.control import control
 from services.cli.demo import demo
 from services.cli.export import export
@@ -43,6 +44,7 @@ app.add_typer(runs_app, name="runs")
 app.add_typer(queue_app, name="queue")
 app.add_typer(align_app, name="align")
 app.add_typer(projection_app, name="projection")
+app.add_typer(chain_app, name="chain")
 
 
 def _print_version(requested: bool) -> None:

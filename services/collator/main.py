@@ -40,7 +40,7 @@ def make_collator(worker: Worker) -> CrossTokenizerCollator:
     student = load_tokenizer(spec.student.tokenizer_dir, "student")
     teachers = [
         None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {number}")
-        for number, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True))
+        for number, (teacher, same) in enumerate(zip(spec.teacher, worker.run.same_tokenizer, strict=True))
     ]
     worker.alive()
     return CrossTokenizerCollator(
@@ -72,7 +72,7 @@ class CollatorLoop:
     def __init__(self, worker: Worker, collator: CrossTokenizerCollator, index: DataIndex) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.collator, self.index = collator, index
-        self.counts = loss_counts(self.run.spec.loss, self.run.spec.same_tokenizer)
+        self.counts = loss_counts(self.run.spec.loss, self.run.same_tokenizer)
 
     def serve(self) -> None:
         """Collate until the run ends."""

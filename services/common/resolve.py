@@ -9,6 +9,7 @@ from typing import Any
 
 from services.common.allowed_paths import confined
 from services.common.input_files import check_input_files, read_model_config
+from services.common.pair_files import cache_of, kind_of, pair_file
 from services.common.step_plan import ring_shape
 from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import check_weights, weights_fingerprint
@@ -50,29 +51,26 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
         if teacher.projection is not None:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
             _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
-        elif teachers[number].tokenizer_fingerprint != student.tokenizer_fingerprint:
-            raise ConfigError(
-                f"teacher.{number}.projection: this teacher's tokenizer is not the student's: build a projection by "
-                f"xtoken projection build --student {spec.student.tokenizer_dir} --teacher {teacher.tokenizer_dir} "
-                "--out FILE, then name that FILE by this teacher's setting projection (teacher.projection)"
-            )
+    _check_teachers(spec, student, teachers)
     _writable(spec.output)
     index = open_index(spec, spec.data.paths, spec.data.field, progress)
     records = len(index)
     if records == 0:
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
-    _check_messages(spec, index)
+    _check_messages(spec, index, _same_tokenizer(spec, student, teachers))
     if spec.eval is not None:
         for paths in (spec.eval.paths, *((path,) for path in spec.eval.also_by_name.values())):
             open_index(spec, paths, spec.eval.field)
     positions = spec.data.epochs * records
     if spec.train.max_steps is not None:
         positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
+    pair_files = tuple(_pair_file(spec, number, student, files) for number, files in enumerate(teachers))
     resolved = ResolvedRun(
         spec=spec,
         student=student,
         teachers=teachers,
-        projection_fingerprints=tuple(file_fingerprint(t.projection) if t.projection else "" for t in spec.teacher),
+        pair_files=pair_files,
+        projection_fingerprints=tuple(file_fingerprint(path) if path else "" for path in pair_files),
         data_fingerprint=index.fingerprint,
         records=records,
         positions=positions,
@@ -80,6 +78,37 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     _check_signal(resolved)
     _check_memory(resolved)
     return resolved
+
+
+def _same_tokenizer(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> list[bool]:
+    return [
+        of_run.projection is None and files.tokenizer_fingerprint == student.tokenizer_fingerprint
+        for of_run, files in zip(spec.teacher, teachers, strict=True)
+    ]
+
+
+def _check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> None:
+    """Refuse settings of the loss that these teachers' tokenizers make impossible.
+
+    Raises:
+        ConfigError: With the reason and what to change.
+    """
+    try:
+        spec.loss.check_teachers([t.weight for t in spec.teacher], _same_tokenizer(spec, student, teachers))
+    except ValueError as error:
+        raise ConfigError(f"loss: {error}") from error
+
+
+def _pair_file(spec: RunSpec, number: int, student: ResolvedModel, files: ResolvedModel) -> Path | None:
+    """Return the file that a teacher's loss reads about the two tokenizers, built first if need be; None: none."""
+    teacher, kind = spec.teacher[number], kind_of(spec.loss.mode_of(number))
+    if teacher.projection is not None and kind != "chain":
+        return teacher.projection
+    fingerprints = student.tokenizer_fingerprint, files.tokenizer_fingerprint
+    if kind is None or (teacher.projection is None and fingerprints[0] == fingerprints[1]):
+        return None
+    directories = spec.student.tokenizer_dir, teacher.tokenizer_dir
+    return pair_file(cache_of(spec), kind, *directories, fingerprints, f"teacher {number}")
 
 
 def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
@@ -116,6 +145,9 @@ def remarks(run: ResolvedRun) -> Iterator[str]:
 def _without_effect(run: ResolvedRun) -> Iterator[str]:
     """Yield settings that have no effect beside others."""
     train = run.spec.train
+    for number, teacher in enumerate(run.spec.teacher):
+        if teacher.projection is not None and run.pair_file(number) != teacher.projection:
+            yield f'teacher.{number}.projection is not read by loss.mode = "{run.spec.loss.mode_of(number)}"'
     if train.parallel == "fsdp" and run.world == 1:
         yield 'train.parallel = "fsdp" does nothing for a single rank (workers.ranks, workers.nodes)'
     if train.parallel != "fsdp" and (not train.reshard_after_forward or train.reduce_dtype != "float32"):
@@ -140,10 +172,10 @@ def largest_row(spec: RunSpec) -> int:
     return student * STUDENT_TOKEN_BYTES + sides + ROW_BYTES
 
 
-def _check_messages(spec: RunSpec, index: DataIndex) -> None:
+def _check_messages(spec: RunSpec, index: DataIndex, same_tokenizer: Sequence[bool]) -> None:
     """Refuse a file that begins with messages where a tokenizer cannot take them: each of its records would be bad."""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
-    for number, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True)):
+    for number, (teacher, same) in enumerate(zip(spec.teacher, same_tokenizer, strict=True)):
         sides += [] if same else [(f"teacher {number}", teacher)]
     without = [(what, side.tokenizer_dir) for what, side in sides if not has_chat_template(side.tokenizer_dir)]
     location = index.first_conversation() if without else None

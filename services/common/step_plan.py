@@ -48,7 +48,7 @@ def length_fields(run: ResolvedRun) -> list[str]:
     own = schema.INPUT_LENGTHS.name
     others = [
         own if same else schema.field_name(schema.TEACHER_INPUT_LENGTHS, teacher)
-        for teacher, same in enumerate(run.spec.same_tokenizer)
+        for teacher, same in enumerate(run.same_tokenizer)
     ]
     return [own, *others]
 
@@ -57,7 +57,7 @@ def count_fields(run: ResolvedRun) -> list[str]:
     """Return the name of the column with each row's part of a teacher's denominator, per teacher."""
     return [
         schema.CE_TOKENS.name if same else schema.field_name(schema.KD_CHUNKS, teacher)
-        for teacher, same in enumerate(run.spec.same_tokenizer)
+        for teacher, same in enumerate(run.same_tokenizer)
     ]
 
 
@@ -124,7 +124,7 @@ def selects_columns(run: ResolvedRun, teacher: int) -> bool:
     spec = run.spec
     if spec.loss.vocab_topk is None or spec.loss.vocab_topk >= run.teachers[teacher].vocab_size:
         return False
-    return spec.same_tokenizer[teacher] or spec.loss.mode_of(teacher) in COLUMN_SELECTING_MODES
+    return run.same_tokenizer[teacher] or spec.loss.mode_of(teacher) in COLUMN_SELECTING_MODES
 
 
 def _integers(column: Column) -> Sequence[int]:

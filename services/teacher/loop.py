@@ -61,7 +61,7 @@ class TeacherLoop:
         self.model, self.transport = model, transport
         self.teacher, self.rank, self.pad_id = teacher, rank, pad_id
         spec = self.run.spec
-        shared = spec.same_tokenizer[teacher]
+        shared = self.run.same_tokenizer[teacher]
         self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
         self.shape = ring_shape(self.run, teacher)
         directory, width = spec.teacher[teacher].model, model.head.shape[0]

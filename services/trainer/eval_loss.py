@@ -16,17 +16,20 @@ from services.trainer.metrics import to_floats
 from services.trainer.student import Student
 from xtoken_core import schema
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
 
-REPORTED = ("loss", "kl_loss", "ce_loss", "accuracy", "kl_common", "l1_uncommon", "proj_accuracy", "chunk_mass")
+REPORTED = (
+    *("loss", "kl_loss", "ce_loss", "accuracy", "kl_common", "l1_uncommon", "proj_accuracy", "chunk_mass"),
+    *("chain_start", "chain_inner", "chain_end"),
+)
 
 
 class EvalLoss:
     """The run's loss on some documents, which are collated once as the run's own are.
 
     Args:
-        spec: The run's settings.
+        run: The run.
         loss: Its loss.
         tokenizer: The student's.
         documents: Texts; the first `eval.kl_documents` that are not empty are taken.
@@ -35,17 +38,18 @@ class EvalLoss:
 
     def __init__(
         self,
-        spec: RunSpec,
+        run: ResolvedRun,
         loss: CrossTokenizerDistillationLoss,
         tokenizer: Any,
         documents: Iterable[str],
         *,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
+        spec = run.spec
         assert spec.eval is not None
-        self.spec, self.loss = spec, loss
+        self.spec, self.same_tokenizer, self.loss = spec, run.same_tokenizer, loss
         tokenizers = []
-        for number, (teacher, same) in enumerate(zip(spec.teacher, spec.same_tokenizer, strict=True)):
+        for number, (teacher, same) in enumerate(zip(spec.teacher, self.same_tokenizer, strict=True)):
             tokenizers.append(None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {number}"))
             progress()
         collator = CrossTokenizerCollator(
@@ -59,7 +63,7 @@ class EvalLoss:
         texts = [{"text": text} for text in islice(filter(str.strip, documents), spec.eval.kl_documents)]
         longest = max(model.context_length for model in (spec.student, *spec.teacher))
         rows = max(1, spec.train.micro_batch_tokens // longest)
-        count = loss_counts(spec.loss, spec.same_tokenizer)
+        count = loss_counts(spec.loss, self.same_tokenizer)
         self.batches, counts = [], []
         for i in range(0, len(texts), rows):
             self.batches.append(dict(collator.padded(texts[i : i + rows])))
@@ -68,7 +72,7 @@ class EvalLoss:
         self.tokens = sum(int(found[schema.CE_TOKENS.name].sum()) for found in counts)
         self.chunks = [
             self.tokens if same else sum(int(c[schema.field_name(schema.KD_CHUNKS, index)].sum()) for c in counts)
-            for index, same in enumerate(spec.same_tokenizer)
+            for index, same in enumerate(self.same_tokenizer)
         ]
         self._selected: float | None = None
 
@@ -131,7 +135,7 @@ class EvalLoss:
     def _signals(self, teachers: Sequence[PreTrainedModel], tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return each teacher's logits of a batch, `[B, T_t, V_m]`."""
         signals = []
-        for index, (same, teacher) in enumerate(zip(self.spec.same_tokenizer, teachers, strict=True)):
+        for index, (same, teacher) in enumerate(zip(self.same_tokenizer, teachers, strict=True)):
             ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)
             signals.append(teacher(input_ids=tensors[ids], use_cache=False).logits)
         return signals

@@ -68,7 +68,7 @@ class Evaluator:
                     self._heartbeat()
                     if self._eval_loss is None:
                         self._eval_loss = EvalLoss(
-                            self.spec, self.loss, self.tokenizer, index.documents(), progress=self._heartbeat
+                            self.worker.run, self.loss, self.tokenizer, index.documents(), progress=self._heartbeat
                         )
                     row |= self._eval_loss.measure(student, progress=self._heartbeat)
         finally:

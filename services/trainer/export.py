@@ -17,11 +17,12 @@ import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from services.common.pair_files import kind_of
 from services.trainer.checkpoint import Cursor
 from xtoken_core.atomic import atomic_rename, sync_tree
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import OutputError
+from xtoken_core.projection.pair_cache import NAMES
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SAME_TOKENIZER = "KL token by token"
@@ -175,7 +176,7 @@ tags: [distillation, xtoken]
 
 # {spec.name}
 
-`{spec.student.model.name}`, distilled by xtoken from {_teachers_in_words(spec)}.{partly}
+`{spec.student.model.name}`, distilled by xtoken from {_teachers_in_words(run)}.{partly}
 
 ## Origin
 
@@ -184,7 +185,7 @@ tags: [distillation, xtoken]
 - data: {", ".join(f"`{path}`" for path in spec.data.paths)}: {run.records} records, of which the run \
 goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
 fingerprint `{run.data_fingerprint[:16]}`
-- loss: {_loss_in_words(spec)}
+- loss: {_loss_in_words(run)}
 
 ## Training
 
@@ -229,9 +230,10 @@ def base_model(model: Path) -> str:
     return name if HUB_ID.fullmatch(name) and not model.exists() else model.absolute().name
 
 
-def _teachers_in_words(spec: RunSpec) -> str:
+def _teachers_in_words(run: ResolvedRun) -> str:
+    spec = run.spec
     names = " and ".join(f"`{teacher.model.name}`" for teacher in spec.teacher)
-    foreign = sum(not same for same in spec.same_tokenizer)
+    foreign = sum(not same for same in run.same_tokenizer)
     if not foreign:
         return names
     how_many = "" if foreign == len(spec.teacher) else "one of them " if foreign == 1 else f"{foreign} of them "
@@ -240,16 +242,23 @@ def _teachers_in_words(spec: RunSpec) -> str:
 
 def _teachers(run: ResolvedRun) -> str:
     lines = []
-    for teacher, fingerprint in zip(run.spec.teacher, run.projection_fingerprints, strict=True):
-        how = f"projection `{teacher.projection}` (`{fingerprint[:16]}`)" if teacher.projection else "same tokenizer"
+    for number, (teacher, fingerprint) in enumerate(zip(run.spec.teacher, run.projection_fingerprints, strict=True)):
+        file = run.pair_file(number)
+        kind = kind_of(run.spec.loss.mode_of(number))
+        if file is None:
+            how = "same tokenizer" if run.same_tokenizer[number] else "another tokenizer"
+        elif file == teacher.projection or kind is None:
+            how = f"projection `{file}` (`{fingerprint[:16]}`)"
+        else:
+            how = f"{NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
         weights = f"{teacher.dtype}, 8-bit weights" if teacher.fp8 else teacher.dtype
         lines.append(f"- teacher: `{teacher.model}`, {weights}, weight {teacher.weight:g}, {how}")
     return "\n".join(lines)
 
 
-def _loss_in_words(spec: RunSpec) -> str:
-    loss = spec.loss
-    modes = [SAME_TOKENIZER if same else loss.mode_of(teacher) for teacher, same in enumerate(spec.same_tokenizer)]
+def _loss_in_words(run: ResolvedRun) -> str:
+    loss = run.spec.loss
+    modes = [SAME_TOKENIZER if same else loss.mode_of(teacher) for teacher, same in enumerate(run.same_tokenizer)]
     compared = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
     scaled = "scaled to the cross-entropy" if loss.dynamic_loss_scaling else f"times {loss.kl_loss_weight:g}"
     ce = "" if loss.dynamic_loss_scaling else f" times {loss.ce_loss_scale:g}"

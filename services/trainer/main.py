@@ -24,6 +24,7 @@ from services.trainer.loop import TrainerLoop
 from services.trainer.rings import TeacherRings
 from services.trainer.step import StepRunner
 from services.trainer.student import Student, load_student
+from xtoken_core.config.loss import TABLE_MODES
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -113,21 +114,26 @@ def train(worker: Worker, group: RankGroup, rank: int) -> None:
 
 
 def make_loss(run: ResolvedRun, device: torch.device) -> CrossTokenizerDistillationLoss:
-    """Return the run's loss with its projections.
+    """Return the run's loss with its projections and tables.
 
     Raises:
-        InputError: A projection cannot be read, or lies outside the control plane's roots.
+        InputError: A projection or table cannot be read, or a projection lies outside the control plane's roots.
     """
     teachers = []
     for teacher, (spec, resolved) in enumerate(zip(run.spec.teacher, run.teachers, strict=True)):
-        name = f"teacher.{teacher}.projection"
+        file, same = run.pair_file(teacher), run.same_tokenizer[teacher]
+        if file is not None and file == spec.projection:
+            file = confined(file, f"teacher.{teacher}.projection")
+        reads_tables = not same and run.spec.loss.mode_of(teacher) in TABLE_MODES
         teachers.append(
             load_teacher(
-                confined(spec.projection, name) if spec.projection is not None else None,
+                None if reads_tables else file,
                 vocab_size=resolved.vocab_size,
                 student_vocab_size=run.student.vocab_size,
                 device=device,
                 weight=spec.weight,
+                tables=file if reads_tables else None,
+                own_tokenizer=not same,
             )
         )
     return CrossTokenizerDistillationLoss(

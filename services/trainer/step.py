@@ -89,7 +89,7 @@ class StepRunner:
         self.student, self.loss, self.rings, self.group = student, loss, rings, group
         self.rank, self.pad_id = rank, pad_id
         self.world_rank = self.run.group * self.run.spec.workers.ranks + rank
-        self.fields = list(schema.run_fields(self.run.spec.same_tokenizer))
+        self.fields = list(schema.run_fields(self.run.same_tokenizer))
         self.waited_s = 0.0
         self.stopped = False
         self.timer = DeviceTimer(student.device)
@@ -223,7 +223,7 @@ class StepRunner:
             pad_ids=[self.pad_id] * len(batch.widths),
             dead_rows=[row for row, sample in enumerate(batch.ids) if sample in dead],
         )
-        for teacher, same in enumerate(self.run.spec.same_tokenizer):
+        for teacher, same in enumerate(self.run.same_tokenizer):
             if same:
                 data[schema.field_name(schema.TEACHER_INPUT_IDS, teacher)] = data[schema.INPUT_IDS.name]
         return data

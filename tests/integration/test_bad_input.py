@@ -103,8 +103,9 @@ def missing_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
     return {"teacher.projection": str(tmp / "no-projection.safetensors")}
 
 
-def no_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
-    return {"teacher.projection": None}
+def mode_of_no_teacher(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    """The only teacher has the student's tokenizer, and no projection is named."""
+    return {"teacher.projection": None, "teacher.tokenizer": str(assets.student), "loss.mode": "gold"}
 
 
 def only_messages(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
@@ -161,10 +162,7 @@ CASES: list[tuple[Change, list[str]]] = [
     (missing_data, ["no-data.jsonl"]),
     (wrong_field, ["content"]),
     (missing_projection, ["there is no projection file", "no-projection.safetensors", "xtoken projection build"]),
-    (
-        no_projection,
-        ["teacher.0.projection", "xtoken projection build --student", "--out FILE", "(teacher.projection)"],
-    ),
+    (mode_of_no_teacher, ['mode = "gold" is used by no teacher']),
     (only_messages, ["chat.jsonl:1", "student's tokenizer has no chat template"]),
     (damaged_projection, ["damaged.safetensors"]),
     (sparse_projection, ["teacher.0.projection", "sparse.pt is sparse", "h_kl", "xtoken projection build"]),

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.tables import TokenTable, token_table
+from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
 from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, UNKNOWN_ROLE, build_token_arrays
 from xtoken_core.chain.live_sets import LiveSets, everything_live, live_sets
 from xtoken_core.chain.models import bpe_model
 from xtoken_core.chain.paths import Paths, find_paths
 from xtoken_core.chain.roots import Roots, find_roots, special_pairs
-from xtoken_core.chain.spelling import Spellings, compared_pieces, spellings, word_start_texts
+from xtoken_core.chain.spelling import REASONS, Spellings, compared_pieces, spellings, word_start_texts
+from xtoken_core.errors import InputError
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 from xtoken_core.projection.retokenize import Retokenizer
 
@@ -56,6 +57,9 @@ def build_tables(student_tokenizer: Any, teacher_tokenizer: Any) -> BuiltTables:
     Args:
         student_tokenizer: Hugging Face fast or slow, or mistral-common's.
         teacher_tokenizer: Likewise.
+
+    Raises:
+        InputError: The two have no token in common; the text names one and the reason.
     """
     tokenizers = (student_tokenizer, teacher_tokenizer)
     fingerprints = tokenizer_fingerprint(student_tokenizer), tokenizer_fingerprint(teacher_tokenizer)
@@ -69,6 +73,8 @@ def build_tables(student_tokenizer: Any, teacher_tokenizer: Any) -> BuiltTables:
     roles = [np.where(side.role == UNKNOWN_ROLE, 0, side.role)[:-1] for side in (arrays.student, arrays.teacher)]
     specials = special_pairs(roles[0], roles[1], both=BOS_OR_EOS, end=EOS, begin=BOS)
     roots = find_roots(spelled[0], spelled[1], specials)
+    if not roots.common:
+        raise InputError(_no_common_token(tables[0], spelled[0]))
     sides = []
     for k, other_roots in ((0, roots.teacher), (1, roots.student)):
         spaces = np.flatnonzero([text == b" " for text in compared[1 - k]])
@@ -80,3 +86,14 @@ def build_tables(student_tokenizer: Any, teacher_tokenizer: Any) -> BuiltTables:
             live = live_sets(model, writers[1 - k], texts[k], spelled[k])
         sides.append(BuiltSide(spelled[k], paths, live))
     return BuiltTables(roots, sides[0], sides[1], fingerprints)
+
+
+def _no_common_token(student: TokenTable, spelled: Spellings) -> str:
+    """Return the message for a pair without common tokens, with the first token of text and its reason."""
+    text = np.flatnonzero(np.asarray(student.kinds) == TEXT)
+    example = "the student's tokenizer has no token of text"
+    if len(text):
+        token = int(text[0])
+        piece = student.pieces[token].decode("utf-8", "backslashreplace")
+        example = f"token {token} of the student ({piece!r}): {REASONS[int(spelled.status[token])]}"
+    return f"the two tokenizers have no token in common, so that nothing can be compared; {example}"

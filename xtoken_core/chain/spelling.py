@@ -16,7 +16,14 @@ from xtoken_core.projection.retokenize import Retokenizer
 SPELLED, NO_TEXT, UNKNOWN, NOT_WRITTEN, OTHER_TEXT = range(5)
 """Why a token has a spelling or none: it has one; it stands for no text (a special); it stands for text that it does
 not name; the other tokenizer has no tokens for its bytes; the other tokenizer changes them."""
-
+REASONS = (
+    "its spelling leads to no common token",
+    "it stands for no text",
+    "it does not name the text that it stands for",
+    "the other tokenizer has no tokens for its bytes",
+    "the other tokenizer changes its bytes",
+)
+"""By status, why a token has no root."""
 
 _WHITESPACE = b" \t\n\r\v\f"
 

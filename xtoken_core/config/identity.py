@@ -30,7 +30,7 @@ class TeacherIdentity(ModelIdentity):
     """A teacher.
 
     Attributes:
-        projection: Fingerprint of its projection.
+        projection: Fingerprint of its projection, or of the chain tables.
         weight: Static weight in the loss.
         fp8: Its matrix products are in float8.
     """

@@ -12,7 +12,7 @@ from xtoken_core.config.base import NoneWord, Part
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
-LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm"]
+LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm", "chain"]
 """The losses between different tokenizers, by short name."""
 
 DENSE_ONLY: frozenset[LossMode] = frozenset({"gold", "h_kl"})
@@ -21,6 +21,12 @@ COLUMN_SELECTING_MODES: frozenset[LossMode] = frozenset({"p_kl"})
 """Modes that compare only the `vocab_topk` largest columns: with hidden states the teacher sends column maxima."""
 EXACT_FILTERING_MODES: frozenset[LossMode] = frozenset({"p_kl"})
 """Modes that `exact_token_match_only` applies to, in the loss and in its denominator."""
+WHOLE_CHUNK_MODES: frozenset[LossMode] = frozenset({"chain"})
+"""Modes that compare only correct chunks whose tokens are all predicted, in the loss and in its denominator."""
+PROJECTING_MODES: frozenset[LossMode] = frozenset({"p_kl", "gold", "h_kl"})
+"""Modes that read a projection."""
+TABLE_MODES: frozenset[LossMode] = frozenset({"chain"})
+"""Modes that read the chain tables of the two tokenizers."""
 FLAGS = ("gold_loss", "xtoken_loss", "uld_loss", "alm_loss")
 FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "p_kl": frozenset(),
@@ -30,6 +36,13 @@ FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "alm": frozenset({"alm_loss"}),
 }
 """The flags of the method's public configuration that select a mode."""
+PUBLIC_NAMES = (*FLAGS, "vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl")
+"""Names of the method's public configuration: a file that uses one without naming a mode means that method."""
+IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
+BETA = (
+    "beta: a generalised JSD has a reverse part, which is biased on given text and exact only on text that the student "
+    "generated: unset it"
+)
 
 
 class LossConfig(Part):
@@ -42,7 +55,8 @@ class LossConfig(Part):
     mode: LossMode = "p_kl"
     """`p_kl`: the student's distribution, projected onto the teacher's vocabulary, by KL. `gold`: common tokens by KL,
     the others by sorted L1. `h_kl`: gold with near matches among the common tokens. `uld`: all tokens by sorted L1.
-    `alm`: the likelihoods of each chunk's own tokens."""
+    `alm`: the likelihoods of each chunk's own tokens. `chain`: the KL of each chunk by the chain rule, over the pieces
+    that each tokenizer itself cuts."""
     temperature: Positive = 1.0
     """Divides both sides' logits; the KD term is multiplied by its square."""
     vocab_topk: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = 8192
@@ -61,6 +75,12 @@ class LossConfig(Part):
     distribution."""
     alm_temperature: Positive = 100.0
     """ALM: `tau`; the `tau`-th roots of both chunk likelihoods are compared."""
+    chain_conditioning: bool = True
+    """Chain: at the start of a chunk, compare over the tokens that can follow the other side's last token only."""
+    chain_end_terms: bool = True
+    """Chain: compare whether a token ends after the last token of a chunk, too."""
+    chain_bare_space: bool = False
+    """Chain: compare after a single space inside a token, too, where digits that come later decide."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
     ce_loss_scale: NonNegative = 0.1
@@ -87,8 +107,13 @@ class LossConfig(Part):
     @model_validator(mode="before")
     @classmethod
     def _mode_of_flags(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or not (given := [flag for flag in FLAGS if flag in value]):
+        if not isinstance(value, dict):
             return value
+        if "beta" in value:
+            raise ValueError(BETA)
+        if not (given := [flag for flag in FLAGS if flag in value]):
+            named = any(name in value for name in PUBLIC_NAMES)
+            return {"mode": "p_kl", **value} if named else value
         is_set = {flag: _flag(flag, value[flag]) for flag in given}
         own = {name: item for name, item in value.items() if name not in FLAGS}
         if "mode" in own:
@@ -106,6 +131,26 @@ class LossConfig(Part):
         """Every mode that some teacher may use."""
         return frozenset(own or self.mode for own in self.teacher_modes or (None,))
 
+    def check_weights(self, weights: Sequence[float]) -> None:
+        """Refuse what the number of teachers and their static weights make impossible.
+
+        Args:
+            weights: Each teacher's static weight.
+
+        Raises:
+            ValueError: With the reason and what to change.
+        """
+        count = len(weights)
+        if self.teacher_modes and len(self.teacher_modes) != count:
+            raise ValueError(f"teacher_modes names {len(self.teacher_modes)} teachers, the run has {count}")
+        if self.gradient_in_place and count > 1:
+            raise ValueError(IN_PLACE)
+        weightless = self.dynamic_teacher_weights or self.teacher_aggregation == "select_teacher"
+        if weightless and any(weight != 1.0 for weight in weights):
+            raise ValueError(
+                "static teacher weights are not used with dynamic_teacher_weights or select_teacher: unset them"
+            )
+
     def check_teachers(self, weights: Sequence[float], same_tokenizer: Sequence[bool]) -> None:
         """Refuse what these teachers make impossible.
 
@@ -116,21 +161,14 @@ class LossConfig(Part):
         Raises:
             ValueError: With the reason and what to change.
         """
-        count = len(weights)
-        if self.teacher_modes and len(self.teacher_modes) != count:
-            raise ValueError(f"teacher_modes names {len(self.teacher_modes)} teachers, the run has {count}")
+        self.check_weights(weights)
         if self.teacher_aggregation == "averaged_logits" and not all(same_tokenizer):
             raise ValueError(
                 'teacher_aggregation = "averaged_logits" adds logits id by id: every teacher must have the '
                 'student\'s tokenizer; use "sum"'
             )
-        if self.gradient_in_place and (count > 1 or any(same_tokenizer)):
-            raise ValueError("gradient_in_place needs a single teacher with another tokenizer: others read the logits")
-        weightless = self.dynamic_teacher_weights or self.teacher_aggregation == "select_teacher"
-        if weightless and any(weight != 1.0 for weight in weights):
-            raise ValueError(
-                "static teacher weights are not used with dynamic_teacher_weights or select_teacher: unset them"
-            )
+        if self.gradient_in_place and any(same_tokenizer):
+            raise ValueError(IN_PLACE)
         self._check_modes_are_used(same_tokenizer)
         for teacher, same in enumerate(same_tokenizer):
             own = self.teacher_modes[teacher] if self.teacher_modes else None
@@ -143,7 +181,7 @@ class LossConfig(Part):
     def _check_modes_are_used(self, same_tokenizer: Sequence[bool]) -> None:
         used = {self.mode_of(teacher) for teacher, same in enumerate(same_tokenizer) if not same}
         why = "every teacher has the student's tokenizer or a mode of its own"
-        if self.mode not in {*used, "p_kl"}:
+        if self.mode not in {*used, "p_kl", "chain"}:
             raise ValueError(f'mode = "{self.mode}" is used by no teacher: {why}; unset it')
         if "p_kl" not in used:
             for name, is_set in self._settings_of_p_kl().items():
@@ -186,6 +224,15 @@ class LossConfig(Part):
             return 'mode = "alm" compares likelihoods at temperature 1: use alm_temperature'
         if "alm" not in self.modes and self.alm_temperature != 100.0:
             return 'alm_temperature belongs to ALM: set mode = "alm" or unset it'
+        if "chain" in self.modes and self.reverse_kl:
+            return (
+                'reverse_kl with mode = "chain" is biased on given text, whose paths are not drawn from the student: '
+                "unset it"
+            )
+        if "chain" not in self.modes:
+            for name in ("chain_conditioning", "chain_end_terms", "chain_bare_space"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    return f"{name} belongs to chain, the mode is {self.mode}: unset one of them"
         return None
 
     def _conflict_of_teachers(self) -> str | None:

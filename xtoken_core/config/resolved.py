@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import ValidationError
 
 from xtoken_core.config.base import Part
@@ -37,6 +39,9 @@ class ResolvedRun(Part):
     Attributes:
         records: Records of the training data, bad ones included (`N`).
         positions: Positions of the run (`P`).
+        pair_files: Per teacher the file that its loss reads about the two tokenizers, a projection or chain tables;
+            None: it reads none. Empty: the projections that the settings name.
+        projection_fingerprints: Those of the files above, "" without one.
         group: The node group that a queue hands this out for, `0 .. workers.nodes - 1`.
     """
 
@@ -44,10 +49,25 @@ class ResolvedRun(Part):
     student: ResolvedModel
     teachers: tuple[ResolvedModel, ...]
     projection_fingerprints: tuple[str, ...]
+    pair_files: tuple[Path | None, ...] = ()
     data_fingerprint: str
     records: int
     positions: int
     group: int = 0
+
+    @property
+    def same_tokenizer(self) -> tuple[bool, ...]:
+        """Per teacher, True if it has the student's tokenizer and is compared token by token.
+
+        A named projection is used, also between equal tokenizers.
+        """
+        own = self.student.tokenizer_fingerprint
+        pairs = zip(self.teachers, self.spec.teacher, strict=True)
+        return tuple(files.tokenizer_fingerprint == own and spec.projection is None for files, spec in pairs)
+
+    def pair_file(self, teacher: int) -> Path | None:
+        """Return the file that a teacher's loss reads about the two tokenizers."""
+        return self.pair_files[teacher] if self.pair_files else self.spec.teacher[teacher].projection
 
     @property
     def steps(self) -> int:

@@ -66,11 +66,11 @@ class StudentSpec(ModelSpec):
 
 
 class TeacherSpec(ModelSpec):
-    """A teacher: a model, and the projection from the student's vocabulary to its own."""
+    """A teacher. One with the student's tokenizer, by its fingerprint, is compared token by token."""
 
     projection: Path | None = None
-    """Projection file for this student and teacher (`xtoken projection build`); default: the teacher has the student's
-    tokenizer."""
+    """Projection file for this student and teacher (`xtoken projection build`); default: modes that read one build it
+    when the run starts, and keep it in the user's cache."""
     weight: Positive = 1.0
     """Its weight in the sum over teachers."""
     gpu: Annotated[int | None, Field(ge=0)] = None
@@ -258,13 +258,8 @@ class RunSpec(Part):
         for index, teacher in enumerate(self.teacher):
             if teacher.fp8 and self.workers.device == "cpu":
                 raise ValueError(f'teacher.{index}.fp8 needs a GPU, and workers.device is "cpu": set it to false')
-        self.loss.check_teachers([t.weight for t in self.teacher], [t.projection is None for t in self.teacher])
+        self.loss.check_weights([t.weight for t in self.teacher])
         return self
-
-    @property
-    def same_tokenizer(self) -> tuple[bool, ...]:
-        """Per teacher, True if it has the student's tokenizer."""
-        return tuple(teacher.projection is None for teacher in self.teacher)
 
     @property
     def sends_hidden_states(self) -> bool:

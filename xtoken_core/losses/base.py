@@ -25,7 +25,7 @@ from xtoken_core.losses.common import (
     partial_mean,
 )
 from xtoken_core.losses.lazy_logits import Logits, cut
-from xtoken_core.losses.masks import keeps_exact_only, next_token_targets, predicted_ids
+from xtoken_core.losses.masks import next_token_targets, predicted_ids
 from xtoken_core.ops import get_op
 
 
@@ -38,11 +38,14 @@ class Loss(ABC):
         parts: Number of tensors that a divergence consists of.
         per_token: True if the divergence is a mean over next tokens, as the cross-entropy is; False: over chunks.
         with_cross_entropy: True if `evaluate` can return the cross-entropy from the same reading of the logits.
+        whole_samples: True if the blocks of a student's head must hold whole samples, because a chunk's value reads
+            positions beside the chunk's own.
     """
 
     parts: ClassVar[int] = 1
     per_token: ClassVar[bool] = False
     with_cross_entropy: ClassVar[bool] = False
+    whole_samples: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -192,7 +195,7 @@ class ChunkLoss(Loss):
 
     def chunks(self, batch: Mapping[str, Tensor]) -> ChunkView:
         """Return the teacher's alignment at predicting positions."""
-        return ChunkView.of(batch, self.index, exact_only=keeps_exact_only(self.config, self.mode))
+        return ChunkView.of(batch, self.index, self.config, self.mode)
 
     def pairing(self, batch: Mapping[str, Tensor]) -> Pairing:
         """Return the chunk of every position on both sides."""

@@ -10,8 +10,6 @@ For tokens v of the student and w of the teacher, `spell` gives the other tokeni
   classes are the root of the next piece, or "ends here". After yn, this is the *end term*; a chunk of one token on
   both sides has one in each direction if longer tokens share its path.
 
-A library function and an experiment (`experiments/consistency`): not a `loss.mode`, no run uses it.
-
 The sum is the KL of the chunk by the chain rule where both tokenizers' cuts are decided by the tokens so far.
 The term of a node weighs 1 because the text, drawn from the source, visits it as often as the source does; this holds
 for the forward KL alone.
@@ -28,8 +26,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core.chain.tables import ChainTables, SideTable
-from xtoken_core.losses.chain_events import Inner, Starts, find_inner, find_starts, lay_out
+from xtoken_core.losses.chain_events import PARTS, Inner, SideTokens, Starts, find_inner, find_starts, lay_out
 from xtoken_core.losses.chain_live import live_mask
+from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids, whole_chunks
 
 BLOCK_BYTES = 1 << 28
 """Memory limit of the rows of one block, both sides together."""
@@ -96,29 +95,88 @@ def chain_divergence(
     Returns:
         float32, or float64 for such logits.
     """
-    terms = find_terms(batch, tables, options or ChainOptions())
+    P = batch.usable.shape[1]
+    chunk_ids = batch.student_chunk_id, batch.teacher_chunk_id
+    usable = batch.usable & whole_chunks(chunk_ids[0], P) & whole_chunks(chunk_ids[1], P)
+    student, teacher = (
+        side_tokens(ids, chunk_id, usable)
+        for ids, chunk_id in zip((batch.student_ids, batch.teacher_ids), chunk_ids, strict=True)
+    )
+    parts = chain_parts(
+        student_logits,
+        teacher_logits,
+        (student, teacher),
+        P,
+        tables,
+        options,
+        temperature=temperature,
+        block_bytes=block_bytes,
+    )
+    return parts.sum(0)
+
+
+def side_tokens(ids: Int[Tensor, "B T"], chunk_id: Int[Tensor, "B T"], usable: Bool[Tensor, "B P"]) -> SideTokens:
+    """Return one side's tokens at the positions that predict them.
+
+    Args:
+        ids: The tokens.
+        chunk_id: Chunk of each token as aligned, not shifted.
+        usable: Chunks that are compared.
+    """
+    return SideTokens(kept_chunk_ids(shifted_chunk_ids(chunk_id), usable), predicted_ids(ids), ids, chunk_id)
+
+
+def chain_parts(
+    student_logits: Float[Tensor, "B T_s V_s"],
+    teacher_logits: Float[Tensor, "B T_t V_t"],
+    sides: tuple[SideTokens, SideTokens],
+    max_chunks: int,
+    tables: ChainTables,
+    options: ChainOptions | None = None,
+    *,
+    temperature: float = 1.0,
+    block_bytes: int = BLOCK_BYTES,
+) -> Float[Tensor, "3 B P"]:
+    """Compute the parts of every chunk's divergence (`PARTS`), with a gradient for the student.
+
+    Args:
+        student_logits: Cut to the student's vocabulary.
+        teacher_logits: Cut to the teacher's vocabulary; no gradient.
+        sides: The student's and the teacher's tokens.
+        max_chunks: `P`.
+        tables: Tables of the two tokenizers, on the logits' device.
+        options: Terms to include; None: the defaults.
+        temperature: Divides both sides' logits.
+        block_bytes: Memory limit of the rows that are computed together, in bytes.
+
+    Returns:
+        float32, or float64 for such logits.
+    """
+    terms = find_terms(sides, max_chunks, tables, options or ChainOptions())
     student, teacher = student_logits.flatten(0, 1), teacher_logits.detach().flatten(0, 1)
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     # Both sides' rows, and as much again for their sums by class.
     size = max(1, block_bytes // (8 * (student.shape[1] + teacher.shape[1] + 2 * tables.classes)))
+    chunks = student_logits.shape[0] * max_chunks
     blocks: list[_Block] = []
     for events, term in terms:
         parts = [events.part(slice(at, at + size)) for at in range(0, len(events.chunk), size)]
-        blocks += [_Block(part, term, teacher, temperature, dtype) for part in parts]
-    values: Tensor = _Sum.apply(student, blocks, batch.usable.numel(), dtype)  # type: ignore[no-untyped-call]
-    return values.view(batch.usable.shape)
+        blocks += [
+            _Block(part, part.part_number() * chunks + part.chunk, term, teacher, temperature, dtype) for part in parts
+        ]
+    values: Tensor = _Sum.apply(student, blocks, len(PARTS) * chunks, dtype)  # type: ignore[no-untyped-call]
+    return values.view(len(PARTS), student_logits.shape[0], max_chunks)
 
 
 Term = Callable[[Any, Tensor, Tensor], Tensor]
 """Values `[E]` of `E` events from the student's and the teacher's logits at their rows, `[E, V_s]` and `[E, V_t]`."""
 
 
-def find_terms(batch: ChainBatch, tables: ChainTables, options: ChainOptions) -> Sequence[tuple[Starts | Inner, Term]]:
+def find_terms(
+    sides: tuple[SideTokens, SideTokens], max_chunks: int, tables: ChainTables, options: ChainOptions
+) -> Sequence[tuple[Starts | Inner, Term]]:
     """List what is to be compared: the starts, then the nodes inside the student's and inside the teacher's tokens."""
-    layouts = (
-        lay_out(batch.student_chunk_id, batch.student_ids, batch.usable),
-        lay_out(batch.teacher_chunk_id, batch.teacher_ids, batch.usable),
-    )
+    layouts = lay_out(sides[0], max_chunks), lay_out(sides[1], max_chunks)
     starts = find_starts(*layouts)
     flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
     inside_student = find_inner(layouts[0], layouts[1], tables.student, **flags, learns=True)
@@ -249,9 +307,9 @@ class _Block:
     """Some events of one kind, and their values as a function of the student's rows alone."""
 
     def __init__(
-        self, events: Starts | Inner, term: Term, teacher: Tensor, temperature: float, dtype: torch.dtype
+        self, events: Starts | Inner, index: Tensor, term: Term, teacher: Tensor, temperature: float, dtype: torch.dtype
     ) -> None:
-        self.events, self._term, self._teacher = events, term, teacher
+        self.events, self.index, self._term, self._teacher = events, index, term, teacher
         self._temperature, self._dtype = temperature, dtype
 
     def __call__(self, student_rows: Float[Tensor, "E V_s"]) -> Float[Tensor, " E"]:
@@ -260,15 +318,15 @@ class _Block:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of each chunk's terms. Every block is computed again for the gradient, and nothing of it is kept."""
+    """Sums of terms by index. Every block is computed again for the gradient, and nothing of it is kept."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, blocks: Sequence[_Block], chunks: int, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, student: Tensor, blocks: Sequence[_Block], size: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(student)
         ctx.blocks = blocks
-        values = torch.zeros(chunks, dtype=dtype, device=student.device)
+        values = torch.zeros(size, dtype=dtype, device=student.device)
         for block in blocks:
-            values.index_add_(0, block.events.chunk, block(student[block.events.student_row]))
+            values.index_add_(0, block.index, block(student[block.events.student_row]))
         return values
 
     @staticmethod
@@ -278,6 +336,6 @@ class _Sum(torch.autograd.Function):
         for block in ctx.blocks:
             with torch.enable_grad():
                 rows = student[block.events.student_row].detach().requires_grad_()
-                (found,) = torch.autograd.grad(block(rows), rows, grad[block.events.chunk])
+                (found,) = torch.autograd.grad(block(rows), rows, grad[block.index])
             total.index_add_(0, block.events.student_row, found)
         return total, None, None, None

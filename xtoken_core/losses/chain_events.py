@@ -13,44 +13,63 @@ from xtoken_core.chain.tables import SideTable
 
 T = TypeVar("T", bound="Events")
 
+PARTS = ("start", "inner", "end")
+"""The parts of a chunk's divergence: its start, the nodes inside its tokens, the node after its last one."""
+
+
+@dataclass(frozen=True)
+class SideTokens:
+    """One side's tokens at the positions that predict them.
+
+    Attributes:
+        chunk: `[B, T]` int64, chunk of the token that a position predicts; -1 = none, or one that is not compared.
+        predicted: `[B, T]` int64, that token.
+        read: `[B, T]` int64, the token that a position has read last.
+        read_chunk: `[B, T]` int64, its chunk within its sample, -1 = none.
+    """
+
+    chunk: Int[Tensor, "B T"]
+    predicted: Int[Tensor, "B T"]
+    read: Int[Tensor, "B T"]
+    read_chunk: Int[Tensor, "B T"]
+
 
 @dataclass(frozen=True)
 class Layout:
-    """One side's chunks.
+    """One side's chunks; positions are those of the flattened `[B, T]`.
 
     Attributes:
-        first: `[B * P]` int64, place of a chunk's first token in the flattened `[B, T]`.
-        size: `[B * P]` int64, its tokens; 0 for a chunk that is not compared: it is empty, not usable, in pieces, or
-            its first token is the first of the sample, which nothing predicts.
-        ids: `[B * T]` int64, all tokens.
-        chunk: `[B * T]` int64, each token's chunk within its sample, -1 = none.
+        first: `[B * P]` int64, position that predicts a chunk's first token.
+        size: `[B * P]` int64, its tokens; 0 for a chunk that is not compared.
+        predicted: `[B * T]` int64, as in `SideTokens`.
+        read: `[B * T]` int64, likewise.
+        read_chunk: `[B * T]` int64, likewise.
     """
 
     first: Int[Tensor, " BP"]
     size: Int[Tensor, " BP"]
-    ids: Int[Tensor, " BT"]
-    chunk: Int[Tensor, " BT"]
+    predicted: Int[Tensor, " BT"]
+    read: Int[Tensor, " BT"]
+    read_chunk: Int[Tensor, " BT"]
 
 
-def lay_out(chunk_id: Int[Tensor, "B T"], ids: Int[Tensor, "B T"], usable: Bool[Tensor, "B P"]) -> Layout:
+def lay_out(tokens: SideTokens, max_chunks: int) -> Layout:
     """Find where each chunk lies.
 
     Args:
-        chunk_id: Chunk of each token, not shifted.
-        ids: The tokens.
-        usable: Chunks that count.
+        tokens: One side; the positions of a chunk are adjacent.
+        max_chunks: `P`.
     """
-    (B, T), P = chunk_id.shape, usable.shape[1]
-    place = torch.arange(B * T, device=ids.device).view(B, T)
-    inside = (chunk_id >= 0) & (chunk_id < P)
-    # Tokens of no chunk go to a spare entry, so that nothing depends on how many there are.
-    group = torch.where(inside, chunk_id + P * torch.arange(B, device=ids.device).unsqueeze(1), B * P).flatten()
-    spare = torch.zeros(B * P + 1, dtype=torch.int64, device=ids.device)
+    (B, T), P = tokens.chunk.shape, max_chunks
+    device = tokens.chunk.device
+    inside = (tokens.chunk >= 0) & (tokens.chunk < P)
+    # Positions of no chunk go to a spare entry, so that nothing depends on how many there are.
+    group = torch.where(inside, tokens.chunk + P * torch.arange(B, device=device).unsqueeze(1), B * P).flatten()
+    spare = torch.zeros(B * P + 1, dtype=torch.int64, device=device)
     size = spare.index_add(0, group, torch.ones_like(group))[:-1]
-    first = (spare + B * T).scatter_reduce(0, group, place.flatten(), "amin")[:-1]
-    last = (spare - 1).scatter_reduce(0, group, place.flatten(), "amax")[:-1]
-    whole = (last - first + 1 == size) & (first % T > 0) & usable.flatten()
-    return Layout(first, torch.where(whole, size, 0), ids.flatten(), chunk_id.flatten())
+    position = torch.arange(B * T, device=device)
+    first = (spare + B * T).scatter_reduce(0, group, position, "amin")[:-1]
+    return Layout(first, size, tokens.predicted.flatten(), tokens.read.flatten(), tokens.read_chunk.flatten())
 
 
 @dataclass(frozen=True)
@@ -90,6 +109,10 @@ class Starts(Events):
     teacher_before: Int[Tensor, " E"]
     at_cut: Bool[Tensor, " E"]
 
+    def part_number(self) -> Int[Tensor, " E"]:
+        """Return each event's index in `PARTS`."""
+        return torch.zeros_like(self.chunk)
+
 
 @dataclass(frozen=True)
 class Inner(Events):
@@ -97,9 +120,15 @@ class Inner(Events):
 
     Attributes:
         node: `[E]` int64.
+        at_end: `[E]` bool, the node follows the last token of the chunk.
     """
 
     node: Int[Tensor, " E"]
+    at_end: Bool[Tensor, " E"]
+
+    def part_number(self) -> Int[Tensor, " E"]:
+        """Return each event's index in `PARTS`."""
+        return 1 + self.at_end.long()
 
     def swapped(self) -> Inner:
         """Return the same with the sides exchanged."""
@@ -109,16 +138,16 @@ class Inner(Events):
 def find_starts(student: Layout, teacher: Layout) -> Starts:
     """List the starts of all chunks."""
     chunk = torch.nonzero((student.size > 0) & (teacher.size > 0)).squeeze(1)
-    rows = student.first[chunk] - 1, teacher.first[chunk] - 1
-    before = student.chunk[rows[0]], teacher.chunk[rows[1]]
+    rows = student.first[chunk], teacher.first[chunk]
+    before = student.read_chunk[rows[0]], teacher.read_chunk[rows[1]]
     return Starts(
         chunk=chunk,
         student_row=rows[0],
         teacher_row=rows[1],
-        student_token=student.ids[rows[0] + 1],
-        teacher_token=teacher.ids[rows[1] + 1],
-        student_before=student.ids[rows[0]],
-        teacher_before=teacher.ids[rows[1]],
+        student_token=student.predicted[rows[0]],
+        teacher_token=teacher.predicted[rows[1]],
+        student_before=student.read[rows[0]],
+        teacher_before=teacher.read[rows[1]],
         at_cut=(before[0] >= 0) & (before[0] == before[1]),
     )
 
@@ -142,30 +171,32 @@ def find_inner(
     """
     chunk = torch.nonzero((holder.size == 1) & (other.size > 0)).squeeze(1)
     if not len(side.bare_space):  # no token can be distinguished on the way
-        return Inner(*(chunk[:0],) * 4)
+        return Inner(*(chunk[:0],) * 4, at_end=chunk[:0].bool())
     size = other.size[chunk]
     owner = torch.repeat_interleave(torch.arange(len(chunk), device=chunk.device), size)  # [N], tokens of all chunks
     begin = size.cumsum(0) - size
     rank = torch.arange(len(owner), device=chunk.device) - begin[owner]
     row = other.first[chunk][owner] + rank
-    token = holder.ids[holder.first[chunk]]
+    token = holder.predicted[holder.first[chunk]]
     start, end = side.spelling_start[token].long(), side.spelling_start[token + 1].long()
     at = start[owner] + rank
     there = at < end[owner]
     at = torch.where(there, at, 0)
-    differs = ~(there & (side.piece[at] == other.ids[row]))
+    differs = ~(there & (side.piece[at] == other.predicted[row]))
     differing = differs.long().cumsum(0)
     # No token of the chunk up to and with this one differs from the spelling.
     kept = differing == (differing - differs.long())[begin][owner]
     node = side.node[at].long()
     kept &= node >= 0
     node = node.clamp(min=0)
+    at_end = rank + 1 == size[owner]
     if not end_terms:
-        kept &= rank + 1 < size[owner]
+        kept &= ~at_end
     if not bare_space:
         kept &= ~side.bare_space[node]
     if learns:
         kept &= side.slot_start[node + 1] - side.slot_start[node] > 1
     found = torch.nonzero(kept).squeeze(1)
     of_chunk = chunk[owner[found]]
-    return Inner(of_chunk, holder.first[of_chunk] - 1, row[found], node[found])
+    # The node's decision is predicted by the position that has read the token.
+    return Inner(of_chunk, holder.first[of_chunk], row[found] + 1, node[found], at_end[found])

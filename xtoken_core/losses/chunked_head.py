@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtoken_core.losses.common import Divergence, EvalOptions, Pairing
+from xtoken_core.losses.common import Divergence, EvalOptions, Pairing, ReadTokens
 from xtoken_core.losses.lazy_logits import HeadProjection, HeadRows
 from xtoken_core.losses.masks import next_token_targets
 from xtoken_core.losses.objective import ComparedTeacher, Metrics, Objective, Values, first_with_cross_entropy
@@ -130,7 +130,7 @@ class ChunkedHead:
         for (teacher, side), (rows, gathered) in zip(self._sides(), self.teacher_rows, strict=True):
             with nullcontext() if self.trains_on_kd else torch.no_grad():
                 options = EvalOptions(gathered, overwrite, with_tokens=teacher is self.with_tokens)
-                pairing = _pairing(teacher, side, n, targets)
+                pairing = _pairing(teacher, side, n, self.blocks.rows[n], targets)
                 divergence = teacher.loss.evaluate(pairing, logits, rows(side.rows[n]), teacher.columns, options)
             tokens = tokens or divergence.tokens
             divergences.append(divergence)
@@ -286,13 +286,16 @@ def _gradient(outputs: Sequence[Tensor], logits: Tensor, weights: Sequence[Tenso
     return gradient
 
 
-def _pairing(teacher: ComparedTeacher, side: TeacherBlocks, n: int, targets: Tensor) -> Pairing:
+def _pairing(teacher: ComparedTeacher, side: TeacherBlocks, n: int, own_rows: Tensor, targets: Tensor) -> Pairing:
     of_teacher = teacher.pairing.teacher_targets
     of_teacher = None if of_teacher is None else _at(of_teacher, side.rows[n])
     if side.chunks is None or side.student_chunk_id is None or side.teacher_chunk_id is None:
         return Pairing(targets, of_teacher)
     student, own = side.student_chunk_id[n].unsqueeze(0), side.teacher_chunk_id[n].unsqueeze(0)
-    return Pairing(targets, of_teacher, student, own, side.chunks.shape[1])
+    read = teacher.pairing.read
+    if read is not None:
+        read = ReadTokens(*(_at(x, rows) for x, rows in zip(read, (own_rows, side.rows[n]) * 2, strict=True)))
+    return Pairing(targets, of_teacher, student, own, side.chunks.shape[1], read)
 
 
 def _at(whole: Tensor, rows: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.errors import ConfigError
-from xtoken_core.losses.masks import comparable_chunks, shifted_chunk_ids
+from xtoken_core.losses.masks import compared_chunks, shifted_chunk_ids
 
 Scalar = int | float | Tensor
 """A denominator: a number, or a tensor without dimensions on the logits' device."""
@@ -23,7 +25,7 @@ CE_EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class LossTeacher:
-    """A teacher's static data. Without a projection it has the student's tokenizer.
+    """A teacher's static data. Without projection, tables and `own_tokenizer` it has the student's tokenizer.
 
     Attributes:
         vocab_size: Size of its tokenizer; a wider head is cut to it.
@@ -31,6 +33,8 @@ class LossTeacher:
         likelihoods: `[V_s, k]` floating weights of these.
         weight: Static weight in the sum over teachers.
         matrix: `[V_s, V_t]` sparse COO weights, for a projection without rows of weights; instead of the two above.
+        tables: Chain tables of the student's and this teacher's tokenizer.
+        own_tokenizer: Its tokenizer is not the student's, and its loss reads no projection (ULD, ALM).
     """
 
     vocab_size: int
@@ -38,6 +42,8 @@ class LossTeacher:
     likelihoods: Tensor | None = None
     weight: float = 1.0
     matrix: Tensor | None = None
+    tables: ChainTables | None = None
+    own_tokenizer: bool = False
 
     def __post_init__(self) -> None:
         if (self.indices is None) != (self.likelihoods is None):
@@ -48,7 +54,7 @@ class LossTeacher:
     @property
     def same_tokenizer(self) -> bool:
         """True if it has the student's tokenizer."""
-        return self.indices is None and self.matrix is None
+        return not self.own_tokenizer and self.indices is None and self.matrix is None and self.tables is None
 
     def rows(self) -> tuple[Int[Tensor, "rows k"], Float[Tensor, "rows k"]]:
         """Return the dense top-k projection.
@@ -57,7 +63,7 @@ class LossTeacher:
             ConfigError: The projection is sparse.
         """
         if self.indices is None or self.likelihoods is None:
-            raise ConfigError("this loss takes a dense top-k projection, not a sparse one (xtoken projection build)")
+            raise ConfigError("this loss takes a dense top-k projection (xtoken projection build)")
         return self.indices, self.likelihoods
 
 
@@ -83,25 +89,39 @@ class ChunkView:
         return self.valid.shape[1]
 
     @classmethod
-    def of(cls, batch: Mapping[str, Tensor], teacher: int, *, exact_only: bool) -> ChunkView:
+    def of(cls, batch: Mapping[str, Tensor], teacher: int, config: LossConfig, mode: LossMode) -> ChunkView:
         """Read one teacher's columns.
 
         Args:
             batch: A padded batch.
             teacher: The teacher's number.
-            exact_only: True to leave out pairs whose sides spell different bytes.
+            config: The run's loss settings.
+            mode: The teacher's mode, which decides the chunks that are compared.
         """
-        student = shifted_chunk_ids(batch[schema.field_name(schema.STUDENT_CHUNK_ID, teacher)])
-        of_teacher = shifted_chunk_ids(batch[schema.field_name(schema.TEACHER_CHUNK_ID, teacher)])
-        comparable = comparable_chunks(
-            student,
-            of_teacher,
-            batch[schema.field_name(schema.PAIR_VALID, teacher)],
-            batch[schema.field_name(schema.PAIR_IS_CORRECT, teacher)],
-            exact_only=exact_only,
-        )
+        student = batch[schema.field_name(schema.STUDENT_CHUNK_ID, teacher)]
+        of_teacher = batch[schema.field_name(schema.TEACHER_CHUNK_ID, teacher)]
+        pair_valid = batch[schema.field_name(schema.PAIR_VALID, teacher)]
+        pair_is_correct = batch[schema.field_name(schema.PAIR_IS_CORRECT, teacher)]
+        comparable = compared_chunks(student, of_teacher, pair_valid, pair_is_correct, config, mode)
         unmasked = batch[schema.SAMPLE_MASK.name] > 0
-        return cls(student, of_teacher, comparable, comparable & unmasked.unsqueeze(1))
+        shifted = shifted_chunk_ids(student), shifted_chunk_ids(of_teacher)
+        return cls(*shifted, comparable, comparable & unmasked.unsqueeze(1))
+
+
+class ReadTokens(NamedTuple):
+    """The token that each position has read last, and its chunk, on both sides.
+
+    Attributes:
+        student_ids: The student's tokens.
+        teacher_ids: The teacher's tokens.
+        student_chunk_id: Chunk of each of the student's within its sample, -1 = none.
+        teacher_chunk_id: Likewise of the teacher's.
+    """
+
+    student_ids: Int[Tensor, "B T_s"]
+    teacher_ids: Int[Tensor, "B T_t"]
+    student_chunk_id: Int[Tensor, "B T_s"]
+    teacher_chunk_id: Int[Tensor, "B T_t"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +134,7 @@ class Pairing:
         student_chunk_id: Chunk of each student position, -1 = none; None with the student's tokenizer.
         teacher_chunk_id: Likewise.
         max_chunks: `P`.
+        read: The tokens that positions have read; None where the mode does not need them.
     """
 
     student_targets: Int[Tensor, "B T_s"]
@@ -121,6 +142,7 @@ class Pairing:
     student_chunk_id: Int[Tensor, "B T_s"] | None = None
     teacher_chunk_id: Int[Tensor, "B T_t"] | None = None
     max_chunks: int = 0
+    read: ReadTokens | None = None
 
     @property
     def chunk_ids(self) -> tuple[Int[Tensor, "B T_s"], Int[Tensor, "B T_t"]]:

@@ -169,6 +169,8 @@ class CrossTokenizerDistillationLoss:
     ) -> TokenBlocks:
         """Pack the needed positions into the blocks in which a student's head is multiplied; no chunk is split.
 
+        Blocks are whole samples if some loss reads positions beside a chunk's own.
+
         Args:
             batch: As for the call, on the CPU.
             teacher_widths: Each teacher's `T_t`.
@@ -176,9 +178,13 @@ class CrossTokenizerDistillationLoss:
                 None: 2,048, or half as many where a loss reads teachers' whole vocabularies.
         """
         batch = schema.with_numbers(batch)
+        extents = self._extents(batch, teacher_widths)
+        if any(loss.whole_samples for loss in self.losses):
+            B, T = batch[schema.INPUT_IDS.name].shape
+            return blocks_of_samples((B, T), extents, rows or self._block_rows, torch.device("cpu"))
         mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]) > 0
         needed = torch.cat([mask, mask.new_zeros(mask.shape[0], 1)], dim=1)
-        return packed_blocks(needed, self._extents(batch, teacher_widths), rows or self._block_rows)
+        return packed_blocks(needed, extents, rows or self._block_rows)
 
     @property
     def _block_rows(self) -> int:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.config.loss import EXACT_FILTERING_MODES, LossConfig, LossMode
+from xtoken_core.config.loss import EXACT_FILTERING_MODES, WHOLE_CHUNK_MODES, LossConfig, LossMode
 from xtoken_core.ops.chunk_mean.reference import chunk_sizes
 
 
@@ -35,6 +35,38 @@ def valid_chunk_mask(
     return (s_sizes > 0) & (t_sizes > 0) & pair_valid
 
 
+def whole_chunks(chunk_id: Int[Tensor, "B T"], max_chunks: int) -> Bool[Tensor, "B P"]:
+    """Return True for the chunks whose tokens are adjacent and all predicted: none is the first of its sample.
+
+    Args:
+        chunk_id: Chunk of each token as aligned, not shifted; -1 = none.
+        max_chunks: `P`.
+    """
+    B, T = chunk_id.shape
+    inside = (chunk_id >= 0) & (chunk_id < max_chunks)
+    # Tokens of no chunk go to a spare entry, so that nothing depends on how many there are.
+    group = torch.where(inside, chunk_id, max_chunks)
+    spare = torch.zeros(B, max_chunks + 1, dtype=torch.int64, device=chunk_id.device)
+    position = torch.arange(T, device=chunk_id.device).expand(B, T)
+    size = spare.scatter_add(1, group, torch.ones_like(group))
+    first = (spare + T).scatter_reduce(1, group, position, "amin")
+    last = (spare - 1).scatter_reduce(1, group, position, "amax")
+    return ((size > 0) & (last - first + 1 == size) & (first > 0))[:, :max_chunks]
+
+
+def kept_chunk_ids(chunk_id: Int[Tensor, "B T"], kept: Bool[Tensor, "B P"]) -> Int[Tensor, "B T"]:
+    """Return chunk ids with -1 instead of those that are not kept.
+
+    Args:
+        chunk_id: -1 = none.
+        kept: By chunk.
+    """
+    P = kept.shape[1]
+    inside = (chunk_id >= 0) & (chunk_id < P)
+    padded = torch.cat([kept, kept.new_zeros(len(kept), 1)], dim=1)
+    return torch.where(padded.gather(1, torch.where(inside, chunk_id, P)), chunk_id, -1)
+
+
 def comparable_chunks(
     student_chunk_id: Int[Tensor, "B T_s"],
     teacher_chunk_id: Int[Tensor, "B T_t"],
@@ -57,6 +89,37 @@ def comparable_chunks(
     return valid & pair_is_correct if exact_only else valid
 
 
+def compared_chunks(
+    student_chunk_id: Int[Tensor, "B T_s"],
+    teacher_chunk_id: Int[Tensor, "B T_t"],
+    pair_valid: Bool[Tensor, "B P"],
+    pair_is_correct: Bool[Tensor, "B P"],
+    config: LossConfig,
+    mode: LossMode,
+) -> Bool[Tensor, "B P"]:
+    """Return True for the chunks that a mode compares, masked samples included.
+
+    Args:
+        student_chunk_id: Chunk of each student token as aligned, not shifted.
+        teacher_chunk_id: Likewise.
+        pair_valid: False on padding.
+        pair_is_correct: True if the pair is correct (see `xtoken_core.alignment.batch`).
+        config: The run's loss settings.
+        mode: The teacher's.
+    """
+    if mode in WHOLE_CHUNK_MODES:
+        P = pair_valid.shape[1]
+        whole = whole_chunks(student_chunk_id, P) & whole_chunks(teacher_chunk_id, P)
+        return pair_valid & pair_is_correct & whole
+    return comparable_chunks(
+        shifted_chunk_ids(student_chunk_id),
+        shifted_chunk_ids(teacher_chunk_id),
+        pair_valid,
+        pair_is_correct,
+        exact_only=keeps_exact_only(config, mode),
+    )
+
+
 def keeps_exact_only(config: LossConfig, mode: LossMode) -> bool:
     """Return True if pairs that are not correct are left out in this mode."""
     return config.exact_token_match_only and mode in EXACT_FILTERING_MODES
@@ -71,7 +134,7 @@ def kd_chunk_counts(
     *,
     teacher: int = 0,
 ) -> Int[Tensor, " B"]:
-    """Count what each sample adds to a teacher's KD denominator: its chunks valid after the next-token shift.
+    """Count what each sample adds to a teacher's KD denominator: the chunks that its mode compares.
 
     Args:
         student_chunk_id: Chunk of each student token as aligned, not yet shifted.
@@ -84,14 +147,8 @@ def kd_chunk_counts(
     Returns:
         int64 counts, with every sample's mask taken as 1.
     """
-    valid = comparable_chunks(
-        shifted_chunk_ids(student_chunk_id),
-        shifted_chunk_ids(teacher_chunk_id),
-        pair_valid,
-        pair_is_correct,
-        exact_only=keeps_exact_only(config, config.mode_of(teacher)),
-    )
-    return valid.sum(dim=1)
+    alignment = student_chunk_id, teacher_chunk_id, pair_valid, pair_is_correct
+    return compared_chunks(*alignment, config, config.mode_of(teacher)).sum(dim=1)
 
 
 def next_token_mask(

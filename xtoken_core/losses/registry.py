@@ -8,9 +8,11 @@ from types import MappingProxyType
 
 import torch
 
+from xtoken_core.chain.files import read_tables
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses.alm import ALMLoss
 from xtoken_core.losses.base import Loss
+from xtoken_core.losses.chain_loss import ChainLoss
 from xtoken_core.losses.common import LossTeacher
 from xtoken_core.losses.gold import GoldLoss, HKLLoss, ULDLoss
 from xtoken_core.losses.p_kl import PKLLoss
@@ -19,7 +21,7 @@ from xtoken_core.projection.cache import get_sparse_projection_matrix, get_topk_
 from xtoken_core.projection.fingerprint import is_sparse
 
 LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
-    {cls.mode: cls for cls in (PKLLoss, GoldLoss, HKLLoss, ULDLoss, ALMLoss)}
+    {cls.mode: cls for cls in (PKLLoss, GoldLoss, HKLLoss, ULDLoss, ALMLoss, ChainLoss)}
 )
 """Every loss between different tokenizers, by its mode."""
 
@@ -54,22 +56,29 @@ def load_teacher(
     student_vocab_size: int,
     device: torch.device,
     weight: float = 1.0,
+    tables: Path | None = None,
+    own_tokenizer: bool = False,
 ) -> LossTeacher:
-    """Read a teacher's projection, dense top-k or sparse.
+    """Read what a teacher's loss needs: a projection, dense top-k or sparse, or chain tables.
 
     Args:
-        projection: The file; None: the teacher has the student's tokenizer.
+        projection: The projection's file; None: the loss reads none.
         vocab_size: `V_t`, size of the teacher's tokenizer.
         student_vocab_size: `V_s`.
         device: Device of the logits.
         weight: Static weight of the teacher.
+        tables: The file of the chain tables.
+        own_tokenizer: The teacher's tokenizer is not the student's; a file shows that too.
 
     Raises:
         FileNotFoundError: The file does not exist.
+        InputError: The chain tables cannot be read.
         ValueError: The file is in no recognized format, or damaged.
     """
+    if tables is not None:
+        return LossTeacher(vocab_size, weight=weight, tables=read_tables(tables))
     if projection is None:
-        return LossTeacher(vocab_size, weight=weight)
+        return LossTeacher(vocab_size, weight=weight, own_tokenizer=own_tokenizer)
     if is_sparse(projection):
         matrix = get_sparse_projection_matrix(
             projection, device, student_vocab_size=student_vocab_size, teacher_vocab_size=vocab_size

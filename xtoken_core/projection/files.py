@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,7 @@ from xtoken_core.projection.fingerprint import (
     check_archive,
     projection_header,
 )
+from xtoken_core.projection.stored_tensors import safetensors_bytes
 
 MAX_ID = 1 << 26
 """A token id beyond this is taken for a damaged or hostile file."""
@@ -149,27 +148,13 @@ def write_projection(projection: TopKProjection, path: str | os.PathLike[str], *
 
 
 def _safetensors(projection: TopKProjection, indices: Tensor, weights: Tensor) -> bytes:
-    """Return the safetensors layout, assembled here: the library orders its metadata differently from run to run."""
-    blobs = {
-        "indices": ("I64", indices),
-        "likelihoods": ("BF16" if weights.dtype == torch.bfloat16 else "F32", weights),
-    }
     metadata = {
         FORMAT_KEY: FORMAT,
         STUDENT_KEY: projection.student_fingerprint,
         TEACHER_KEY: projection.teacher_fingerprint,
         **projection.about,
     }
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-    data, at = [], 0
-    for name, (dtype, tensor) in blobs.items():
-        raw = tensor.view(torch.uint8).numpy().tobytes()
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + len(raw)]}
-        data.append(raw)
-        at += len(raw)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + b"".join(data)
+    return safetensors_bytes({"indices": indices, "likelihoods": weights}, metadata)
 
 
 def _read(path: Path) -> TopKProjection | tuple[Tensor, Tensor]:

@@ -76,22 +76,33 @@ def projection_header(path: str | Path) -> dict[str, str] | None:
         InputError: The file cannot be read.
     """
     try:
-        with os.fdopen(open_regular(Path(path)), "rb") as stream:
-            start = stream.read(9)
-            if len(start) < 9 or start[8:] != b"{":
-                return None
-            (size,) = struct.unpack("<Q", start[:8])
-            header = json.loads(b"{" + stream.read(size - 1)) if 1 < size <= _MAX_HEADER else {}
+        metadata = safetensors_metadata(path)
     except FileNotFoundError as error:
         raise MissingProjectionError(
             f"there is no projection file {path}: build it with xtoken projection build"
         ) from error
     except OSError as error:
         raise InputError(f"cannot read the projection {path}: {error.strerror}") from error
+    return metadata if metadata is not None and metadata.get(FORMAT_KEY) == FORMAT else None
+
+
+def safetensors_metadata(path: str | Path) -> dict[str, str] | None:
+    """Return the metadata of a safetensors file, read from its header alone; None if it has none.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    try:
+        with os.fdopen(open_regular(Path(path)), "rb") as stream:
+            start = stream.read(9)
+            if len(start) < 9 or start[8:] != b"{":
+                return None
+            (size,) = struct.unpack("<Q", start[:8])
+            header = json.loads(b"{" + stream.read(size - 1)) if 1 < size <= _MAX_HEADER else {}
     except (ValueError, RecursionError):
         return None
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    if not isinstance(metadata, dict) or metadata.get(FORMAT_KEY) != FORMAT:
+    if not isinstance(metadata, dict):
         return None
     return {str(key): str(value) for key, value in metadata.items()}
 

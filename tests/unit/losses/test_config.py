@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from xtoken_core.config import LossConfig
+from xtoken_core.config.loss import LossMode
 
 REFUSED = {
     "xtoken_without_gold": ({"xtoken_loss": True}, "set gold_loss = true"),
@@ -37,6 +38,12 @@ REFUSED = {
         "normalize_teacher_by_vocab belongs to",
     ),
     "averaged_gold": ({"teacher_aggregation": "averaged_logits", "gold_loss": True}, "compares token by token"),
+    "reverse_chain": ({"mode": "chain", "reverse_kl": True}, "biased on given text"),
+    "reverse_chain_of_one_teacher": ({"teacher_modes": ("p_kl", "chain"), "reverse_kl": True}, "biased on given text"),
+    "beta": ({"mode": "chain", "beta": 0.5}, "a generalised JSD has a reverse part"),
+    "chain_option_elsewhere": ({"chain_end_terms": False}, "chain_end_terms belongs to chain, the mode is p_kl"),
+    "averaged_chain": ({"teacher_aggregation": "averaged_logits", "mode": "chain"}, "compares token by token"),
+    "exact_only_chain": ({"mode": "chain", "exact_token_match_only": True}, "belongs to P-KL, the mode is chain"),
     "alpha_alone": ({"dynamic_weight_alpha": 2.0}, "needs dynamic_teacher_weights"),
     "zero_temperature": ({"temperature": 0.0}, "temperature"),
     "zero_topk": ({"vocab_topk": 0}, "vocab_topk"),
@@ -79,3 +86,15 @@ def test_a_dumped_config_can_be_read_back():
     config = LossConfig(alm_loss=True, alm_temperature=7.0, teacher_modes=("alm", "gold"))
     assert LossConfig.model_validate(config.model_dump()) == config
     assert LossConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("name", ["vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl", "gold_loss"])
+def test_public_names_without_a_mode_mean_the_public_method_whatever_the_default(name):
+    class Later(LossConfig):
+        mode: LossMode = "chain"
+
+    values = {"vocab_topk": 64, "uncommon_topk": 64}
+    assert Later().mode == "chain"
+    assert Later.model_validate({name: values.get(name, True)}).mode == ("gold" if name == "gold_loss" else "p_kl")
+    assert Later.model_validate({"mode": "chain", "vocab_topk": 64}).mode == "chain"
+    assert LossConfig().mode == "p_kl"

@@ -21,6 +21,7 @@ from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 from tests.unit.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import EvalSpec, RunSpec
 from xtoken_core.evaluation import evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
@@ -132,7 +133,12 @@ def held_out_loss(spec: RunSpec, device: str = "cpu", **options: Any) -> EvalLos
     loss = CrossTokenizerDistillationLoss(
         spec.loss, student_vocab_size=259, teachers=teachers, device=torch.device(device)
     )
-    return EvalLoss(spec, loss, tokenizer, TEXTS * 3, **options)
+    side = ResolvedModel(vocab_size=259, head_width=259, tokenizer_fingerprint="s")
+    run = ResolvedRun(
+        spec=spec, student=side, teachers=(side,) * len(spec.teacher), data_fingerprint="", records=1, positions=1,
+        projection_fingerprints=("",) * len(spec.teacher),
+    )  # fmt: skip
+    return EvalLoss(run, loss, tokenizer, TEXTS * 3, **options)
 
 
 def test_the_held_out_loss_goes_on_batch_by_batch_and_is_the_same_blockwise(

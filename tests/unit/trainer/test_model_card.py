@@ -19,7 +19,13 @@ def card(directory: Path, teachers: list[dict[str, Any]], **changes: Any) -> str
     run = resolved_run(directory, teachers=len(teachers))
     raw = run.spec.model_dump()
     raw["teacher"] = [{**mine, **change} for mine, change in zip(raw["teacher"], teachers, strict=True)]
-    run = run.model_copy(update={"spec": RunSpec.model_validate({**raw, **changes})})
+    own = run.student.tokenizer_fingerprint
+    files = [
+        side.model_copy(update={"tokenizer_fingerprint": own}) if change is SAME else side
+        for side, change in zip(run.teachers, teachers, strict=True)
+    ]
+    spec = RunSpec.model_validate({**raw, **changes})
+    run = run.model_copy(update={"spec": spec, "teachers": tuple(files)})
     return model_card(run, account_of_positions(run, Cursor(step=run.steps, trained=32)), [], None)
 
 

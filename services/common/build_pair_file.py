@@ -1,0 +1,44 @@
+"""The program that builds a file about two tokenizers: `python -m services.common.build_pair_file KIND S T FILE`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from services.common.tokenizers import load_tokenizer
+from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.files import write_tables
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.errors import XtokenError
+from xtoken_core.projection.build import build_projection
+from xtoken_core.projection.files import write_projection
+from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+
+
+def build_pair_file(kind: str, student: Path, teacher: Path, file: Path) -> None:
+    """Build the chain tables or the projection of two tokenizers.
+
+    Args:
+        kind: `chain` or `projection`.
+        student: Directory of the student's tokenizer.
+        teacher: Directory of the teacher's.
+        file: The file to write.
+
+    Raises:
+        XtokenError: A tokenizer cannot be read, or the file cannot be written.
+    """
+    tokenizers = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "projection":
+        write_projection(build_projection(*tokenizers), file)
+        return
+    prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
+    write_tables(ChainTables.of(build_tables(*tokenizers)), file, prints)
+
+
+if __name__ == "__main__":
+    try:
+        build_pair_file(sys.argv[1], *map(Path, sys.argv[2:]))
+    except (XtokenError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(getattr(error, "exit_code", 1))

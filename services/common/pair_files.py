@@ -1,0 +1,75 @@
+"""Files about a run's pairs of tokenizers, built by a process of their own when a run starts. No torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES, LossMode
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import InputError
+from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind, user_cache
+
+log = logging.getLogger("xtoken.pairs")
+
+BUILDER = "services.common.build_pair_file"
+
+
+def kind_of(mode: LossMode) -> PairKind | None:
+    """Return what a mode reads about a pair of tokenizers; None: nothing."""
+    if mode in TABLE_MODES:
+        return "chain"
+    return "projection" if mode in PROJECTING_MODES else None
+
+
+def cache_of(spec: RunSpec) -> PairCache:
+    """Return where a run keeps such files: the user's cache, or the run's output.
+
+    The output is taken on a Ray cluster, where every node sees it, and where the user's cache cannot be written.
+    """
+    own = user_cache()
+    if spec.workers.launcher == "ray" or not _writable(own):
+        return PairCache(spec.output / "cache")
+    return PairCache(own)
+
+
+def pair_file(
+    cache: PairCache, kind: PairKind, student: Path, teacher: Path, fingerprints: tuple[str, str], what: str
+) -> Path:
+    """Return the file about two tokenizers, built first if there is none.
+
+    Args:
+        cache: Where it is kept.
+        kind: Its content.
+        student: Directory of the student's tokenizer.
+        teacher: Directory of the teacher's.
+        fingerprints: Those of the two tokenizers.
+        what: Name of the teacher for messages.
+
+    Raises:
+        InputError: It cannot be built; the text has the reason.
+    """
+
+    def build(path: Path) -> None:
+        log.info("building the %s of the student's and %s's tokenizer: %s", NAMES[kind], what, path)
+        command = [sys.executable, "-m", BUILDER, kind, str(student), str(teacher), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            last = done.stderr.strip().splitlines()[-1:] or [f"it ended with status {done.returncode}"]
+            raise InputError(
+                f"cannot build the {NAMES[kind]} of the student's and {what}'s tokenizer: "
+                f"{last[0].removeprefix('error: ')}"
+            )
+
+    return cache.file(kind, fingerprints, build)
+
+
+def _writable(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK | os.X_OK)

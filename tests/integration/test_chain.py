@@ -1,0 +1,52 @@
+"""A run with `loss.mode = "chain"` that names no projection: tables and matrix are built, kept and part of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.resolve import resolve_run
+from services.supervisor.run_record import RunState
+from tests.integration.conftest import Crew
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from xtoken_core.config.spec import RunSpec
+
+Start = Callable[[RunSpec], Crew]
+
+
+def test_chain_and_p_kl_learn_from_files_built_at_the_start(
+    assets: TinyAssets, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    teachers = [
+        {"model": assets.teacher, "context_length": 96},
+        {"model": assets.other_teacher, "context_length": 80},
+        {"model": assets.student, "context_length": 64, "weight": 0.1},
+    ]
+    spec = tiny_spec(
+        assets,
+        tmp_path,
+        teacher=teachers,
+        loss={"mode": "chain", "teacher_modes": ["none", "p_kl", "none"]},
+        eval={"path": write_jsonl(tmp_path / "heldout.jsonl", documents(8, seed=5)), "teacher_kl": True},
+    )
+    ending = start(spec).join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    lines = steps_of(spec.output)
+    assert lines[-1]["kl_loss_t0"] < lines[0]["kl_loss_t0"]
+    assert lines[-1]["kl_loss_t1"] < lines[0]["kl_loss_t1"]
+    assert all(lines[0][f"chain_{part}_t0"] > 0 for part in ("start", "inner", "end"))
+    rows = [json.loads(line) for line in (spec.output / "eval.jsonl").read_text().splitlines()]
+    assert rows[-1]["held_out_kl_loss_t0"] < rows[0]["held_out_kl_loss_t0"]
+    assert "held_out_chain_start_t0" in rows[0]
+    run = resolve_run(spec)
+    assert run.same_tokenizer == (False, False, True)
+    files = [path.parent.name if path else None for path in run.pair_files]
+    assert files == ["chain", "projection", None]
+    before = run.identity()
+    for path in (tmp_path / "cache").rglob("*.safetensors"):
+        path.unlink()
+    assert resolve_run(spec).identity() == before  # built again, to the byte

@@ -1,0 +1,80 @@
+"""Files about a pair of tokenizers, built when a run needs them: projections and chain tables. No torch.
+
+A file is named by the fingerprints of both tokenizers; its metadata holds them, and the version of its format.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError, safe_open
+
+from xtoken_core.projection.fingerprint import FORMAT, FORMAT_KEY, STUDENT_KEY, TEACHER_KEY, safetensors_metadata
+
+PairKind = Literal["projection", "chain"]
+"""Contents of a file: the projection that P-KL and gold read, or the chain tables."""
+CHAIN_FORMAT = "xtoken-chain-1"
+FORMATS: dict[PairKind, str] = {"projection": FORMAT, "chain": CHAIN_FORMAT}
+NAMES: dict[PairKind, str] = {"projection": "projection", "chain": "chain tables"}
+_LOG = logging.getLogger("xtoken.pairs")
+
+
+def user_cache() -> Path:
+    """Return the user's cache directory: `xtoken` below `XDG_CACHE_HOME` or `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xtoken"
+
+
+class PairCache:
+    """A directory of files about pairs of tokenizers.
+
+    Args:
+        directory: Where the files are; None: the user's cache.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory or user_cache()
+
+    def file(self, kind: PairKind, fingerprints: tuple[str, str], build: Callable[[Path], None]) -> Path:
+        """Return the file of a pair, built first if there is none.
+
+        A file of another version, of another pair or a damaged one is built again, and the log says so once.
+
+        Args:
+            kind: Its content.
+            fingerprints: Those of the student's and the teacher's tokenizer.
+            build: Writes the file, whole or not at all.
+        """
+        path = self.directory / kind / f"{fingerprints[0][:20]}-{fingerprints[1][:20]}.safetensors"
+        if path.exists():
+            reason = outdated(path, kind, fingerprints)
+            if reason is None:
+                return path
+            _LOG.warning("the %s %s %s: building it again", NAMES[kind], path, reason)
+        build(path)
+        return path
+
+
+def outdated(path: Path, kind: PairKind, fingerprints: tuple[str, str]) -> str | None:
+    """Return why a file cannot be used; None if it can.
+
+    Args:
+        path: The file.
+        kind: Its content.
+        fingerprints: Those of the student's and the teacher's tokenizer.
+    """
+    try:
+        metadata = safetensors_metadata(path)
+        if metadata is None:
+            return "is damaged (it has no header)"
+        if (version := metadata.get(FORMAT_KEY, "no format")) != FORMATS[kind]:
+            return f"has {version}, this version reads {FORMATS[kind]}"
+        if (metadata.get(STUDENT_KEY), metadata.get(TEACHER_KEY)) != fingerprints:
+            return "belongs to other tokenizers"
+        with safe_open(path, framework="numpy"):  # checks the size of every tensor
+            return None
+    except (SafetensorError, OSError) as error:
+        return f"is damaged ({error})"
