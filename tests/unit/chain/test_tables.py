@@ -155,13 +155,13 @@ def test_tables_are_built_once_and_read_again(pair, tmp_path, monkeypatch):
     again = cached_tables(*pair, tmp_path)
     assert same(built, again)
     assert same(again, ChainTables.of(build_tables(*pair)))
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list((tmp_path / "chain").iterdir())) == 1
 
 
 @pytest.mark.parametrize("damage", ["version", "other pair", "bytes"])
 def test_files_that_do_not_fit_are_built_again(pair, tmp_path, caplog, damage):
     built = cached_tables(*pair, tmp_path)
-    (path,) = tmp_path.iterdir()
+    (path,) = (tmp_path / "chain").iterdir()
     if damage == "version":
         save_file({"x": torch.zeros(1)}, path, {"format": "xtoken-chain-0"})
     elif damage == "other pair":
@@ -170,7 +170,7 @@ def test_files_that_do_not_fit_are_built_again(pair, tmp_path, caplog, damage):
         damaged = path.read_bytes()[:-1000]
         path.unlink()  # processes have the old file mapped
         path.write_bytes(damaged)
-    with caplog.at_level(logging.WARNING, "xtoken.chain"):
+    with caplog.at_level(logging.WARNING, "xtoken.pairs"):
         assert same(cached_tables(*pair, tmp_path), built)
         assert same(cached_tables(*pair, tmp_path), built)
     assert len(caplog.records) == 1
