@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.digits.methods import CROSS, SAME, planned, run_name
-from experiments.digits.runs import finished, run_all
+from experiments.digits.methods import CROSS, SAME, planned, run_file, run_name
 from experiments.digits.settings import Scale
 from experiments.digits.text import Texts, read_texts, write_texts
+from experiments.jobs import Job, finished, run_all
 
 TOKENIZERS = "tokenizers"
 _TEACHER_SEED = 100
@@ -69,7 +69,8 @@ def runs(
 ) -> bool:
     """The compared runs; returns whether all are finished."""
     wanted = [(n, seed) for n, seed in planned(scale) if (not only or n in only) and (not seeds or seed in seeds)]
-    return run_all(state, scale, wanted, side_by_side=side_by_side, until=until)
+    jobs = [Job(run_name(*run), run_file(scale, *run)) for run in wanted]
+    return run_all(state, jobs, side_by_side=side_by_side, until=until)
 
 
 def measure(state: Path, scale: Scale, out: Path) -> None:
@@ -102,7 +103,7 @@ def measure(state: Path, scale: Scale, out: Path) -> None:
             continue
         once(place.name, lambda place=place: of_model(place, student=True) | _scratch_record(place))  # type: ignore[misc]
     for run in planned(scale):
-        if finished(state, *run):
+        if finished(state, run_name(*run)):
             place = state / "runs" / run_name(*run)
             once(place.name, lambda place=place: of_model(place / "model", student=True) | _run_record(place))  # type: ignore[misc]
     collect(state, scale, out)

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 from experiments.digits import page, predictions, stages
 from experiments.digits.compare import RESOLUTIONS, has_sign, mismatches
 from experiments.digits.methods import METHODS, planned, run_file
-from experiments.digits.runs import run_all
 from experiments.digits.settings import FULL, REDUCED, SCALES, Scale
 from experiments.digits.summary import Summary
 from experiments.digits.text import Texts, held_out_problems, read_texts, spoilt
+from experiments.jobs import Job, run_all
 from xtoken_core.config.spec import parse_run_spec
 
 SMALL = dataclasses.replace(FULL, documents=300, teacher_vocabulary=400, student_words=360, problems=20)
@@ -113,7 +113,7 @@ def test_one_tokenizer_splits_numbers_and_the_other_keeps_them(prepared: Path) -
 
 
 def test_nothing_is_started_when_the_time_is_up(prepared: Path) -> None:
-    assert not run_all(prepared, SMALL, [("ce", 0)], side_by_side=1, until=0.0)
+    assert not run_all(prepared, [Job("ce-0", "")], side_by_side=1, until=0.0)
     assert not (prepared / "ce-0.toml").exists()
 
 

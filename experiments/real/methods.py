@@ -1,0 +1,178 @@
+"""The compared methods and conditions, and the run file of each combination."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.jobs import Job
+
+SMOLLM2, GEMMA3 = "smollm2-135m-instruct", "gemma3-270m"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train the student.
+
+    Attributes:
+        title: Name in tables.
+        loss: Its `[loss]` table beside the weights.
+        weights: Pairs of `kl_loss_weight` and `ce_loss_scale` that are tried, by name.
+        projects: Takes a projection file.
+        custom: `MODULE:CLASS` of a loss outside the product; empty for a mode of the product.
+    """
+
+    title: str
+    loss: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, tuple[float, float]] = field(default_factory=lambda: dict(WEIGHTS))
+    projects: bool = False
+    custom: str = ""
+
+
+WEIGHTS = {"even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0)}
+"""Weights of the KD term and of the cross-entropy."""
+
+METHODS = {
+    "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}),
+    "p_kl": Method("P-KL", {"mode": "p_kl"}, projects=True),
+    "gold": Method("gold", {"mode": "gold"}, projects=True),
+    "uld": Method("ULD", {"mode": "uld"}, projects=True),
+    "alm1": Method("ALM, tau 1", {"mode": "alm", "alm_temperature": 1.0}, projects=True),
+    "alm100": Method("ALM, tau 100", {"mode": "alm", "alm_temperature": 100.0}, projects=True),
+    "chain": Method("chain", {"mode": "chain"}),
+}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Models and text that a method is tried on.
+
+    Attributes:
+        student: Directory of the student below `models`.
+        teacher: Directory of the teacher.
+        source: Text that is trained and held out: `handbook-de`, `python-code`, ...
+        size: Bytes of text that are trained, chosen by the data seed.
+        others: Sources whose test split is measured too: another source of the language, other languages.
+        steps: Optimiser steps.
+    """
+
+    student: str
+    teacher: str
+    source: str
+    size: int
+    others: tuple[str, ...]
+    steps: int = 150
+
+
+_GERMAN = ("manual-de", "handbook-en", "handbook-fr")
+CONDITIONS = {
+    "de-500k": Condition(SMOLLM2, GEMMA3, "handbook-de", 500_000, _GERMAN),
+    "de-100k": Condition(SMOLLM2, GEMMA3, "handbook-de", 100_000, _GERMAN),
+    "de-2m": Condition(SMOLLM2, GEMMA3, "manual-de", 2_000_000, ("handbook-de", "handbook-en", "handbook-fr"), 300),
+    "de-6m": Condition(SMOLLM2, GEMMA3, "manual-de", 6_000_000, ("handbook-de", "handbook-en", "handbook-fr"), 600),
+    "fr-500k": Condition(SMOLLM2, GEMMA3, "handbook-fr", 500_000, ("manual-fr", "handbook-en", "handbook-de")),
+    "code-2m": Condition(SMOLLM2, GEMMA3, "python-code", 2_000_000, ("handbook-en", "handbook-de"), 300),
+}
+
+SAMPLES_PER_STEP = 24
+STUDENT_CONTEXT, TEACHER_CONTEXT = 768, 512
+MICRO_BATCH_TOKENS = 4608
+"""Of a teacher's logits at 262,144 tokens, 2.4 GB a slot in bfloat16: several runs fit one GPU."""
+EVALUATIONS = 6
+"""Evaluations of a run after the one before its first step."""
+EVAL_BYTES = 80_000
+RATES = (5e-5, 1e-4, 2e-4)
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a method with its weights and learning rate, on a condition and a data seed."""
+
+    condition: str
+    method: str
+    weight: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return f"{self.condition}-{self.method.replace('_', '-')}-{self.weight}-{self.rate:g}-s{self.seed}"
+
+    @property
+    def text(self) -> str:
+        """File of the condition's training text, below `texts`."""
+        return f"{self.condition}.s{self.seed}.jsonl"
+
+
+def cells(
+    conditions: tuple[str, ...], methods: tuple[str, ...], weights: tuple[str, ...], seeds: tuple[int, ...]
+) -> Iterator[Cell]:
+    """Yield the runs in order of conditions, seeds and methods; every method has every learning rate."""
+    for condition in conditions:
+        for seed in seeds:
+            for method in methods:
+                for weight in METHODS[method].weights:
+                    if not weights or weight in weights or len(METHODS[method].weights) == 1:
+                        yield from (Cell(condition, method, weight, rate, seed) for rate in RATES)
+
+
+def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
+    """Return the run of a cell.
+
+    Args:
+        cell: The cell.
+        device: `workers.device` of the run.
+        steps: Optimiser steps instead of the condition's.
+    """
+    condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
+    steps = steps or condition.steps
+    kl, ce = method.weights[cell.weight]
+    dtype = "bfloat16" if device != "cpu" else "float32"
+    teacher = {"model": f"models/{condition.teacher}", "context_length": TEACHER_CONTEXT, "dtype": dtype}
+    if method.projects or cell.method == "ce":
+        teacher["projection"] = projection_file(condition)
+    evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]
+    tables: list[tuple[str, dict[str, Any]]] = [
+        ("student", {"model": f"models/{condition.student}", "context_length": STUDENT_CONTEXT, "dtype": dtype}),
+        ("teacher", teacher),
+        ("data", {"path": f"texts/{cell.text}", "epochs": 1000}),
+        (
+            "eval",
+            {
+                "path": f"texts/{condition.source}.validation.jsonl",
+                "also": evaluated,
+                "every": max(1, steps // EVALUATIONS),
+                "max_bytes": EVAL_BYTES,
+            },
+        ),
+        ("loss", {**method.loss, "kl_loss_weight": kl, "ce_loss_scale": ce}),
+        (
+            "train",
+            {
+                "samples_per_step": SAMPLES_PER_STEP,
+                "max_steps": steps,
+                "micro_batch_tokens": MICRO_BATCH_TOKENS,
+                "learning_rate": cell.rate,
+                "min_learning_rate": cell.rate / 10,
+                "warmup_steps": max(1, steps // 20),
+                "weight_decay": 0.01,
+                "checkpoint_every": steps,
+                "keep_checkpoints": 1,
+            },
+        ),
+        ("workers", {"collators": 1, "device": device}),
+    ]
+    lines = [f'name = "{cell.name}"', f'output = "runs/{cell.name}"', f"seed = {cell.seed}"]
+    for name, table in tables:
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    options = ("--loss", method.custom) if method.custom else ()
+    return Job(cell.name, "\n".join(lines) + "\n", options)
+
+
+def projection_file(condition: Condition) -> str:
+    """Return the file of a pair's projection, relative to the state's directory."""
+    return f"projection-{condition.student}-{condition.teacher}.safetensors"

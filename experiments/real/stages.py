@@ -1,0 +1,158 @@
+"""The stages that train and measure: text by data seed, runs, the teacher, and the result file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.digits.stages import machine
+from experiments.jobs import finished, run_all
+from experiments.real.methods import CONDITIONS, EVAL_BYTES, TEACHER_CONTEXT, Cell, Condition, job, projection_file
+from experiments.real.models import MissingSourceError
+
+_METRICS = ("tokens_per_second", "memory_peak_bytes", "chunk_mass_t0")
+
+
+def runs(
+    state: Path, planned: Sequence[Cell], *, side_by_side: int, until: float, device: str, steps: int | None
+) -> bool:
+    """Make the runs that are not finished; return True if all are.
+
+    Args:
+        state: Directory of models, texts and runs.
+        planned: The runs.
+        side_by_side: Number of runs at a time.
+        until: Time on the monotonic clock at which all are stopped.
+        device: `workers.device` of every run.
+        steps: Optimiser steps of every run instead of its condition's.
+
+    Raises:
+        MissingSourceError: A model or text has not been made.
+    """
+    for name in dict.fromkeys(cell.condition for cell in planned):
+        condition = CONDITIONS[name]
+        for file in (state / "models" / condition.student, state / "models" / condition.teacher):
+            if not file.is_dir():
+                raise MissingSourceError(f"there is no {file}: run the stage `models` first")
+        _build_projection(state, condition)
+    for cell in planned:
+        write_sample(state / "texts", cell)
+    jobs = [job(cell, device=device, steps=steps) for cell in planned]
+    return run_all(state, jobs, side_by_side=side_by_side, until=until)
+
+
+def write_sample(texts: Path, cell: Cell) -> None:
+    """Write a condition's training text: documents drawn by the data seed, up to its size in bytes.
+
+    Args:
+        texts: Directory of the texts.
+        cell: The run that needs it; runs of one condition and seed have it in common.
+
+    Raises:
+        MissingSourceError: The source has not been made.
+    """
+    condition, target = CONDITIONS[cell.condition], texts / cell.text
+    source = texts / f"{condition.source}.train.jsonl"
+    if not source.is_file():
+        raise MissingSourceError(f"there is no {source}: run the stage `texts` first")
+    if target.is_file():
+        return
+    lines = source.read_text(encoding="utf-8").splitlines()
+    random.Random(cell.seed).shuffle(lines)
+    kept, size = [], 0
+    for line in lines:
+        if size >= condition.size:
+            break
+        kept.append(line)
+        size += len(json.loads(line)["text"].encode())
+    partial = target.with_suffix(".part")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    partial.replace(target)
+
+
+def teachers(state: Path, names: Sequence[str], device: str) -> None:
+    """Measure each condition's teacher on the texts that its students are measured on, in bits per byte."""
+    for name in names:
+        file = state / f"teacher-{name}.json"
+        if not file.is_file():
+            measured = _measure_teacher(state, CONDITIONS[name], device)
+            file.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+
+
+def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
+    """Write the result file of the finished runs; return its content.
+
+    Args:
+        state: Directory of the runs.
+        planned: The runs; those that are not finished are listed as not run.
+        out: The result file.
+    """
+    rows = [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in planned if finished(state, cell.name)]
+    measured = {name: state / f"teacher-{name}.json" for name in dict.fromkeys(cell.condition for cell in planned)}
+    result = {
+        "machine": machine(),
+        "conditions": {name: vars(CONDITIONS[name]) for name in measured},
+        "teachers": {name: json.loads(file.read_text()) for name, file in measured.items() if file.is_file()},
+        "runs": rows,
+        "not_run": [vars(cell) for cell in planned if not finished(state, cell.name)],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_suffix(".part")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.replace(out)
+    return result
+
+
+def _run_record(directory: Path) -> dict[str, Any]:
+    """Return a run's evaluations, and the medians of its metrics."""
+    steps = [json.loads(line) for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    evals = [json.loads(line) for line in (directory / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
+    kept = [{key: row[key] for key in row if key == "step" or key.startswith("bits_per_byte")} for row in evals]
+    metrics = {}
+    for name in _METRICS:
+        values = sorted(row[name] for row in steps if row.get(name) is not None)
+        if values:
+            metrics[name] = values[len(values) // 2]
+    return {"steps": len(steps), "tokens": sum(row["tokens"] for row in steps), "metrics": metrics, "curve": kept}
+
+
+def _build_projection(state: Path, condition: Condition) -> None:
+    from services.common.tokenizers import load_tokenizer
+    from xtoken_core.projection import build_projection, write_projection
+
+    file = state / projection_file(condition)
+    if not file.is_file():
+        student, teacher = (state / "models" / name for name in (condition.student, condition.teacher))
+        pair = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
+        write_projection(build_projection(*pair), file)
+
+
+def _measure_teacher(state: Path, condition: Condition, device: str) -> dict[str, float]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from xtoken_core.evaluation import evaluate
+
+    directory = state / "models" / condition.teacher
+    place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if place == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(place)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    files = {"": f"{condition.source}.validation.jsonl"}
+    files |= {f"_{source}.test": f"{source}.test.jsonl" for source in (condition.source, *condition.others)}
+    measured = {}
+    for name, file in files.items():
+        lines = (state / "texts" / file).read_text(encoding="utf-8").splitlines()
+        measured[f"bits_per_byte{name}"] = evaluate(
+            model,
+            tokenizer,
+            (json.loads(line)["text"] for line in lines),
+            context_length=TEACHER_CONTEXT,
+            batch_tokens=4 * TEACHER_CONTEXT,
+            device=place,
+            max_bytes=EVAL_BYTES,
+        ).bits_per_byte
+    return measured

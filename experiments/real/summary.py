@@ -1,0 +1,148 @@
+"""What the runs show: each method at its best learning rate and step on validation, reported on test."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+VALIDATION = "bits_per_byte"
+BASELINE = "ce"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A method on one condition and data seed, at the learning rate and step that are best on validation.
+
+    Attributes:
+        condition: The condition.
+        method: The method.
+        weight: Name of its weights.
+        seed: The data seed.
+        rate: The best learning rate.
+        step: The best step.
+        bits: Bits per byte by text: `validation`, then the name of each test set.
+    """
+
+    condition: str
+    method: str
+    weight: str
+    seed: int
+    rate: float
+    step: int
+    bits: Mapping[str, float]
+
+
+def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
+    """Return the best of every method, weights, condition and seed; ties go to the earlier run and step."""
+    groups: dict[tuple[str, str, str, int], list[Mapping[str, Any]]] = defaultdict(list)
+    for run in result["runs"]:
+        groups[run["condition"], run["method"], run["weight"], run["seed"]].append(run)
+    best = []
+    for (condition, method, weight, seed), runs in groups.items():
+        rows = [(run["rate"], row) for run in runs for row in run["curve"]]
+        rate, row = min(rows, key=lambda pair: pair[1][VALIDATION])
+        best.append(Outcome(condition, method, weight, seed, rate, row["step"], _bits(row)))
+    return best
+
+
+def _bits(row: Mapping[str, Any]) -> dict[str, float]:
+    named = {
+        key.removeprefix(f"{VALIDATION}_"): value for key, value in row.items() if key.startswith(f"{VALIDATION}_")
+    }
+    return {"validation": row[VALIDATION], **named}
+
+
+def chosen(found: Sequence[Outcome], seed: int) -> dict[tuple[str, str], str]:
+    """Return the weights of each condition and method that are best on validation of one data seed."""
+    best: dict[tuple[str, str], Outcome] = {}
+    for outcome in found:
+        key = outcome.condition, outcome.method
+        if outcome.seed == seed and (key not in best or outcome.bits["validation"] < best[key].bits["validation"]):
+            best[key] = outcome
+    return {key: outcome.weight for key, outcome in best.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method's line in a condition's table.
+
+    Attributes:
+        method: The method.
+        weight: Name of its weights.
+        seeds: Data seeds that have run.
+        test: Mean bits per byte on the condition's own test set.
+        deviation: Standard deviation over the seeds; 0 for one seed.
+        gain: Mean of cross-entropy's bits per byte minus the method's, seed by seed; None without a common seed.
+        gain_deviation: Its standard deviation.
+        closed: Fraction of the gap from cross-entropy to the teacher that is closed; None without the teacher.
+        others: Mean bits per byte on the other test sets.
+    """
+
+    method: str
+    weight: str
+    seeds: int
+    test: float
+    deviation: float
+    gain: float | None
+    gain_deviation: float
+    closed: float | None
+    others: Mapping[str, float]
+
+
+def table(result: Mapping[str, Any], condition: str) -> list[Row]:
+    """Return a condition's rows, the best first."""
+    found = [outcome for outcome in outcomes(result) if outcome.condition == condition]
+    own = f"{result['conditions'][condition]['source']}.test"
+    baseline = {outcome.seed: outcome.bits[own] for outcome in found if outcome.method == BASELINE}
+    teacher = result["teachers"].get(condition, {}).get(f"{VALIDATION}_{own}")
+    groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    for outcome in found:
+        groups[outcome.method, outcome.weight].append(outcome)
+    rows = [_row(*key, group, own, baseline, teacher) for key, group in groups.items()]
+    return sorted(rows, key=lambda row: row.test)
+
+
+def _row(
+    method: str, weight: str, group: Sequence[Outcome], own: str, baseline: Mapping[int, float], teacher: float | None
+) -> Row:
+    test = [outcome.bits[own] for outcome in group]
+    gains = [baseline[outcome.seed] - outcome.bits[own] for outcome in group if outcome.seed in baseline]
+    gaps = [baseline[outcome.seed] - teacher for outcome in group if outcome.seed in baseline] if teacher else []
+    others = [name for name in group[0].bits if name not in ("validation", own)]
+    return Row(
+        method=method,
+        weight=weight,
+        seeds=len(group),
+        test=statistics.fmean(test),
+        deviation=_deviation(test),
+        gain=statistics.fmean(gains) if gains else None,
+        gain_deviation=_deviation(gains),
+        closed=statistics.fmean(gains) / statistics.fmean(gaps) if gains and gaps else None,
+        others={name: statistics.fmean(outcome.bits[name] for outcome in group) for name in others},
+    )
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def markdown(result: Mapping[str, Any], condition: str, titles: Mapping[str, str]) -> str:
+    """Return a condition's table in Markdown."""
+    rows = table(result, condition)
+    names = list(rows[0].others) if rows else []
+    head = ["method", "weights", "seeds", "test", "below cross-entropy", "of the gap", *names]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in rows:
+        gain = "" if row.gain is None else f"{row.gain:+.3f} ± {row.gain_deviation:.3f}"
+        closed = "" if row.closed is None else f"{row.closed:.0%}"
+        cells = [
+            titles.get(row.method, row.method),
+            row.weight,
+            str(row.seeds),
+            f"{row.test:.3f} ± {row.deviation:.3f}",
+        ]
+        lines.append(f"| {' | '.join([*cells, gain, closed, *(f'{row.others[name]:.3f}' for name in names)])} |")
+    return "\n".join(lines) + "\n"

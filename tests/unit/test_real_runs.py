@@ -1,0 +1,117 @@
+"""The experiment on real models: its run files are valid, its summary is that of hand-made curves."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.real import stages, summary
+from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
+from experiments.real.models import MissingSourceError
+from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
+from tests.support.tiny_run import documents, make_model, write_jsonl
+from xtoken_core.config.spec import parse_run_spec
+
+PLANNED = list(cells(tuple(CONDITIONS), tuple(METHODS), (), (0, 1)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_run_files_are_valid(method: str) -> None:
+    for cell in (cell for cell in PLANNED if cell.method == method):
+        spec = parse_run_spec(tomllib.loads(job(cell).file), source=cell.name)
+        assert spec.loss.kl_loss_weight == METHODS[method].weights[cell.weight][0]
+        assert f"{CONDITIONS[cell.condition].source}.test" in spec.eval.also_by_name
+
+
+def test_every_run_has_a_name_of_its_own() -> None:
+    assert len({cell.name for cell in PLANNED}) == len(PLANNED)
+
+
+def curve(*values: tuple[int, float, float]) -> list[dict[str, float]]:
+    return [
+        {"step": step, "bits_per_byte": valid, "bits_per_byte_handbook-de.test": test}
+        for step, valid, test in values
+    ]  # fmt: skip
+
+
+def result(*runs: tuple[str, float, int, list[dict[str, float]]]) -> dict[str, Any]:
+    return {
+        "conditions": {"de-500k": vars(CONDITIONS["de-500k"])},
+        "teachers": {"de-500k": {"bits_per_byte_handbook-de.test": 1.0}},
+        "runs": [
+            {"condition": "de-500k", "method": method, "weight": "ce", "rate": rate, "seed": seed, "curve": rows}
+            for method, rate, seed, rows in runs
+        ],
+    }
+
+
+def test_the_best_step_and_rate_of_validation_are_reported_on_test() -> None:
+    found = result(
+        ("ce", 1e-4, 0, curve((0, 2.0, 2.0), (10, 1.5, 1.6), (20, 1.6, 1.2))),
+        ("ce", 2e-4, 0, curve((0, 2.0, 2.0), (10, 1.4, 1.7), (20, 1.9, 1.1))),
+    )
+    (best,) = summary.outcomes(found)
+    assert (best.rate, best.step, best.bits["handbook-de.test"]) == (2e-4, 10, 1.7)
+
+
+def test_gains_are_paired_by_seed() -> None:
+    found = result(
+        ("ce", 1e-4, 0, curve((0, 1.5, 1.5))), ("ce", 1e-4, 1, curve((0, 1.7, 1.7))),
+        ("chain", 1e-4, 0, curve((0, 1.3, 1.3))), ("chain", 1e-4, 1, curve((0, 1.6, 1.6))),
+    )  # fmt: skip
+    first, second = summary.table(found, "de-500k")
+    assert (first.method, second.method) == ("chain", "ce")
+    assert first.gain == pytest.approx(0.15)
+    assert first.gain_deviation == pytest.approx(0.1 / 2**0.5)
+    assert first.closed == pytest.approx(0.15 / 0.6)
+    assert "| chain | ce | 2 | 1.450 ± 0.212 | +0.150 ± 0.071 | 25% |" in summary.markdown(found, "de-500k", {})
+
+
+def test_weights_are_chosen_on_one_seed() -> None:
+    found = result(("ce", 1e-4, 0, curve((0, 1.5, 1.0))), ("ce", 1e-4, 1, curve((0, 1.1, 1.0))))
+    found["runs"][1]["weight"] = "kd"
+    assert summary.chosen(summary.outcomes(found), 0) == {("de-500k", "ce"): "ce"}
+
+
+def test_a_sample_is_drawn_by_the_seed_up_to_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "handbook-de.train.jsonl", texts := documents(60, seed=1))
+    small = CONDITIONS["de-500k"].__class__(SMOLLM2, GEMMA3, "handbook-de", 1000, ())
+    monkeypatch.setitem(CONDITIONS, "de-500k", small)
+    drawn = []
+    for seed in (0, 1):
+        cell = Cell("de-500k", "ce", "ce", RATES[0], seed)
+        stages.write_sample(tmp_path, cell)
+        drawn.append([json.loads(line)["text"] for line in (tmp_path / cell.text).read_text().splitlines()])
+    for sample in drawn:
+        sizes = [len(text.encode()) for text in sample]
+        assert sum(sizes[:-1]) < 1000 <= sum(sizes)
+        assert set(sample) <= set(texts)
+    assert drawn[0] != drawn[1]
+
+
+def test_missing_models_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingSourceError, match="run the stage `models` first"):
+        stages.runs(tmp_path, PLANNED[:1], side_by_side=1, until=0.0, device="cpu", steps=1)
+
+
+@pytest.mark.slow
+def test_runs_are_made_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = documents(200, seed=1)
+    for train, name in ((train_student_tokenizer, SMOLLM2), (train_teacher_tokenizer, GEMMA3)):
+        train(texts, tmp_path / "models" / name, vocabulary=420)
+        make_model(tmp_path / "models" / name, seed=0, extra_rows=0)
+    for source in ("handbook-de", *CONDITIONS["de-500k"].others):
+        for split in ("train", "validation", "test"):
+            (tmp_path / "texts").mkdir(exist_ok=True)
+            write_jsonl(tmp_path / "texts" / f"{source}.{split}.jsonl", documents(40, seed=len(source + split)))
+    planned = list(cells(("de-500k",), ("ce", "chain"), ("even",), (0,)))
+    assert stages.runs(tmp_path, planned, side_by_side=2, until=float("inf"), device="cpu", steps=6)
+    stages.teachers(tmp_path, ["de-500k"], "cpu")
+    found = stages.collect(tmp_path, planned, tmp_path / "real.json")
+    assert (len(found["runs"]), found["not_run"]) == (len(planned), [])
+    assert {row.method for row in summary.table(found, "de-500k")} == {"ce", "chain"}
+    assert json.loads((tmp_path / "real.json").read_text()) == json.loads(json.dumps(found))
