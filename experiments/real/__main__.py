@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.real import models, stages, summary, texts
+from experiments.real import models, predictions, stages, summary, texts
 from experiments.real.methods import CONDITIONS, METHODS, SEEDS, WEIGHTS, Cell, cells
 
 RESULTS = Path(__file__).parent / "results"
@@ -87,6 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
         titles = {name: method.title for name, method in METHODS.items()}
         for condition in arguments.conditions:
             print(f"{condition}\n\n{summary.markdown(result, condition, titles)}")
+        print("\n".join(predictions.compare(result)))
     elif arguments.stage == "split":
         for piece in models.split(arguments.file, arguments.directory, arguments.bytes):
             print(piece)
