@@ -30,6 +30,7 @@ MOST_NAMES = 4
 BAR_WIDTH = 24
 LOSSES = ("loss", "ce_loss", "kl_loss")
 HIDDEN_METRICS = (*LOSSES, "step", "time", "seconds", "tokens", "tokens_per_second")
+HIDDEN_PREFIXES = ("chunk_kl_", "chunk_count_")
 STATE_STYLES = {"running": "green", "finished": "dim", "waiting": "yellow", "stopped": "dim"}
 
 
@@ -278,7 +279,7 @@ def render_status(status: dict[str, Any], note: str) -> RenderableType:
 def _metrics(status: dict[str, Any]) -> RenderableType:
     """Return metrics in as many columns as fit the width."""
     last = status["last"] or {}
-    others = [(k, f"{v:.4g}") for k, v in last.items() if k not in HIDDEN_METRICS and _is_number(v)]
+    others = [(k, f"{v:.4g}") for k, v in last.items() if _is_shown(k) and _is_number(v)]
     parts: list[RenderableType] = [
         Columns((_metric(*item) for item in metrics), padding=(0, 2)) for metrics in (metrics_of(status), others)
     ]
@@ -286,6 +287,11 @@ def _metrics(status: dict[str, Any]) -> RenderableType:
         held, limit = status["queue"]["bytes"] / 2**20, status["queue"]["memory_limit"] / 2**20
         parts.append(_metric("queue", f"{status['queue']['samples']} samples, {held:.1f}/{limit:.0f} MiB"))
     return Group(*parts)
+
+
+def _is_shown(name: str) -> bool:
+    """Return whether a metric has a place of its own below the losses; those by class of chunk are too many."""
+    return name not in HIDDEN_METRICS and not name.startswith(HIDDEN_PREFIXES)
 
 
 def _metric(name: str, value: str) -> Text:

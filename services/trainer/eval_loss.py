@@ -18,11 +18,13 @@ from xtoken_core import schema
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
+from xtoken_core.losses.chunk_classes import CLASSES, COUNT, MEAN
 
 REPORTED = (
     *("loss", "kl_loss", "ce_loss", "accuracy", "kl_common", "l1_uncommon", "proj_accuracy", "chunk_mass"),
     *("chain_start", "chain_inner", "chain_end"),
 )
+BY_CLASS = tuple(f"{prefix}{name}_" for prefix in (MEAN, COUNT) for name in CLASSES)
 
 
 class EvalLoss:
@@ -119,7 +121,7 @@ class EvalLoss:
             parts.append(metrics)
             progress()
         found = combine_metrics(to_floats(parts))
-        return {f"held_out_{name}": value for name, value in found.items() if name.startswith(REPORTED)}
+        return {f"held_out_{name}": value for name, value in found.items() if name.startswith(REPORTED + BY_CLASS)}
 
     def _selected_chunks(
         self, teachers: Sequence[PreTrainedModel], device: torch.device, progress: Callable[[], None]

@@ -13,6 +13,7 @@ from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.base import Loss
+from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.chunked_head import ChunkedHead
 from xtoken_core.losses.common import LossTeacher, Scalar
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits
@@ -58,6 +59,9 @@ class CrossTokenizerDistillationLoss:
       `num_selected_chunks` (`select_teacher`);
     - ratios of the micro-batch, to be **averaged**: `kl_loss_scale` and `weight_t{i}`, both as applied.
 
+    With `token_kinds` also, to be **added**, the summed divergence `chunk_kl_sum_{class}_t{i}` of the classes of
+    `chunk_classes`, in nats and without `T^2`, and their chunks `chunk_count_{class}_t{i}`.
+
     `combine_metrics` adds and averages them so. No call waits for the device.
     """
 
@@ -69,6 +73,7 @@ class CrossTokenizerDistillationLoss:
         teachers: Sequence[LossTeacher],
         device: torch.device | str = "cpu",
         loss_classes: Mapping[str, type[Loss]] = LOSSES,
+        token_kinds: Tensor | None = None,
     ) -> None:
         """Build every teacher's loss, with its projection or token map on the device.
 
@@ -78,6 +83,8 @@ class CrossTokenizerDistillationLoss:
             teachers: At least one.
             device: Device of the logits.
             loss_classes: The losses by mode.
+            token_kinds: `chunk_classes.token_kinds` of the student's vocabulary, for metrics by class of chunk; None:
+                they are left out.
 
         Raises:
             ConfigError: These settings are impossible with these teachers.
@@ -91,6 +98,7 @@ class CrossTokenizerDistillationLoss:
         if config.gradient_in_place and not getattr(get_op("p_kl_cross_entropy", device), "overwrites", False):
             raise ConfigError(f"loss: gradient_in_place needs the Triton backend, which is not available on {device}")
         self.config = config
+        self.token_kinds = None if token_kinds is None else token_kinds.to(device)
         self.student_vocab_size = student_vocab_size
         self.losses = [
             build_loss(
@@ -151,7 +159,7 @@ class CrossTokenizerDistillationLoss:
         denominators = self._denominators(global_valid_toks, global_valid_chunks)
         with torch.no_grad():
             weights = self._weights(batch, frozen, selection, global_selected_chunks)
-            objective = Objective(self.config, self.losses, batch, denominators, weights)
+            objective = Objective(self.config, self.losses, batch, denominators, weights, self.token_kinds)
             compared = self._compared(batch, frozen)
         if isinstance(student_logits, HeadProjection):
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
@@ -289,6 +297,8 @@ class CrossTokenizerDistillationLoss:
 def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return a step's metrics from those of its micro-batches: means and counts are added, ratios averaged.
 
+    Of a class of chunks the mean divergence is returned instead of its sum.
+
     Args:
         parts: The metrics of each micro-batch as numbers, all under the same step's denominators.
     """
@@ -296,7 +306,8 @@ def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for part in parts:
         for name, value in part.items():
             collected.setdefault(name, []).append(float(value))
-    return {
+    combined = {
         name: math.fsum(values) / len(values) if name.startswith(RATIOS) else math.fsum(values)
         for name, values in collected.items()
     }
+    return class_means(combined)

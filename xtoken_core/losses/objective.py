@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses.base import Loss
+from xtoken_core.losses.chunk_classes import class_members, class_metrics
 from xtoken_core.losses.common import Divergence, EvalOptions, Pairing, Scalar, TeacherTerm, detached
 from xtoken_core.losses.cross_entropy import mean_over_tokens
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, RowLogits, row_logits
@@ -165,6 +166,7 @@ class Objective:
         batch: Mapping[str, Tensor],
         denominators: Denominators,
         weights: TeacherWeights,
+        token_kinds: Int[Tensor, " V"] | None = None,
     ) -> None:
         """Keep what the reduction needs.
 
@@ -174,7 +176,9 @@ class Objective:
             batch: A padded micro-batch with numbered teacher columns.
             denominators: The step's.
             weights: The teachers' on this micro-batch.
+            token_kinds: The kinds of the student's tokens, for metrics by class of chunk; None: none are reported.
         """
+        self.token_kinds = token_kinds
         self.config, self.losses, self.batch = config, losses, batch
         self.denominators, self.weights = denominators, weights
 
@@ -207,10 +211,23 @@ class Objective:
         for index, term in enumerate(terms):
             metrics[f"kl_loss_t{index}"] = term.kd
             metrics |= {f"{name}_t{index}": value for name, value in term.metrics.items()}
+        metrics |= self._by_class(values)
         if weights.selection is not None:
             metrics["num_selected_chunks"] = weights.selection.chunks
             return self._selected(values, weights.selection), metrics
         return torch.stack(list(self._weighted(terms))).sum(), metrics
+
+    @torch.no_grad()
+    def _by_class(self, values: Values) -> dict[str, Tensor]:
+        """Return the divergence and number of chunks by class, of every teacher with chunks."""
+        metrics: dict[str, Tensor] = {}
+        if self.token_kinds is not None:
+            targets = next_token_targets(self.batch)
+            for index, (loss, divergence) in enumerate(zip(self.losses, values.divergences, strict=True)):
+                if (view := loss.chunks(self.batch)) is not None:
+                    members = class_members(targets, view, self.token_kinds)
+                    metrics |= class_metrics(torch.stack(divergence.parts).sum(0), members, index)
+        return metrics
 
     def _weighted(self, terms: Sequence[TeacherTerm]) -> list[Tensor]:
         triples = zip(self.weights.weights, self.weights.factors, terms, strict=True)

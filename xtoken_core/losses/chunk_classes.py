@@ -1,0 +1,100 @@
+"""Classes of chunks, by shape and by what they spell, and the divergence of each class in a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from xtoken_core.losses.common import ChunkView
+from xtoken_core.ops.chunk_mean.reference import chunk_sizes
+
+CLASSES = ("1to1", "1ton", "nto1", "mton", "numerals", "whitespace")
+"""Student tokens to teacher tokens of a chunk; then chunks of digits, and of white space alone, of any shape."""
+SUM, MEAN, COUNT = "chunk_kl_sum_", "chunk_kl_", "chunk_count_"
+"""Prefixes of metrics: a class's summed divergence in a micro-batch and its mean in a step, in nats; its chunks."""
+SPACES, DIGITS, DIGIT = 1, 2, 4
+"""Bits of a token's kind: white space alone; digits and white space alone; at least one digit."""
+
+
+def token_kinds(pieces: Sequence[bytes]) -> Int[Tensor, " V"]:
+    """Return the kind of each token, by id; a part of a character and a special are of none.
+
+    Args:
+        pieces: The bytes of each token.
+    """
+    return torch.tensor([_kind(bytes(piece)) for piece in pieces], dtype=torch.int64)
+
+
+def _kind(piece: bytes) -> int:
+    try:
+        text = piece.decode()
+    except UnicodeDecodeError:
+        return 0
+    digits = [char.isdecimal() for char in text if not char.isspace()]
+    if not text or not all(digits):
+        return DIGIT if any(digits) else 0
+    return DIGITS | (DIGIT if digits else SPACES)
+
+
+def class_members(
+    targets: Int[Tensor, "B T_s"], view: ChunkView, kinds: Int[Tensor, " V"]
+) -> Bool[Tensor, "classes B P"]:
+    """Return which valid chunks belong to each of `CLASSES`.
+
+    Args:
+        targets: The token that each student position predicts.
+        view: The teacher's alignment at predicting positions.
+        kinds: The kinds of the student's tokens.
+    """
+    P = view.max_chunks
+    kind = kinds[targets.clamp(max=len(kinds) - 1)]  # [B, T_s]
+    student, teacher = chunk_sizes(view.student_chunk_id, P), chunk_sizes(view.teacher_chunk_id, P)  # [B, P]
+
+    def positions(bit: int) -> Float[Tensor, "B P"]:
+        return chunk_sizes(torch.where((kind & bit) > 0, view.student_chunk_id, -1), P)
+
+    one_student, one_teacher = student == 1, teacher == 1
+    members = (
+        one_student & one_teacher,
+        one_student & ~one_teacher,
+        ~one_student & one_teacher,
+        ~one_student & ~one_teacher,
+        (positions(DIGITS) == student) & (positions(DIGIT) > 0),
+        positions(SPACES) == student,
+    )
+    return torch.stack(members) & view.valid
+
+
+def class_metrics(
+    values: Float[Tensor, "B P"], members: Bool[Tensor, "classes B P"], teacher: int
+) -> dict[str, Float[Tensor, ""]]:
+    """Return each class's summed divergence and number of chunks, detached and by metric.
+
+    Args:
+        values: The divergence of every chunk, in nats.
+        members: The result of `class_members`.
+        teacher: The teacher's number.
+    """
+    values = values.detach()
+    sums = torch.where(members, values, 0.0).sum((1, 2))  # a chunk that does not count may hold NaN
+    counts = members.sum((1, 2))
+    metrics = {f"{SUM}{name}_t{teacher}": value for name, value in zip(CLASSES, sums, strict=True)}
+    return metrics | {f"{COUNT}{name}_t{teacher}": value for name, value in zip(CLASSES, counts, strict=True)}
+
+
+def class_means(metrics: dict[str, float]) -> dict[str, float]:
+    """Return a step's metrics with each class's mean, `chunk_kl_1to1_t0`, instead of its sum; none for an empty class.
+
+    >>> class_means({"loss": 1.0, "chunk_kl_sum_1to1_t0": 3.0, "chunk_count_1to1_t0": 2.0})
+    {'loss': 1.0, 'chunk_kl_1to1_t0': 1.5, 'chunk_count_1to1_t0': 2.0}
+    """
+    means: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not name.startswith(SUM):
+            means[name] = value
+        elif (count := metrics.get(COUNT + name.removeprefix(SUM), 0.0)) > 0:
+            means[MEAN + name.removeprefix(SUM)] = value / count
+    return means
