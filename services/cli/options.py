@@ -60,6 +60,15 @@ IncarnationOption = Annotated[
 PatienceOption = Annotated[
     float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="How long to retry an unanswered request.")
 ]
+LossOption = Annotated[
+    str | None,
+    typer.Option(
+        "--loss",
+        metavar="MODULE:CLASS",
+        help='The class of loss.mode = "custom", which is imported and run.',
+        show_default=False,
+    ),
+]
 RankOption = Annotated[int, typer.Option("--rank", min=0, help="The trainer's rank.")]
 
 

@@ -9,6 +9,7 @@ import typer
 from services.cli.options import (
     IncarnationOption,
     KeysOption,
+    LossOption,
     NameOption,
     PatienceOption,
     QueueOption,
@@ -56,6 +57,7 @@ def teacher(
 def trainer(
     queue: QueueOption,
     rank: RankOption = 0,
+    loss: LossOption = None,
     name: NameOption = None,
     incarnation: IncarnationOption = None,
     token_file: QueueTokenOption = None,
@@ -67,4 +69,4 @@ def trainer(
     link = queue_link(queue, token_file, keys, incarnation, patience)
     from services.trainer.main import work
 
-    work(link, rank=rank, name=name)
+    work(link, rank=rank, name=name, custom_loss=loss)

@@ -52,6 +52,8 @@ class SpecValidator:
             RefusedError: A path is relative or unusable, or a value is out of bounds.
             OutsideError: A path is outside the roots.
         """
+        if "custom" in spec.loss.modes:
+            raise RefusedError("loss.mode", "a control plane runs no custom loss: run it by xtoken run --loss")
         if self.roots is not None:
             _check_sizes(spec.model_dump())
             if spec.queue.address is not None:

@@ -8,6 +8,7 @@ import secrets
 from datetime import UTC, datetime
 from typing import Any
 
+from services.common.custom_loss import check_custom_loss, check_importable
 from services.common.resume import CHECKPOINTS, newest_checkpoint
 from services.supervisor.interrupts import POLL_S, Interrupts
 from services.supervisor.json_files import last_line, read_json
@@ -28,8 +29,9 @@ SUMMARY_FIELDS = (
 
 
 def run_locally(
-    spec: RunSpec, *, show: bool = True, as_json: bool = False, launchers: LauncherFactory | None = None
-) -> RunResult:
+    spec: RunSpec, *, show: bool = True, as_json: bool = False, launchers: LauncherFactory | None = None,
+    loss: str | None = None,
+) -> RunResult:  # fmt: skip
     """Run to the end.
 
     SIGINT, SIGTERM and SIGHUP request a graceful shutdown, a second one an immediate one. If this process is killed, an
@@ -40,6 +42,7 @@ def run_locally(
         show: Whether to print progress and the summary.
         as_json: Whether to print statuses instead, one object a line.
         launchers: Creates the run's launcher; one that its settings name if left out.
+        loss: `module:Class` of a custom loss.
 
     Returns:
         How it ended; `exit_code` is 128 + N if signal N stopped it.
@@ -48,7 +51,10 @@ def run_locally(
         XtokenError: The run's files or settings were refused before any process was started.
     """
     check_launch(spec)
-    run = LocalRun(spec, launchers or launcher_factory(tied=True))
+    check_custom_loss(spec.loss, loss)
+    if loss is not None:
+        check_importable(loss)
+    run = LocalRun(spec, launchers or launcher_factory(tied=True), loss)
     with Interrupts() as interrupts:
         run.start()
         try:
@@ -69,8 +75,8 @@ def run_locally(
 class LocalRun(SupervisedRun):
     """A run without a control plane: its status document is put together from its supervisor and its files."""
 
-    def __init__(self, spec: RunSpec, launchers: LauncherFactory) -> None:
-        super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", launchers)
+    def __init__(self, spec: RunSpec, launchers: LauncherFactory, loss: str | None = None) -> None:
+        super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", launchers, loss=loss)
         self._began = _now()
         self._spec_document = spec.model_dump(mode="json")
 

@@ -50,23 +50,29 @@ class ProcessSpec:
         return [*self.command, *number]
 
 
-def build_process_specs(run: ResolvedRun, resolved_file: Path, queues: Sequence[Address]) -> tuple[ProcessSpec, ...]:
+def build_process_specs(
+    run: ResolvedRun, resolved_file: Path, queues: Sequence[Address], loss: str | None = None
+) -> tuple[ProcessSpec, ...]:
     """Return all processes of a run: per node group a queue, collators, a teacher per teacher and rank, trainers.
 
     Args:
         run: The run.
         resolved_file: File from which the queues read it.
         queues: Addresses of the queues, one per node group.
+        loss: `module:Class` of a custom loss; only trainers compute a loss.
     """
     return tuple(
-        spec for node, queue in enumerate(queues) for spec in _NodeProcesses(run, node, queue).specs(resolved_file)
+        spec
+        for node, queue in enumerate(queues)
+        for spec in _NodeProcesses(run, node, queue, loss).specs(resolved_file)
     )
 
 
 class _NodeProcesses:
     """The processes of one node group. All trainers of a run form one process group, whatever their node."""
 
-    def __init__(self, run: ResolvedRun, node: int, queue: Address) -> None:
+    def __init__(self, run: ResolvedRun, node: int, queue: Address, loss: str | None = None) -> None:
+        self.loss: tuple[str, ...] = ("--loss", loss) if loss is not None else ()
         self.run, self.node, self.queue = run, node, queue
         self.prefix = f"node{node}-" if run.spec.workers.nodes > 1 else ""
         self.credentials: tuple[str, ...] = ("--token-file", str(queue.token_file)) if queue.token_file else ()
@@ -89,7 +95,9 @@ class _NodeProcesses:
         for rank in range(workers.ranks):
             world = {"RANK": str(self.node * workers.ranks + rank), "WORLD_SIZE": str(self.run.world)}
             env = heavy | world | {"LOCAL_RANK": str(rank)} if self.run.world > 1 else heavy
-            yield self._worker("trainer", f"trainer-{rank}", ("--rank", str(rank)), env, group="trainers", task=TRAIN)
+            yield self._worker(
+                "trainer", f"trainer-{rank}", ("--rank", str(rank), *self.loss), env, group="trainers", task=TRAIN
+            )
 
     def _worker(
         self, kind: Kind, name: str, extra: tuple[str, ...], env: Mapping[str, str], *, group: str = "", task: str = ""

@@ -87,11 +87,12 @@ class SupervisedRun:
         launchers: Creates its launcher.
         events: Observer of its supervisor.
         environment: Variables to add to the environment of every process.
+        loss: `module:Class` of a custom loss, for the trainers' command lines.
     """
 
     def __init__(
         self, spec: RunSpec, run_id: str, launchers: LauncherFactory, *, events: SupervisorEvents | None = None,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None, loss: str | None = None,
     ) -> None:  # fmt: skip
         self.id, self.spec = run_id, spec
         self.started, self.over = threading.Event(), threading.Event()
@@ -99,6 +100,7 @@ class SupervisedRun:
         self.refusal: XtokenError | None = None
         self._launchers, self._events = launchers, events or SupervisorEvents()
         self._environment = dict(environment or {})
+        self._loss = loss
         self._supervisor: Supervisor | None = None
         self._stop_requested = self._leave_requested = False
         self._text_read: float | None = None
@@ -254,7 +256,7 @@ class SupervisedRun:
         sweep()
 
     def _process_specs(self, resolved: ResolvedRun, queues: QueueDirectory) -> tuple[ProcessSpec, ...]:
-        specs = build_process_specs(resolved, self.spec.output / "resolved.json", queues.addresses)
+        specs = build_process_specs(resolved, self.spec.output / "resolved.json", queues.addresses, self._loss)
         return tuple(dataclasses.replace(spec, env={**spec.env, **self._environment}) for spec in specs)
 
     def _finish(self, result: RunResult | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from services.common.allowed_paths import confined
+from services.common.custom_loss import check_custom_loss
 from services.common.memory_estimate import check_room
 from services.common.models import head_width, pick_device
 from services.common.tokenizers import load_tokenizer, pad_id
@@ -24,18 +25,28 @@ from services.trainer.loop import TrainerLoop
 from services.trainer.rings import TeacherRings
 from services.trainer.step import StepRunner
 from services.trainer.student import Student, load_student
+from xtoken_core.alignment.tables import token_table
 from xtoken_core.config.loss import TABLE_MODES
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.losses.chunk_classes import token_kinds
+from xtoken_core.losses.common import LossTeacher
+from xtoken_core.losses.custom import losses_with
 from xtoken_core.losses.registry import load_teacher
 from xtoken_core.queue.run.names import TRAINER
 
 log = logging.getLogger("xtoken.trainer")
 
 
-def work(link: QueueLink, *, rank: int, name: str | None) -> None:
+def work(link: QueueLink, *, rank: int, name: str | None, custom_loss: str | None = None) -> None:
     """Train one rank.
+
+    Args:
+        link: The queue.
+        rank: Number of this rank in its node group.
+        name: The worker's name; None: from its rank.
+        custom_loss: `module:Class` of the mode `custom`, from the command line.
 
     Raises:
         ConfigError: The run has no such rank.
@@ -56,7 +67,7 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
                 raise ConfigError("--incarnation: all ranks of a trainer are started with the same number; give one")
             group = group or RankGroup(world_rank, run.world)
             group.nodes, group.beat = workers.nodes, worker.beat
-            train(worker, group, rank)
+            train(worker, group, rank, custom_loss)
     finally:
         if group is not None:
             group.close()
@@ -75,19 +86,21 @@ def _ranks_of(run: ResolvedRun) -> str:
     return f"{workers.nodes} node groups of {workers.ranks} ranks, and this is the queue of group {run.group}"
 
 
-def train(worker: Worker, group: RankGroup, rank: int) -> None:
+def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None = None) -> None:
     """Train this rank's part of a session's run, and export the model.
 
     Args:
         worker: The session.
         group: All ranks.
         rank: Number of this rank in its node group.
+        custom_loss: As for `work`.
 
     Raises:
         InputError: The model, a projection or a checkpoint cannot be read.
         XtokenError: Something cannot be written, or positions are missing at the end.
     """
     run = worker.run
+    check_custom_loss(run.spec.loss, custom_loss)
     device = pick_device(run.spec.workers.device, rank)
     torch.manual_seed(run.spec.seed)
     if device.type == "cpu":
@@ -101,7 +114,7 @@ def train(worker: Worker, group: RankGroup, rank: int) -> None:
         raise InputError(
             f"the student's head has {head_width(student.model)} rows, its tokenizer {run.student.vocab_size} ids"
         )
-    loss = make_loss(run, device)
+    loss = make_loss(run, device, custom_loss, tokenizer)
     rings = TeacherRings(worker, device)
     try:
         runner = StepRunner(worker, student, loss, rings, group, rank=rank, pad_id=pad_id(tokenizer))
@@ -113,8 +126,16 @@ def train(worker: Worker, group: RankGroup, rank: int) -> None:
         rings.close()
 
 
-def make_loss(run: ResolvedRun, device: torch.device) -> CrossTokenizerDistillationLoss:
+def make_loss(
+    run: ResolvedRun, device: torch.device, custom_loss: str | None = None, tokenizer: Any = None
+) -> CrossTokenizerDistillationLoss:
     """Return the run's loss with its projections and tables.
+
+    Args:
+        run: The run.
+        device: Device of the logits.
+        custom_loss: `module:Class` of the mode `custom`.
+        tokenizer: The student's, for metrics by class of chunk; None: they are left out.
 
     Raises:
         InputError: A projection or table cannot be read, or a projection lies outside the control plane's roots.
@@ -137,7 +158,26 @@ def make_loss(run: ResolvedRun, device: torch.device) -> CrossTokenizerDistillat
             )
         )
     return CrossTokenizerDistillationLoss(
-        run.spec.loss, student_vocab_size=run.student.vocab_size, teachers=teachers, device=device
+        run.spec.loss,
+        student_vocab_size=run.student.vocab_size,
+        teachers=[_with_tokenizers(run, number, teacher) for number, teacher in enumerate(teachers)],
+        device=device,
+        loss_classes=losses_with(custom_loss),
+        token_kinds=None if tokenizer is None else token_kinds(token_table(tokenizer).pieces),
+    )
+
+
+def _with_tokenizers(run: ResolvedRun, number: int, teacher: LossTeacher) -> LossTeacher:
+    """Give a custom loss access to both tokenizers; the library's own losses need none."""
+    if run.spec.loss.mode_of(number) != "custom":
+        return teacher
+    directories = run.spec.student.tokenizer_dir, run.spec.teacher[number].tokenizer_dir
+    return replace(
+        teacher,
+        tokenizers=lambda: (
+            load_tokenizer(directories[0], "student"),
+            load_tokenizer(directories[1], f"teacher {number}"),
+        ),
     )
 
 

@@ -12,14 +12,14 @@ from xtoken_core.config.base import NoneWord, Part
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
-LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm", "chain"]
+LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm", "chain", "custom"]
 """The losses between different tokenizers, by short name."""
 
 DENSE_ONLY: frozenset[LossMode] = frozenset({"gold", "h_kl"})
 """Modes that read a projection row by row: a sparse file has no rows of weights."""
 COLUMN_SELECTING_MODES: frozenset[LossMode] = frozenset({"p_kl"})
 """Modes that compare only the `vocab_topk` largest columns: with hidden states the teacher sends column maxima."""
-EXACT_FILTERING_MODES: frozenset[LossMode] = frozenset({"p_kl"})
+EXACT_FILTERING_MODES: frozenset[LossMode] = frozenset({"p_kl", "custom"})
 """Modes that `exact_token_match_only` applies to, in the loss and in its denominator."""
 WHOLE_CHUNK_MODES: frozenset[LossMode] = frozenset({"chain"})
 """Modes that compare only correct chunks whose tokens are all predicted, in the loss and in its denominator."""
@@ -34,6 +34,7 @@ FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "h_kl": frozenset({"gold_loss", "xtoken_loss"}),
     "uld": frozenset({"uld_loss"}),
     "alm": frozenset({"alm_loss"}),
+    "custom": frozenset(),
 }
 """The flags of the method's public configuration that select a mode."""
 PUBLIC_NAMES = (*FLAGS, "vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl")
@@ -56,7 +57,8 @@ class LossConfig(Part):
     """`p_kl`: the student's distribution, projected onto the teacher's vocabulary, by KL. `gold`: common tokens by KL,
     the others by sorted L1. `h_kl`: gold with near matches among the common tokens. `uld`: all tokens by sorted L1.
     `alm`: the likelihoods of each chunk's own tokens. `chain`: the KL of each chunk by the chain rule, over the pieces
-    that each tokenizer itself cuts."""
+    that each tokenizer itself cuts. `custom`: a class of your own, named on the command line by `--loss module:Class`;
+    it may read every setting of this section."""
     temperature: Positive = 1.0
     """Divides both sides' logits; the KD term is multiplied by its square."""
     vocab_topk: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = 8192
@@ -183,7 +185,7 @@ class LossConfig(Part):
         why = "every teacher has the student's tokenizer or a mode of its own"
         if self.mode not in {*used, "p_kl", "chain"}:
             raise ValueError(f'mode = "{self.mode}" is used by no teacher: {why}; unset it')
-        if "p_kl" not in used:
+        if not used & {"p_kl", "custom"}:
             for name, is_set in self._settings_of_p_kl().items():
                 if is_set:
                     raise ValueError(f"{name} belongs to P-KL, which compares no teacher: {why}; unset it")
@@ -214,6 +216,13 @@ class LossConfig(Part):
         return None
 
     def _option_without_its_mode(self) -> str | None:
+        if "chain" in self.modes and self.reverse_kl:
+            return (
+                'reverse_kl with mode = "chain" is biased on given text, whose paths are not drawn from the student: '
+                "unset it"
+            )
+        if "custom" in self.modes:  # its class may read every setting
+            return None
         if "p_kl" not in self.modes:
             for name, is_set in self._settings_of_p_kl().items():
                 if is_set:
@@ -224,11 +233,6 @@ class LossConfig(Part):
             return 'mode = "alm" compares likelihoods at temperature 1: use alm_temperature'
         if "alm" not in self.modes and self.alm_temperature != 100.0:
             return 'alm_temperature belongs to ALM: set mode = "alm" or unset it'
-        if "chain" in self.modes and self.reverse_kl:
-            return (
-                'reverse_kl with mode = "chain" is biased on given text, whose paths are not drawn from the student: '
-                "unset it"
-            )
         if "chain" not in self.modes:
             for name in ("chain_conditioning", "chain_end_terms", "chain_bare_space"):
                 if getattr(self, name) != type(self).model_fields[name].default:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,6 +35,7 @@ class LossTeacher:
         matrix: `[V_s, V_t]` sparse COO weights, for a projection without rows of weights; instead of the two above.
         tables: Chain tables of the student's and this teacher's tokenizer.
         own_tokenizer: Its tokenizer is not the student's, and its loss reads no projection (ULD, ALM).
+        tokenizers: Loads the student's and this teacher's tokenizer, for a custom loss; None for the library's losses.
     """
 
     vocab_size: int
@@ -44,6 +45,7 @@ class LossTeacher:
     matrix: Tensor | None = None
     tables: ChainTables | None = None
     own_tokenizer: bool = False
+    tokenizers: Callable[[], tuple[Any, Any]] | None = None
 
     def __post_init__(self) -> None:
         if (self.indices is None) != (self.likelihoods is None):

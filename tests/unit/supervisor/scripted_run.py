@@ -78,7 +78,7 @@ def use_scripted_workers(
         deeds: See `scripted_members`.
     """
 
-    def specs(resolved: ResolvedRun, _file: Path, addresses: Sequence[Address]) -> list[ProcessSpec]:
+    def specs(resolved: ResolvedRun, _file: Path, addresses: Sequence[Address], _loss: str | None) -> list[ProcessSpec]:
         return scripted_members(resolved.spec.output, state, addresses[0], steps, **deeds)
 
     def resolve(spec: RunSpec, _progress: Any) -> tuple[ResolvedRun, list[str]]:

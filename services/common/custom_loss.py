@@ -1,0 +1,46 @@
+"""The class of a custom loss, named on a command line: checked before anything starts. No torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.errors import ConfigError
+
+NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+CHECK = "xtoken_core.losses.custom"
+
+
+def check_custom_loss(config: LossConfig, name: str | None) -> None:
+    """Check that a name is given exactly if the loss is a custom one, and that it has the form `module:Class`.
+
+    Args:
+        config: The run's loss.
+        name: The value of `--loss`; None: it is not given.
+
+    Raises:
+        ConfigError: With what to change.
+    """
+    if "custom" not in config.modes:
+        if name is not None:
+            raise ConfigError(f'--loss {name} has no effect on loss.mode = "{config.mode}": set loss.mode = "custom"')
+        return
+    if name is None:
+        raise ConfigError('loss.mode = "custom" takes its class from the command line: add --loss module:Class')
+    if NAME.fullmatch(name) is None:
+        raise ConfigError(f"--loss {name}: expected module:Class, such as my_losses:MyLoss")
+
+
+def check_importable(name: str) -> None:
+    """Import the class in a process of its own, with the module search path of the workers.
+
+    Raises:
+        ConfigError: It cannot be imported, or is no loss.
+    """
+    command = [sys.executable, "-P", "-m", CHECK, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"--loss {name}: the check exited with {done.returncode}"]
+        raise ConfigError(lines[-1])
