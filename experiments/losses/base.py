@@ -1,0 +1,144 @@
+"""Base of the references: both vocabularies as bytes, both sides' log-probabilities, and where each chunk lies."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xtoken_core.alignment.tables import token_table
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.errors import ConfigError
+from xtoken_core.losses.base import ChunkLoss
+from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
+from xtoken_core.losses.lazy_logits import cut
+
+LOWEST = -80.0
+"""Lowest logarithm in a divergence: keeps values and gradients of tokens with logits of -inf finite in float32."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model's view of the chunks of a micro-batch.
+
+    Attributes:
+        log_p: `[N, V]` log-probabilities at every position of the flattened batch.
+        targets: `[N]` the token that each position predicts.
+        first: `[C]` a chunk's first position.
+        size: `[C]` its positions.
+        width: Positions of a sample, `T`.
+    """
+
+    log_p: Tensor
+    targets: Tensor
+    first: Tensor
+    size: Tensor
+    width: int
+
+    def own(self) -> Tensor:
+        """Return `[N]` log-probabilities of the text's own tokens."""
+        return self.log_p.gather(1, self.targets.unsqueeze(1)).squeeze(1)
+
+    def tokens(self, chunk: int) -> list[int]:
+        """Return a chunk's tokens."""
+        first, size = int(self.first[chunk]), int(self.size[chunk])
+        return self.targets[first : first + size].tolist()
+
+    def likelihood(self, positions: Tensor, chunks: Tensor) -> Tensor:
+        """Return `[C]` sums of the own tokens' log-probabilities over the first `positions` of some chunks."""
+        own, total = self.own(), self.log_p.new_zeros(len(chunks))
+        for n in range(int(positions.max()) if len(positions) else 0):
+            at = (self.first[chunks] + n).clamp(max=len(own) - 1)
+            total = total + torch.where(n < positions, own[at], 0.0)
+        return total
+
+
+class ReferenceLoss(ChunkLoss):
+    """A loss over chunks that reads both vocabularies as bytes.
+
+    Attributes:
+        student_bytes: By id, the bytes of the student's tokens; empty for one that spells nothing.
+        teacher_bytes: Likewise.
+    """
+
+    mode = "custom"
+    reads_teacher_targets = True
+
+    def __init__(
+        self, config: LossConfig, teacher: LossTeacher, *, index: int, student_vocab_size: int, device: torch.device
+    ) -> None:
+        """Read both vocabularies; arguments as for `Loss`."""
+        super().__init__(config, teacher, index=index, student_vocab_size=student_vocab_size, device=device)
+        if teacher.tokenizers is None:
+            raise ConfigError("this loss reads both tokenizers: run it by xtoken run --loss")
+        student, of_teacher = (token_table(tokenizer) for tokenizer in teacher.tokenizers())
+        self.student_bytes = [bytes(piece) for piece in student.pieces]
+        self.teacher_bytes = [bytes(piece) for piece in of_teacher.pieces]
+
+    def evaluate(
+        self,
+        pairing: Pairing,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        columns: Tensor | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the value of every chunk; one that is not compared has 0."""
+        B, P = student_logits.shape[0], pairing.max_chunks
+        assert pairing.teacher_targets is not None
+        ids = pairing.chunk_ids
+        found = [_layout(each, P) for each in ids]
+        chunk = torch.nonzero((found[0][1] > 0) & (found[1][1] > 0)).squeeze(1)
+        sides = []
+        widths = len(self.student_bytes), len(self.teacher_bytes)
+        values = (student_logits, pairing.student_targets), (teacher_logits, pairing.teacher_targets)
+        for (logits, targets), width, (first, size) in zip(values, widths, found, strict=True):
+            logits = cut(logits, width).flatten(0, 1)
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            log_p = torch.log_softmax(logits.to(dtype) / self.config.temperature, dim=1)
+            targets = targets.clamp(min=0, max=log_p.shape[1] - 1).flatten()
+            sides.append(Side(log_p, targets, first[chunk], size[chunk], len(targets) // max(B, 1)))
+        result = sides[0].log_p.new_zeros(B * P)
+        if len(chunk):
+            result = result.index_add(0, chunk, self.values(*sides))
+        return Divergence((result.view(B, P),))
+
+    @abstractmethod
+    def values(self, student: Side, teacher: Side) -> Tensor:
+        """Return `[C]` values of the chunks, differentiable by the student's log-probabilities."""
+
+
+def _layout(chunk_id: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """Return `[B * P]` first position and size of each chunk; positions count through the flattened batch."""
+    B, T = chunk_id.shape
+    spare = B * chunks
+    group = torch.where(chunk_id >= 0, chunk_id + chunks * torch.arange(B, device=chunk_id.device).unsqueeze(1), spare)
+    group = group.flatten()
+    place = torch.arange(B * T, device=chunk_id.device)
+    first = torch.full((spare + 1,), B * T, device=chunk_id.device).scatter_reduce(0, group, place, "amin")
+    size = torch.zeros_like(first).index_add(0, group, torch.ones_like(group))
+    return first[:-1], size[:-1]
+
+
+def shared_tokens(student: Sequence[bytes], teacher: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+    """Return the ids of tokens with the same bytes, `[n]` of each side; the lowest id of equal ones."""
+    ids: list[dict[bytes, int]] = [{}, {}]
+    for known, pieces in zip(ids, (student, teacher), strict=True):
+        for index, piece in enumerate(pieces):
+            if piece:
+                known.setdefault(piece, index)
+    common = [piece for piece in ids[0] if piece in ids[1]]
+    return torch.tensor([ids[0][x] for x in common]), torch.tensor([ids[1][x] for x in common])
+
+
+def divergence(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return `sum p (log p - log q)` over the last dimension; `0 log 0 = 0`, and no logarithm is below `LOWEST`."""
+    return (p * (log_p.clamp(min=LOWEST) - log_q.clamp(min=LOWEST))).sum(-1)
+
+
+def floored_log(x: Tensor) -> Tensor:
+    """Return the logarithm, that of the smallest normal number for smaller ones."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny).log()
