@@ -1,137 +1,152 @@
-"""Measure the bias of the losses: `python -m experiments.consistency --world 1 --out results.json`."""
+"""Measure the bias of the losses on known sources: `python -m experiments.consistency --scale full`.
+
+Every stage is one loss on one world. Its result is written when it ends, and stages that have a result are left out,
+so that the same command resumes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
 
 from experiments.consistency import expected
-from experiments.consistency.exact import Key, World, make_world
-from experiments.consistency.expected import Loss, kl_per_token, logits_of
+from experiments.consistency.by_class import CLASSES, ByClass
+from experiments.consistency.exact import World, make_world
+from experiments.consistency.expected import Loss, logits_of
+from experiments.consistency.measure import at_the_truth, descend, rate_of
 from experiments.consistency.source import JOINED_LINES, SPLIT_NUMERALS, WHOLE_NUMERALS, make_source, train_tokenizer
+from xtoken_core.atomic import atomic_write
 from xtoken_core.chain import ChainTables, build_tables
 from xtoken_core.losses.chain import ChainOptions
 
-SCALES = {"full": (400, 330, 800, 1300, 200), "reduced": (120, 60, 260, 360, 120), "tiny": (40, 30, 130, 170, 80)}
+RESULTS = Path(__file__).with_name("results")
+SCALES = {"full": (1750, 330, 800, 1300, 200), "reduced": (200, 60, 260, 360, 120), "tiny": (40, 30, 130, 170, 80)}
 """Words, numerals, tokens of the student, tokens of the teacher, steps of descent."""
 VARIANTS = {
+    "chain, all corrections": ChainOptions(),
     "chain": ChainOptions(conditioning=False, end_terms=False, bare_space=True),
     "chain + end terms": ChainOptions(conditioning=False, end_terms=True, bare_space=True),
     "chain + end terms + conditioning": ChainOptions(conditioning=True, end_terms=True, bare_space=True),
-    "chain, all corrections": ChainOptions(),
 }
+CE = "cross-entropy"
 
 
-def losses_of(world: World, tables: ChainTables) -> dict[str, Loss]:
-    """Return every loss by name."""
-    found = {"cross-entropy": expected.cross_entropy(world)}
-    found |= {name: expected.chain(world, tables, options) for name, options in VARIANTS.items()}
-    found |= {f"ALM {tau}": expected.likelihood_matching(world, tau) for tau in (1.0, 100.0)}
-    return found
+def losses_of(world: World, tables: ChainTables, tokenizers: tuple[Any, Any]) -> dict[str, Callable[[], Loss]]:
+    """Return a function that prepares each loss, by name.
 
-
-def total(values: Mapping[Any, Tensor], rate: float) -> Tensor:
-    """Return the loss per chunk."""
-    return torch.stack(list(values.values())).sum() / rate
-
-
-def at_the_truth(world: World, loss: Loss, noise: Tensor) -> dict[str, Any]:
-    """Return value and relative gradient where the student is the source, by class of chunk.
-
-    The gradient's norm is divided by that at a disturbed student; 1 is bias only.
+    Args:
+        world: The source.
+        tables: The tables of its tokenizers.
+        tokenizers: The student's and the teacher's.
     """
-    truth = logits_of(world.sides[0].truth)
-    found: dict[str, Any] = {}
-    norms: list[dict[str, float]] = []
-    for logits in (truth, truth + noise):
-        own = logits.clone().requires_grad_()
-        parts = loss(own)
-        groups = {label(key): [value] for key, value in parts.items()}
-        groups["all"] = list(parts.values())
-        groups["numerals"] = [value for key, value in parts.items() if key[1]]
-        norms.append({})
-        for name, values in groups.items():
-            if values:
-                value = torch.stack(values).sum()
-                (gradient,) = torch.autograd.grad(value, own, retain_graph=True)
-                norms[-1][name] = float(gradient.norm())
-                found.setdefault(name, {"value": value.item()})
-    for name, entry in found.items():
-        entry["relative_gradient"] = norms[0][name] / max(norms[1][name], 1e-300)
-    return found
+    found: dict[str, Callable[[], Loss]] = {}
+    for name, options in VARIANTS.items():
+        found[name] = lambda options=options: expected.chain(world, tables, options)
+    for tau in (1, 100):
+        found[f"ALM, tau {tau}"] = lambda tau=tau: expected.likelihood_matching(world, tau)
+    found[CE] = lambda: expected.cross_entropy(world)
+    return found | {name: lambda name=name: ByClass(world, tokenizers, name) for name in CLASSES}
 
 
-def label(key: Key) -> str:
-    """Return the name of a class of chunks."""
-    return f"{key[0]} numerals" if key[1] else key[0]
+def make(number: int, scale: str, seed: int) -> tuple[World, ChainTables, tuple[Any, Any]]:
+    """Make a world and the tables of its tokenizers.
+
+    Args:
+        number: 1: the teacher splits digits. 2: its words join a mark and the line's end, too. 3: as 1, a Unigram.
+        scale: Of `SCALES`.
+        seed: Of the source.
+    """
+    words, numerals, student_size, teacher_size, _ = SCALES[scale]
+    source = make_source(words, numerals, seed, joined_lines=number == 2)
+    student = train_tokenizer(source, student_size, WHOLE_NUMERALS, seed=1)
+    pattern = JOINED_LINES if number == 2 else SPLIT_NUMERALS
+    teacher = train_tokenizer(source, teacher_size, pattern, seed=2, model="unigram" if number == 3 else "bpe")
+    tables = ChainTables.of(build_tables(student, teacher))
+    return make_world(source, student, teacher), tables, (student, teacher)
 
 
-def descend(world: World, losses: list[tuple[float, Loss]], start: Tensor, steps: int, rate: float) -> dict[str, float]:
-    """Descend with Adam and a cosine schedule; report the KL per token at best and at the end."""
-    logits = start.clone().requires_grad_()
-    optimizer = torch.optim.Adam([logits], lr=0.15)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    best = kl_per_token(world, start)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        sum((weight * total(loss(logits), rate) for weight, loss in losses), torch.zeros(())).backward()
-        optimizer.step()
-        schedule.step()
-        best = min(best, kl_per_token(world, logits.detach()))
-    return {"start": kl_per_token(world, start), "best": best, "final": kl_per_token(world, logits.detach())}
+def describe(world: World, tables: ChainTables) -> dict[str, Any]:
+    """Return sizes of a world."""
+    total = rate_of(world, "all")
+    shapes = ("1:1", "1:n", "n:1", "m:n")
+    return {
+        "chunks": {shape: round(rate_of(world, shape) / total, 4) for shape in shapes},
+        "events": len(world.chunks),
+        "states": [len(side.truth) for side in world.sides],
+        "tokens": [side.truth.shape[1] for side in world.sides],
+        "common": tables.common,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and hardware."""
+    cpu = next(x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
+    return {
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def measure(world: World, loss: Loss, name: str, steps: int, seed: int) -> dict[str, Any]:
+    """Return everything about one loss."""
+    generator = torch.Generator().manual_seed(seed)
+    truth = world.sides[0].truth
+    noise, far = (torch.randn(truth.shape, dtype=torch.float64, generator=generator) for _ in range(2))
+    near = logits_of(0.9 * truth + 0.1 / truth.shape[1]) + far
+    entry: dict[str, Any] = {"truth": at_the_truth(world, loss, 0.5 * noise)}
+    if isinstance(loss, ByClass):
+        entry["covered"] = loss.covered
+        loss = loss.sampled(seed)
+    entry["near"] = descend(world, [(1.0, loss)], near, steps)
+    if name != CE:
+        entry["near, cross-entropy .1"] = descend(
+            world, [(1.0, loss), (0.1, expected.cross_entropy(world))], near, steps
+        )
+    return entry
+
+
+def run(number: int, scale: str, seed: int, names: Iterable[str] | None, results: Path) -> None:
+    """Measure every loss of a world that has no result yet."""
+    path = results / f"{scale}-world{number}.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"losses": {}}
+    world, tables, tokenizers = make(number, scale, seed)
+    losses = losses_of(world, tables, tokenizers)
+    found |= {"world": number, "scale": scale, "seed": seed, "steps": SCALES[scale][-1], **describe(world, tables)}
+    print(json.dumps({key: value for key, value in found.items() if key != "losses"}), flush=True)
+    for name in [name for name in losses if names is None or name in names]:
+        if name in found["losses"]:
+            continue
+        began = time.process_time()
+        entry = measure(world, losses[name](), name, SCALES[scale][-1], seed)
+        entry |= {"cpu_seconds": round(time.process_time() - began, 1), "environment": environment()}
+        found["losses"][name] = entry
+        print(scale, number, name, json.dumps({key: entry[key] for key in entry if "near" in key}), flush=True)
+        results.mkdir(exist_ok=True)
+        atomic_write(path, json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
-    """Run one world."""
+    """Run the stages that are left."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", type=int, choices=(1, 2, 3), default=1)
+    parser.add_argument("--worlds", type=int, nargs="*", choices=(1, 2, 3), default=(1, 2, 3))
     parser.add_argument("--scale", choices=SCALES, default="reduced")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="of descent; the scale's own unless given")
     parser.add_argument("--losses", nargs="*", help="some of the losses, by name")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    torch.manual_seed(arguments.seed)
-    words, numerals, student_size, teacher_size, steps = SCALES[arguments.scale]
-    steps = arguments.steps or steps
-    source = make_source(words, numerals, arguments.seed, joined_lines=arguments.world == 2)
-    student = train_tokenizer(source, student_size, WHOLE_NUMERALS, seed=1)
-    pattern = JOINED_LINES if arguments.world == 2 else SPLIT_NUMERALS
-    teacher = train_tokenizer(source, teacher_size, pattern, seed=2, model="unigram" if arguments.world == 3 else "bpe")
-    world = make_world(source, student, teacher)
-    tables = ChainTables.of(build_tables(student, teacher))
-    rate = sum(world.chunks.values())
-    shapes: dict[str, float] = {}
-    for (key, _, _), weight in world.chunks.items():
-        shapes[key[0]] = shapes.get(key[0], 0.0) + weight / rate
-    result: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(arguments).items()}, "chunks": shapes}
-    result["counts"] = {"chunks": len(world.chunks), "starts": len(world.starts), "states": len(world.sides[0].truth)}
-    result["tokens"] = {"student": len(student), "teacher": len(teacher), "common": tables.common}
-    print(json.dumps(result), flush=True)
-    losses = losses_of(world, tables)
-    truth = world.sides[0].truth
-    noise = 0.5 * torch.randn(truth.shape, dtype=torch.float64)
-    near = logits_of(0.9 * truth + 0.1 / truth.shape[1]) + torch.randn(truth.shape, dtype=torch.float64)
-    for name in arguments.losses or losses:
-        loss = losses[name]
-        begin = time.monotonic()
-        entry: dict[str, Any] = {"truth": at_the_truth(world, loss, noise)}
-        entry["near"] = descend(world, [(1.0, loss)], near, steps, rate)
-        if name != "cross-entropy":
-            entry["near, cross-entropy .1"] = descend(
-                world, [(1.0, loss), (0.1, losses["cross-entropy"])], near, steps, rate
-            )
-        entry["seconds"] = round(time.monotonic() - begin, 1)
-        result[name] = entry
-        print(name, json.dumps(entry), flush=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    for number in arguments.worlds:
+        run(number, arguments.scale, arguments.seed, arguments.losses, arguments.results)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.consistency.source import Source, sample_texts
+from experiments.consistency.source import KINDS, Source, sample_texts
 
 State = tuple[int, tuple[int, ...]]
 """The kind of the unit before, and a unit's tokens so far."""
@@ -108,8 +108,8 @@ def chunks_of(student: tuple[int, ...], teacher: tuple[int, ...], lengths: tuple
     return found
 
 
-Key = tuple[str, bool]
-"""A chunk's shape, and whether it belongs to a numeral."""
+Key = tuple[str, str]
+"""A chunk's shape and the kind of its unit, of `source.KINDS`."""
 
 
 @dataclass
@@ -146,32 +146,46 @@ def make_world(source: Source, student: Any, teacher: Any) -> World:
                 ours, theirs = ((side.index[kind, side.pieces[u]], side.pieces[u][-1]) for side in sides)
                 ends[kind_of_unit, ours][theirs] += rate
     world = World(source, sides, defaultdict(float), defaultdict(float))
-    boundaries = [(kind, own, other, rate) for (kind, own), others in ends.items() for other, rate in others.items()]
+    boundaries = {
+        kind: [(own, other, rate) for (k, own), others in ends.items() if k == kind for other, rate in others.items()]
+        for kind in range(len(source.stationary))
+    }
     for u in range(len(source.units)):
-        student_pieces, teacher_pieces = (side.pieces[u] for side in sides)
-        for n, chunk in enumerate(chunks_of(student_pieces, teacher_pieces, (lengths[0], lengths[1]))):
-            if n == 0:
-                for kind, own, other, rate in boundaries:
-                    _add(world, u, kind, chunk, rate, (own, other))
-            else:
-                for kind, rate in enumerate(source.stationary.tolist()):
-                    _add(world, u, kind, chunk, rate, None)
+        chunks = chunks_of(sides[0].pieces[u], sides[1].pieces[u], (lengths[0], lengths[1]))
+        for kind, stationary in enumerate(source.stationary.tolist()):
+            if weight := float(source.weight[kind, u]):
+                for n, chunk in enumerate(chunks):
+                    _add(world, u, kind, chunk, weight, boundaries[kind] if n == 0 else stationary)
     return world
 
 
-def _add(world: World, unit: int, kind: int, chunk: Chunk, rate: float, before: tuple[Pair, Pair] | None) -> None:
-    """Count a chunk; `before` has each side's state and last token at the unit's beginning."""
-    rate *= float(world.source.weight[kind, unit])
-    if not rate:
-        return
-    key = chunk.shape, bool(world.source.kind[unit] == 1)
-    rows, tokens, last = [], [], []
-    for k, (side, part) in enumerate(zip(world.sides, (chunk.student, chunk.teacher), strict=True)):
+def _add(
+    world: World, unit: int, kind: int, chunk: Chunk, weight: float, before: float | list[tuple[Pair, Pair, float]]
+) -> None:
+    """Count a chunk.
+
+    Args:
+        world: Its rates are added to.
+        unit: The chunk's unit.
+        kind: Kind of the unit before.
+        chunk: The chunk.
+        weight: Probability of the unit after that kind.
+        before: For a unit's first chunk each side's state and last token before it, with their rate; else the rate.
+    """
+    key = chunk.shape, KINDS[world.source.kind[unit]]
+    inside, tokens, last = [], [], []
+    for side, part in zip(world.sides, (chunk.student, chunk.teacher), strict=True):
         pieces = side.pieces[unit]
-        inside = tuple(side.index[kind, pieces[:n]] for n in range(max(part.start, 1), part.stop + 1))
-        rows.append(inside if before is None else (before[k][0], *inside))
+        inside.append(tuple(side.index[kind, pieces[:n]] for n in range(max(part.start, 1), part.stop + 1)))
         tokens.append(pieces[part])
-        last.append(pieces[part.start - 1] if before is None else before[k][1])
-    world.chunks[key, (rows[0], rows[1]), (tokens[0], tokens[1])] += rate
-    first = tokens[0][0], tokens[1][0]
-    world.starts[key, (rows[0][0], rows[1][0]), first, (last[0], last[1])] += rate
+        last.append(pieces[part.start - 1])
+    both, first = (tokens[0], tokens[1]), (tokens[0][0], tokens[1][0])
+    if isinstance(before, float):
+        rate = before * weight
+        world.chunks[key, (inside[0], inside[1]), both] += rate
+        world.starts[key, (inside[0][0], inside[1][0]), first, (last[0], last[1])] += rate
+        return
+    for own, other, rate in before:
+        rate *= weight
+        world.chunks[key, ((own[0], *inside[0]), (other[0], *inside[1])), both] += rate
+        world.starts[key, (own[0], other[0]), first, (own[1], other[1])] += rate
