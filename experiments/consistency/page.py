@@ -1,0 +1,92 @@
+"""Write `docs/consistency.md` from the results: `python -m experiments.consistency.page`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.consistency.__main__ import CE, RESULTS, SCALES, VARIANTS
+from experiments.consistency.by_class import CLASSES, HEAVIEST, SAMPLE
+from xtoken_core.atomic import atomic_write
+
+PAGE = Path(__file__).parents[2] / "docs" / "consistency.md"
+COLUMNS = ("all", "1:1", "1:n", "n:1", "m:n", "numerals", "line ends")
+WORLDS = {
+    1: "The teacher splits numerals into digits.",
+    2: "As world 1; the teacher also joins a mark and the line's end behind it.",
+    3: "As world 1; the teacher's tokenizer is a Unigram model.",
+}
+ORDER = (CE, *VARIANTS, "ALM, tau 1", "ALM, tau 100", *CLASSES)
+INTRODUCTION = Path(__file__).with_name("introduction.md")
+
+
+def render(results: Path = RESULTS) -> str:
+    """Return the page.
+
+    Args:
+        results: Directory of the result files.
+    """
+    scales = "; ".join(
+        f"{name}: {words:,} words, {numerals} numerals, vocabularies of at most {student:,} and {teacher:,} tokens"
+        for name, (words, numerals, student, teacher, _) in SCALES.items()
+        if name != "tiny"
+    )
+    introduction = INTRODUCTION.read_text(encoding="utf-8")
+    parts = [introduction.format(scales=scales, heaviest=HEAVIEST, sample=SAMPLE)]
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
+    for scale in SCALES:
+        for found in sorted((each for each in files if each["scale"] == scale), key=lambda each: each["world"]):
+            parts.append(_section(found))
+    missing = [
+        f"{scale} scale, world {world}: {', '.join(left)}"
+        for scale in ("full", "reduced")
+        for world in WORLDS
+        if (left := _missing(files, scale, world))
+    ]
+    if missing:
+        parts.append("## Not measured yet\n\n" + "\n".join(f"- {line}" for line in missing) + "\n")
+    return "\n".join(parts)
+
+
+def _missing(files: list[dict[str, Any]], scale: str, world: int) -> list[str]:
+    known = next((each["losses"] for each in files if (each["scale"], each["world"]) == (scale, world)), {})
+    left = [name for name in ORDER if name not in known]
+    return ["every loss"] if len(left) == len(ORDER) else left
+
+
+def _section(found: Mapping[str, Any]) -> str:
+    chunks = ", ".join(f"{shape} {fraction:.1%}" for shape, fraction in found["chunks"].items())
+    environments = [entry["environment"] for entry in found["losses"].values()]
+    first = environments[0]
+    seconds = sum(entry["cpu_seconds"] for entry in found["losses"].values())
+    tokens, states = found["tokens"], found["states"]
+    lines = [
+        f"## World {found['world']}, {found['scale']} scale",
+        "",
+        f"{WORLDS[found['world']]} {tokens[0]:,} student and {tokens[1]:,} teacher tokens, {found['common']:,} common;",
+        f"{states[0]:,} and {states[1]:,} states; {found['events']:,} distinct chunks: {chunks}.",
+        f"{found['steps']} steps of descent, seed {found['seed']}, {seconds:,.0f} CPU seconds on one thread of",
+        f"{first['cpu']}; Python {first['python']}, torch {first['torch']}, transformers {first['transformers']}.",
+        "",
+        "| loss | " + " | ".join(COLUMNS) + " | best | final | with cross-entropy: best | final |",
+        "|---" * (len(COLUMNS) + 5) + "|",
+    ]
+    for name in ORDER:
+        if name in found["losses"]:
+            lines.append(_row(name, found["losses"][name]))
+    return "\n".join([*lines, ""])
+
+
+def _row(name: str, entry: Mapping[str, Any]) -> str:
+    truth = entry["truth"]
+    cells = [f"{truth[column]['relative_gradient']:.3f}" if column in truth else "" for column in COLUMNS]
+    cells += [f"{entry['near'][key]:.4f}" for key in ("best", "final")]
+    with_ce = entry.get("near, cross-entropy .1")
+    cells += [f"{with_ce[key]:.4f}" for key in ("best", "final")] if with_ce else ["", ""]
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    atomic_write(PAGE, render())
