@@ -99,16 +99,13 @@ class EvalLoss:
 
     def _measured(self, student: Student, progress: Callable[[], None]) -> dict[str, float]:
         """Compute `measure`; the teachers are freed with this frame."""
-        teachers = []
-        for number, spec in enumerate(self.spec.teacher):
-            teachers.append(load_model(spec, f"teacher {number}", student.device).eval())  # type: ignore[no-untyped-call]
-            progress()
+        teachers = self.load_teachers(student.device, progress)
         if self.loss.selects_teacher and self._selected is None:
             self._selected = self._selected_chunks(teachers, student.device, progress)
         parts = []
         for batch in self.batches:
             tensors = on_device(batch, student.device)
-            signals = self._signals(teachers, tensors)
+            signals = self.signals(teachers, tensors)
             _, metrics = self.loss(
                 tensors,
                 student.outputs(tensors[schema.INPUT_IDS.name]),
@@ -123,6 +120,22 @@ class EvalLoss:
         found = combine_metrics(to_floats(parts))
         return {f"held_out_{name}": value for name, value in found.items() if name.startswith(REPORTED + BY_CLASS)}
 
+    def load_teachers(self, device: torch.device, progress: Callable[[], None] = lambda: None) -> list[PreTrainedModel]:
+        """Load all teachers.
+
+        Args:
+            device: Where they are put.
+            progress: Called after each; it may raise to stop.
+
+        Raises:
+            InputError: One cannot be loaded.
+        """
+        teachers = []
+        for number, spec in enumerate(self.spec.teacher):
+            teachers.append(load_model(spec, f"teacher {number}", device).eval())  # type: ignore[no-untyped-call]
+            progress()
+        return teachers
+
     def _selected_chunks(
         self, teachers: Sequence[PreTrainedModel], device: torch.device, progress: Callable[[], None]
     ) -> float:
@@ -130,11 +143,11 @@ class EvalLoss:
         chunks = 0.0
         for batch in self.batches:
             tensors = on_device(batch, device)
-            chunks += float(self.loss.select(tensors, self._signals(teachers, tensors)).chunks)
+            chunks += float(self.loss.select(tensors, self.signals(teachers, tensors)).chunks)
             progress()
         return chunks
 
-    def _signals(self, teachers: Sequence[PreTrainedModel], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def signals(self, teachers: Sequence[PreTrainedModel], tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return each teacher's logits of a batch, `[B, T_t, V_m]`."""
         signals = []
         for index, (same, teacher) in enumerate(zip(self.same_tokenizer, teachers, strict=True)):

@@ -25,6 +25,7 @@ from xtoken_core.losses.objective import (
     Objective,
     Selection,
     TeacherWeights,
+    Values,
     entry,
     evaluate_whole,
 )
@@ -166,6 +167,22 @@ class CrossTokenizerDistillationLoss:
             head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=self.trains_on_kd)
             return head.loss(objective, linear=not self.config.dynamic_loss_scaling)
         return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=self.trains_on_kd))
+
+    def values(self, batch: Mapping[str, Tensor], student_logits: Tensor, teacher_logits: Sequence[Logits]) -> Values:
+        """Return the divergences and the cross-entropy before any mean, differentiable by the student's logits.
+
+        Args:
+            batch: As for the call.
+            student_logits: `[B, T_s, V_head]`.
+            teacher_logits: As for the call.
+
+        Raises:
+            InputError: As for the call.
+        """
+        self._check_heads(student_logits, teacher_logits)
+        batch = schema.with_numbers(batch)
+        compared = self._compared(batch, [logits.detach() for logits in teacher_logits])
+        return evaluate_whole(batch, student_logits, compared, trains_on_kd=True)
 
     @property
     def trains_on_kd(self) -> bool:

@@ -1,0 +1,30 @@
+"""A whole run with a loss from outside the library, named on the command line, and its refusals before a start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.doc_blocks import ROOT
+from tests.integration.test_bad_input import only_line, raw_spec, run_file, xtoken
+from tests.support.tiny_run import TinyAssets, steps_of
+
+LOSS = "experiments.losses.simct:SimCTLoss"
+
+
+@pytest.mark.slow
+def test_a_run_with_a_loss_of_experiments(assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    raw = raw_spec(assets, tmp_path) | {"loss": {"mode": "custom"}}
+    file = run_file(tmp_path, raw)
+    assert "--loss" in only_line(xtoken("run", str(file)))
+    assert "no NoLoss" in only_line(xtoken("run", str(file), "--loss", "experiments.losses.simct:NoLoss"))
+    assert not (tmp_path / "out" / "logs").exists(), "nothing was started"
+    done = xtoken("run", str(file), "--loss", LOSS, timeout=280)
+    assert done.returncode == 0, done.stderr
+    steps = steps_of(tmp_path / "out")
+    assert len(steps) == 2 and all(step["kl_loss"] > 0 for step in steps)
+    assert sum(steps[0][f"chunk_count_{name}_t0"] for name in ("1to1", "1ton", "nto1", "mton")) > 0
+    named = [path for path in (tmp_path / "out").rglob("*.json*") if LOSS in path.read_text("utf-8")]
+    assert named == [], "no file of the run names the class"
