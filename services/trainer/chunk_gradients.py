@@ -51,7 +51,7 @@ def measure_gradients(spec: RunSpec, *, custom_loss: str | None = None) -> dict[
     student = load_student(spec, device, ranks=1)
     tokenizer = load_tokenizer(spec.student.tokenizer_dir, "student")
     loss = make_loss(run, device, custom_loss, tokenizer)
-    held_out = EvalLoss(spec, loss, tokenizer, open_index(spec, spec.eval.paths, spec.eval.field).documents())
+    held_out = EvalLoss(run, loss, tokenizer, open_index(spec, spec.eval.paths, spec.eval.field).documents())
     teachers = held_out.load_teachers(device)
     student.eval()
     weights = [weight for weight in student.model.parameters() if weight.requires_grad]

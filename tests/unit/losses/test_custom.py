@@ -103,7 +103,7 @@ def test_the_documented_example(tmp_path, monkeypatch):
     )
     loss, metrics = loss_fn(case.batch, student, case.teacher_logits)
     loss.backward()
-    view = ChunkView.of(with_numbers(case.batch), 0, exact_only=False)
+    view = ChunkView.of(with_numbers(case.batch), 0, CUSTOM, "custom")
     P = view.max_chunks
     of_student = chunk_log_likelihood(student, case.batch["input_ids"].roll(-1, 1), view.student_chunk_id, P)
     teacher_ids = case.batch["teacher_input_ids"].roll(-1, 1)
