@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.consistency import expected
+from experiments.consistency import expected, page
 from experiments.consistency.__main__ import VARIANTS, losses_of
 from experiments.consistency.by_class import CLASSES, ByClass
 from experiments.consistency.chain_terms import chain_terms
@@ -118,3 +118,7 @@ def test_every_class_has_a_value_at_the_truth(case, name):
     found = at_the_truth(world, ByClass(world, (student, teacher), name, heaviest=60), noise)
     assert set(found) >= {"all", "1:1"} and rate_of(world, "all") > 0
     assert all(np.isfinite([entry["value"], entry["relative_gradient"]]).all() for entry in found.values())
+
+
+def test_the_page_is_in_step_with_the_results():
+    assert page.render() == page.PAGE.read_text(encoding="utf-8"), "run: python -m experiments.consistency.page"

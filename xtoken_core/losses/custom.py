@@ -40,6 +40,8 @@ def import_loss(name: str) -> type[ChunkLoss]:
     if inspect.isabstract(loss):
         missing = ", ".join(sorted(loss.__abstractmethods__))
         raise ConfigError(f"--loss {name}: it does not define {missing}")
+    if getattr(loss, "mode", None) != "custom":  # the collators count the chunks of this mode
+        raise ConfigError(f'--loss {name}: set mode = "custom" in the class')
     return loss
 
 

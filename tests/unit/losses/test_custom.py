@@ -56,6 +56,7 @@ def test_wrong_names(config, name, message):
             "own_losses:A",
             "it does not define evaluate",
         ),
+        ("from xtoken_core.losses.alm import ALMLoss", "own_losses:ALMLoss", 'set mode = "custom" in the class'),
     ],
 )
 def test_wrong_classes(tmp_path, monkeypatch, source, name, message):
