@@ -11,6 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 WORDS = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split()
+COMMON_WORDS = 305
+"""Words at the beginning of the file, from which small sources draw; larger ones use the compounds and names too."""
 KINDS = ("word", "numeral", "mark", "line")
 FOLLOWS = np.array(
     [  # rows: the kind before; columns: word, numeral, mark, line
@@ -52,7 +54,8 @@ def make_source(words: int, numerals: int, seed: int, *, joined_lines: bool = Fa
         joined_lines: A mark and the line's end after it are one unit, for a tokenizer that joins them.
     """
     rng = np.random.default_rng(seed)
-    chosen = [f" {WORDS[i]}" for i in rng.permutation(len(WORDS))[:words]]
+    pool = WORDS[: max(words, COMMON_WORDS)]
+    chosen = [f" {pool[i]}" for i in rng.permutation(len(pool))[:words]]
     digits = [*range(10), *rng.permutation(np.arange(10, 1000))[: max(0, numerals - 10)].tolist()]
     groups = [
         list(dict.fromkeys(chosen)),

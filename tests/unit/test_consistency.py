@@ -21,8 +21,8 @@ from xtoken_core.losses.chain_events import Starts
 @pytest.fixture(scope="module")
 def case():
     source = make_source(12, 30, seed=0)
-    student = train_tokenizer(source, 150, WHOLE_NUMERALS, seed=1)
-    teacher = train_tokenizer(source, 120, SPLIT_NUMERALS, seed=2)
+    student = train_tokenizer(source, 90, WHOLE_NUMERALS, seed=1)
+    teacher = train_tokenizer(source, 80, SPLIT_NUMERALS, seed=2)
     world = make_world(source, student, teacher)
     return source, student, teacher, world, ChainTables.of(build_tables(student, teacher))
 
