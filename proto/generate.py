@@ -13,6 +13,7 @@ import msgspec
 
 from xtoken_core.wire import Column, messages, object_column, pack_columns
 from xtoken_core.wire import messages as m
+from xtoken_core.wire.bounds import BOUNDS
 from xtoken_core.wire.columns import offsets_from_lengths
 from xtoken_core.wire.errors import CODES
 
@@ -170,6 +171,7 @@ def schema() -> str:
         "description": "Bytes are msgpack bin and have no JSON type; keys of maps of ids are msgpack integers.",
         "x-version": messages.VERSION,
         "x-codes": list(CODES),
+        "x-bounds": BOUNDS,
         "oneOf": [{"$ref": "#/$defs/Request"}, {"$ref": "#/$defs/Reply"}],
         "$defs": {
             "Request": {"oneOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in requests]},

@@ -3,104 +3,114 @@
 from __future__ import annotations
 
 import socket as sockets
+import time
 from pathlib import Path
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
+from services.queue.authenticator import Authenticator, Check, check_key, check_token
+from services.queue.connections import Connections
 from xtoken_core.data_plane.address import USER, Address, create_token
-from xtoken_core.data_plane.keys import allowed_keys, server_keys
+from xtoken_core.data_plane.keys import server_keys
 from xtoken_core.errors import ConfigError, XtokenError
+from xtoken_core.wire.bounds import HANDSHAKE_S
 
 MAX_PENDING_REPLIES = 64
 MAX_PENDING_REQUESTS = 64
-HANDSHAKE_MS = 5000
+REBIND_S = 5.0
 
 
 class Endpoint:
-    """Bound ROUTER socket.
+    """Bound ROUTER socket and its connections.
 
     Args:
         address: `ipc://` in a private directory, loopback tcp with a token file (made if missing), or any tcp address
             with a directory of keys.
         max_frame: Largest frame in bytes; a peer that sends a longer one is disconnected.
+        max_connections: Connections at most.
 
     Raises:
         XtokenError: The address is in use or cannot be bound.
         ConfigError: The token file or keys that the address needs are missing.
     """
 
-    def __init__(self, address: Address, *, max_frame: int) -> None:
+    def __init__(self, address: Address, *, max_frame: int, max_connections: int) -> None:
         self.address = address
+        self._max_frame, self._max_connections = max_frame, max_connections
         self._context = zmq.Context()
-        self._auth: ThreadAuthenticator | None = None
         try:
-            self.socket = self._bind(max_frame)
+            check = self._prepare()
+            if check is not None:  # before the socket is bound: without it, CURVE would admit any key
+                Authenticator(self._context, check, lambda peer: self.connections.is_full(peer))
+            self._bind(deadline=0.0)
         except BaseException:
-            self._end()
+            self._context.destroy(linger=0)
             raise
 
     def close(self) -> None:
         """Close the socket and remove its file."""
-        self.socket.close(linger=0)
-        self._end()
+        self._close_socket()
+        self._context.term()
         if self.address.ipc_path is not None:
             self.address.ipc_path.unlink(missing_ok=True)
 
-    def _bind(self, max_frame: int) -> zmq.Socket[bytes]:
-        self._prepare()
+    def renew(self) -> None:
+        """Replace the socket by a new one at the same address, which drops all connections and what they have sent.
+
+        Raises:
+            XtokenError: The address cannot be bound again.
+        """
+        self._close_socket()
+        self._bind(deadline=time.monotonic() + REBIND_S)
+
+    def _close_socket(self) -> None:
+        self.connections.close()
+        self.socket.close(linger=0)
+
+    def _bind(self, deadline: float) -> None:
+        """Bind a new socket; retry until a deadline (monotonic clock), as a thread of libzmq closes the old one."""
+        self.socket = self._create()
+        self.connections = Connections(self.socket, self._max_connections)
+        while True:
+            try:
+                self.socket.bind(self.address.url)
+                return
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline:
+                    time.sleep(0.002)
+                    continue
+                self._close_socket()
+                in_use = "is in use: stop what listens there, or choose another"
+                what = in_use if error.errno == zmq.EADDRINUSE else error
+                raise XtokenError(f"cannot serve at {self.address.url}: the address {what}") from error
+
+    def _create(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        try:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
-            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-            socket.setsockopt(zmq.SNDHWM, MAX_PENDING_REPLIES)
-            socket.setsockopt(zmq.RCVHWM, MAX_PENDING_REQUESTS)
-            socket.linger = 0
-            if self.address.keys is not None:
-                socket.curve_publickey, socket.curve_secretkey = server_keys(self.address.keys)
-                socket.curve_server = True
-            elif self.address.ipc_path is None:
-                socket.plain_server = True
-            socket.bind(self.address.url)
-        except BaseException as error:
-            socket.close(linger=0)
-            if not isinstance(error, zmq.ZMQError):
-                raise
-            what = "is in use: stop what listens there, or choose another" if error.errno == zmq.EADDRINUSE else error
-            raise XtokenError(f"cannot serve at {self.address.url}: the address {what}") from error
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+        socket.setsockopt(zmq.SNDHWM, MAX_PENDING_REPLIES)
+        socket.setsockopt(zmq.RCVHWM, MAX_PENDING_REQUESTS)
+        socket.linger = 0
+        if self.address.keys is not None:
+            socket.curve_publickey, socket.curve_secretkey = server_keys(self.address.keys)
+            socket.curve_server = True
+        elif self.address.ipc_path is None:
+            socket.plain_server = True
         return socket
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Check | None:
+        """Return the check of credentials; None at an ipc address, which only its owner can reach."""
         address = self.address
         if address.ipc_path is not None:
             check_private(address.ipc_path)
-            return
-        self._auth = ThreadAuthenticator(self._context)
-        self._auth.start()
+            return None
         if address.keys is not None:
             server_keys(address.keys)
-            self._auth.configure_curve_callback(domain="*", credentials_provider=AllowList(address.keys))
-            return
+            return check_key(address.keys)
         if address.token_file is None:
             raise ConfigError(f"{address.url} needs a token file: name one by --token-file, it is made if missing")
-        self._auth.configure_plain(domain="*", passwords={USER.decode(): create_token(address.token_file)})
-
-    def _end(self) -> None:
-        if self._auth is not None:
-            self._auth.stop()
-        self._context.term()
-
-
-class AllowList:
-    """Client keys in a directory, read at each handshake, so that a key can be added or revoked at any time."""
-
-    def __init__(self, keys: Path) -> None:
-        self.keys = keys
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        """Return whether a client with this public key (Z85) may connect."""
-        return key in allowed_keys(self.keys)
+        return check_token(USER, create_token(address.token_file))
 
 
 def check_private(path: Path) -> None:

@@ -1,25 +1,25 @@
-"""Records of the write-ahead log: requests to records, records to an engine, and an engine to a snapshot."""
+"""Records of the write-ahead log: requests to records, and an engine to a snapshot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Annotated
 
 import msgspec
 
-from xtoken_core.queue.engine import Engine, new_partition
+from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.partition import Partition, PriorLease
-from xtoken_core.queue.run.names import TRAINER, teacher_task
 from xtoken_core.queue.run.partition import RunPartition
 from xtoken_core.queue.sample import Sample, Status
-from xtoken_core.queue.sessions import Session
 from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import Column, ColumnHead, pack_columns, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
 
 ROWS = 256
-OWNER = "journal"
+
+Times = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class Record(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True):
@@ -85,7 +85,7 @@ class Refused(Record, tag="refused", kw_only=True):
 
     ids: list[int]
     reason: str
-    times: int = 1
+    times: Times = 1
 
 
 class BlockRefused(Record, tag="block_refused", kw_only=True):
@@ -93,7 +93,7 @@ class BlockRefused(Record, tag="block_refused", kw_only=True):
 
     block: int
     reason: str
-    times: int = 1
+    times: Times = 1
 
 
 class AtStep(Record, tag="at_step", kw_only=True):
@@ -212,98 +212,6 @@ def _nack(part: Partition, request: m.Nack, prior: PriorLease) -> Entry | None:
 def _durable(part: Partition, columns: dict[str, Column]) -> tuple[list[ColumnHead], list[memoryview], list[int]]:
     heads, buffers = pack_columns({name: column for name, column in columns.items() if name not in part.volatile})
     return heads, buffers, [buffer.nbytes for buffer in buffers]
-
-
-# From records to an engine
-
-
-def apply(engine: Engine, entries: Iterable[Entry]) -> int:
-    """Replay records into an empty engine; return their number.
-
-    Raises:
-        QueueError: A record contradicts those before it.
-    """
-    owner = Session(id=OWNER, name=OWNER, role=TRAINER, incarnation=0, rank=0, silence=1e9, last_seen=engine.clock())
-    engine.sessions.open(owner)
-    count = 0
-    for head, buffers in entries:
-        _apply(engine, head, buffers)
-        count += 1
-    engine.sessions.end(OWNER, "recovered")
-    engine.sessions.ended.pop(OWNER, None)
-    for part in engine.partitions.values():
-        if isinstance(part, TaskPartition):
-            part.samples.rebuild_ready_queues()
-        held = frozenset[str]().union(*(sample.fields for sample in part.samples.samples.values()))
-        part.kinds = {name: kind for name, kind in part.kinds.items() if name in held}
-    return count
-
-
-def _apply(engine: Engine, head: Record, buffers: Sequence[Buffer]) -> None:
-    if isinstance(head, Opened):
-        engine.partitions.setdefault(head.partition, new_partition(head.definition, engine.sessions))
-        return
-    part = engine.partitions[head.partition]
-    if isinstance(part, RunPartition):
-        _apply_to_run(part, head, buffers)
-    elif isinstance(part, TaskPartition):
-        _apply_to_tasks(part, head, buffers)
-
-
-def _apply_to_tasks(part: TaskPartition, head: Record, buffers: Sequence[Buffer]) -> None:
-    samples = part.samples
-    match head:
-        case Sealed():
-            part.sealed = True
-        case Cleared(everything=True):
-            part.reset()
-        case Cleared():
-            part.drop(head.ids)
-        case Rows():
-            columns = unpack_columns(head.columns, buffers)
-            part.keep(head.ids, columns, samples.produce(head.ids, columns))
-            if head.task:
-                part.store.drop(samples.finish(head.task, head.ids))
-            part.drop(head.gone)
-        case Done():
-            part.store.drop(samples.finish(head.task, head.ids))
-            part.drop(head.gone)
-        case Refused():
-            for sample in (samples.samples[i] for i in head.ids if i in samples.samples):
-                sample.attempts += head.times
-                if sample.attempts >= samples.max_attempts:
-                    samples.mark_dead(sample.id, head.reason)
-        case Finished():
-            for start, stop in head.intervals:
-                samples.finished.add(start, stop)
-
-
-def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -> None:
-    run, to = part.run, {"id": OWNER, "session": OWNER, "partition": part.name}
-    match head:
-        case BlockRows():
-            columns = unpack_columns(head.columns, buffers)
-            block = min([*head.ids, *head.tombstones]) // run.blocks.block_size
-            lease = run.blocks.lease(run.samples.next_lease_id(), OWNER, block)
-            put = m.Put(**to, ids=head.ids, columns=[], lease=lease.id, tombstones=head.tombstones)
-            part.keep(head.ids, columns, run.put_block(put, columns))
-        case BlockRefused():
-            for _ in range(head.times):
-                lease = run.blocks.lease(run.samples.next_lease_id(), OWNER, head.block)
-                run.nack(m.Nack(**to, lease=lease.id, ids=[], reason=head.reason))
-        case Refused():
-            for sample_id in head.ids * head.times:
-                if sample_id in run.samples.samples and sample_id not in run.samples.dead:
-                    claim = run.samples.claim_ids(OWNER, teacher_task(0), [sample_id])
-                    if claim is not None:
-                        run.nack(m.Nack(**to, lease=claim.id, ids=[sample_id], reason=head.reason))
-        case AtStep(acked=True):
-            skipped, dead = dict(run.skipped), dict(run.samples.dead)
-            part.rewind(m.Rewind(**to, step=head.step, skipped=skipped, dead=dead))
-        case AtStep():
-            part.rewind(m.Rewind(**to, step=head.step, skipped=head.skipped, dead=head.dead))
-        case GivenUp():
-            run.fail(head.reason)
 
 
 # From an engine to records

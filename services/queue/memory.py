@@ -23,6 +23,22 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 STATM = Path("/proc/self/statm")
 
 
+class _Process:
+    """What the checks of memory need, opened once: they must work when there are no descriptors left."""
+
+    def __init__(self) -> None:
+        self.malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self.pid, self.statm = -1, -1
+
+    def read_statm(self) -> bytes:
+        if self.pid != os.getpid():  # a child's own file
+            self.pid, self.statm = os.getpid(), os.open(STATM, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(self.statm, 128, 0)
+
+
+_process = _Process()
+
+
 def one_heap() -> None:
     """Use one heap for all threads, which only `MemoryTrimmer` trims; to be called before threads are started."""
     set_allocator(keep=KEEP_BYTES, arenas=1)
@@ -60,14 +76,13 @@ class MemoryTrimmer:
 
 def trim() -> None:
     """Return every free page to the system, where glibc is the C library."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
+    if _process.malloc_trim is not None:
+        _process.malloc_trim(0)
 
 
 def resident_bytes() -> int:
     """Return the resident memory of this process; 0 where the system does not report it."""
     try:
-        return int(STATM.read_text().split()[1]) * PAGE
+        return int(_process.read_statm().split()[1]) * PAGE
     except OSError:
         return 0

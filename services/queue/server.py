@@ -11,25 +11,36 @@ from copy import copy
 
 import zmq
 
-from services.queue.connection_guard import SPARE_BYTES, ConnectionGuard, disconnect
+from services.queue.connection_guard import SPARE_BYTES, ConnectionGuard
+from services.queue.connections import address_of, disconnect, raise_descriptor_limit
 from services.queue.endpoint import Endpoint
 from services.queue.memory import MemoryTrimmer, freeze_gc
 from services.queue.metrics import Exporter, Metrics, Rendezvous
 from services.queue.waiting import Waiting, WaitingRequest
 from services.queue.write_ahead_log import WriteAheadLog
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.frames import MORE_AT_ONCE, readable, receive_frames, send_frames
+from xtoken_core.data_plane.frames import (
+    MORE_AT_ONCE,
+    TooManyFramesError,
+    readable,
+    receive_frames,
+    send_frames,
+    skip_frames,
+)
 from xtoken_core.errors import XtokenError
 from xtoken_core.queue.engine import READS, Engine
 from xtoken_core.queue.stats import stats_document
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
+from xtoken_core.wire.bounds import MAX_FRAMES
 from xtoken_core.wire.columns import Buffer
 
 log = logging.getLogger("xtoken.queue")
 
 TICK_S = 0.25
 CHECK_S = 0.1
+SKIP_S = 0.1
+"""How long the frames of an oversized message are received only to be dropped."""
 BURST = 64
 FAILED = "failed on this request, see its log"
 MAX_PEERS = 1 << 16
@@ -61,10 +72,11 @@ class Server:
         self.metrics = Metrics(self.scrapes.fetch)
         self._journal = journal
         self.exporter = None if metrics_port is None else Exporter(metrics_port, self.metrics.registry)
-        self._endpoint = Endpoint(address, max_frame=engine.memory_limit)
-        self._socket = self._endpoint.socket
-        self._socket.rcvtimeo = int(CHECK_S * 1000)
-        self._guard = ConnectionGuard(self._socket, engine.memory_limit + SPARE_BYTES, BURST, engine.nbytes)
+        self._endpoint = Endpoint(address, max_frame=engine.memory_limit, max_connections=raise_descriptor_limit())
+        self._guard = ConnectionGuard(
+            self._endpoint.connections, engine.memory_limit + SPARE_BYTES, BURST, engine.nbytes
+        )
+        self._use_socket()
         self.waiting = Waiting(engine, self._retry)
         self._peers: OrderedDict[bytes, int] = OrderedDict()
         self._heard: set[bytes] = set()
@@ -103,12 +115,16 @@ class Server:
 
     def close(self) -> None:
         """Close the socket and remove its file."""
-        self._guard.close()
         self._endpoint.close()
         if self.exporter is not None:
             self.exporter.close()
         if self._journal is not None:
             self._journal.close()
+
+    def _use_socket(self) -> None:
+        self._socket = self._endpoint.socket
+        self._socket.rcvtimeo = int(CHECK_S * 1000)
+        self._guard.connections = self._endpoint.connections
 
     def _check_connections(self) -> None:
         """Report the peers that have sent a message to the guard, and let it act."""
@@ -130,10 +146,15 @@ class Server:
     def _receive_burst(self) -> None:
         """Answer the messages that are there, after waiting a tick for the first."""
         for _ in range(BURST):
+            if self._stop:
+                return
             try:
-                frames = receive_frames(self._socket)
+                frames = receive_frames(self._socket, 1 + MAX_FRAMES)
             except zmq.Again:
                 return
+            except TooManyFramesError as error:
+                self._drop_message(error.first)
+                continue
             peer = frames[0].bytes
             if peer not in self._peers:
                 self._remember_peer(peer, frames[0])
@@ -141,6 +162,22 @@ class Server:
             self._on_message(peer, frames[1:])
             if not readable(self._socket):
                 return
+
+    def _drop_message(self, first: zmq.Frame) -> None:
+        """Disconnect the sender of a message with too many frames, and drop what it has sent.
+
+        No other message can be received before the end of this one. If that is far, the socket is replaced: all peers
+        lose their connection, and repeat their requests on a new one.
+        """
+        self._remember_peer(first.bytes, first)
+        self._disconnect(first.bytes, f"has sent a message of more than {MAX_FRAMES} frames")
+        if skip_frames(self._socket, SKIP_S):
+            return
+        log.warning("a message has frames without end: replacing the socket, all peers must connect again")
+        self._peers.clear()
+        self._heard.clear()
+        self._endpoint.renew()
+        self._use_socket()
 
     def _on_message(self, peer: bytes, frames: Sequence[zmq.Frame]) -> None:
         header = frames[0].buffer if frames else memoryview(b"")
@@ -214,7 +251,7 @@ class Server:
             self._socket.send(peer, MORE_AT_ONCE)
             send_frames(self._socket, m.encode(reply), buffers)
         except zmq.Again:
-            self._disconnect(peer)
+            self._disconnect(peer, "does not read its replies")
         except zmq.ZMQError as error:
             log.debug("a peer disconnected before its reply: %s", error)
             self._peers.pop(peer, None)
@@ -226,13 +263,13 @@ class Server:
         if len(self._peers) > MAX_PEERS:
             self._peers.popitem(last=False)
 
-    def _disconnect(self, peer: bytes) -> None:
-        """Disconnect a peer that does not read its replies; what it sent before may still come in."""
+    def _disconnect(self, peer: bytes, why: str) -> None:
+        """Disconnect a peer; what it sent before may still come in."""
         number = self._peers.get(peer, DISCONNECTED)
         if number == DISCONNECTED:
             return
         self._peers[peer] = DISCONNECTED
-        log.warning("disconnecting a peer that does not read its replies")
+        log.warning("disconnecting a peer (%s): it %s", address_of(number) or "ipc", why)
         disconnect(number)
 
     def _note_end(self, _session: str) -> None:

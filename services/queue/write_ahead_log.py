@@ -1,28 +1,23 @@
 """Write-ahead log (`--journal`): every durable change is written to a file before it is answered.
 
 A directory holds one segment, `NNNNNNNN.journal`. Once that is mostly about samples that are done, a new segment that
-starts with a snapshot replaces it. A segment is a magic number that ends in the format's version, then records: length
-of a body (`<Q`), the CRC-32 of that (`<I`), the body, and its CRC-32 (`<I`). A body is the length of its head (`<I`),
-the head (msgpack), and the columns' buffers.
-
-Leases, sessions and volatile fields are never written.
+starts with a snapshot replaces it. `services.queue.segment` describes the format. Leases, sessions and volatile fields
+are never written.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-import struct
+import stat
 import threading
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
-
 from services.queue import log_records as r
+from services.queue.replay import apply
+from services.queue.segment import Reader, Writer
 from xtoken_core.atomic import atomic_rename
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.queue.engine import Engine
@@ -32,16 +27,9 @@ from xtoken_core.wire.columns import Buffer
 
 log = logging.getLogger("xtoken.queue.journal")
 
-VERSION = 2
-MAGIC = b"XTQJRNL"
-HEADER = MAGIC + str(VERSION).encode()
-PREFIX = struct.Struct("<Q")
-HEAD = CHECK = struct.Struct("<I")
-LARGE_BYTES = 1 << 18
 SUFFIX = ".journal"
 SLACK_BYTES = 64 << 20
 FSYNC_S = 0.1
-IOV_MAX = 1000
 POLICIES = ("interval", "always")
 
 
@@ -71,10 +59,13 @@ class WriteAheadLog:
         self._checksums = ThreadPoolExecutor(1, "checksum")
         self._stop = threading.Event()
         self._file_lock = threading.Lock()
-        self._number = self._recover()
-        self._file = -1
-        self._size = 0
-        self._begin_segment()
+        try:
+            self._number = self._recover()
+            self._segment = self._begin_segment(None)
+        except BaseException:
+            self._checksums.shutdown()
+            os.close(self._lock_file)
+            raise
         engine.on_change = self.record
         self._flusher = threading.Thread(target=self._flush_periodically, name="fsync", daemon=True)
         if not self.always:
@@ -96,10 +87,13 @@ class WriteAheadLog:
         entry = r.record_of(self._engine, request, buffers, prior)
         if entry is None:
             return
-        self._append(self._file, *entry)
+        try:
+            self._segment.append(*entry)
+        except OSError as error:
+            raise self._cannot_write(error) from error
         self._dirty = True
-        if self._size > self._slack + 2 * self._engine.nbytes:
-            self._begin_segment()
+        if self._segment.size > self._slack + 2 * max(self._engine.nbytes, self._snapshot_bytes):
+            self._segment = self._begin_segment(self._segment)
 
     def sync(self) -> None:
         """Flush what was written to the disk.
@@ -112,7 +106,7 @@ class WriteAheadLog:
                 return
             self._dirty = False
             try:
-                os.fdatasync(self._file)
+                os.fdatasync(self._segment.file)
             except OSError as error:
                 self._failed = XtokenError(f"cannot flush the journal in {self._directory}: {error.strerror}")
                 raise self._failed from error
@@ -124,66 +118,52 @@ class WriteAheadLog:
             self._flusher.join()
         self._checksums.shutdown()
         self.sync()
-        os.close(self._file)
+        os.close(self._segment.file)
         os.close(self._lock_file)
 
-    def _append(self, file: int, head: r.Record, buffers: Sequence[Buffer]) -> None:
-        header = msgspec.msgpack.encode(head)
-        parts: list[Buffer] = [HEAD.pack(len(header)), header, *buffers]
-        length = sum(memoryview(part).nbytes for part in parts)
-        prefix = PREFIX.pack(length)
-        start: list[Buffer] = [prefix, CHECK.pack(zlib.crc32(prefix))]
-        try:
-            if length < LARGE_BYTES:
-                _write_all(file, [*start, *parts, CHECK.pack(_crc(parts))])
-            else:  # a second thread computes the checksum of a large record while this one writes it
-                crc = self._checksums.submit(_crc, parts)
-                _write_all(file, [*start, *parts])
-                _write_all(file, [CHECK.pack(crc.result())])
-        except OSError as error:
-            raise XtokenError(f"cannot write the journal in {self._directory}: {error.strerror}") from error
-        self._size += PREFIX.size + 2 * CHECK.size + length
-
-    def _begin_segment(self) -> None:
-        """Replace the segment by a new one that starts with a snapshot."""
-        old, number = self._file, self._number + 1
+    def _begin_segment(self, old: Writer | None) -> Writer:
+        """Return a new segment that starts with a snapshot, in place of the old one."""
+        number = self._number + 1
         path = self._directory / f"{number:08d}{SUFFIX}"
         unfinished = path.with_suffix(".tmp")
-        self._size = len(HEADER)
         try:
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.write(file, HEADER)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            segment = Writer(os.open(unfinished, flags, 0o600), self._checksums)
             for head, buffers in r.snapshot(self._engine):
-                self._append(file, head, buffers)
-            os.fsync(file)
+                segment.append(head, buffers)
+            os.fsync(segment.file)
             atomic_rename(unfinished, path)
+            with self._file_lock:
+                self._segment, self._number, self._dirty = segment, number, False
+                if old is not None:
+                    os.close(old.file)
+            for other in self._directory.glob(f"*{SUFFIX}"):
+                if other != path:
+                    other.unlink()
         except OSError as error:
-            raise XtokenError(f"cannot write the journal in {self._directory}: {error.strerror}") from error
-        with self._file_lock:
-            self._file, self._number, self._dirty = file, number, False
-            if old >= 0:
-                os.close(old)
-        for other in self._directory.glob(f"*{SUFFIX}"):
-            if other != path:
-                other.unlink()
+            raise self._cannot_write(error) from error
+        self._snapshot_bytes = segment.size
+        return segment
+
+    def _cannot_write(self, error: OSError) -> XtokenError:
+        return XtokenError(f"cannot write the journal in {self._directory}: {error.strerror}")
 
     def _recover(self) -> int:
         """Replay the newest segment; return its number, 0 if there is none."""
-        for unfinished in self._directory.glob("*.tmp"):
-            unfinished.unlink()
+        try:
+            for unfinished in self._directory.glob("*.tmp"):
+                unfinished.unlink()
+        except OSError as error:
+            raise InputError(f"cannot use {self._directory} for the journal: {error.strerror}") from error
         segments = sorted(self._directory.glob(f"*{SUFFIX}"))
         if not segments:
             return 0
         newest = segments[-1]
-        try:
-            number = int(newest.stem)
-            with newest.open("rb") as file:
-                body = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise InputError(f"cannot read the journal segment {newest}: {error}") from error
-        count = r.apply(self._engine, _records(newest, body))
+        if not newest.stem.isdecimal():
+            raise InputError(f"cannot read the journal segment {newest}: its name is no number")
+        count = apply(self._engine, Reader(newest))
         log.info("journal %s: %d records, %d bytes held", newest, count, self._engine.nbytes)
-        return number
+        return int(newest.stem)
 
     def _flush_periodically(self) -> None:
         while not self._stop.wait(FSYNC_S):
@@ -194,83 +174,16 @@ class WriteAheadLog:
                 return
 
 
-def _records(path: Path, body: mmap.mmap) -> Iterator[tuple[r.Record, list[memoryview]]]:
-    """Yield the records of a segment; a torn one at its end was never answered and is ignored.
-
-    Raises:
-        InputError: The segment has another version, or is damaged before its end.
-    """
-    view = memoryview(body)
-    _check_header(path, body[: len(HEADER)])
-    at = len(HEADER)
-    while at < len(body):
-        head, buffers, end = _record(view, at)
-        if head is None:
-            if any(body[end:]):
-                raise InputError(
-                    f"the journal segment {path} is damaged at byte {at}: restore it, or move it away to start empty"
-                )
-            log.warning("journal %s: the last record is torn and ignored", path)
-            return
-        yield head, buffers
-        at = end
-
-
-def _check_header(path: Path, header: bytes) -> None:
-    if header == HEADER:
-        return
-    version = header[len(MAGIC) :].decode("ascii", "replace")
-    if header[: len(MAGIC)] == MAGIC and version.isdigit():
-        raise InputError(
-            f"the journal segment {path} has format version {version}, and this queue reads version {VERSION}: "
-            "move it away to start empty, or run the release that wrote it"
-        )
-    raise InputError(f"the journal segment {path} is damaged at its start: it is not a journal")
-
-
-def _record(view: memoryview, at: int) -> tuple[r.Record | None, list[memoryview], int]:
-    """Return a record, its buffers and its end; None for one that is not whole, which only zeros may follow."""
-    start = at + PREFIX.size + CHECK.size
-    if start > len(view):
-        return None, [], len(view)
-    (length,) = PREFIX.unpack_from(view, at)
-    if zlib.crc32(view[at : at + PREFIX.size]) != CHECK.unpack_from(view, at + PREFIX.size)[0]:
-        return None, [], start
-    stop = start + length
-    end = stop + CHECK.size
-    if end > len(view) or zlib.crc32(view[start:stop]) != CHECK.unpack_from(view, stop)[0]:
-        return None, [], end
-    size = HEAD.unpack_from(view, start)[0]
-    first = start + HEAD.size + size
-    head = r.decode(view[start + HEAD.size : first])
-    return head, r.split(head, memoryview(view[first:stop].tobytes())), end
-
-
-def _crc(parts: Iterable[Buffer]) -> int:
-    """Return the CRC-32 of consecutive parts."""
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    return crc
-
-
-def _write_all(file: int, parts: Iterable[Buffer]) -> None:
-    left = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
-    while left:
-        written = os.writev(file, left[:IOV_MAX])
-        while left and written >= left[0].nbytes:
-            written -= left.pop(0).nbytes
-        if left:
-            left[0] = left[0][written:]
-
-
 def _lock(directory: Path) -> int:
-    """Lock the directory for this process."""
+    """Lock the directory, which only its owner may write, for this process."""
     import fcntl
 
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        status = directory.stat()
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise InputError(f"the journal directory {directory} may be written by others: chmod 700 it, or own it")
+        file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise InputError(f"cannot use {directory} for the journal: {error.strerror}") from error
     try:

@@ -140,7 +140,7 @@ class Driven:
             return
         expected, found = dict(expected), dict(found)
         if expected["type"] == found["type"] == "trainer":
-            expected["trainer"] = self.sessions[expected["trainer"]]
+            expected["trainer"] = self._public_id(expected["trainer"])
         if expected["type"] == found["type"] and expected["type"] in ("claimed", "block"):
             number, lease = expected.pop("lease"), found.pop("lease")
             known = self.leases.setdefault((partition, number), lease) if number else 0
@@ -175,6 +175,10 @@ class Driven:
         sessions = [(s["name"], s["role"], s["incarnation"]) for s in others]
         return {"bytes": document["bytes"], "sessions": sessions, "partitions": partitions}
 
+    def _public_id(self, name: str) -> str:
+        session = self.engine.sessions.live.get(self.sessions.get(name, "none"))
+        return session.public_id if session is not None else "none"
+
     def _message(self, session: str, request: str, kind: str, f: Answer) -> tuple[m.Request, list[Any]]:
         fields, buffers = dict(f), []
         if "columns" in fields:
@@ -185,7 +189,7 @@ class Driven:
         if "run" in fields:
             fields["run"] = m.RunDef(**fields["run"])
         if "trainer" in fields:
-            fields["trainer"] = self.sessions.get(fields["trainer"], "none")
+            fields["trainer"] = self._public_id(fields["trainer"])
         if "lease" in fields:
             fields["lease"] = self.leases.get((f["partition"], f["lease"]), 999_999)
         if kind == "hello":

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.queue.write_ahead_log import LARGE_BYTES, WriteAheadLog
+from services.queue.segment import LARGE_BYTES
+from services.queue.write_ahead_log import WriteAheadLog
 from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
 from xtoken_core.data_plane.memory_transport import MemoryQueue
@@ -272,28 +273,6 @@ def test_large_records_and_a_torn_one(tmp_path: Path) -> None:
     assert samples_after(directory, body) == [0, 1, 2, 3]
     for end in (len(body) - 1, len(body) - 4, len(body) - 5, len(body) - LARGE_BYTES):
         assert samples_after(directory, body[:end]) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("version", [b"1", b"3"], ids=["older", "newer"])
-def test_a_segment_of_another_version_is_refused(tmp_path: Path, version: bytes) -> None:
-    kept = Kept(tmp_path)
-    kept.journal.close()
-    (segment,) = tmp_path.glob("*.journal")
-    body = segment.read_bytes()
-    segment.write_bytes(body[:7] + version + body[8:])
-    with pytest.raises(InputError) as caught:
-        kept.start()
-    assert f"has format version {version.decode()}, and this queue reads version 2" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("where", ["start", "middle"])
-def test_a_damaged_segment_is_named(tmp_path: Path, where: str) -> None:
-    directory = tmp_path / "j"
-    body = bytearray(filled(directory))
-    body[2 if where == "start" else len(body) // 2] ^= 0x40
-    with pytest.raises(InputError, match=r"00000007\.journal is damaged"):
-        samples_after(directory, bytes(body))
 
 
 def test_one_queue_per_journal(kept: Kept) -> None:

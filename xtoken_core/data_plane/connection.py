@@ -9,8 +9,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.frames import receive_frames, send_frames
+from xtoken_core.data_plane.frames import TooManyFramesError, receive_frames, send_frames
 from xtoken_core.errors import QueueUnreachableError
+from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
 
@@ -19,7 +20,7 @@ HANDSHAKE_MS = 5000
 SOON_S = 0.02
 """How long a reply is awaited without checking the connection."""
 BROKEN = zmq.EVENT_DISCONNECTED
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class Connection:
@@ -67,6 +68,8 @@ class Connection:
         while (left := deadline - time.monotonic()) > 0:
             try:
                 frames = receive_frames(self._socket)
+            except TooManyFramesError as error:
+                raise QueueError("bad_frame", f"the peer's reply is no message of this protocol: {error}") from error
             except zmq.Again:
                 ready = [source for source, _ in self._poller.poll(int(left * 1000) + 1)]
                 if self._monitor in ready and self._has_broken():
@@ -85,7 +88,7 @@ class Connection:
 
     def _has_broken(self) -> bool:
         event = int(recv_monitor_message(self._monitor)["event"])
-        if event == REFUSED:
+        if event & REFUSED:
             raise QueueUnreachableError(
                 f"the queue at {self.address.url} refuses this client: is its token file (or key) the right one?"
             )

@@ -6,6 +6,7 @@ The server and the in-memory transport both drive this class; the clock is injec
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 
 from xtoken_core.queue.partition import Partition, PriorLease
@@ -17,10 +18,11 @@ from xtoken_core.queue.stats import stats_document
 from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import QueueError, unpack_columns
 from xtoken_core.wire import messages as m
+from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_PARTITIONS, MAX_SESSIONS
 from xtoken_core.wire.columns import Buffer
 
-MAX_PARTITIONS = 1024
-MAX_SESSIONS = 16384
+ENDED_AT_ONCE = 64
+"""Silent sessions that one tick ends at most, so that no tick takes long."""
 
 
 class Engine:
@@ -81,7 +83,7 @@ class Engine:
 
     def tick(self) -> None:
         """End the sessions that have been silent for too long."""
-        for session in self.sessions.silent(self.clock()):
+        for session in self.sessions.silent(self.clock())[:ENDED_AT_ONCE]:
             self.sessions.end(session.id, f"no sign of life for {session.silence:g} s")
             self.changes += 1
             self._drop_stale()
@@ -177,6 +179,9 @@ class Engine:
     def _new_session(self, request: m.Hello, version: int) -> Session:
         if len(self.sessions.live) >= MAX_SESSIONS:
             raise QueueError("too_large", f"a queue holds at most {MAX_SESSIONS} sessions")
+        ahead = request.incarnation - time.time_ns()
+        if ahead > MAX_AHEAD_S * 1e9:  # it would lock out every later start of the worker
+            raise QueueError("bad_request", f"incarnation {request.incarnation} lies {ahead / 1e9:.0f} s in the future")
         now = self.clock()
         session = Session(
             id=secrets.token_hex(16), name=request.name, role=request.role, incarnation=request.incarnation,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from xtoken_core.queue.response import Response
-
-LANES = 256
+from xtoken_core.wire.bounds import MAX_LANES
 
 
 def lane_of(request: str) -> str:
@@ -37,7 +36,7 @@ class ReplyCache:
         lane = lane_of(request)
         lanes[lane] = (request, Response(response.reply))
         lanes.move_to_end(lane)
-        while len(lanes) > LANES:
+        while len(lanes) > MAX_LANES:
             lanes.popitem(last=False)
 
     def drop(self, session: str) -> None:

@@ -27,6 +27,7 @@ class Samples:
         dead: Reason of every dead letter; its sample stays held until it is dropped.
         finished: Ids that every task has done and whose samples were dropped.
         given_back: Number of leased samples that became free again so far.
+        last_lease: Number of the latest lease.
     """
 
     def __init__(self, tasks: Iterable[Task], max_attempts: int = 3) -> None:
@@ -38,7 +39,8 @@ class Samples:
         self.finished = IntervalSet()
         self.given_back = 0
         self._puts = 0
-        self._leased = 0
+        self.last_lease = 0
+        self._leases_of: dict[str, dict[int, Lease]] = {}
         self._lease_of: dict[str, dict[int, int]] = {name: {} for name in self.tasks}
 
     # Producers
@@ -131,7 +133,7 @@ class Samples:
 
     def give_back(self, lease_id: int) -> Lease | None:
         """Revoke a lease: its samples are ready again, or wait where a field is gone."""
-        lease = self.leases.pop(lease_id, None)
+        lease = self._remove_lease(lease_id)
         if lease is None:
             return None
         self.given_back += len(lease.ids)
@@ -210,12 +212,12 @@ class Samples:
 
     def of_session(self, session: str) -> list[Lease]:
         """Return the session's leases."""
-        return [lease for lease in self.leases.values() if lease.session == session]
+        return list(self._leases_of.get(session, {}).values())
 
     def next_lease_id(self) -> int:
         """Return a lease number that is unique in this partition."""
-        self._leased += 1
-        return self._leased
+        self.last_lease += 1
+        return self.last_lease
 
     # Bookkeeping
 
@@ -236,12 +238,22 @@ class Samples:
             lease = self.leases[lease_id]
             lease.ids = tuple(i for i in lease.ids if i not in ids)
             if not lease.ids:
-                del self.leases[lease_id]
+                self._remove_lease(lease_id)
+
+    def _remove_lease(self, lease_id: int) -> Lease | None:
+        lease = self.leases.pop(lease_id, None)
+        if lease is not None:
+            mine = self._leases_of[lease.session]
+            del mine[lease_id]
+            if not mine:
+                del self._leases_of[lease.session]
+        return lease
 
     def _lease(self, session: str, task: str, ids: tuple[int, ...]) -> Lease:
         lease = Lease(self.next_lease_id(), session, task, ids, ids)
         if ids:
             self.leases[lease.id] = lease
+            self._leases_of.setdefault(session, {})[lease.id] = lease
             self._lease_of[task].update(dict.fromkeys(ids, lease.id))
         before: Mapping[str, Status] = {}
         after = before

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2s
 
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import VERSION
@@ -16,6 +17,8 @@ class Session:
     """Session of one worker.
 
     Attributes:
+        id: Secret of its worker: it is all that a request in the session needs.
+        public_id: Digest of the id, which names the session to other workers and in the statistics.
         silence: Seconds without a request after which it ends.
         last_seen: Time of its last request, on the server's clock.
         progress: Units of work it has reported.
@@ -36,6 +39,10 @@ class Session:
     progress_at: float = 0.0
     ended: str = ""
     version: int = VERSION
+    public_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.public_id = blake2s(self.id.encode(), digest_size=8).hexdigest()
 
 
 class Sessions:

@@ -35,7 +35,7 @@ def stats_document(engine: Engine) -> bytes:
 
 def _session(session: Session, now: float) -> dict[str, Any]:
     return {
-        "id": session.id,
+        "id": session.public_id,
         "name": session.name,
         "role": session.role,
         "rank": session.rank,

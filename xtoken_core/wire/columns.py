@@ -3,6 +3,8 @@
 A dense column has one buffer (its values, `rows` times `item_shape`). A jagged or an object column has two: int64
 offsets (`rows + 1` of them, starting at 0, never falling) and values; its offsets count items of `item_shape` along the
 ragged axis, or bytes for an object column, whose rows are one msgpack value each. Numbers are little-endian.
+
+`unpack_columns` is the validator of everything that comes from a peer or a file.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from xtoken_core.wire.bounds import MAX_DIMS, MAX_EXTENT, MAX_NAME, MAX_ROWS, MAX_UNIT_BYTES
 from xtoken_core.wire.errors import QueueError
 
 Buffer = bytes | bytearray | memoryview
@@ -32,11 +35,12 @@ ITEM_SIZES = {
     "float32": 4,
     "float64": 8,
 }
-MAX_ROWS = 1 << 20
-MAX_DIMS = 8
 OFFSET_BYTES = 8
+BOOLS = bytes(byte & 1 for byte in range(256))
+"""Translation of every byte to its lowest bit."""
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXTENT)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -47,7 +51,7 @@ class ColumnHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Kind
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     rows: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
-    item_shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]], msgspec.Meta(max_length=MAX_DIMS)] = []
+    item_shape: Annotated[list[Extent], msgspec.Meta(max_length=MAX_DIMS)] = []
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -157,26 +161,38 @@ def unpack_columns(heads: Sequence[ColumnHead], buffers: Sequence[Buffer]) -> di
 
 def _checked(head: ColumnHead, values: Buffer, offsets: Buffer | None) -> Column:
     unit = unit_bytes(head.kind, head.dtype, head.item_shape)
+    if not 0 <= unit <= MAX_UNIT_BYTES:
+        raise _misfit(head, f"an item has at most {MAX_UNIT_BYTES} bytes, not {unit}")
     view = bytes_view(values)
     rows, shape = head.rows, tuple(head.item_shape)
     if offsets is None:
         if view.nbytes != unit * rows:
-            raise QueueError(
-                "bad_request",
-                f"column {head.name!r}: {rows} rows of {unit} bytes, but {view.nbytes} came",
-            )
-        return Column(head.kind, head.dtype, rows, shape, view)
+            raise _misfit(head, f"{rows} rows of {unit} bytes, but {view.nbytes} came")
+        bounds = None
+    else:
+        bounds = _checked_offsets(head, offsets, unit, view.nbytes)
+    if head.dtype == "bool" and (raw := view.tobytes()).translate(BOOLS) != raw:
+        raise _misfit(head, "a bool is one byte of 0 or 1")
+    return Column(head.kind, head.dtype, rows, shape, view, bounds)
+
+
+def _checked_offsets(head: ColumnHead, offsets: Buffer, unit: int, nbytes: int) -> memoryview:
+    if head.kind == "object" and (head.dtype or head.item_shape):
+        raise _misfit(head, "an object column has neither dtype nor item_shape")
+    if unit == 0:  # offsets of items without bytes could be any number, as no values bound them
+        raise _misfit(head, "the items of a jagged column have at least one byte")
     counts = bytes_view(offsets)
-    if counts.nbytes != OFFSET_BYTES * (rows + 1):
-        raise QueueError("bad_request", f"column {head.name!r}: {rows} rows need {rows + 1} int64 offsets")
+    if counts.nbytes != OFFSET_BYTES * (head.rows + 1):
+        raise _misfit(head, f"{head.rows} rows need {head.rows + 1} int64 offsets")
     bounds = int64_view(counts)
     flat = bounds.tolist()  # compared in C with its sorted copy instead of by a Python loop
-    if flat[0] != 0 or flat != sorted(flat) or flat[-1] * unit != view.nbytes:
-        raise QueueError(
-            "bad_request",
-            f"column {head.name!r}: offsets must start at 0, never fall and end with the values",
-        )
-    return Column(head.kind, head.dtype, rows, shape, view, bounds)
+    if flat[0] != 0 or flat != sorted(flat) or flat[-1] * unit != nbytes:
+        raise _misfit(head, "offsets must start at 0, never fall and end with the values")
+    return bounds
+
+
+def _misfit(head: ColumnHead, why: str) -> QueueError:
+    return QueueError("bad_request", f"column {head.name!r}: {why}")
 
 
 def select_rows(column: Column, rows: Sequence[int]) -> Column:

@@ -10,25 +10,39 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from xtoken_core.wire.columns import MAX_ROWS, ColumnHead, Id, Name
+from xtoken_core.wire.bounds import (
+    MAX_COLUMNS,
+    MAX_DOCUMENT_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_IDS,
+    MAX_NAME,
+    MAX_ROWS,
+    MAX_SILENCE_S,
+    MAX_TEXT,
+    MAX_TOKEN,
+    MAX_WAIT_S,
+)
+from xtoken_core.wire.columns import ColumnHead, Id, Name
 from xtoken_core.wire.errors import QueueError
 
 VERSION = 2
 VERSIONS = (1, 2)
 """Versions that the queue speaks; `proto/README.md` lists their differences."""
-MAX_HEADER_BYTES = 64 << 20
-MAX_WAIT_S = 60.0
 
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
-RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-Ids = Annotated[list[Id], msgspec.Meta(max_length=MAX_ROWS)]
-Names = Annotated[list[Name], msgspec.Meta(max_length=256)]
-Heads = Annotated[list[ColumnHead], msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOKEN)]
+SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOKEN)]
+Ids = Annotated[list[Id], msgspec.Meta(max_length=MAX_IDS)]
+"""Ids in a request."""
+ManyIds = Annotated[list[Id], msgspec.Meta(max_length=MAX_ROWS)]
+"""Ids in a reply."""
+Names = Annotated[list[Name], msgspec.Meta(max_length=MAX_COLUMNS)]
+Heads = Annotated[list[ColumnHead], msgspec.Meta(max_length=MAX_COLUMNS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Reasons = Annotated[dict[Id, Text], msgspec.Meta(max_length=MAX_ROWS)]
-Document = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
+Document = Annotated[bytes, msgspec.Meta(max_length=MAX_DOCUMENT_BYTES)]
+Handle = Annotated[bytes, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Request(msgspec.Struct, tag_field="type", kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -66,7 +80,7 @@ class Hello(Request, tag="hello", kw_only=True):
     role: Name
     incarnation: Id
     rank: Index = 0
-    silence_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 30.0
+    silence_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SILENCE_S)] = 30.0
     needs_run: bool = False
     wait_s: Seconds = 0.0
 
@@ -126,7 +140,7 @@ class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
 
     positions: Id
     samples_per_step: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_IDS)]
     span: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
     teachers: Annotated[int, msgspec.Meta(ge=1, le=64)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -193,7 +207,7 @@ class Get(PartitionRequest, tag="get", kw_only=True):
 class Rows(Reply, tag="rows", kw_only=True):
     """Samples and their columns, in the order of `ids`."""
 
-    ids: Ids
+    ids: ManyIds
     columns: Heads
 
 
@@ -202,7 +216,7 @@ class Claim(PartitionRequest, tag="claim", kw_only=True):
 
     task: Name
     ids: Ids = []
-    count: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)] = 0
+    count: Annotated[int, msgspec.Meta(ge=0, le=MAX_IDS)] = 0
     fields: Names = []
     wait_s: Seconds = 0.0
 
@@ -223,8 +237,8 @@ class Claimed(Reply, tag="claimed", kw_only=True):
     """
 
     lease: Id
-    ids: Ids
-    dead: Ids = []
+    ids: ManyIds
+    dead: ManyIds = []
     columns: Heads = []
     slot: int = -1
     generation: int = 0
@@ -260,16 +274,16 @@ class Nack(PartitionRequest, tag="nack", kw_only=True):
 class ListSamples(PartitionRequest, tag="list", kw_only=True):
     """Ids in a state of a task (`waiting`, `ready`, `leased`, `done`), or `dead` or `skipped`, from `after` on."""
 
-    task: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    task: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
     state: Name
     after: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
-    limit: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1024
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_IDS)] = 1024
 
 
 class Listed(Reply, tag="listed", kw_only=True):
     """Ids, and reasons for those that have one."""
 
-    ids: Ids
+    ids: ManyIds
     reasons: Reasons = {}
 
 
@@ -327,9 +341,9 @@ class Window(PartitionRequest, tag="window", kw_only=True):
 class WindowRows(Reply, tag="window_rows", kw_only=True):
     """Positions with a row (dead ones included), those without, and their columns."""
 
-    ids: Ids
-    skipped: Ids = []
-    dead: Ids = []
+    ids: ManyIds
+    skipped: ManyIds = []
+    dead: ManyIds = []
     columns: Heads = []
 
 
@@ -341,7 +355,7 @@ class AwaitTrainer(PartitionRequest, tag="await_trainer", kw_only=True):
 
 
 class Trainer(Reply, tag="trainer", kw_only=True):
-    """The trainer's session, the step it is at and the count of rewinds so far."""
+    """The public id of the trainer's session, the step it is at and the count of rewinds so far."""
 
     trainer: SessionId
     step: Id
@@ -349,12 +363,12 @@ class Trainer(Reply, tag="trainer", kw_only=True):
 
 
 class AnnounceRing(PartitionRequest, tag="announce_ring", kw_only=True):
-    """A teacher offers its ring of slots to one trainer session."""
+    """A teacher offers its ring of slots to one trainer session, named by its public id."""
 
     teacher: Index
     rank: Index
     trainer: SessionId
-    handle: Annotated[bytes, msgspec.Meta(max_length=4096)]
+    handle: Handle
 
 
 class AwaitRing(PartitionRequest, tag="await_ring", kw_only=True):
@@ -368,7 +382,7 @@ class Ring(Reply, tag="ring", kw_only=True):
     """A ring's number and, for its trainer, the handle that the teacher announced."""
 
     ring: Id
-    handle: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""
+    handle: Handle = b""
 
 
 class OpenedRing(PartitionRequest, tag="opened_ring", kw_only=True):
@@ -417,7 +431,7 @@ class CheckStep(PartitionRequest, tag="check_step", kw_only=True):
 
     step: Id
     rewinds: Id
-    dead: Ids = []
+    dead: ManyIds = []
 
 
 class Verdict(Reply, tag="verdict", kw_only=True):

@@ -7,11 +7,9 @@ from typing import Any
 
 import msgspec
 
+from xtoken_core.wire.bounds import MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH
 from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
 from xtoken_core.wire.errors import QueueError
-
-MAX_OBJECT_BYTES = 1 << 20
-MAX_OBJECT_DEPTH = 16
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ext_hook=lambda code, data: _refuse(code))

@@ -79,7 +79,8 @@ def rows(run: RunProtocol, step: int) -> list[int] | None:
 def announce(
     run: RunProtocol, session: str = TEACHER, teacher: int = 0, rank: int = 0, trainer: str = TRAINER
 ) -> RegisteredRing:
-    request = ask(m.AnnounceRing, session, teacher=teacher, rank=rank, trainer=trainer, handle=b"")
+    named = run.sessions.get(trainer).public_id
+    request = ask(m.AnnounceRing, session, teacher=teacher, rank=rank, trainer=named, handle=b"")
     return run.rings.get(run.announce_ring(request).ring)
 
 

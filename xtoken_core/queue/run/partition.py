@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from xtoken_core import schema
 from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease
@@ -16,6 +16,8 @@ from xtoken_core.queue.samples import check_distinct
 from xtoken_core.queue.sessions import Sessions
 from xtoken_core.wire import Column, QueueError, object_column
 from xtoken_core.wire import messages as m
+
+ClaimT = TypeVar("ClaimT", m.ClaimSlot, m.ClaimBatch)
 
 
 class RunPartition(Partition):
@@ -73,15 +75,18 @@ class RunPartition(Partition):
 
     def window(self, request: m.Window) -> Response | None:
         """Read the rows of a step, once all are there."""
-        return self._with_rows(request, self.run.read_window(request))
+        reply = self.run.read_window(request)
+        if not isinstance(reply, m.WindowRows):
+            return None if reply is None else Response(reply)
+        return Response(reply, self.store.read(reply.ids, request.fields))
 
     def claim_slot(self, request: m.ClaimSlot) -> Response | None:
         """Lease a teacher's micro-batch with a free slot, and read its rows."""
-        return self._with_rows(request, self.run.claim_slot(request))
+        return self._claim(request, self.run.claim_slot)
 
     def claim_batch(self, request: m.ClaimBatch) -> Response | None:
         """Lease a trainer's micro-batch, and read its rows and the signals that travel through the queue."""
-        response = self._with_rows(request, self.run.claim_batch(request))
+        response = self._claim(request, self.run.claim_batch)
         if response is None or not isinstance(response.reply, m.Claimed):
             return response
         self.drop_stale()
@@ -159,14 +164,18 @@ class RunPartition(Partition):
         }
         return {"run": document}
 
-    def _with_rows(
-        self, request: m.Window | m.ClaimSlot | m.ClaimBatch, reply: m.WindowRows | m.Claimed | m.AlreadyDone | None
-    ) -> Response | None:
-        if reply is None:
-            return None
-        if isinstance(reply, m.AlreadyDone):
-            return Response(reply)
-        return Response(reply, self.store.read(reply.ids, request.fields))
+    def _claim(self, request: ClaimT, grant: Callable[[ClaimT], m.Claimed | m.AlreadyDone | None]) -> Response | None:
+        """Lease samples and read their rows; a lease whose rows cannot be read is undone."""
+        before = self.samples.last_lease
+        reply = grant(request)
+        if not isinstance(reply, m.Claimed):
+            return None if reply is None else Response(reply)
+        try:
+            return Response(reply, self.store.read(reply.ids, request.fields))
+        except BaseException:
+            if reply.lease > before:
+                self.run.slots.undo_claim(reply.lease)
+            raise
 
     # Version 1 of the protocol
 

@@ -124,7 +124,7 @@ class RunProtocol(RunState):
         trainer = self.trainer_of(request.rank)
         if trainer is None:
             return None
-        return m.Trainer(trainer=trainer.id, step=self.cursor, rewinds=self.rewinds)
+        return m.Trainer(trainer=trainer.public_id, step=self.cursor, rewinds=self.rewinds)
 
     def trainer_of(self, rank: int) -> Session | None:
         """Return the trainer session of a rank that the last rewind admitted."""
@@ -146,12 +146,12 @@ class RunProtocol(RunState):
         if teacher >= teachers or rank >= ranks:
             raise QueueError("bad_request", f"the run has {teachers} teachers and {ranks} ranks")
         current = self.trainer_of(rank)
-        if current is None or current.id != request.trainer:
+        if current is None or current.public_id != request.trainer:
             raise QueueError("ring_closed", f"the trainer of rank {rank} is another one by now")
         old = self.rings.by_pair.get((teacher, rank))
         if old is not None:
             self.slots.close(old)
-        return m.Ring(ring=self.rings.announce(teacher, rank, request.session, request.trainer, request.handle).id)
+        return m.Ring(ring=self.rings.announce(teacher, rank, request.session, current.id, request.handle).id)
 
     def await_opened(self, request: m.AwaitOpened) -> m.Ok | None:
         """Reply once the trainer has opened the teacher's ring."""

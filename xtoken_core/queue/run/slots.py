@@ -206,6 +206,16 @@ class SlotTable:
         if lease_id in self.readings:
             self.readings[lease_id].withdrawn = True
 
+    def undo_claim(self, lease_id: int) -> None:
+        """Undo a claim that is refused after all: its slot is free again, or full and not being read."""
+        reading = self.readings.pop(lease_id, None)
+        for ring, index, slot in self._slots():
+            if slot.lease == lease_id and slot.state == SlotState.FILLING:
+                slot.free()
+            elif reading is not None and (ring.id, index) in reading.pending:
+                slot.state = SlotState.FULL
+        self.samples.undo_claim(lease_id)
+
     # Trainers
 
     def read(self, lease: Lease, rank: int, ids: Sequence[int]) -> list[SlotRef]:

@@ -79,6 +79,7 @@ class TaskPartition(Partition):
         dead = [i for i in request.ids if i in self.samples.dead]
         if request.ids and len(dead) == len(request.ids):
             return Response(m.Claimed(lease=0, ids=[], dead=dead))
+        before = self.samples.last_lease
         lease = self._lease(request, task)
         if lease is None:
             if self.exhausted(task):
@@ -86,7 +87,12 @@ class TaskPartition(Partition):
                     "exhausted", f"task {task!r} has done everything that partition {self.name!r} will hold"
                 )
             return None
-        columns = self.store.read(lease.ids, request.fields)
+        try:
+            columns = self.store.read(lease.ids, request.fields)
+        except BaseException:
+            if lease.id > before:
+                self.samples.undo_claim(lease.id)
+            raise
         return Response(m.Claimed(lease=lease.id, ids=list(lease.ids), dead=dead), columns)
 
     def ack(self, request: m.Ack) -> Response:

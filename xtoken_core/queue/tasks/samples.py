@@ -64,6 +64,7 @@ class OrderedSamples(Samples):
         """Remove everything that was ever put; lease numbers are not reused."""
         self.samples.clear()
         self.leases.clear()
+        self._leases_of.clear()
         self.dead.clear()
         self.finished = IntervalSet()
         for lease_of in self._lease_of.values():

@@ -1,0 +1,137 @@
+"""What a queue refuses from a peer: misfit columns, secrets of others, numbers that lock others out."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from xtoken_core.data_plane.memory_transport import MemoryQueue
+from xtoken_core.data_plane.run_client import RunClient
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.wire import Column, ColumnHead, QueueError, object_column, unpack_columns
+from xtoken_core.wire import messages as m
+from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_IDS
+from xtoken_core.wire.columns import offsets_from_lengths
+
+LARGEST = (1 << 63) - 1
+
+
+def client(queue: MemoryQueue, role: str = "worker", **session: Any) -> TaskClient:
+    made = queue.connect()
+    made.hello(f"{role}-{time.time_ns()}", role, **{"incarnation": 1, **session})
+    return made
+
+
+@pytest.fixture
+def queue() -> MemoryQueue:
+    return MemoryQueue()
+
+
+OFFSETS = offsets_from_lengths([LARGEST, 0])
+VALID = object_column([None])
+MISFITS = {
+    "offsets of items without bytes": (ColumnHead("x", "jagged", "int64", 2, [0]), [OFFSETS, b""]),
+    "items without end": (ColumnHead("x", "dense", "int64", 0, [1 << 32] * 8), [b""]),
+    "bool 7": (ColumnHead("x", "dense", "bool", 1), [b"\7"]),
+    "jagged bool 2": (ColumnHead("x", "jagged", "bool", 1), [offsets_from_lengths([3]), b"\0\1\2"]),
+    "object with dtype": (ColumnHead("x", "object", "int64", 1), [VALID.offsets, VALID.values]),
+    "object with shape": (ColumnHead("x", "object", "", 1, [2]), [VALID.offsets, VALID.values]),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_misfit_column_is_refused(misfit: str) -> None:
+    head, buffers = MISFITS[misfit]
+    with pytest.raises(QueueError, match="column 'x'") as refused:
+        unpack_columns([head], buffers)
+    assert refused.value.code == "bad_request"
+
+
+def test_a_claim_whose_rows_cannot_be_read_leases_nothing(queue: MemoryQueue) -> None:
+    peer = client(queue)
+    peer.open("p", [m.TaskDef(name="a", requires=["x"])])
+    peer.put("p", [0, 1], {"x": _column()})
+    part = queue.engine.partitions["p"]
+    for batch in part.store._tables["x",].values():  # as only damage could make them
+        batch.columns["x"] = msgspec.structs.replace(_column(), offsets=offsets_from_lengths([LARGEST, 0]), dtype="?")
+    with pytest.raises(QueueError, match="unknown dtype"):
+        peer.claim("p", "a", ids=[1, 0], fields=["x"])
+    assert part.samples.leases == {}
+    assert peer.list_samples("p", "ready", task="a").ids == [0, 1]
+
+
+def test_a_refused_claim_of_a_run_leases_nothing(queue: MemoryQueue) -> None:
+    trainer, teacher, rewinds = running(queue)
+    stranger = ["teacher_0_full_logits_ipc"]  # a field that every sample has in the end, and no column
+    ring = teacher.announce_ring(0, 0, trainer_of(teacher), b"h")
+    trainer.confirm_ring(0, ring)
+    first = teacher.claim_slot(ring, [0, 1], [], rewinds=rewinds, wait_s=0.0)
+    assert first is not None
+    teacher.complete(first[0].lease)
+    part = queue.engine.partitions["r"]
+    for _ in range(2):
+        with pytest.raises(QueueError, match="has no field"):
+            trainer.claim_batch([0, 1], stranger, rewinds=rewinds, wait_s=0.0)
+        assert part.samples.leases == {}
+    found = trainer.claim_batch([0, 1], ["input_ids"], rewinds=rewinds, wait_s=0.0)
+    assert found is not None
+    assert [ref.generation for ref in found[0].slots] == [1]
+
+
+def running(queue: MemoryQueue) -> tuple[RunClient, RunClient, int]:
+    """A run's trainer and teacher, and its count of rewinds; the rows of the first step are there."""
+    collator, trainer, teacher = (client(queue, role) for role in ("collator", "trainer", "teacher"))
+    run = m.RunDef(positions=8, samples_per_step=2, block_size=2, span=6, teachers=1, ranks=1, slots=2, document=b"{}")
+    collator.open("r", run=run)
+    block = RunClient(collator, "r").lease_block(wait_s=0.0)
+    assert block is not None
+    RunClient(collator, "r").put_block(block.lease, [0, 1], {"input_ids": _column()}, {})
+    made = RunClient(trainer, "r")
+    return made, RunClient(teacher, "r"), made.rewind(0, {}, {})
+
+
+def trainer_of(teacher: RunClient) -> str:
+    found = teacher.await_trainer(0, wait_s=0.0)
+    assert found is not None
+    return found.trainer
+
+
+def _column() -> Column:
+    return Column("jagged", "int64", 2, (), memoryview(bytes(16)), offsets_from_lengths([1, 1]))
+
+
+def test_no_worker_sees_the_session_id_of_another(queue: MemoryQueue) -> None:
+    trainer, teacher, _ = running(queue)
+    watcher = client(queue)
+    shown = json.dumps(watcher.stats()) + trainer_of(teacher)
+    secrets = [trainer.client.session, teacher.client.session]
+    assert [secret for secret in secrets if secret in shown] == []
+    for secret in (trainer_of(teacher), *(s["id"] for s in watcher.stats()["sessions"])):
+        with pytest.raises(QueueError, match="unknown session"):
+            queue.engine.handle(m.Bye(id="b", session=secret), ())
+
+
+def test_an_incarnation_of_the_far_future_locks_nobody_out(queue: MemoryQueue) -> None:
+    for incarnation in (LARGEST, time.time_ns() + int((MAX_AHEAD_S + 60) * 1e9)):
+        with pytest.raises(QueueError, match="in the future"):
+            client(queue, incarnation=incarnation)
+    client(queue, incarnation=time.time_ns() + 10**9)
+
+
+@pytest.mark.parametrize("kind", ["get", "claim", "ack"])
+def test_ids_of_a_request_are_bounded(queue: MemoryQueue, kind: str) -> None:
+    peer = client(queue)
+    peer.open("p", [m.TaskDef(name="a", requires=["x"])])
+    ids = list(range(MAX_IDS + 1))
+    calls = {
+        "get": lambda: peer.get("p", ids, ["x"]),
+        "claim": lambda: peer.claim("p", "a", ids=ids),
+        "ack": lambda: peer.ack("p", "a", ids),
+    }
+    with pytest.raises(QueueError, match="length <= 65536") as refused:
+        calls[kind]()
+    assert refused.value.code == "bad_request"
