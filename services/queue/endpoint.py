@@ -44,7 +44,7 @@ class Endpoint:
                 Authenticator(self._context, check, lambda peer: self.connections.is_full(peer))
             self._bind(deadline=0.0)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._context.term()
             raise
 
     def close(self) -> None:
@@ -71,18 +71,23 @@ class Endpoint:
         """Bind a new socket; retry until a deadline (monotonic clock), as a thread of libzmq closes the old one."""
         self.socket = self._create()
         self.connections = Connections(self.socket, self._max_connections)
-        while True:
-            try:
-                self.socket.bind(self.address.url)
-                return
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline:
-                    time.sleep(0.002)
-                    continue
-                self._close_socket()
-                in_use = "is in use: stop what listens there, or choose another"
-                what = in_use if error.errno == zmq.EADDRINUSE else error
-                raise XtokenError(f"cannot serve at {self.address.url}: the address {what}") from error
+        try:
+            while not self._try_bind(deadline):
+                time.sleep(0.002)
+        except BaseException:
+            self._close_socket()
+            raise
+
+    def _try_bind(self, deadline: float) -> bool:
+        try:
+            self.socket.bind(self.address.url)
+        except zmq.ZMQError as error:
+            in_use = error.errno == zmq.EADDRINUSE
+            if in_use and time.monotonic() < deadline:
+                return False
+            what = "is in use: stop what listens there, or choose another" if in_use else error
+            raise XtokenError(f"cannot serve at {self.address.url}: the address {what}") from error
+        return True
 
     def _create(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)

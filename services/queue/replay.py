@@ -67,6 +67,7 @@ def apply(engine: Engine, source: Source) -> int:
             raise source.misfit(f"contradicts those before it: {error}") from error
         count += 1
     engine.sessions.end(OWNER, "recovered")
+    engine.charge_partitions()
     engine.sessions.ended.pop(OWNER, None)
     for part in engine.partitions.values():
         if isinstance(part, TaskPartition):

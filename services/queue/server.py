@@ -45,6 +45,9 @@ BURST = 64
 FAILED = "failed on this request, see its log"
 MAX_PEERS = 1 << 16
 DISCONNECTED = -1
+RETRY_S, RETRY_TURN_S = 0.005, 0.02
+"""How long waiting requests are retried after a message, and in each turn of the loop, if there are so many."""
+WITH_COLUMNS = (m.Put, m.Complete)
 OWN_COPY_BYTES = 1 << 13
 """A received frame smaller than this shares its memory with others, all of which it would keep."""
 
@@ -74,7 +77,7 @@ class Server:
         self.exporter = None if metrics_port is None else Exporter(metrics_port, self.metrics.registry)
         self._endpoint = Endpoint(address, max_frame=engine.memory_limit, max_connections=raise_descriptor_limit())
         self._guard = ConnectionGuard(
-            self._endpoint.connections, engine.memory_limit + SPARE_BYTES, BURST, engine.nbytes
+            self._endpoint.connections, engine.memory_limit + SPARE_BYTES, BURST, engine.nbytes + engine.budget.used
         )
         self._use_socket()
         self.waiting = Waiting(engine, self._retry)
@@ -131,7 +134,7 @@ class Server:
         for peer in self._heard:
             self._guard.heard(self._peers.get(peer, DISCONNECTED))
         self._heard.clear()
-        self._guard.check(self.engine.nbytes)
+        self._guard.check(self.engine.nbytes + self.engine.budget.used)
 
     def _answer_waiting(self, now: float) -> None:
         """Answer waiting requests that the end of a session concerns, then those whose time is over."""
@@ -140,13 +143,14 @@ class Server:
             self.waiting.answer_ended_sessions()
             self.waiting.wake_all()
         for entry in self.waiting.expired(now):
-            if not self._answer(entry.peer, entry.request, entry.buffers, waited=True):
+            if not self._answer(entry.peer, entry.request, waited=True):
                 self._send(entry.peer, m.Empty(id=entry.request.id), [])
+        self.waiting.run(RETRY_TURN_S)
 
     def _receive_burst(self) -> None:
         """Answer the messages that are there, after waiting a tick for the first."""
         for _ in range(BURST):
-            if self._stop:
+            if self._stop or (self.waiting.is_due and not readable(self._socket)):
                 return
             try:
                 frames = receive_frames(self._socket, 1 + MAX_FRAMES)
@@ -186,27 +190,36 @@ class Server:
         except QueueError as error:
             self._refuse(peer, m.envelope(header).id, error)
             return
+        if len(frames) > 1 and not isinstance(request, WITH_COLUMNS):
+            self._refuse(peer, request.id, QueueError("bad_request", f"a {type(request).__name__} has no columns"))
+            return
         buffers: list[Buffer] = [f.bytes if len(f) < OWN_COPY_BYTES else f.buffer for f in frames[1:]]
         now = time.monotonic()
         if self._answer(peer, request, buffers):
             self.metrics.handled(request, time.monotonic() - now)
             if type(request) not in READS:
                 self.waiting.wake(request)
+                self.waiting.run(RETRY_S)
             return
         try:
             wait_s = float(getattr(request, "wait_s", 0.0))
-            self.waiting.add(WaitingRequest(peer, request, buffers, now + wait_s, now))
+            evicted = self.waiting.add(WaitingRequest(peer, request, now + wait_s, now))
         except QueueError as error:
             self._refuse(peer, request.id, error)
+            return
+        for entry in evicted:
+            self._send(entry.peer, m.Empty(id=entry.request.id), [])
 
     def _retry(self, entry: WaitingRequest) -> bool:
         """Try a waiting request again; False if it still has to wait."""
-        done = self._answer(entry.peer, entry.request, entry.buffers, waited=True)
+        done = self._answer(entry.peer, entry.request, waited=True)
         if done:
             self.metrics.waited(entry.request, time.monotonic() - entry.since)
         return done
 
-    def _answer(self, peer: bytes, request: m.AnyRequest, buffers: list[Buffer], *, waited: bool = False) -> bool:
+    def _answer(
+        self, peer: bytes, request: m.AnyRequest, buffers: Sequence[Buffer] = (), *, waited: bool = False
+    ) -> bool:
         """Answer a request; False if it has to wait."""
         try:
             response = self.engine.handle(request, buffers, waited=waited)

@@ -1,35 +1,65 @@
-"""Waiting requests, indexed by what they wait for, so that a change retries only those it may concern."""
+"""Waiting requests, indexed by what they wait for, so that a change retries only those it may concern.
+
+A change marks keys as due; `run` retries their requests for a bounded time, so that however many requests wait, other
+clients' messages and the signal to stop are served in between. A request that names ids waits for the first of them
+that it lacks.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from xtoken_core.queue.budget import cost_of_request
 from xtoken_core.queue.engine import Engine
+from xtoken_core.queue.partition import Partition
+from xtoken_core.queue.run.names import TRAIN, teacher_task
+from xtoken_core.queue.run.partition import RunPartition
+from xtoken_core.queue.sample import Status
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
-from xtoken_core.wire.columns import Buffer
+from xtoken_core.wire.bounds import MAX_WAITING, MAX_WAITING_OF_SESSION
 
-MAX_WAITING = 1 << 16
-MAX_WAITING_OF_SESSION = 256
-FEW_IDS = 64
+EXPIRED_AT_ONCE = 256
+SPARE_DEADLINES = 1024
+"""Deadlines of requests that wait no more which are kept beyond twice those that wait."""
 
-Key = tuple[str, str, str | int]
+Key = tuple[str, str, str]
+"""Kind, partition and task: `hello` and `room` have neither, `task` has both, `ids` and `partition` a partition."""
+Name = tuple[str, str]
+"""Session and request id, which a repetition shares."""
+KeyT = TypeVar("KeyT", bound=Hashable)
+HELLO: Key = ("hello", "", "")
+ROOM: Key = ("room", "", "")
+IN_TURN = ("task", "room")
+"""Kinds of which the requests compete for one thing: the first one that still waits ends the round."""
+SOFT = (m.Put, m.Complete, m.Ack, m.Claim, m.ClaimSlot, m.ClaimBatch, m.LeaseBlock, m.Release, m.OpenedRing)
+"""Requests after which one that waits for an id waits on, unless that very id is there now."""
 
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest:
-    """A request that waits, its peer, and its deadline (monotonic clock)."""
+    """A request that waits, its peer, and its deadline (monotonic clock).
+
+    Attributes:
+        key: What it waits for.
+        missing: The first id that it lacks; None if it waits for something else.
+        cost: Bytes that the budget is charged for it.
+    """
 
     peer: bytes
     request: m.AnyRequest
-    buffers: list[Buffer]
     deadline: float
     since: float
-    key: Key = ("", "", "")
-    removed: bool = False
+    key: Key = HELLO
+    missing: int | None = None
+    cost: int = 0
+    number: int = -1
 
     @property
     def session(self) -> str:
@@ -37,9 +67,24 @@ class WaitingRequest:
         return getattr(self.request, "session", "")
 
     @property
-    def name(self) -> tuple[str, str]:
-        """Return session and request id, which a repetition shares."""
+    def name(self) -> Name:
+        """Return session and request id."""
         return self.session, self.request.id
+
+
+@dataclass(slots=True)
+class _Round:
+    """Retry of all requests of a key.
+
+    Attributes:
+        entries: Those that are left.
+        hard: They are retried even if the id that they wait for is not there.
+        again: Something has changed since the round began: another one follows.
+    """
+
+    entries: deque[WaitingRequest]
+    hard: bool
+    again: bool = False
 
 
 @dataclass
@@ -53,17 +98,29 @@ class Waiting:
 
     engine: Engine
     answer: Callable[[WaitingRequest], bool]
-    _by_name: dict[tuple[str, str], WaitingRequest] = field(default_factory=dict)
-    _by_key: dict[Key, dict[tuple[str, str], WaitingRequest]] = field(default_factory=dict)
-    _of_session: dict[str, int] = field(default_factory=dict)
-    _deadlines: list[tuple[float, int, WaitingRequest]] = field(default_factory=list)
+    _by_number: dict[int, WaitingRequest] = field(default_factory=dict)
+    _by_name: dict[Name, WaitingRequest] = field(default_factory=dict)
+    _by_key: dict[Key, dict[int, WaitingRequest]] = field(default_factory=dict)
+    _by_id: dict[str, dict[int, dict[int, WaitingRequest]]] = field(default_factory=dict)
+    _of_session: dict[str, dict[int, WaitingRequest]] = field(default_factory=dict)
+    _costs: dict[str, int] = field(default_factory=dict)
+    _deadlines: list[tuple[float, int]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _due: dict[Key, _Round] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._by_number)
 
-    def add(self, entry: WaitingRequest) -> None:
+    @property
+    def is_due(self) -> bool:
+        """Return whether requests are left to be retried."""
+        return bool(self._due)
+
+    def add(self, entry: WaitingRequest) -> list[WaitingRequest]:
         """Add a waiting request; a repeated request replaces the earlier copy.
+
+        Returns:
+            Requests that wait no more because the budget is used up: the newest of the session with the most bytes.
 
         Raises:
             QueueError: `too_large` if too many requests are waiting.
@@ -71,119 +128,193 @@ class Waiting:
         old = self._by_name.get(entry.name)
         if old is not None:
             self._remove(old)
-        if len(self) >= MAX_WAITING or self._of_session.get(entry.session, 0) >= MAX_WAITING_OF_SESSION:
+        if len(self) >= MAX_WAITING or len(self._of_session.get(entry.session, ())) >= MAX_WAITING_OF_SESSION:
             raise QueueError(
                 "too_large", f"{MAX_WAITING_OF_SESSION} requests of a session may wait, {MAX_WAITING} in all"
             )
-        self._by_name[entry.name] = entry
-        self._of_session[entry.session] = self._of_session.get(entry.session, 0) + 1
-        heapq.heappush(self._deadlines, (entry.deadline, next(self._numbers), entry))
+        entry.number, entry.cost = next(self._numbers), cost_of_request(entry.request)
+        self._by_number[entry.number] = self._by_name[entry.name] = entry
+        self._of_session.setdefault(entry.session, {})[entry.number] = entry
+        self._charge(entry, entry.cost)
+        heapq.heappush(self._deadlines, (entry.deadline, entry.number))
+        if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
+            self._deadlines = [item for item in self._deadlines if item[1] in self._by_number]
+            heapq.heapify(self._deadlines)
         self._index(entry)
+        evicted = []
+        while self.engine.budget.excess("waiting") > 0:
+            heaviest = max(self._costs, key=self._costs.__getitem__)
+            evicted.append(next(reversed(self._of_session[heaviest].values())))
+            self._remove(evicted[-1])
+        return evicted
 
     def expired(self, now: float) -> list[WaitingRequest]:
-        """Remove and return the requests whose time is over."""
-        out = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            entry = heapq.heappop(self._deadlines)[2]
-            if not entry.removed:
+        """Remove and return requests whose time is over, `EXPIRED_AT_ONCE` at most."""
+        out: list[WaitingRequest] = []
+        while self._deadlines and self._deadlines[0][0] <= now and len(out) < EXPIRED_AT_ONCE:
+            entry = self._by_number.get(heapq.heappop(self._deadlines)[1])
+            if entry is not None:
                 self._remove(entry)
                 out.append(entry)
         return out
 
     def wake(self, request: m.AnyRequest) -> None:
-        """Retry the requests that this one, just answered, may have made possible."""
+        """Mark the requests as due that this one, just answered, may have made possible."""
+        if not self._by_number:
+            return
         if isinstance(request, m.OpenPartition):
-            self._try_all(("hello", "", ""))
+            self._mark(HELLO)
         if not isinstance(request, m.PartitionRequest):
             return
         partition = request.partition
         part = self.engine.partitions.get(partition)
-        if part is None or not self._by_name:
+        if part is None:
             return
         for task in part.samples.tasks:
-            self._try_in_turn(("task", partition, task))
-        self._try_all(("partition", partition, ""))
-        ids = request.ids if isinstance(request, m.Put) and len(request.ids) <= FEW_IDS else None
-        self._try_gets(partition, ids)
-        self._try_in_turn(("room", "", ""))
+            self._mark(("task", partition, task))
+        self._mark(("partition", partition, ""))
+        if isinstance(request, m.Put):
+            waited_for = self._by_id.get(partition, {})
+            for sample_id in waited_for.keys() & request.ids if waited_for else ():
+                for entry in list(waited_for[sample_id].values()):
+                    self._mark(("ids", partition, ""), [entry])
+        else:
+            self._mark(("ids", partition, ""), hard=not isinstance(request, SOFT))
+        self._mark(ROOM)
 
     def wake_all(self) -> None:
-        """Retry all requests after the end of a session."""
-        for key in list(self._by_key):
-            if key[0] in ("task", "room"):
-                self._try_in_turn(key)
-            else:
-                self._try_all(key)
+        """Mark all requests as due, after the end of a session."""
+        for key in self._by_key:
+            self._mark(key, hard=True)
 
     def answer_ended_sessions(self) -> None:
         """Retry the requests of ended sessions, which are refused by it."""
         for session in [s for s in self._of_session if s and s not in self.engine.sessions.live]:
-            for entry in [e for e in self._by_name.values() if e.session == session]:
+            for entry in list(self._of_session[session].values()):
                 self._try(entry)
 
-    def _try_gets(self, partition: str, ids: list[int] | None) -> None:
-        if ids is not None:
-            for sample_id in ids:
-                self._try_all(("get", partition, sample_id))
-            return
-        for key in [k for k in self._by_key if k[:2] == ("get", partition)]:
-            self._try_all(key)
-
-    def _try_in_turn(self, key: Key) -> None:
-        """Retry requests that compete for one thing in the order in which they came, up to the first that waits."""
-        while waiting := self._by_key.get(key):
-            if not self._try(next(iter(waiting.values()))):
+    def run(self, seconds: float) -> None:
+        """Retry requests that are due for some seconds, at least one of them."""
+        deadline = time.monotonic() + seconds
+        while self._due:
+            key, current = next(iter(self._due.items()))
+            self._retry(key, current)
+            if not current.entries:
+                del self._due[key]
+                if current.again:
+                    self._mark(key, hard=current.hard)
+            if time.monotonic() >= deadline:
                 return
 
-    def _try_all(self, key: Key) -> None:
-        for entry in list(self._by_key.get(key, {}).values()):
-            if not entry.removed:
-                self._try(entry)
+    def _retry(self, key: Key, current: _Round) -> None:
+        """Retry one request of a round that may be possible now; a round in turn ends with one that is not."""
+        while current.entries:
+            entry = current.entries.popleft()
+            if entry.number not in self._by_number:
+                continue
+            if not current.hard and self._still_lacks(entry):
+                continue
+            if not self._try(entry) and key[0] in IN_TURN:
+                current.entries.clear()
+            return
+
+    def _mark(self, key: Key, entries: list[WaitingRequest] | None = None, *, hard: bool = False) -> None:
+        if key not in self._by_key:
+            return
+        current = self._due.get(key)
+        if entries is not None and current is not None:
+            current.entries.extend(entries)
+        elif current is not None:
+            current.again, current.hard = True, current.hard or hard
+        else:
+            self._due[key] = _Round(deque(entries if entries is not None else self._by_key[key].values()), hard)
+
+    def _still_lacks(self, entry: WaitingRequest) -> bool:
+        """Return whether the id that a request waits for is still not there; no answer can be given then."""
+        if entry.missing is None:
+            return False
+        assert isinstance(entry.request, m.PartitionRequest)
+        part = self.engine.partitions[entry.request.partition]
+        if entry.missing in part.samples.finished or entry.missing in part.samples.dead:
+            return False
+        return _lacks(part, entry.request, entry.missing)
 
     def _try(self, entry: WaitingRequest) -> bool:
         if self.answer(entry):
             self._remove(entry)
             return True
-        if isinstance(entry.request, m.Get):
+        if entry.missing is not None:
             self._unindex(entry)
             self._index(entry)
         return False
 
     def _remove(self, entry: WaitingRequest) -> None:
-        entry.removed = True
+        if self._by_number.pop(entry.number, None) is None:
+            return
         self._unindex(entry)
         self._by_name.pop(entry.name, None)
-        left = self._of_session.get(entry.session, 1) - 1
-        if left:
-            self._of_session[entry.session] = left
-        else:
-            self._of_session.pop(entry.session, None)
+        self._charge(entry, -entry.cost)
+        mine = self._of_session[entry.session]
+        del mine[entry.number]
+        if not mine:
+            del self._of_session[entry.session], self._costs[entry.session]
+
+    def _charge(self, entry: WaitingRequest, nbytes: int) -> None:
+        self.engine.budget.add("waiting", nbytes)
+        self._costs[entry.session] = self._costs.get(entry.session, 0) + nbytes
 
     def _index(self, entry: WaitingRequest) -> None:
-        entry.key = self._key_of(entry.request)
-        self._by_key.setdefault(entry.key, {})[entry.name] = entry
+        entry.key, entry.missing = self._key_of(entry.request)
+        self._by_key.setdefault(entry.key, {})[entry.number] = entry
+        if entry.missing is not None:
+            self._by_id.setdefault(entry.key[1], {}).setdefault(entry.missing, {})[entry.number] = entry
 
     def _unindex(self, entry: WaitingRequest) -> None:
-        same_key = self._by_key.get(entry.key, {})
-        same_key.pop(entry.name, None)
-        if not same_key:
-            self._by_key.pop(entry.key, None)
+        _discard(self._by_key, entry.key, entry.number)
+        if entry.missing is not None and entry.key[1] in self._by_id:
+            ids = self._by_id[entry.key[1]]
+            _discard(ids, entry.missing, entry.number)
+            if not ids:
+                del self._by_id[entry.key[1]]
 
-    def _key_of(self, request: m.AnyRequest) -> Key:
+    def _key_of(self, request: m.AnyRequest) -> tuple[Key, int | None]:
         match request:
             case m.Hello():
-                return ("hello", "", "")
+                return HELLO, None
             case m.Room():
-                return ("room", "", "")
+                return ROOM, None
             case m.Claim() if request.count:
-                return ("task", request.partition, request.task)
-            case m.Get():
-                return ("get", request.partition, self._first_missing(request))
+                return ("task", request.partition, request.task), None
             case m.PartitionRequest():
-                return ("partition", request.partition, "")
+                part = self.engine.partitions[request.partition]
+                missing = next((i for i in getattr(request, "ids", ()) if _lacks(part, request, i)), None)
+                return ("partition" if missing is None else "ids", request.partition, ""), missing
         raise TypeError(f"a {type(request).__name__} never waits")
 
-    def _first_missing(self, request: m.Get) -> int:
-        samples = self.engine.partitions[request.partition].samples.samples
-        wanted = set(request.fields)
-        return next((i for i in request.ids if i not in samples or not wanted <= samples[i].fields), -1)
+
+def _lacks(part: Partition, request: m.PartitionRequest, sample_id: int) -> bool:
+    """Return whether a request has to wait for this id."""
+    sample = part.samples.samples.get(sample_id)
+    if isinstance(request, m.Get):
+        return sample is None or not sample.fields.issuperset(request.fields)
+    if sample is None or sample_id in part.samples.dead:
+        return False  # it is refused, or answered without it
+    return sample.status.get(_task_of(part, request)) in (Status.WAITING, Status.LEASED)
+
+
+def _task_of(part: Partition, request: m.PartitionRequest) -> str:
+    if isinstance(request, m.Claim):
+        return request.task
+    if isinstance(request, m.ClaimSlot) and isinstance(part, RunPartition):
+        rings = [ring.teacher for ring in part.run.rings.by_pair.values() if ring.id == request.ring]
+        return teacher_task(rings[0]) if rings else ""
+    return TRAIN
+
+
+def _discard(index: dict[KeyT, dict[int, WaitingRequest]], key: KeyT, number: int) -> None:
+    """Remove an entry from an index."""
+    entries = index.get(key)
+    if entries is not None:
+        entries.pop(number, None)
+        if not entries:
+            del index[key]

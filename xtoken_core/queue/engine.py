@@ -8,7 +8,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
+from xtoken_core.queue.budget import (
+    ENTRY_BYTES,
+    RESULTS_FACTOR,
+    SESSION_BYTES,
+    SLOT_BYTES,
+    Budget,
+    cost_of_definition,
+    cost_of_put,
+    cost_of_reasons,
+)
 from xtoken_core.queue.partition import Partition, PriorLease
 from xtoken_core.queue.reply_cache import ReplyCache
 from xtoken_core.queue.response import Response
@@ -23,6 +34,9 @@ from xtoken_core.wire.columns import Buffer
 
 ENDED_AT_ONCE = 64
 """Silent sessions that one tick ends at most, so that no tick takes long."""
+SPARE_PART = 16
+"""A client that waits for room gets it once a sixteenth of the account of samples is free."""
+NBYTES_OF = attrgetter("store.nbytes")
 
 
 class Engine:
@@ -36,6 +50,7 @@ class Engine:
 
     def __init__(self, *, memory_limit: int, clock: Callable[[], float]) -> None:
         self.memory_limit = memory_limit
+        self.budget = Budget(memory_limit)
         self.clock = clock
         self.sessions = Sessions()
         self.partitions: dict[str, Partition] = {}
@@ -45,14 +60,20 @@ class Engine:
         self.on_change: Callable[[m.Request, Sequence[Buffer], PriorLease], None] | None = None
         self.waiting: Callable[[], int] = lambda: 0
         self.leased_at: dict[tuple[str, int], float] = {}
-        self._replies = ReplyCache()
+        self._replies = ReplyCache(self.budget)
         self._hellos: dict[str, str] = {}
+        self._ended = 0
         self.sessions.on_end.append(self._session_ended)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all buffers held."""
-        return sum(part.store.nbytes for part in self.partitions.values())
+        return sum(map(NBYTES_OF, self.partitions.values()))
+
+    def charge_partitions(self) -> None:
+        """Bring the budget's account of samples up to date for all partitions."""
+        for part in self.partitions.values():
+            self._charge(part)
 
     def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer], *, waited: bool = False) -> Response | None:
         """Answer a request; None if it has to wait for a change.
@@ -76,7 +97,12 @@ class Engine:
         if cached is not None:
             return self._repeated(request, cached)
         prior = PriorLease() if self.on_change is None else self._prior_lease(request)
+        ended = self._ended
         response = self._dispatch(request, session, buffers)
+        if self._ended != ended:
+            self.charge_partitions()
+        elif isinstance(request, m.PartitionRequest) and request.partition in self.partitions:
+            self._charge(self.partitions[request.partition])
         if response is not None:
             self._record(request, response, session, buffers, prior)
         return response
@@ -87,6 +113,7 @@ class Engine:
             self.sessions.end(session.id, f"no sign of life for {session.silence:g} s")
             self.changes += 1
             self._drop_stale()
+            self.charge_partitions()
         if len(self.leased_at) > 2 * sum(len(part.lease_ids()) for part in self.partitions.values()):
             live = {(name, lease) for name, part in self.partitions.items() for lease in part.lease_ids()}
             self.leased_at = {key: since for key, since in self.leased_at.items() if key in live}
@@ -138,6 +165,7 @@ class Engine:
                 return Response(m.StatsReply(document=stats_document(self)))
         assert isinstance(request, m.PartitionRequest)
         part = self._partition(request.partition)
+        self._require(part, request)
         match request:
             case m.Put():
                 return part.put(request, unpack_columns(request.columns, buffers), self.memory_limit - self.nbytes)
@@ -149,10 +177,39 @@ class Engine:
                 return self._room(request)
         return part.handle(request)
 
+    def _require(self, part: Partition, request: m.PartitionRequest) -> None:
+        """Check that the budget has room for what a request adds.
+
+        Raises:
+            QueueError: `no_room`.
+        """
+        match request:
+            case m.Put():
+                cost = cost_of_put(len(request.ids), len(request.columns), part.ordered_tasks)
+                reasons = cost_of_reasons(len(request.tombstones), sum(map(len, set(request.tombstones.values()))))
+                what, factor = f"a put of {len(request.ids)} samples", 1.0 if request.lease is None else RESULTS_FACTOR
+                self.budget.require("samples", cost + reasons, what, factor=factor)
+            case m.Complete() if request.columns:
+                cost = cost_of_put(0, len(request.columns), 0) + request.columns[0].rows * ENTRY_BYTES
+                self.budget.require("samples", cost, "a result", factor=RESULTS_FACTOR)
+            case m.Rewind():
+                reasons = {*request.skipped.values(), *request.dead.values()}
+                cost = cost_of_reasons(len(request.skipped) + len(request.dead), sum(map(len, reasons)))
+                self.budget.require("samples", cost, "a rewind", factor=RESULTS_FACTOR)
+            case m.AnnounceRing():
+                slots = part.definition.run.slots if part.definition.run is not None else 0
+                self.budget.require("samples", slots * SLOT_BYTES, "a ring", factor=RESULTS_FACTOR)
+
+    def _charge(self, part: Partition) -> None:
+        overhead = part.overhead
+        self.budget.add("samples", overhead - part.charged)
+        part.charged = overhead
+
     def _room(self, request: m.Room) -> Response | None:
         if request.bytes > self.memory_limit:
             raise QueueError("too_large", f"{request.bytes} bytes exceed the limit of {self.memory_limit}")
-        room = self.memory_limit - self.nbytes
+        spare = self.budget.limits["samples"] // SPARE_PART
+        room = self.memory_limit - self.nbytes if self.budget.excess("samples", spare) <= 0 else -1
         return Response(m.Stored(room=room)) if room >= request.bytes else None
 
     def _hello(self, request: m.Hello) -> Response | None:
@@ -182,12 +239,14 @@ class Engine:
         ahead = request.incarnation - time.time_ns()
         if ahead > MAX_AHEAD_S * 1e9:  # it would lock out every later start of the worker
             raise QueueError("bad_request", f"incarnation {request.incarnation} lies {ahead / 1e9:.0f} s in the future")
+        self.budget.require("sessions", SESSION_BYTES, "a session")
         now = self.clock()
         session = Session(
             id=secrets.token_hex(16), name=request.name, role=request.role, incarnation=request.incarnation,
             rank=request.rank, silence=request.silence_s, last_seen=now, progress_at=now, version=version,
         )  # fmt: skip
         self.sessions.open(session)
+        self.budget.add("sessions", SESSION_BYTES)
         self._hellos[session.id] = request.id
         self.changes += 1
         return session
@@ -205,7 +264,10 @@ class Engine:
         if known is None:
             if len(self.partitions) >= MAX_PARTITIONS:
                 raise QueueError("too_large", f"a queue holds at most {MAX_PARTITIONS} partitions")
+            cost = cost_of_definition(request)
+            self.budget.require("partitions", cost, f"partition {request.partition!r}")
             self.partitions[request.partition] = new_partition(request, self.sessions)
+            self.budget.add("partitions", cost)
         return Response(m.Ok())
 
     def _partition(self, name: str) -> Partition:
@@ -222,6 +284,9 @@ class Engine:
         return cached
 
     def _session_ended(self, session: str) -> None:
+        self._ended += 1
+        if session in self._hellos:
+            self.budget.add("sessions", -SESSION_BYTES)
         self._replies.drop(session)
         self._hellos.pop(session, None)
 

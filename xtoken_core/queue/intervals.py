@@ -54,6 +54,10 @@ class IntervalSet:
         at = bisect_right(self._starts, start) - 1
         return self._stops[at] if at >= 0 and start < self._stops[at] else start
 
+    def count_intervals(self) -> int:
+        """Return the number of intervals."""
+        return len(self._starts)
+
     def intervals(self) -> Iterator[tuple[int, int]]:
         """Return the intervals, ascending."""
         return zip(self._starts, self._stops, strict=True)

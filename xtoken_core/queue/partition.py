@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from xtoken_core.queue.budget import FIELD_BYTES
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.sample import Status
 from xtoken_core.queue.samples import Samples
@@ -39,6 +40,7 @@ class Partition(ABC):
         rows_put: Number of rows that were new.
         kinds: Kind, dtype and item shape of every field, set by its first rows.
         sealed: Nothing will be put any more.
+        charged: Bytes that the budget's account of samples holds for this partition.
     """
 
     HANDLERS: ClassVar[Mapping[type[m.Request], Handler]]
@@ -51,6 +53,7 @@ class Partition(ABC):
         self.kinds: dict[str, FieldKind] = {}
         self.rows_put = 0
         self.sealed = False
+        self.charged = 0
 
     # Calls
 
@@ -166,6 +169,16 @@ class Partition(ABC):
             known = ", ".join(self.samples.tasks) or "none"
             raise QueueError("unknown_task", f"partition {self.name!r} has no task {name!r} (its tasks: {known})")
         return name
+
+    @property
+    def overhead(self) -> int:
+        """Return the bookkeeping of what the partition holds in bytes."""
+        return self.samples.overhead + self.store.overhead + len(self.kinds) * FIELD_BYTES
+
+    @property
+    def ordered_tasks(self) -> int:
+        """Return how many tasks keep the samples in an order of their own."""
+        return sum(task.order != "by_id" for task in self.samples.tasks.values())
 
     # Columns
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from xtoken_core.queue.budget import Budget, cost_of_reply
 from xtoken_core.queue.response import Response
 from xtoken_core.wire.bounds import MAX_LANES
 
@@ -19,10 +20,15 @@ def lane_of(request: str) -> str:
 
 
 class ReplyCache:
-    """Last reply per session and lane, limited to each session's most recent lanes."""
+    """Last reply per session and lane, limited to each session's most recent lanes.
 
-    def __init__(self) -> None:
+    All replies together are limited by the budget: beyond it, the session that holds most loses its oldest ones.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
         self._lanes: dict[str, OrderedDict[str, tuple[str, Response]]] = {}
+        self._bytes: dict[str, int] = {}
 
     def get(self, session: str, request: str) -> Response | None:
         """Return the reply to exactly this request, if it is still the last one of its lane."""
@@ -34,11 +40,27 @@ class ReplyCache:
         """Replace the lane's reply; columns are not kept."""
         lanes = self._lanes.setdefault(session, OrderedDict())
         lane = lane_of(request)
+        if lane in lanes:
+            self._charge(session, -cost_of_reply(lanes.pop(lane)[1].reply))
         lanes[lane] = (request, Response(response.reply))
-        lanes.move_to_end(lane)
-        while len(lanes) > MAX_LANES:
-            lanes.popitem(last=False)
+        self._charge(session, cost_of_reply(response.reply))
+        if len(lanes) > MAX_LANES:
+            self._drop_oldest(session)
+        while self._budget.excess("replies") > 0:
+            heaviest = max(self._bytes, key=self._bytes.__getitem__)
+            enough = self._bytes[heaviest] // 2
+            while self._bytes.get(heaviest, 0) > enough:
+                self._drop_oldest(heaviest)
 
     def drop(self, session: str) -> None:
         """Drop all replies of an ended session."""
         self._lanes.pop(session, None)
+        self._budget.add("replies", -self._bytes.pop(session, 0))
+
+    def _drop_oldest(self, session: str) -> None:
+        _, (_, response) = self._lanes[session].popitem(last=False)
+        self._charge(session, -cost_of_reply(response.reply))
+
+    def _charge(self, session: str, nbytes: int) -> None:
+        self._budget.add("replies", nbytes)
+        self._bytes[session] = self._bytes.get(session, 0) + nbytes

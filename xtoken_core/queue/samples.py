@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
 
+from xtoken_core.queue.budget import INTERVAL_BYTES, LEASED_BYTES, SAMPLE_BYTES, ReasonMap
 from xtoken_core.queue.intervals import IntervalSet
 from xtoken_core.queue.sample import Lease, Sample, Status, Task
 from xtoken_core.wire import QueueError
@@ -35,7 +36,7 @@ class Samples:
         self.max_attempts = max_attempts
         self.samples: dict[int, Sample] = {}
         self.leases: dict[int, Lease] = {}
-        self.dead: dict[int, str] = {}
+        self.dead = ReasonMap()
         self.finished = IntervalSet()
         self.given_back = 0
         self._puts = 0
@@ -190,6 +191,13 @@ class Samples:
                 self._enqueue(sample, self.tasks)
 
     # Look-up
+
+    @property
+    def overhead(self) -> int:
+        """Return the bookkeeping of the samples in bytes."""
+        leased = sum(map(len, self._lease_of.values()))
+        intervals = self.finished.count_intervals()
+        return len(self.samples) * SAMPLE_BYTES + leased * LEASED_BYTES + intervals * INTERVAL_BYTES + self.dead.nbytes
 
     def lacking(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
         """Return those of `ids` that are not held or lack one of `fields`."""

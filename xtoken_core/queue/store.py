@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+from xtoken_core.queue.budget import BATCH_BYTES, COLUMN_BYTES, ENTRY_BYTES
 from xtoken_core.wire import Column, QueueError, gather_rows, select_rows
 
 COMPACT_BYTES = 1 << 16
@@ -52,7 +53,13 @@ class Store:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self._entry_count = self._column_count = self._batch_count = 0
         self._tables: dict[tuple[str, ...], Table] = {}
+
+    @property
+    def overhead(self) -> int:
+        """Return the bookkeeping of the columns in bytes."""
+        return self._entry_count * ENTRY_BYTES + self._column_count * COLUMN_BYTES + self._batch_count * BATCH_BYTES
 
     def put(self, ids: Sequence[int], columns: dict[str, Column], wanted: Iterable[int]) -> None:
         """Store the rows of the `wanted` ids; a field that a sample has already is left unchanged."""
@@ -131,6 +138,7 @@ class Store:
 
     def _add(self, batch: Batch) -> None:
         self.nbytes += batch.nbytes
+        self._count(batch, 1)
         table = self._tables.setdefault(tuple(batch.columns), {})
         table.update(dict.fromkeys(batch.row_of, batch))
         self._compact(batch)
@@ -166,12 +174,14 @@ class Store:
             batch = table.pop(sample_id, None)
             if batch is not None:
                 del batch.row_of[sample_id]
+                self._entry_count -= 1
                 touched[id(batch)] = batch
         for batch in touched.values():
             if batch.row_of:
                 self._compact(batch)
             else:
                 self.nbytes -= batch.nbytes
+                self._count(batch, -1)
         if not table:
             self._tables.pop(names, None)
 
@@ -184,7 +194,13 @@ class Store:
         columns = {name: gather_rows([(column, rows)]) for name, column in batch.columns.items()}
         fresh = Batch(columns, len(rows), {i: row for row, i in enumerate(ids)})
         self.nbytes -= batch.nbytes
+        self._count(batch, -1)
         self._add(fresh)
+
+    def _count(self, batch: Batch, sign: int) -> None:
+        self._entry_count += sign * len(batch.row_of)
+        self._column_count += sign * len(batch.columns)
+        self._batch_count += sign
 
 
 def _runs(ids: Sequence[int], batches: Sequence[Batch]) -> list[Run]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from xtoken_core import schema
+from xtoken_core.queue.budget import REASON_BYTES, SLOT_BYTES
 from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.run.protocol import RunProtocol
@@ -136,6 +137,13 @@ class RunPartition(Partition):
             return PriorLease(block=self.run.blocks.leases[request.lease].block)
         lease = self.samples.leases.get(request.lease)
         return PriorLease() if lease is None else PriorLease(lease.ids, lease.task)
+
+    @property
+    def overhead(self) -> int:
+        """Return the bookkeeping of what the partition holds in bytes."""
+        run = self.run
+        slots = sum(len(ring.slots) for ring in run.rings.by_pair.values()) * SLOT_BYTES
+        return super().overhead + run.skipped.nbytes + slots + len(run.blocks.refused) * REASON_BYTES
 
     def drop_stale(self) -> None:
         """Drop the columns of signals whose slot was freed or filled again."""

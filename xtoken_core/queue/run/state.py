@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from xtoken_core import schema
 from xtoken_core.plan import window_positions
+from xtoken_core.queue.budget import ReasonMap
 from xtoken_core.queue.intervals import IntervalSet
 from xtoken_core.queue.run.blocks import Blocks
 from xtoken_core.queue.run.names import TRAIN, signal_fields, teacher_task
@@ -65,7 +66,7 @@ class RunState:
         self.rewinds = 0
         self.trainer_incarnation = -1
         self.finished = IntervalSet()
-        self.skipped: dict[int, str] = {}
+        self.skipped = ReasonMap()
         self.failed = ""
 
     # Position of the run

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
+from xtoken_core.queue.budget import VOLATILE_BYTES
 from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.sample import Lease, Status, Task
 from xtoken_core.queue.samples import check_distinct
 from xtoken_core.queue.sessions import Sessions
-from xtoken_core.queue.tasks.samples import OrderedSamples
+from xtoken_core.queue.tasks.samples import SPARE_ENTRIES, OrderedSamples
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire import messages as m
 
@@ -23,6 +24,7 @@ class TaskPartition(Partition):
     def __init__(self, definition: m.OpenPartition, sessions: Sessions) -> None:
         super().__init__(definition, OrderedSamples(tasks_of(definition), definition.max_attempts))
         self._owned: dict[str, list[tuple[int, str, str]]] = {}
+        self._owned_entries = 0
         sessions.on_end.append(self.session_ended)
 
     # Calls
@@ -142,6 +144,11 @@ class TaskPartition(Partition):
 
     # State
 
+    @property
+    def overhead(self) -> int:
+        """Return the bookkeeping of what the partition holds in bytes."""
+        return super().overhead + self._owned_entries * VOLATILE_BYTES
+
     def prior_lease(self, request: m.Ack | m.Complete | m.Nack) -> PriorLease:
         """Return the lease that a request names, for the write-ahead log."""
         if isinstance(request, m.Ack):
@@ -160,7 +167,7 @@ class TaskPartition(Partition):
     def drop(self, ids: Sequence[int]) -> None:
         """Drop samples with their leases and dead letters; those that are held count as finished."""
         for sample_id in ids:
-            self.samples.dead.pop(sample_id, None)
+            self.samples.dead.discard(sample_id)
             if sample_id in self.samples.samples:
                 self.samples.finished.add(sample_id)
         self.samples.drop(ids)
@@ -172,14 +179,27 @@ class TaskPartition(Partition):
         self.samples.clear()
         self.kinds.clear()
         self._owned.clear()
+        self._owned_entries = 0
         self.sealed = False
 
     # Volatile fields
 
     def own_volatile(self, session: str, put: Sequence[tuple[int, str]], task: str = "") -> None:
         """Record volatile fields, by sample, as the session's own; `task` was completed by putting them."""
-        if put:
-            self._owned.setdefault(session, []).extend((i, name, task) for i, name in put)
+        if not put:
+            return
+        mine = self._owned.setdefault(session, [])
+        mine.extend((i, name, task) for i, name in put)
+        self._owned_entries += len(put)
+        if self._owned_entries > 2 * len(self.samples.samples) * max(len(self.volatile), 1) + SPARE_ENTRIES:
+            self._prune_owned()
+
+    def _prune_owned(self) -> None:
+        """Remove the entries of samples that are not held any more."""
+        held = self.samples.samples
+        for session, owned in list(self._owned.items()):
+            self._owned[session] = [entry for entry in owned if entry[0] in held]
+        self._owned_entries = sum(map(len, self._owned.values()))
 
     def provisional(self) -> set[tuple[str, int]]:
         """Return tasks and samples that are done only as long as a session owns a volatile result."""
@@ -189,7 +209,9 @@ class TaskPartition(Partition):
         """Free the session's leases and withdraw its volatile fields, which have to be made again."""
         for lease in self.samples.of_session(session):
             self.samples.give_back(lease.id)
-        for sample_id, name, task in self._owned.pop(session, []):
+        owned = self._owned.pop(session, [])
+        self._owned_entries -= len(owned)
+        for sample_id, name, task in owned:
             if sample_id in self.samples.samples:
                 self.store.drop_fields([sample_id], [name])
                 self.samples.withdraw(sample_id, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
+from xtoken_core.queue.budget import QUEUED_BYTES
 from xtoken_core.queue.intervals import IntervalSet
 from xtoken_core.queue.sample import Lease, Sample, Status, Task
 from xtoken_core.queue.samples import Samples, check_fields
@@ -85,6 +86,11 @@ class OrderedSamples(Samples):
         held = {i: lease_of[i] for i in ids if i in lease_of}
         mine = {lease for lease in set(held.values()) if self.leases[lease].session == session}
         return {i for i, lease in held.items() if lease in mine}
+
+    @property
+    def overhead(self) -> int:
+        """Return the bookkeeping of the samples in bytes."""
+        return super().overhead + self.queue_entries * QUEUED_BYTES
 
     @property
     def queue_entries(self) -> int:
