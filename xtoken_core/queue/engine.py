@@ -132,7 +132,7 @@ class Engine:
         if self.on_change is not None:
             self.on_change(request, buffers, prior)
         self._note_lease(request, response)
-        if kind not in NATURALLY_IDEMPOTENT:
+        if kind not in NATURALLY_IDEMPOTENT and not session.ended:
             self._replies.put(session.id, request.id, response)
 
     def _drop_stale(self) -> None:
