@@ -24,7 +24,7 @@ STATM = Path("/proc/self/statm")
 
 
 class _Process:
-    """What the checks of memory need, opened once: they must work when there are no descriptors left."""
+    """File and function of the memory checks, opened once: they must work when there are no descriptors left."""
 
     def __init__(self) -> None:
         self.malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.peers import Place, ints
+from tests.contract.peers import Place, ints, public_id
 from tests.contract.reference_client import RefusedError
 
 WAIT_S = 10.0
@@ -49,7 +49,7 @@ class Run:
         """A teacher whose ring the trainer has opened."""
         peer = self.place.worker("teacher", name=f"teacher-{self.partition}", incarnation=incarnation)
         found = peer.call("await_trainer", partition=self.partition, rank=0, wait_s=WAIT_S)
-        assert (found["trainer"], found["rewinds"]) == (trainer.session, self.count)
+        assert (found["trainer"], found["rewinds"]) == (public_id(trainer.session), self.count)
         ring = peer.call(
             "announce_ring", partition=self.partition, teacher=0, rank=0, trainer=found["trainer"], handle=b"\1\2"
         )["ring"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.peers import Forgetful, Place, ints
+from tests.contract.peers import Forgetful, Place, ints, public_id
 from tests.contract.reference_client import RefusedError
 
 TASKS = [{"name": "a", "requires": ["x"]}]
@@ -21,11 +20,6 @@ def code_of(peer: Any, kind: str, **fields: Any) -> str:
     with pytest.raises(RefusedError) as refused:
         peer.call(kind, **fields)
     return str(refused.value.code)
-
-
-def public_id(session: str) -> str:
-    """The session's id in the statistics."""
-    return hashlib.blake2s(session.encode(), digest_size=8).hexdigest()
 
 
 def leased(place: Place, **session: Any) -> tuple[Any, str]:
