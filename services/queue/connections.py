@@ -89,13 +89,14 @@ class Connections:
             kind, number = event["event"], int(event["value"])
             if kind == zmq.EVENT_MONITOR_STOPPED:
                 break
+            victim = None
             with self._lock:
                 if kind == zmq.EVENT_ACCEPTED:
                     victim = self._add(number)
                 elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    victim = self._pending.pop(number, None)
+                    self._pending.pop(number, None)
                 else:
-                    victim = self._remove(number)
+                    self._remove(number)
             if victim is not None:
                 disconnect(victim)
                 dropped += 1

@@ -193,8 +193,8 @@ class Engine:
                 cost = cost_of_put(0, len(request.columns), 0) + request.columns[0].rows * ENTRY_BYTES
                 self.budget.require("samples", cost, "a result", factor=RESULTS_FACTOR)
             case m.Rewind():
-                reasons = {*request.skipped.values(), *request.dead.values()}
-                cost = cost_of_reasons(len(request.skipped) + len(request.dead), sum(map(len, reasons)))
+                texts = {*request.skipped.values(), *request.dead.values()}
+                cost = cost_of_reasons(len(request.skipped) + len(request.dead), sum(map(len, texts)))
                 self.budget.require("samples", cost, "a rewind", factor=RESULTS_FACTOR)
             case m.AnnounceRing():
                 slots = part.definition.run.slots if part.definition.run is not None else 0
