@@ -101,9 +101,14 @@ class Side:
 
     def gap(self, at: int) -> tuple[int, int]:
         """The positions at which the row may be cut before its token `at`."""
-        before = [end for end in self.ends[:at] if end is not None]
+        # An added space covers nothing. Its offset names the word behind it: it may lie before what is left out there.
+        before = [end for n, end in enumerate(self.ends[:at]) if end is not None and not self.is_empty([n])]
         behind = [begin for begin in self.begins[at:] if begin is not None]
         return max(before, default=0), min(behind, default=len(self.normal))
+
+    def is_empty(self, tokens: Sequence[int]) -> bool:
+        """Whether tokens cover nothing of the text."""
+        return all(self.begins[n] == self.ends[n] for n in tokens)
 
     def sources(self, at: int, *, closing: bool) -> set[int]:
         """The positions of the source at which the row may be cut before its token `at`, nothing being left out.
@@ -120,6 +125,14 @@ class Side:
         else:
             low = max(between, default=low - 1) + 1
         return {p for p, q in self.cuts if low <= q <= high}
+
+    def may_cover(self, tokens: Sequence[int], p: int, q: int) -> bool:
+        """Whether tokens may stand for a span: added spaces for nothing, or for a space that is left out there."""
+        if not self.is_empty(tokens):
+            return True
+        spelled = _blank(b"".join(self.spells[n] or b"" for n in tokens), self.sign)
+        images = [self.normal[a:b] for source, a in self.cuts if source == p for end, b in self.cuts if end == q]
+        return any(_blank(image, self.sign) in (b"", spelled) for image in images)
 
     def is_spelled(self, tokens: Sequence[int]) -> bool:
         """Whether neighbouring tokens spell all that the model was given between the first and the last of them."""
@@ -263,7 +276,12 @@ def is_right(sides: tuple[Side, Side], chunk: tuple[Sequence[int], Sequence[int]
         for first in (True, False)
     )
     spelled = all(side.is_spelled(tokens) for side, tokens in zip(sides, chunk, strict=True))
-    return bool(opened and closed and min(opened) <= max(closed) and spelled)
+    return spelled and any(
+        all(side.may_cover(tokens, p, q) for side, tokens in zip(sides, chunk, strict=True))
+        for p in opened
+        for q in closed
+        if p <= q
+    )
 
 
 def sources_of(pair: tuple[RandomTokenizer, RandomTokenizer], text: str) -> list[str]:
