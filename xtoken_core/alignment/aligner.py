@@ -17,10 +17,10 @@ from xtoken_core.alignment.flat_layout import flat_layout
 from xtoken_core.alignment.hashing import prefix_hashes, without_space
 from xtoken_core.alignment.normalizer import Normalizer
 from xtoken_core.alignment.pipeline import Pipeline
-from xtoken_core.alignment.prefix_space import find_dummy_prefixes
+from xtoken_core.alignment.prefix_space import begin_with_spaces, find_dummy_prefixes
 from xtoken_core.alignment.slow_path import RowSide, align_row
 from xtoken_core.alignment.tables import TEXT, TokenTable, spelling_pool, token_table
-from xtoken_core.alignment.token_arrays import build_token_arrays
+from xtoken_core.alignment.token_arrays import build_token_arrays, is_ended
 from xtoken_core.errors import InputError
 
 _LOG = logging.getLogger("xtoken.alignment")
@@ -49,6 +49,14 @@ class TokenAligner:
         tables = (self.student, self.teacher)
         self._pipelines = (Pipeline(student_tokenizer, self.student), Pipeline(teacher_tokenizer, self.teacher))
         folds = _folds(*self._pipelines)
+        differ = self._pipelines[0].normalizer != self._pipelines[1].normalizer
+        # A side that was truncated may end where the other tokenizer has added or replaced text.
+        self._doubts_edits = differ and any(pipeline.rewrites for pipeline in self._pipelines)
+        # Another character may have become the space before which a tokenizer sees no need to add one.
+        self._doubts_spaces = differ and any(
+            table.prefix == "missing" and other.normalizer.makes_spaces
+            for table, other in zip(tables, self._pipelines[::-1], strict=True)
+        )
         self._sides = build_token_arrays(
             self.student,
             self.teacher,
@@ -93,7 +101,7 @@ class TokenAligner:
         if len(s_ids) != len(t_ids):
             raise InputError(f"{len(s_ids)} student samples cannot be aligned with {len(t_ids)} of the teacher")
         chunks = find_chunks(self._sides, s_ids, t_ids)
-        chunks.unverified |= self._is_delicate(chunks, texts)
+        chunks.unverified |= self._is_delicate(chunks, texts) | self._may_agree_by_chance(s_ids, t_ids)
         if self._spelled is not None:
             _keep_equal(chunks, self._spelled, s_ids, t_ids + self._sides.offset)
         wrong: dict[int, np.ndarray] = {}
@@ -118,6 +126,19 @@ class TokenAligner:
                 dtype=bool,
             )
         return delicate
+
+    def _may_agree_by_chance(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> np.ndarray | bool:
+        """Return `[B]` bool, the rows whose sides may spell the same for different text."""
+        chance: np.ndarray | bool = False
+        if not (student_ids.size and teacher_ids.size):
+            return chance
+        if self._doubts_edits:
+            chance = ~(is_ended(self._sides.student, student_ids) & is_ended(self._sides.teacher, teacher_ids))
+        if self._doubts_spaces:
+            rows = flat_layout(len(student_ids), student_ids.shape[1], teacher_ids.shape[1])
+            both = np.concatenate([student_ids.ravel(), teacher_ids.ravel() + self._sides.offset])
+            chance = chance | begin_with_spaces(self._sides, both, rows)
+        return chance
 
     def _realign(
         self, chunks: Chunks, row: int, student_ids: np.ndarray, teacher_ids: np.ndarray, text: str | None

@@ -25,6 +25,10 @@ _CHARACTERWISE = {
 }
 _KEEPS_ASCII_APART = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Nmt")
 """Steps that map every ASCII character to one character or none."""
+_KEEPS_SPACES_APART = ("NFC", "NFD", "Lowercase", "StripAccents", "ByteLevel")
+"""Steps that make no space of another character."""
+_FOLLOWING = ("\u0323", "\n")
+"""Characters that join the one before them in a cluster: a mark, and the line feed behind a carriage return."""
 _SPACE_SIGNS = ("▁", " ")
 _SPLIT_ATTEMPTS = 8
 
@@ -103,6 +107,11 @@ class Step:
     def inserts(self) -> bool:
         """Return True if it puts spaces around characters."""
         return bool(self._options.get("handle_chinese_chars"))
+
+    @property
+    def edits(self) -> bool:
+        """Return True if it adds, removes or replaces text other than spaces and single characters."""
+        return self.inserts or not (self.is_characterwise or self.writes_spaces)
 
     def trace(self, text: str) -> Trace:
         """Apply the step and find where its input and output may be cut alike."""
@@ -183,6 +192,20 @@ class Normalizer:
             return False
         return any(step.apply(text) != text for step in steps)
 
+    def leaves(self, text: str) -> bool:
+        """Return True if no step adds, removes or replaces anything but spaces and single characters in a text."""
+        return all(step.apply(text) == text for step in self.editing)
+
+    @property
+    def makes_spaces(self) -> bool:
+        """Return True if characters that are no spaces may become some."""
+        return any(step.kind not in _KEEPS_SPACES_APART and not step.writes_spaces for step in self.steps)
+
+    def swallows(self, cluster: str) -> bool:
+        """Return True if a character that follows a cluster may leave nothing behind, though it does elsewhere."""
+        image = self(cluster)
+        return any(self(char) and self(cluster + char) == image for char in _FOLLOWING)
+
     def characterwise(self) -> Normalizer | None:
         """Return the steps that map characters; None if there is none."""
         steps = tuple(step for step in self.steps if step.is_characterwise)
@@ -191,9 +214,13 @@ class Normalizer:
     @property
     def edits(self) -> bool:
         """Return True if a step adds, removes or replaces text other than spaces and single characters."""
+        return bool(self.editing)
+
+    @property
+    def editing(self) -> list[Step]:
+        """Return the steps that do so; not that which writes bytes as characters at the end."""
         encoded = bool(self.steps) and self.steps[-1].kind == "ByteLevel"
-        steps = self.steps[:-1] if encoded else self.steps
-        return any(step.inserts or not (step.is_characterwise or step.writes_spaces) for step in steps)
+        return [step for step in (self.steps[:-1] if encoded else self.steps) if step.edits]
 
 
 def tokenizer_normalizer(tokenizer: Any, backend: Any) -> Normalizer:

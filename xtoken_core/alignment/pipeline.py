@@ -12,7 +12,7 @@ import numpy as np
 
 from xtoken_core.alignment.normalizer import clusters, compose, flattened, tokenizer_normalizer
 from xtoken_core.alignment.tables import SPECIAL, TEXT, TokenTable, added_strings
-from xtoken_core.alignment.token_decoders import content_decoder
+from xtoken_core.alignment.token_decoders import byte_level, content_decoder
 
 _DROPPING = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit")
 _LONGEST_CLUSTER = 64
@@ -72,6 +72,7 @@ class Pipeline:
         normalizes: True if that changes more than how spaces are written.
         is_lossless: True if tokens spell the source text itself, but for one space before it.
         edits: True if text is added, removed or replaced beyond single characters and whitespace.
+        rewrites: The same, but for added spaces that no token spells.
     """
 
     def __init__(self, tokenizer: Any, table: TokenTable) -> None:
@@ -85,10 +86,16 @@ class Pipeline:
         parts = flattened(state, "pretokenizers")
         drops = table.drops_whitespace or any(part["type"] in _DROPPING for part in parts)
         removes = any(part.get("behavior") == "Removed" or part["type"] == "CharDelimiterSplit" for part in parts)
-        signs = {part.get("replacement", "▁") for part in parts if part["type"] == "Metaspace"}
-        self.edits = self.normalizer.edits or removes or bool(signs - {"▁"})
+        self._signs = {part.get("replacement", "▁") for part in parts if part["type"] == "Metaspace"} - {"▁"}
+        self.edits = self.normalizer.edits or removes or bool(self._signs)
+        rewriting = (step for step in self.normalizer.editing if not (step.inserts and table.drops_whitespace))
+        self.rewrites = any(rewriting) or removes or bool(self._signs)
         self.normalizes = self.edits or self.normalizer.characterwise() is not None
         self.is_lossless = not (drops or self.normalizes)
+
+    def leaves(self, text: str) -> bool:
+        """Return True if a text holds nothing that the tokenizer would edit or may have written by an edit."""
+        return self.normalizer.leaves(text) and not any(sign in text for sign in self._signs)
 
     def locate(self, ids: np.ndarray, text: str, *, cut: bool) -> Placed | None:
         """Find the tokens of a row in what the tokenizer makes of a source text.
@@ -145,6 +152,9 @@ class Pipeline:
                 *_, limit = found = located
                 if limit < len(image.data) and not last:
                     return None
+                if last and cut and self.normalizer.swallows(_last_cluster(text)):
+                    # The tokens would be the same if the source did not end here.
+                    found = *located[:3], min(limit, image.last)
             begins[tokens], ends[tokens], known[tokens] = found[0] + len(data), found[1] + len(data), found[2]
             kept = image.target <= found[3]
             sources.append(image.source[kept] + source_at)
@@ -229,7 +239,7 @@ class Pipeline:
         inner_source, inner_target = _inside_characters(text, byte_at, source, target, data)
         source, target = np.append(byte_at[source], inner_source), np.append(target, inner_target)
         order = np.lexsort((target, source))
-        last = len(text) - len(clusters().findall(text[-_LONGEST_CLUSTER:])[-1]) if text else 0
+        last = len(text) - len(_last_cluster(text))
         return Image(
             data,
             source[order],
@@ -255,6 +265,7 @@ class Pipeline:
     ) -> tuple[bytes, np.ndarray, np.ndarray, list[int]]:
         """Return the bytes of the pre-tokens, pairs of characters of the text and bytes, and where pre-tokens begin."""
         decode = content_decoder(self._table.decode)
+        signs = {"▁", *self._signs, *("Ġ" * (decode is byte_level))}
         data: list[bytes] = []
         characters, target, begins = [np.zeros(1, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], []
         at = last = 0
@@ -262,6 +273,8 @@ class Pipeline:
         behind = [*(span[0] for _, span in words[1:]), len(text)][: len(words)]
         for (content, (begin, end)), limit in zip(words, behind, strict=True):
             end = max(begin, min(end, limit))  # what was put before a pre-token is said to lie where that does
+            if content in signs and text[begin:end] not in (content, " "):
+                end = begin  # the same for what stands alone, though the character was dropped
             dropped = np.arange(last, begin + 1)
             characters.append(dropped)
             target.append(np.full(len(dropped), at))
@@ -283,6 +296,12 @@ class Pipeline:
         pairs = np.unique(np.stack([np.concatenate(characters), np.concatenate(target)], axis=1), axis=0)
         pairs = pairs[~unclear[pairs[:, 0]]]
         return b"".join(data), pairs[:, 0], pairs[:, 1], begins
+
+
+def _last_cluster(text: str) -> str:
+    """Return the last character of a text with all that may compose with it."""
+    found: list[str] = clusters().findall(text[-_LONGEST_CLUSTER:])
+    return found[-1] if found else ""
 
 
 def _widths(content: str, spelled: bytes, source: str, decode: Any) -> list[int] | None:

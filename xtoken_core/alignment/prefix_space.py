@@ -56,6 +56,13 @@ def find_dummy_prefixes(
     return led[0] if len(led) == 1 else np.concatenate(led)
 
 
+def begin_with_spaces(sides: TokenArrays, ids: np.ndarray, rows: FlatLayout) -> np.ndarray:
+    """Return `[B]` bool, True where the first text tokens of both sides begin with a space."""
+    _, spaces = _first_text(sides, ids, rows)
+    both: np.ndarray = (spaces[rows.of(0)] > 0) & (spaces[rows.of(1)] > 0)
+    return both
+
+
 def _text_after(
     sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, side: int, after: np.ndarray, first: np.ndarray
 ) -> np.ndarray:

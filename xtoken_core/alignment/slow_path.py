@@ -16,7 +16,7 @@ from xtoken_core.alignment.matching_blocks import differ, is_once, matching_bloc
 from xtoken_core.alignment.normalizer import Normalizer
 from xtoken_core.alignment.pipeline import Pipeline, Placed
 from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
-from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, Side
+from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, Side, is_ended
 
 _UNKNOWN_BYTES = 64
 """Bytes that one unknown token may stand for where a text ends differently on both sides."""
@@ -176,10 +176,12 @@ def _source_cuts(x: _Walk, y: _Walk, ours: Placed, theirs: Placed) -> _Cuts:
 
 def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
     """Compare what both sides spell: as it is, normalised by both tokenizers, and at last by stretches in common."""
-    edits = student.pipeline.edits or teacher.pipeline.edits
+    pipelines = student.pipeline, teacher.pipeline
+    edits = any(pipeline.edits for pipeline in pipelines)
     ways = [(x, y) for x in _spellings(student, 256) for y in _spellings(teacher, 257)]
     normalizer = student.arrays.table.normalizer or teacher.arrays.table.normalizer
-    maps = normalizer is not None and student.pipeline.normalizer != teacher.pipeline.normalizer
+    maps_apart = student.pipeline.normalizer != teacher.pipeline.normalizer
+    maps = normalizer is not None and maps_apart
     if normalizer is not None and maps:
         normalizer = normalizer.then(teacher.arrays.table.normalizer)
         ways = [(_normalised(x, normalizer), _normalised(y, normalizer)) for x, y in ways]
@@ -191,10 +193,21 @@ def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
     if agreeing:
         x, y = agreeing[0]
         common = np.intersect1d(x.bounds, y.bounds, assume_unique=True)
-        # Spaces alone may agree with and without the one that a tokenizer adds.
-        return _chunks(student, teacher, x, y, _Cuts(common, common, np.full(len(common), len(agreeing) == 1)))
+        same = np.full(len(common), len(agreeing) == 1)  # spaces may agree with and without the one that is added
+        if maps_apart and any(pipeline.rewrites for pipeline in pipelines):
+            # A side that was truncated may agree by chance with text that the other tokenizer has added or replaced.
+            ended = all(is_ended(side.arrays, side.ids[None])[0] for side in (student, teacher))
+            same &= ended or _is_unedited(x, student, teacher)
+            same[-1:] &= ended
+        return _chunks(student, teacher, x, y, _Cuts(common, common, same))
     x, y = ways[0]
     return _chunks(student, teacher, x, y, _block_cuts(x, y, certain=not edits, maps=maps))
+
+
+def _is_unedited(walk: _Walk, *sides: RowSide) -> bool:
+    """Return True if no tokenizer would edit what it has spelled: then it has made no other text equal to it."""
+    text = walk.stream.astype(np.uint8).tobytes().decode("utf-8", "ignore")
+    return all(side.pipeline.leaves(text) for side in sides)
 
 
 def _spellings(side: RowSide, unknown: int) -> Iterator[_Walk]:

@@ -88,6 +88,15 @@ class TokenArrays:
         return int(np.iinfo(self.lengths.dtype).max)
 
 
+def is_ended(side: Side, ids: np.ndarray) -> np.ndarray:
+    """Return `[B]` bool, True for rows that are not truncated: the last token of `[B, T]` ids closes them."""
+    if not ids.size:
+        return np.zeros(len(ids), dtype=bool)
+    last = ids.shape[1] - 1 - (ids != side.absent)[:, ::-1].argmax(axis=1)
+    ended: np.ndarray = np.isin(side.role[ids[np.arange(len(ids)), last]], (EOS, BOS_OR_EOS))
+    return ended
+
+
 def build_token_arrays(
     student: TokenTable, teacher: TokenTable, student_pieces: list[bytes], teacher_pieces: list[bytes]
 ) -> TokenArrays:

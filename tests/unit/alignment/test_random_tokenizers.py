@@ -71,6 +71,20 @@ def test_marked_chunks_are_right(with_text):
     assert sum(check_pair(seed, with_text=with_text) for seed in range(5)) > 30
 
 
+@pytest.mark.parametrize(
+    ("seed", "with_text"),
+    [
+        pytest.param(607, False, id="added text on both sides, truncated"),
+        pytest.param(353, False, id="a mark that is dropped, truncated"),
+        pytest.param(852, False, id="another character becomes a space"),
+        pytest.param(142, True, id="an added space before dropped text"),
+        pytest.param(104, True, id="an added space alone"),
+    ],
+)
+def test_chunks_that_agree_by_chance_are_not_marked(seed, with_text):
+    check_pair(seed, with_text=with_text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 1000, 50))
 def test_marked_chunks_are_right_in_many_rows(first):
