@@ -3,7 +3,8 @@
     python -m tests.mutation.run [--packages plan wire] [--count 100] [--seed 1] [--jobs 2] [--out FILE]
 
 A mutant that cannot be told from the original is listed in `equivalent.toml` with the reason and not counted. The
-result file names every survivor. A package that a result file already holds for the same sources is not run again.
+result file names every survivor. A package that the result file holds is run again only where it was mutated otherwise
+or where a mutant was not noticed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import queue
+import resource
 import shutil
 import signal
 import subprocess
@@ -24,11 +26,13 @@ import threading
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.mutation.mutants import Mutant, draw
+from tests.mutation.selection import CallRecorder, Calls, Reorder, callers
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "mutation" / "results.json"
@@ -39,7 +43,10 @@ PRELOADED = (
     "torch", "transformers", "zmq",
 )  # fmt: skip
 """Imported once; each mutant's tests start in a fork of this process."""
-SLOWEST_S = 60.0
+SLOWEST_S = 10.0
+"""CPU seconds that every mutant may take."""
+WAITING_S = 1800.0
+"""Seconds of the clock after which a run of tests is ended that waits for something."""
 
 
 class Package(NamedTuple):
@@ -77,10 +84,10 @@ PACKAGES = {
 }  # fmt: skip
 
 
-def source_hash(package: Package) -> str:
-    """SHA-256 of a package's files and of its tests."""
+def source_hash(paths: Sequence[str]) -> str:
+    """Return the SHA-256 of files and of what folders hold."""
     digest = hashlib.sha256()
-    for path in (*package.paths, *package.tests):
+    for path in paths:
         whole = ROOT / path
         for file in [whole] if whole.is_file() else sorted(whole.rglob("*.py")):
             digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -100,25 +107,35 @@ def workspace(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, tests: tuple[str, ...], limit_s: float) -> tuple[str, float]:
-    """Run tests in a fork; returns `passed`, `failed` or `timeout`, and the seconds it took."""
+def run_tests(folder: Path, tests: tuple[str, ...], plugin: object, limit_s: float) -> tuple[str, float]:
+    """Run tests in a fork; returns `passed`, `failed` or `timeout`, and the CPU seconds it took.
+
+    Args:
+        folder: Root of the copied tree.
+        tests: Files and folders.
+        plugin: A pytest plugin.
+        limit_s: CPU seconds; a fork that waits for something is ended after `WAITING_S` of the clock.
+    """
     began = time.monotonic()
     child = os.fork()
     if not child:
-        _run_in_child(folder, tests)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s) + 1, int(limit_s) + 2))
+        _run_in_child(folder, tests, plugin)
     try:
-        while time.monotonic() - began < limit_s:
-            done, status = os.waitpid(child, os.WNOHANG)
+        while time.monotonic() - began < WAITING_S:
+            done, status, usage = os.wait4(child, os.WNOHANG)
             if done:
-                passed = os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
-                return "passed" if passed else "failed", time.monotonic() - began
+                seconds = usage.ru_utime + usage.ru_stime
+                if os.WIFSIGNALED(status) and seconds >= limit_s:
+                    return "timeout", seconds
+                return "passed" if status == 0 else "failed", seconds
             time.sleep(0.05)
         return "timeout", limit_s
     finally:
         _end_group(child)
 
 
-def _run_in_child(folder: Path, tests: tuple[str, ...]) -> None:
+def _run_in_child(folder: Path, tests: tuple[str, ...], plugin: object) -> None:
     os.setsid()
     os.chdir(folder)
     sys.path.insert(0, str(folder))
@@ -133,9 +150,13 @@ def _run_in_child(folder: Path, tests: tuple[str, ...]) -> None:
     status = 70
     try:
         import pytest
+        from hypothesis import Phase, settings
 
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
-        status = int(pytest.main([*options, *tests]))
+        # A failure is all that counts: a smaller example of it is not searched for.
+        settings.register_profile("mutants", database=None, phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("mutants")
+        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
+        status = int(pytest.main([*options, *tests], plugins=[plugin]))
     finally:
         os._exit(status)
 
@@ -147,60 +168,80 @@ def _end_group(leader: int) -> None:
             step()
 
 
-def run_mutant(folder: Path, mutant: Mutant, tests: tuple[str, ...], limit_s: float) -> str:
-    """Run the tests on one mutant."""
+def run_mutant(folder: Path, mutant: Mutant, tests: tuple[str, ...], calls: Calls, limit_s: float) -> str:
+    """Run the tests on one mutant, those that call the mutated function first."""
     file = folder / mutant.path
-    original = file.read_bytes()
+    original = file.read_text(encoding="utf-8")
+    first = callers(calls, mutant.path, original, mutant.line)
     file.write_text(mutant.source, encoding="utf-8")
     try:
-        return run_tests(folder, tests, limit_s)[0]
+        return run_tests(folder, tests, Reorder(first), limit_s)[0]
     finally:
-        file.write_bytes(original)
+        file.write_text(original, encoding="utf-8")
 
 
-def run_package(name: str, count: int, seed: int, jobs: int) -> dict[str, Any]:
-    """Draw a package's mutants and run its tests on each.
+def run_mutants(name: str, mutants: Sequence[Mutant], jobs: int) -> dict[Mutant, str]:
+    """Run a package's tests on mutants; returns the outcome of each.
 
     Raises:
         RuntimeError: The tests fail without a mutant.
     """
     package = PACKAGES[name]
-    mutants = draw(ROOT, package.paths, count, seed)
-    reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get(name, {}) if EQUIVALENT.exists() else {}
     waiting: queue.Queue[Mutant] = queue.Queue()
     for mutant in mutants:
         waiting.put(mutant)
-    results: dict[str, str] = {}
+    results: dict[Mutant, str] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as top:
         folders = [workspace(Path(top) / str(number)) for number in range(jobs)]
-        outcome, seconds = run_tests(folders[0], package.tests, 1800.0)
+        record = Path(top) / "calls.json"
+        outcome, seconds = run_tests(folders[0], package.tests, CallRecorder(folders[0], package.paths, record), 1800.0)
         if outcome != "passed":
             raise RuntimeError(f"{name}: its tests do not pass without a mutant: run pytest {' '.join(package.tests)}")
-        limit_s = max(SLOWEST_S, 4 * jobs * seconds)
-        print(f"{name}: {len(mutants)} mutants, {seconds:.0f} s for a whole run of its tests", flush=True)
+        calls: Calls = json.loads(record.read_text(encoding="utf-8"))
+        limit_s = max(SLOWEST_S, 2 * seconds)
+        print(f"{name}: {len(mutants)} mutants, {seconds:.0f} CPU s for a whole run of its tests", flush=True)
 
         def work(folder: Path) -> None:
-            while True:
-                try:
+            with contextlib.suppress(queue.Empty):
+                while True:
                     mutant = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                results[mutant.key] = run_mutant(folder, mutant, package.tests, limit_s)
-                print(f"{results[mutant.key]:8} {mutant.path}:{mutant.line} {mutant.after!r:.90}", flush=True)
+                    results[mutant] = run_mutant(folder, mutant, package.tests, calls, limit_s)
+                    print(f"{results[mutant]:8} {mutant.path}:{mutant.line} {mutant.after!r:.90}", flush=True)
 
         threads = [threading.Thread(target=work, args=(folder,)) for folder in folders]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    survivors = [mutant for mutant in mutants if results[mutant.key] == "passed"]
+    return results
+
+
+def run_package(name: str, count: int, seed: int, jobs: int, earlier: dict[str, Any]) -> dict[str, Any]:
+    """Draw a package's mutants and run its tests on each.
+
+    Args:
+        name: The package.
+        count: Number of mutants.
+        seed: Seed of the draw.
+        jobs: Test runs at a time.
+        earlier: What the result file has. If that is of the same mutants and tests have been added since, only those
+            that were not noticed are run again.
+    """
+    package = PACKAGES[name]
+    mutants = draw(ROOT, package.paths, count, seed)
+    drawn = {"seed": seed, "mutants": len(mutants), "mutated": source_hash(package.paths)}
+    again = mutants
+    if {field: earlier.get(field) for field in drawn} == drawn:
+        unnoticed = {entry["change"] for entry in earlier["survivors"]} | set(earlier["equivalent"])
+        again = [mutant for mutant in mutants if mutant.key in unnoticed]
+    results = dict.fromkeys(mutants, "failed") | run_mutants(name, again, jobs)
+    reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get(name, {}) if EQUIVALENT.exists() else {}
+    survivors = [mutant for mutant in mutants if results[mutant] == "passed"]
     counted = [mutant for mutant in survivors if mutant.key not in reasons]
     total = len(mutants) - (len(survivors) - len(counted))
-    return {
-        "sources": source_hash(package),
-        "seed": seed,
-        "mutants": len(mutants),
-        "outcomes": dict(Counter(results.values())),
+    return drawn | {
+        "tests": source_hash(package.tests),
+        "outcomes": dict(Counter("survived" if outcome == "passed" else "noticed" for outcome in results.values())),
         "equivalent": [mutant.key for mutant in survivors if mutant.key in reasons],
         "survivors": [{"line": mutant.line, "change": mutant.key} for mutant in counted],
         "noticed": round((total - len(counted)) / total, 4),
@@ -222,10 +263,7 @@ def main() -> int:
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     for name in arguments.packages:
-        if report.get(name, {}).get("sources") == source_hash(PACKAGES[name]):
-            print(f"{name}: the result file is of these sources", flush=True)
-            continue
-        found = run_package(name, arguments.count, arguments.seed, arguments.jobs)
+        found = run_package(name, arguments.count, arguments.seed, arguments.jobs, report.get(name, {}))
         report[name] = {"commit": commit.stdout.strip(), **found}
         arguments.out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
         print(f"{name}: {report[name]['noticed']:.1%} noticed", flush=True)

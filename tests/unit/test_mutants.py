@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutation.mutants import draw
+from tests.mutation.selection import callers
 
 LEFT_ALONE = '''
 """Text."""
@@ -62,3 +63,10 @@ def test_a_draw_repeats_and_its_mutants_differ_from_the_source(tmp_path: Path) -
     assert first == mutants_of(tmp_path, source, count=30)
     assert len(first) == 30
     assert ast.unparse(ast.parse(source)) not in first
+
+
+def test_tests_of_the_mutated_function_run_first_the_cheapest_at_the_head() -> None:
+    source = "LIMIT = 3\n\n\n@cache\ndef f(a=1):\n    def g():\n        return a\n\n    return g\n"
+    calls = {"slow": (2.0, ["m.py:4"]), "fast": (1.0, ["m.py:4", "m.py:6"]), "other": (0.5, ["n.py:4"])}
+    found = {line: callers(calls, "m.py", source, line) for line in (1, 5, 7, 9)}
+    assert found == {1: [], 5: ["fast", "slow"], 7: ["fast"], 9: ["fast", "slow"]}
