@@ -300,8 +300,8 @@ class Pipeline:
 
 def _last_cluster(text: str) -> str:
     """Return the last character of a text with all that may compose with it."""
-    found: list[str] = clusters().findall(text[-_LONGEST_CLUSTER:])
-    return found[-1] if found else ""
+    parts: list[str] = clusters().findall(text[-_LONGEST_CLUSTER:])
+    return parts[-1] if parts else ""
 
 
 def _widths(content: str, spelled: bytes, source: str, decode: Any) -> list[int] | None:
