@@ -36,6 +36,12 @@ def test_golden_files_are_in_step() -> None:
     assert {name: (PROTO / "golden" / name).read_text(encoding="utf-8") for name in GOLDEN} == MADE["golden"]()
 
 
+@pytest.mark.parametrize("kind", (*messages.AnyRequest.__args__, *messages.AnyReply.__args__), ids=lambda k: k.__name__)
+def test_messages_take_keywords_only(kind: type[msgspec.Struct]) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        kind("a")
+
+
 def test_every_message_has_a_golden_file() -> None:
     assert {load(name)[0]["header"]["type"] for name in GOLDEN} == TYPES
 
