@@ -102,7 +102,7 @@ def check(
         both = {"files": shown, "total": total.as_dict(), "notes": list(aligner.notes)}
         typer.echo(json.dumps(both, indent=2))
     else:
-        for name, report in {**reports, "total": total}.items():
+        for name, report in {**reports, **({"total": total} if len(reports) > 1 else {})}.items():
             typer.echo("\n".join([name, *report.lines()]))
         for note in aligner.notes:
             typer.echo(f"note: {note}", err=True)

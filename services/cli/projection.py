@@ -97,18 +97,23 @@ def inspect(
 
 @projection_app.command()
 def overlap(
-    tokenizers: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Two or more directories.")],
+    tokenizers: Annotated[
+        list[Path] | None, typer.Argument(metavar="DIR...", help="More directories.", show_default=False)
+    ] = None,
+    student: Annotated[Path | None, typer.Option("--student", help="The student's directory.")] = None,
+    teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher's directory.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how many spellings each pair of vocabularies shares, specials aside."""
+    """Show how many spellings each pair of vocabularies has in common, without specials."""
     from services.common.progress import spinner
     from xtoken_core.errors import ConfigError
     from xtoken_core.projection import report
 
-    if len(tokenizers) < 2:
-        raise ConfigError("overlap takes two directories or more")
+    directories = [path for path in (student, teacher, *(tokenizers or ())) if path is not None]
+    if len(directories) < 2:
+        raise ConfigError("overlap takes two directories or more: --student, --teacher, or DIR...")
     with spinner("reading the vocabularies", quiet=as_json):
-        rows = report.overlap({str(path): _table(path, "vocabulary") for path in tokenizers})
+        rows = report.overlap({str(path): _table(path, "vocabulary") for path in directories})
     if as_json:
         typer.echo(json.dumps(report.overlap_table(rows), indent=2))
         return

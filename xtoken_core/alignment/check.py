@@ -127,9 +127,9 @@ def check_records(
         return report
     locations, texts = zip(*usable, strict=True)
     sides = (student, teacher)
+    began = perf_counter()
     ids = [side.encode(texts, specials=True) for side in sides]
     (s, s_mask), (t, t_mask) = (_padded([row[:context] for row in rows]) for rows in ids)
-    began = perf_counter()
     batch = aligner.align(s, t, student_attention_mask=s_mask, teacher_attention_mask=t_mask, texts=texts)
     seconds = perf_counter() - began
     incorrect = (batch.pair_valid & ~batch.pair_is_correct).any(dim=1).nonzero()

@@ -46,7 +46,7 @@ class AlignmentReport:
         incorrect_chunks: Chunks whose bytes are unknown or differ for another reason than normalisation.
         unchunked_student_tokens: Student tokens in no chunk.
         unchunked_teacher_tokens: Teacher tokens in no chunk.
-        seconds: Time that aligning took.
+        seconds: Time that tokenizing on both sides and aligning took.
     """
 
     student_tokens: int = 0
@@ -65,7 +65,7 @@ class AlignmentReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the student tokens aligned per second; 0 if no time was measured."""
+        """Return the student tokens that are tokenized and aligned per second; 0 if no time was measured."""
         return self.student_tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, int | float]:

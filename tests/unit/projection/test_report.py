@@ -78,7 +78,9 @@ def test_the_projection_commands(directories, tmp_path):
     assert found["exact"] + found["spread"] + found["empty"] == found["rows"]
     text = RUNNER.invoke(projection_app, ["inspect", out, *pair], catch_exceptions=False).output
     assert f"rows               {found['rows']}" in text
-    both = RUNNER.invoke(projection_app, ["overlap", student, teacher, "--json"], catch_exceptions=False)
+    both = RUNNER.invoke(projection_app, ["overlap", *pair, "--json"], catch_exceptions=False)
+    by_directories = RUNNER.invoke(projection_app, ["overlap", student, teacher, "--json"], catch_exceptions=False)
+    assert by_directories.stdout == both.stdout
     aligner = aligner_of(v.unigram(), v.byte_level(bos=True))
     common = ({*aligner.student.pieces} & {*aligner.teacher.pieces}) - {b""}
     assert json.loads(both.stdout)[0]["common"] == len(common)
@@ -105,6 +107,15 @@ def test_align_check_counts_files_and_total(directories, tmp_path):
         assert counts["tokens_per_second"] > 0
     total = found["total"]
     assert total["chunks"] == sum(counts["chunks"] for counts in found["files"].values())
+
+
+def test_align_check_prints_the_counts_of_one_file_once(directories, tmp_path):
+    plain = tmp_path / "code.py"
+    plain.write_text("def f():\n    return 1\n", encoding="utf-8")
+    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
+    done = RUNNER.invoke(align_app, ["check", *pair, str(plain)])
+    assert done.output.count("correct_chunks") == 2, "correct and incorrect chunks"
+    assert "total" not in done.output
 
 
 def test_align_check_counts_decomposed_text_with_a_composing_teacher(tmp_path):
