@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -30,12 +30,17 @@ def free_port() -> int:
         return port
 
 
-def start_queue(address: Address, *arguments: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+def start_queue(
+    address: Address,
+    *arguments: str,
+    stderr: IO[bytes] | None = None,
+    preexec_fn: Callable[[], None] | None = None,
+) -> subprocess.Popen[bytes]:
     """Start a queue at an address, its log going to `stderr`; returns once it answers."""
     command = [sys.executable, "-m", "services.cli", "queue", "--bind", address.url, *arguments]
     if address.token_file is not None:
         command += ["--token-file", str(address.token_file)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=stderr)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, preexec_fn=preexec_fn)
     deadline = time.monotonic() + UP_S
     ready = address.ipc_path or address.token_file
     while ready is not None and not ready.exists() and time.monotonic() < deadline:

@@ -55,6 +55,7 @@ def reasons(client: TaskClient) -> None:
         client.ask(request, m.Rewound)
 
 
+SLOW = pytest.mark.slow
 ATTACKS: dict[str, tuple[Account, Callable[[TaskClient], None]]] = {
     "rows": ("samples", rows_without_bytes),
     "documents": ("partitions", documents),
@@ -62,7 +63,7 @@ ATTACKS: dict[str, tuple[Account, Callable[[TaskClient], None]]] = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", ["rows", pytest.param("documents", marks=SLOW), pytest.param("reasons", marks=SLOW)])
 def test_bookkeeping_is_bounded(short_tmp: Path, attack: str, record_property: pytest.RecordProperty) -> None:
     account, run = ATTACKS[attack]
     address = ipc_address(short_tmp / f"b-{attack}")
@@ -80,6 +81,7 @@ def test_bookkeeping_is_bounded(short_tmp: Path, attack: str, record_property: p
     assert grown < bound
 
 
+@pytest.mark.slow
 def test_waiting_requests_and_kept_replies_are_bounded(short_tmp: Path) -> None:
     """The client whose requests take most is answered `empty` early; other clients' wait on."""
     address = ipc_address(short_tmp / "b-waiting")

@@ -15,6 +15,7 @@ import pytest
 
 from tests.contract import reference_client
 from xtoken_core.wire import CODES, decode_reply, decode_request, encode, messages, unpack_columns
+from xtoken_core.wire.bounds import BOUNDS
 
 PROTO = Path(__file__).parents[2] / "proto"
 MADE = runpy.run_path(str(PROTO / "generate.py"))
@@ -56,6 +57,12 @@ def test_the_document_names_every_field() -> None:
     fields = {field.encode_name for kind in kinds for field in msgspec.structs.fields(kind)}
     quoted = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", README))))
     assert sorted(fields - quoted) == []
+
+
+def test_the_document_lists_every_bound() -> None:
+    table = re.findall(r"^\| `([a-z_]+)` \| ([0-9,]+) \|", README, re.MULTILINE)
+    listed = {name: int(value.replace(",", "")) for name, value in table}
+    assert listed == BOUNDS
 
 
 @pytest.mark.parametrize("name", GOLDEN)

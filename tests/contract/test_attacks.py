@@ -1,0 +1,169 @@
+"""An authenticated peer, or one without a token, that tries to stop a queue: other clients are served meanwhile."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.contract.attacker import Attacker
+from tests.contract.peers import Place, ints
+from tests.contract.processes import ROOT, free_port, ipc_address, queue_process, start_queue, tcp_address
+from tests.contract.test_transport import dealer
+from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.zmq_transport import ZmqTransport
+from xtoken_core.errors import QueueUnreachableError
+from xtoken_core.wire import messages as m
+from xtoken_core.wire.bounds import MAX_FRAMES, MAX_IDS
+
+LONGEST_WAIT_S = 5.0
+"""Of an honest request, on a machine that does other work too."""
+
+
+@contextmanager
+def honest_client(peer: Any) -> Iterator[list[float]]:
+    """A client that puts sample after sample; yields how long each has taken."""
+    waits: list[float] = []
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            start = time.monotonic()
+            peer.call("put", partition="honest", ids=[len(waits)], columns={"x": ints([1])})
+            waits.append(time.monotonic() - start)
+
+    peer.call("open", partition="honest", tasks=[{"name": "a", "requires": ["x"]}])
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield waits
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [pytest.param(MAX_FRAMES + 1, marks=pytest.mark.slow), 1_500_000],
+    ids=["one-too-many", "endless"],
+)
+def test_a_message_of_too_many_frames_is_dropped(short_tmp: Path, frames: int) -> None:
+    address = ipc_address(short_tmp / f"frames-{frames}")
+    with queue_process(address) as started:
+        place = Place("library", address=address)
+        before = psutil.Process(started.pid).memory_info().rss
+        with honest_client(place.worker()) as waits:
+            attacker = Attacker(address)
+            with suppress(OSError):
+                attacker.socket.sendall(b"\x01\x00" * (frames - 1) + b"\x00\x00")
+            assert attacker.cut(30.0)
+            count = len(waits)
+            deadline = time.monotonic() + 30
+            while len(waits) < count + 20:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert max(waits) < LONGEST_WAIT_S
+        assert psutil.Process(started.pid).memory_info().rss - before < 400 << 20
+        attacker.close()
+        place.leave()
+
+
+@pytest.mark.slow
+def test_claims_of_many_ids_delay_no_other_client(short_tmp: Path) -> None:
+    """They wait for their first missing id, and the signal to stop is obeyed while they are retried."""
+    address = ipc_address(short_tmp / "claims")
+    with queue_process(address, "--memory-limit", str(4 << 30)) as started, dealer(address) as bare:
+        place = Place("library", address=address)
+        client: TaskClient = place.worker().client
+        client.open("p", [m.TaskDef(name="a", requires=["x", "y"], order="by_id")])
+        ids = list(range(MAX_IDS))
+        column = ints(*([1] for _ in ids))
+        place.worker().call("put", partition="p", ids=ids, columns={"x": column})
+        for number in range(40):
+            claim = m.Claim(id=f"c{number}", session=client.session, partition="p", task="a", ids=ids, wait_s=60.0)
+            bare.send(m.encode(claim))
+        waits = []
+        for i in range(40):
+            start = time.monotonic()
+            place.worker().call("put", partition="p", ids=[i], columns={"y": ints([1])})
+            waits.append(time.monotonic() - start)
+        assert client.stats()["waiting"] == 40
+        assert max(waits) < LONGEST_WAIT_S
+        start = time.monotonic()
+        started.send_signal(signal.SIGTERM)
+        started.wait(30)
+        assert time.monotonic() - start < LONGEST_WAIT_S
+
+
+@pytest.mark.parametrize("transport", [pytest.param("tcp", marks=pytest.mark.slow), "ipc"])
+def test_connections_without_a_handshake_shut_no_client_out(short_tmp: Path, transport: str) -> None:
+    """The queue may have 256 descriptors and is offered 400 connections; it starts with a soft limit of 64."""
+    directory = short_tmp / f"many-{transport}"
+    directory.mkdir(mode=0o700)
+    address = (tcp_address if transport == "tcp" else ipc_address)(directory)
+    started = start_queue(address, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256)))
+    try:
+        with ExitStack() as held:
+            for _ in range(400):
+                held.enter_context(suppress(OSError))
+                held.enter_context(_connected(address))
+            place = Place("library", address=address)
+            begin = time.monotonic()
+            assert place.worker().call("stats")["document"]
+            assert time.monotonic() - begin < LONGEST_WAIT_S
+            assert psutil.Process(started.pid).num_fds() < 256
+            place.leave()
+    finally:
+        started.terminate()
+        assert started.wait(30) == 0
+
+
+def _connected(address: Address) -> socket.socket:
+    if address.ipc_path is not None:
+        made = socket.socket(socket.AF_UNIX)
+        made.settimeout(5)
+        made.connect(str(address.ipc_path))
+        return made
+    host, port = address.url.removeprefix("tcp://").rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=5)
+
+
+def test_the_memory_guard_needs_no_descriptor() -> None:
+    source = (
+        "import os, resource\n"
+        "from services.queue.memory import resident_bytes\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
+        "before, held = resident_bytes(), []\n"
+        "try:\n"
+        "    while True: held.append(os.open('/dev/null', os.O_RDONLY))\n"
+        "except OSError: pass\n"
+        "data = b'1' * (64 << 20)\n"
+        "print(resident_bytes() - before > 32 << 20)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_wrong_token_is_answered_at_once(short_tmp: Path) -> None:
+    directory = short_tmp / "wrong"
+    directory.mkdir(mode=0o700)
+    address = Address.parse(f"tcp://127.0.0.1:{free_port()}", directory / "token")
+    with queue_process(address):
+        (directory / "other").write_text("another token\n")
+        (directory / "other").chmod(0o600)
+        with pytest.raises(QueueUnreachableError, match="refuses this client"):
+            TaskClient(ZmqTransport(Address.parse(address.url, directory / "other"), patience_s=2.0)).hello(
+                "w", "r", incarnation=1
+            )
