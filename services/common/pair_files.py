@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES, LossMode
@@ -15,6 +16,7 @@ from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind, user_c
 
 log = logging.getLogger("xtoken.pairs")
 
+POLL_S = 0.2
 BUILDER = "services.common.build_pair_file"
 
 
@@ -30,14 +32,24 @@ def cache_of(spec: RunSpec) -> PairCache:
 
     The output is taken on a Ray cluster, where every node sees it, and where the user's cache cannot be written.
     """
-    own = user_cache()
+    try:
+        own = user_cache()
+    except RuntimeError:  # no home directory
+        return PairCache(spec.output / "cache")
     if spec.workers.launcher == "ray" or not _writable(own):
         return PairCache(spec.output / "cache")
     return PairCache(own)
 
 
 def pair_file(
-    cache: PairCache, kind: PairKind, student: Path, teacher: Path, fingerprints: tuple[str, str], what: str
+    cache: PairCache,
+    kind: PairKind,
+    student: Path,
+    teacher: Path,
+    fingerprints: tuple[str, str],
+    what: str,
+    *,
+    progress: Callable[[], None] = lambda: None,
 ) -> Path:
     """Return the file about two tokenizers, built first if there is none.
 
@@ -48,6 +60,7 @@ def pair_file(
         teacher: Directory of the teacher's.
         fingerprints: Those of the two tokenizers.
         what: Name of the teacher for messages.
+        progress: Called several times a second while it is built; it may raise to stop.
 
     Raises:
         InputError: It cannot be built; the text has the reason.
@@ -56,15 +69,33 @@ def pair_file(
     def build(path: Path) -> None:
         log.info("building the %s of the student's and %s's tokenizer: %s", NAMES[kind], what, path)
         command = [sys.executable, "-m", BUILDER, kind, str(student), str(teacher), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            last = done.stderr.strip().splitlines()[-1:] or [f"it ended with status {done.returncode}"]
+        status, errors = _run(command, progress)
+        if status != 0:
+            last = errors.strip().splitlines()[-1:] or [f"it ended with status {status}"]
             raise InputError(
                 f"cannot build the {NAMES[kind]} of the student's and {what}'s tokenizer: "
                 f"{last[0].removeprefix('error: ')}"
             )
 
     return cache.file(kind, fingerprints, build)
+
+
+def _run(command: list[str], progress: Callable[[], None]) -> tuple[int, str]:
+    """Return the exit status and the standard error of a program, which is killed if `progress` raises."""
+    child = subprocess.Popen(  # a session of its own: Ctrl+C reaches this process, which decides
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        while True:
+            try:
+                _, errors = child.communicate(timeout=POLL_S)
+                return child.returncode, errors
+            except subprocess.TimeoutExpired:
+                progress()
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
 
 
 def _writable(directory: Path) -> bool:

@@ -38,7 +38,8 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
 
     Args:
         spec: The run.
-        progress: Called while the training text is indexed for the first time, with bytes read and total bytes.
+        progress: Called while the training text is indexed for the first time, with bytes read and total bytes, and
+            with zeros while a file about two tokenizers is built. It may raise to stop.
 
     Raises:
         InputError: A file is missing, unreadable or does not fit the others.
@@ -64,7 +65,8 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     positions = spec.data.epochs * records
     if spec.train.max_steps is not None:
         positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
-    pair_files = tuple(_pair_file(spec, number, student, files) for number, files in enumerate(teachers))
+    stop_point = (lambda: progress(0, 0)) if progress else (lambda: None)
+    pair_files = tuple(_pair_file(spec, number, student, files, stop_point) for number, files in enumerate(teachers))
     resolved = ResolvedRun(
         spec=spec,
         student=student,
@@ -99,7 +101,9 @@ def _check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[Re
         raise ConfigError(f"loss: {error}") from error
 
 
-def _pair_file(spec: RunSpec, number: int, student: ResolvedModel, files: ResolvedModel) -> Path | None:
+def _pair_file(
+    spec: RunSpec, number: int, student: ResolvedModel, files: ResolvedModel, progress: Callable[[], None]
+) -> Path | None:
     """Return the file that a teacher's loss reads about the two tokenizers, built first if need be; None: none."""
     teacher, kind = spec.teacher[number], kind_of(spec.loss.mode_of(number))
     if teacher.projection is not None and kind != "chain":
@@ -108,7 +112,7 @@ def _pair_file(spec: RunSpec, number: int, student: ResolvedModel, files: Resolv
     if kind is None or (teacher.projection is None and fingerprints[0] == fingerprints[1]):
         return None
     directories = spec.student.tokenizer_dir, teacher.tokenizer_dir
-    return pair_file(cache_of(spec), kind, *directories, fingerprints, f"teacher {number}")
+    return pair_file(cache_of(spec), kind, *directories, fingerprints, f"teacher {number}", progress=progress)
 
 
 def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from xtoken_core.chain.tables import ChainTables, SideTable
 from xtoken_core.losses.chain_events import PARTS, Inner, SideTokens, Starts, find_inner, find_starts, lay_out
 from xtoken_core.losses.chain_live import live_mask
+from xtoken_core.losses.chain_teacher import TeacherRows, TeacherSlice, TopKTeacher
 from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids, whole_chunks
 
 BLOCK_BYTES = 1 << 28
@@ -71,7 +72,7 @@ class ChainBatch:
 
 def chain_divergence(
     student_logits: Float[Tensor, "B T_s V_s"],
-    teacher_logits: Float[Tensor, "B T_t V_t"],
+    teacher_logits: Float[Tensor, "B T_t V_t"] | TopKTeacher,
     batch: ChainBatch,
     tables: ChainTables,
     options: ChainOptions | None = None,
@@ -85,11 +86,11 @@ def chain_divergence(
 
     Args:
         student_logits: Cut to the student's vocabulary.
-        teacher_logits: Cut to the teacher's vocabulary; no gradient.
+        teacher_logits: Cut to the teacher's vocabulary, or its largest probabilities; no gradient.
         batch: Tokens and chunks.
         tables: Tables of the two tokenizers, on the logits' device.
         options: Terms to include; None: the defaults.
-        temperature: Divides both sides' logits.
+        temperature: Divides both sides' logits; not the log-probabilities of a top-k teacher.
         block_bytes: Memory limit of the rows that are computed together, in bytes.
 
     Returns:
@@ -128,7 +129,7 @@ def side_tokens(ids: Int[Tensor, "B T"], chunk_id: Int[Tensor, "B T"], usable: B
 
 def chain_parts(
     student_logits: Float[Tensor, "B T_s V_s"],
-    teacher_logits: Float[Tensor, "B T_t V_t"],
+    teacher_logits: Float[Tensor, "B T_t V_t"] | TopKTeacher,
     sides: tuple[SideTokens, SideTokens],
     max_chunks: int,
     tables: ChainTables,
@@ -141,22 +142,22 @@ def chain_parts(
 
     Args:
         student_logits: Cut to the student's vocabulary.
-        teacher_logits: Cut to the teacher's vocabulary; no gradient.
+        teacher_logits: Cut to the teacher's vocabulary, or its largest probabilities; no gradient.
         sides: The student's and the teacher's tokens.
         max_chunks: `P`.
         tables: Tables of the two tokenizers, on the logits' device.
         options: Terms to include; None: the defaults.
-        temperature: Divides both sides' logits.
+        temperature: Divides both sides' logits; not the log-probabilities of a top-k teacher.
         block_bytes: Memory limit of the rows that are computed together, in bytes.
 
     Returns:
         float32, or float64 for such logits.
     """
     terms = find_terms(sides, max_chunks, tables, options or ChainOptions())
-    student, teacher = student_logits.flatten(0, 1), teacher_logits.detach().flatten(0, 1)
+    student, teacher = student_logits.flatten(0, 1), TeacherRows(teacher_logits, temperature)
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     # Both sides' rows, and as much again for their sums by class.
-    size = max(1, block_bytes // (8 * (student.shape[1] + teacher.shape[1] + 2 * tables.classes)))
+    size = max(1, block_bytes // (8 * (student.shape[1] + teacher.width + 2 * tables.classes)))
     chunks = student_logits.shape[0] * max_chunks
     blocks: list[_Block] = []
     for events, term in terms:
@@ -168,8 +169,8 @@ def chain_parts(
     return values.view(len(PARTS), student_logits.shape[0], max_chunks)
 
 
-Term = Callable[[Any, Tensor, Tensor], Tensor]
-"""Values `[E]` of `E` events from the student's and the teacher's logits at their rows, `[E, V_s]` and `[E, V_t]`."""
+Term = Callable[[Any, Tensor, TeacherSlice], Tensor]
+"""Values `[E]` of `E` events from the student's logits `[E, V_s]` and the teacher's rows."""
 
 
 def find_terms(
@@ -182,14 +183,16 @@ def find_terms(
     inside_student = find_inner(layouts[0], layouts[1], tables.student, **flags, learns=True)
     inside_teacher = find_inner(layouts[1], layouts[0], tables.teacher, **flags, learns=False).swapped()
     return (
-        (starts, lambda block, s, t: start_values(s, t, block, tables, conditioning=options.conditioning)),
+        (starts, lambda block, s, t: start_values(s, t.logits, block, tables, options.conditioning, t.tail)),
         (
             inside_student,
-            lambda block, s, t: inner_values(s, t, block, tables.student, tables.teacher, tables.classes, True),
+            lambda block, s, t: inner_values(
+                s, t.logits, block, tables.student, tables.teacher, tables.classes, True, t.tail
+            ),
         ),
         (
             inside_teacher,
-            lambda block, s, t: inner_values(t, s, block, tables.teacher, tables.student, tables.classes, False),
+            lambda block, s, t: inner_values(t.logits, s, block, tables.teacher, tables.student, tables.classes, False),
         ),
     )
 
@@ -199,10 +202,20 @@ def start_values(
     teacher_logits: Float[Tensor, "E V_t"],
     starts: Starts,
     tables: ChainTables,
-    *,
     conditioning: bool,
+    tail: Float[Tensor, " E"] | None = None,
 ) -> Float[Tensor, " E"]:
-    """Compute the KL of the next-token distributions by root, each over the tokens that can follow the other's cut."""
+    """Compute the KL of the next-token distributions by root, each over the tokens that can follow the other's cut.
+
+    Args:
+        student_logits: The student's rows.
+        teacher_logits: The teacher's rows; log-probabilities if there is a tail.
+        starts: The events.
+        tables: Tables of the two tokenizers.
+        conditioning: Leave out tokens that cannot follow the other side's cut.
+        tail: Mass of the teacher's tokens that are not listed (-inf). It is compared with the classes of which no token
+            is listed, and taken to be able to follow.
+    """
     C = tables.classes
     sums, reached = [], []
     sides = (
@@ -215,11 +228,23 @@ def start_values(
         if conditioning:
             live = live_mask(side.live, before) | ~starts.at_cut.unsqueeze(1)
             live.scatter_(1, token.unsqueeze(1), True)  # the text's own token can follow: it does
-        probabilities = torch.softmax(logits.masked_fill(~live, -torch.inf), dim=1)  # [E, V]
-        probabilities = torch.where(live, probabilities, 0.0)
+        if tail is not None and side is tables.teacher:
+            live = live & torch.isfinite(logits)
+            probabilities = torch.where(live, logits.exp(), 0.0)
+            total = (probabilities.sum(1) + tail).clamp(min=torch.finfo(tail.dtype).tiny)
+            probabilities = probabilities / total.unsqueeze(1)
+        else:
+            probabilities = torch.softmax(logits.masked_fill(~live, -torch.inf), dim=1)  # [E, V]
+            probabilities = torch.where(live, probabilities, 0.0)
         sums.append(probabilities.new_zeros(len(logits), C + 1).scatter_add(1, root, probabilities))
         reached.append(torch.zeros_like(sums[-1]).scatter_add_(1, root, live.to(logits.dtype)) > 0)
-    return restricted_kl(sums[1], sums[0], reached[0])
+    if tail is None:
+        return restricted_kl(sums[1], sums[0], reached[0])
+    unlisted = ~reached[1]
+    p = torch.cat([sums[1], (1 - sums[1].sum(1, keepdim=True)).clamp(min=0.0)], 1)
+    q = torch.cat([sums[0], (sums[0] * unlisted).sum(1, keepdim=True)], 1)
+    alive = torch.cat([reached[0] & reached[1], (reached[0] & unlisted).any(1, keepdim=True)], 1)
+    return restricted_kl(p, q, alive)
 
 
 def inner_values(
@@ -230,6 +255,7 @@ def inner_values(
     other: SideTable,
     classes: int,
     holder_is_student: bool,
+    tail: Float[Tensor, " E"] | None = None,
 ) -> Float[Tensor, " E"]:
     """Compute the KL at nodes inside tokens of one side, the holder; the other side is at its fresh token.
 
@@ -241,6 +267,8 @@ def inner_values(
         other: The other side's.
         classes: Root classes.
         holder_is_student: Whether the holder is the side that learns.
+        tail: Mass of the other side's tokens that are not listed (-inf), which holds log-probabilities then. It is
+            compared with "ends here" and the classes of which no token is listed.
     """
     E, to = len(inner.node), torch.int64
     slots = (side.slot_start[inner.node + 1] - side.slot_start[inner.node]).to(to)
@@ -251,7 +279,7 @@ def inner_values(
     of_slot = base[owner] + side.member_slot[member].to(to) - side.slot_start[inner.node].to(to)[owner]
     chosen = holder_logits[owner, side.member[member].to(to)]
     held = chosen.new_zeros(len(slot)).index_add(0, of_slot, _ragged_softmax(chosen, owner, E))
-    by_root = torch.softmax(other_logits, dim=1)
+    by_root = torch.softmax(other_logits, dim=1) if tail is None else other_logits.exp()
     by_root = by_root.new_zeros(E, classes + 2).scatter_add(1, other.root.to(to).expand(by_root.shape), by_root)
     cls = side.slot_class[slot].to(to)
     ends = cls < 0
@@ -259,6 +287,13 @@ def inner_values(
     named[event, torch.where(ends, classes + 1, cls)] = True  # the last column stands for "ends here" and is empty
     rest = by_root.masked_fill(named, 0.0).sum(1)
     fresh = torch.where(ends, rest[event], by_root[event, cls.clamp(min=0)])
+    if tail is not None:
+        open_ = ends | (fresh == 0)  # slots that may hold tokens of the tail, taken together as one more slot per event
+        together = [each.new_zeros(E).index_add(0, event, torch.where(open_, each, 0.0)) for each in (fresh, held)]
+        some = torch.zeros_like(tail).index_add(0, event, open_.to(tail.dtype)) > 0
+        fresh = torch.cat([torch.where(open_, 0.0, fresh), together[0] + torch.where(some, tail, 0.0)])
+        held = torch.cat([torch.where(open_, 0.0, held), together[1]])
+        event = torch.cat([event, torch.arange(E, device=event.device)])
     return _ragged_kl(fresh, held, event, E) if holder_is_student else _ragged_kl(held, fresh, event, E)
 
 
@@ -307,13 +342,19 @@ class _Block:
     """Some events of one kind, and their values as a function of the student's rows alone."""
 
     def __init__(
-        self, events: Starts | Inner, index: Tensor, term: Term, teacher: Tensor, temperature: float, dtype: torch.dtype
+        self,
+        events: Starts | Inner,
+        index: Tensor,
+        term: Term,
+        teacher: TeacherRows,
+        temperature: float,
+        dtype: torch.dtype,
     ) -> None:
         self.events, self.index, self._term, self._teacher = events, index, term, teacher
         self._temperature, self._dtype = temperature, dtype
 
     def __call__(self, student_rows: Float[Tensor, "E V_s"]) -> Float[Tensor, " E"]:
-        teacher_rows = self._teacher[self.events.teacher_row].to(self._dtype) / self._temperature
+        teacher_rows = self._teacher.at(self.events.teacher_row, self._dtype)
         return self._term(self.events, student_rows.to(self._dtype) / self._temperature, teacher_rows)
 
 

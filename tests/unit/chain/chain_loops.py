@@ -70,10 +70,12 @@ def classes(pair, k, probabilities, tokens):
     return mass
 
 
-def conditional(logits, tokens):
-    """The softmax over some tokens: `{token: probability}`."""
+def conditional(logits, tokens, tail=None):
+    """The softmax over some tokens: `{token: probability}`; with a tail, of log-probabilities and this mass."""
     tokens = sorted(tokens)
     values = logits[tokens]
+    if tail is not None:
+        return dict(zip(tokens, values.exp() / (values.exp().sum() + tail).clamp(min=FLOOR), strict=True))
     weights = torch.exp(values - values.max()) if torch.isfinite(values.max()) else torch.exp(values)
     total = weights.sum()
     return dict(zip(tokens, weights / total.clamp(min=FLOOR), strict=True))
@@ -94,17 +96,34 @@ def divergence(p, q):
     return value
 
 
-def start_term(pair, logits, tokens, before, options):
+def with_rest(p, q, rest, free):
+    """Both sides with the classes that may hold the teacher's tail as one: `free`, and those without listed tokens."""
+    zero = torch.zeros((), dtype=torch.float64)
+    together = {c for c in q if c in free or float(p.get(c, zero)) == 0}
+    named = {c: value for c, value in q.items() if c not in together}
+    if not together:
+        return p, named
+    mass = rest + sum((p[c] for c in together if c in p), zero)
+    return {**p, "rest": mass}, {**named, "rest": sum((q[c] for c in together), zero)}
+
+
+def start_term(pair, logits, tokens, before, options, tail=None):
     mass = []
     for k in (S, T):
         live = set(range(len(pair.sides[k].vocab)))
         if options.conditioning and before is not None and not pair.identical:
             live = set(pair.live(k, before[1 - k])) | {tokens[k]}
+        if k == T and tail is not None:
+            live = {x for x in live if torch.isfinite(logits[T][x])}
+            mass.append(classes(pair, T, conditional(logits[T], live, tail), live))
+            continue
         mass.append(classes(pair, k, conditional(logits[k], live), live))
+    if tail is not None:
+        return divergence(*with_rest(mass[T], mass[S], 1 - sum(mass[T].values()), ()))
     return divergence(mass[T], mass[S])
 
 
-def inner_term(pair, holder, path, logits):
+def inner_term(pair, holder, path, logits, tail=None):
     """After the other side's tokens `path`, inside (or after) a token of the holder that begins with them."""
     other = 1 - holder
     vocabulary = range(len(pair.sides[holder].vocab))
@@ -120,15 +139,18 @@ def inner_term(pair, holder, path, logits):
     for x, probability in conditional(logits[holder], members).items():
         held[next_class(x)] = held[next_class(x)] + probability
     everything = range(len(pair.sides[other].vocab))
-    by_root = classes(pair, other, conditional(logits[other], everything), everything)
+    row = logits[other].exp() if tail is not None and other == T else conditional(logits[other], everything)
+    by_root = classes(pair, other, row, everything)
     zero = torch.zeros((), dtype=torch.float64)
     fresh = {c: by_root.get(c, zero) for c in held}
     if "ends here" in held:
         fresh["ends here"] = sum((mass for c, mass in by_root.items() if c not in held), zero)
+    if tail is not None and holder == S:
+        return divergence(*with_rest(fresh, held, tail, {"ends here"}))
     return divergence(fresh, held) if holder == S else divergence(held, fresh)
 
 
-def sample_divergence(pair, logits, ids, chunk_ids, usable, options):
+def sample_divergence(pair, logits, ids, chunk_ids, usable, options, tails=None):
     """Values of one sample's chunks.
 
     Args:
@@ -136,6 +158,7 @@ def sample_divergence(pair, logits, ids, chunk_ids, usable, options):
         ids: Lists of tokens.
         chunk_ids: Lists of chunk numbers, -1 = none.
         usable: Which chunks count.
+        tails: Of a top-k teacher, whose logits are log-probabilities, the mass that is missing at each position.
     """
     values = []
     for c, counts in enumerate(usable):
@@ -148,7 +171,12 @@ def sample_divergence(pair, logits, ids, chunk_ids, usable, options):
         cut = before[S] == before[T] >= 0
         last = [ids[k][at[k][0] - 1] for k in (S, T)] if cut else None
         value = value + start_term(
-            pair, [logits[k][at[k][0] - 1] for k in (S, T)], [ids[k][at[k][0]] for k in (S, T)], last, options
+            pair,
+            [logits[k][at[k][0] - 1] for k in (S, T)],
+            [ids[k][at[k][0]] for k in (S, T)],
+            last,
+            options,
+            None if tails is None else tails[at[T][0] - 1],
         )
         for holder in (S, T):
             other = 1 - holder
@@ -163,6 +191,7 @@ def sample_divergence(pair, logits, ids, chunk_ids, usable, options):
                     continue
                 rows = [None, None]
                 rows[holder], rows[other] = logits[holder][at[holder][0] - 1], logits[other][at[other][n - 1]]
-                value = value + inner_term(pair, holder, path, rows)
+                tail = tails[at[T][n - 1]] if tails is not None and holder == S else None
+                value = value + inner_term(pair, holder, path, rows, tail)
         values.append(value)
     return torch.stack(values)

@@ -11,6 +11,7 @@ from xtoken_core.alignment import TokenAligner
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
+from xtoken_core.losses.chain_teacher import TopKTeacher
 
 CHARACTERS = "ab1 éあ"
 ALPHABET = CHARACTERS.encode()
@@ -64,7 +65,7 @@ def random_logits(seed, batch, student, teacher, scale=3.0):
     return student_logits.requires_grad_(), teacher_logits
 
 
-def by_loops(student, teacher, batch, logits, chosen):
+def by_loops(student, teacher, batch, logits, chosen, tails=None):
     pair = Pair(student, teacher)
     flags = Options(chosen.conditioning, chosen.end_terms, chosen.bare_space)
     rows = [
@@ -75,18 +76,27 @@ def by_loops(student, teacher, batch, logits, chosen):
             [batch.student_chunk_id[b].tolist(), batch.teacher_chunk_id[b].tolist()],
             batch.usable[b].tolist(),
             flags,
+            None if tails is None else tails[b],
         )
         for b in range(len(batch.usable))
     ]
     return torch.stack(rows)
 
 
-def compare(student, teacher, documents, chosen, seed):
+def largest(logits, k):
+    """The k largest log-probabilities, the same as rows with -inf elsewhere, and the mass that is missing."""
+    log_probs, ids = logits.log_softmax(-1).topk(k)
+    rows = torch.full_like(logits, -torch.inf).scatter(-1, ids, log_probs)
+    return TopKTeacher(ids, log_probs, logits.shape[-1]), rows, 1 - log_probs.exp().sum(-1)
+
+
+def compare(student, teacher, documents, chosen, seed, k=None):
     batch = batch_of(student, teacher, documents)
     logits = random_logits(seed, batch, student, teacher)
     tables = ChainTables.of(build_tables(student.fast, teacher.fast))
-    ours = chain_divergence(*logits, batch, tables, chosen, block_bytes=1 << 14)
-    theirs = by_loops(student, teacher, batch, logits, chosen)
+    given, rows, tails = (logits[1], logits[1], None) if k is None else largest(logits[1], k)
+    ours = chain_divergence(logits[0], given, batch, tables, chosen, block_bytes=1 << 14)
+    theirs = by_loops(student, teacher, batch, (logits[0], rows), chosen, tails)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     weights = torch.rand(ours.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     gradients = [torch.autograd.grad((weights * values).sum(), logits[0])[0] for values in (ours, theirs)]
@@ -110,3 +120,20 @@ def test_equals_loops(student, teacher, documents, chosen, seed):
 @CASES
 def test_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed)
+
+
+@settings(QUICK, max_examples=15)
+@CASES
+def test_largest_probabilities_of_the_teacher_equal_loops(student, teacher, documents, chosen, seed):
+    compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab))
+
+
+@settings(QUICK, max_examples=5)
+@CASES
+def test_all_probabilities_of_the_teacher_equal_its_logits(student, teacher, documents, chosen, seed):
+    batch = batch_of(student, teacher, documents)
+    student_logits, z_t = random_logits(seed, batch, student, teacher)
+    tables = ChainTables.of(build_tables(student.fast, teacher.fast))
+    listed, *_ = largest(z_t, len(teacher.vocab))
+    values = [chain_divergence(student_logits, given, batch, tables, chosen) for given in (z_t, listed)]
+    torch.testing.assert_close(*values, rtol=1e-9, atol=1e-9)

@@ -97,6 +97,7 @@ def test_help_loads_nothing_heavy() -> None:
         "control",
         "align",
         "projection",
+        "chain",
         "version",
     ):
         assert f"\n  {command} " in done.stdout

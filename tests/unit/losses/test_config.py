@@ -98,3 +98,9 @@ def test_public_names_without_a_mode_mean_the_public_method_whatever_the_default
     assert Later.model_validate({name: values.get(name, True)}).mode == ("gold" if name == "gold_loss" else "p_kl")
     assert Later.model_validate({"mode": "chain", "vocab_topk": 64}).mode == "chain"
     assert LossConfig().mode == "p_kl"
+
+
+def test_chain_may_be_set_where_every_teacher_has_the_students_tokenizer():
+    LossConfig(mode="chain").check_teachers([1.0], [True])
+    with pytest.raises(ValueError, match="used by no teacher"):
+        LossConfig(mode="gold").check_teachers([1.0], [True])
