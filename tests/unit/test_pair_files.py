@@ -19,6 +19,7 @@ def test_files_of_the_modes() -> None:
     projection, nothing = "projection", None
     assert {mode: kind_of(mode) for mode in get_args(LossMode)} == {
         "p_kl": projection, "gold": projection, "h_kl": projection, "uld": nothing, "alm": nothing, "chain": "chain",
+        "custom": nothing,
     }  # fmt: skip
 
 
