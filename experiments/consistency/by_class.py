@@ -23,9 +23,9 @@ from xtoken_core.losses.gold import GoldLoss, HKLLoss, ULDLoss
 from xtoken_core.losses.p_kl import PKLLoss
 from xtoken_core.projection import build_projection
 
-HEAVIEST = 4000
+HEAVIEST = 2000
 """Distinct chunks, the most frequent ones, over which value and gradient at the truth are expected."""
-SAMPLE = 1024
+SAMPLE = 512
 """Chunks drawn for each step of descent."""
 CLASSES: dict[str, tuple[type[ChunkLoss], dict[str, Any]]] = {
     "P-KL, log_prob": (PKLLoss, {"vocab_topk": None}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,14 @@ class World:
     sides: tuple[Side, Side]
     chunks: dict[tuple[Key, tuple[Rows, Rows], tuple[Rows, Rows]], float]
     starts: dict[tuple[Key, Pair, Pair, Pair], float]
+
+    @cached_property
+    def rates(self) -> dict[Key, float]:
+        """Rate of each class of chunks."""
+        total: dict[Key, float] = defaultdict(float)
+        for (key, _, _), rate in self.chunks.items():
+            total[key] += rate
+        return total
 
 
 Rows = tuple[int, ...]

@@ -54,9 +54,8 @@ def _classes(values: Mapping[Any, Tensor]) -> dict[str, list[Tensor]]:
 
 def rate_of(world: World, name: str) -> float:
     """Return how many chunks of a class are met per unit of text."""
-    keys = {key for key, _, _ in world.chunks}
-    chosen = {key for key in keys if name == "all" or name == key[0] or CLASSES.get(name) == key[1]}
-    return sum(rate for (key, _, _), rate in world.chunks.items() if key in chosen)
+    rates = world.rates.items()
+    return sum(rate for key, rate in rates if name in ("all", key[0]) or CLASSES.get(name) == key[1])
 
 
 def descend(

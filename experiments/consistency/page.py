@@ -52,8 +52,12 @@ def render(results: Path = RESULTS) -> str:
 
 def _missing(files: list[dict[str, Any]], scale: str, world: int) -> list[str]:
     known = next((each["losses"] for each in files if (each["scale"], each["world"]) == (scale, world)), {})
-    left = [name for name in ORDER if name not in known]
+    left = [name for name in ORDER if not _is_whole(known.get(name, {}))]
     return ["every loss"] if len(left) == len(ORDER) else left
+
+
+def _is_whole(entry: Mapping[str, Any]) -> bool:
+    return "truth" in entry and "near" in entry
 
 
 def _section(found: Mapping[str, Any]) -> str:
@@ -74,7 +78,7 @@ def _section(found: Mapping[str, Any]) -> str:
         "|---" * (len(COLUMNS) + 5) + "|",
     ]
     for name in ORDER:
-        if name in found["losses"]:
+        if _is_whole(found["losses"].get(name, {})):
             lines.append(_row(name, found["losses"][name]))
     return "\n".join([*lines, ""])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -83,10 +84,11 @@ def make_source(words: int, numerals: int, seed: int, *, joined_lines: bool = Fa
 def sample_texts(source: Source, count: int, length: int, seed: int) -> list[list[int]]:
     """Draw texts as lists of units; each begins after a line's end."""
     rng, texts = random.Random(seed), []
+    cumulative = [list(accumulate(row)) for row in source.weight.tolist()]
     for _ in range(count):
         units, kind = [], KINDS.index("line")
         for _ in range(length):
-            (unit,) = rng.choices(range(len(source.units)), weights=source.weight[kind].tolist())
+            (unit,) = rng.choices(range(len(source.units)), cum_weights=cumulative[kind])
             units.append(unit)
             kind = int(source.kind[unit])
         texts.append(units)
