@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.common.allowed_paths import confined
+from services.common.packed_attention import NAME as PACKED
+from services.common.packed_attention import check_packing
 from services.common.vocabulary import first_line
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import ConfigError, InputError
@@ -66,6 +68,8 @@ def load_model(
     device: torch.device,
     directory: Path | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    packed: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model: only safetensors, never code from the directory.
 
@@ -75,9 +79,11 @@ def load_model(
         device: Device to load it to.
         directory: Directory, if not the spec's.
         dtype: Dtype of the weights, if not the spec's.
+        packed: It is to run on packed rows too.
 
     Raises:
         InputError: It cannot be loaded, or its head is narrower than the configuration says.
+        ConfigError: It mixes the samples of a packed row.
     """
     path = confined(directory or spec.model, f"the {what}'s model")
     check_model_directory(path)
@@ -88,10 +94,13 @@ def load_model(
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
+            attn_implementation=PACKED if packed else None,
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise InputError(f"cannot load the {what}'s model from {path}: {first_line(error)}") from error
     model.to(device)  # type: ignore[arg-type]  # the stub's decorator loses `self`
+    if packed:
+        check_packing(model, what)
     return model
 
 
