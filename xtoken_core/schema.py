@@ -68,6 +68,13 @@ TEACHER_HIDDEN = Field("teacher_hidden_states", "float32", "teacher", per_teache
 TEACHER_MAXIMA = Field("teacher_column_maxima", "float32", "sample", per_teacher=True)
 """Signal `queue`: the row's largest logit per column of the teacher's vocabulary, in its dtype. Volatile."""
 
+STUDENT_SAMPLE = Field("packed_sample", "int64", "student")
+"""Packed batches only: index of the sample that a student token belongs to."""
+TEACHER_SAMPLE = Field("teacher_packed_sample", "int64", "teacher", per_teacher=True)
+"""Packed batches only: likewise for a teacher's token."""
+PAIR_SAMPLE = Field("alignment_packed_sample", "int64", "pair", per_teacher=True)
+"""Packed batches only: likewise for a pair."""
+
 STUDENT_FIELDS = (INPUT_IDS, INPUT_LENGTHS, TOKEN_MASK, SAMPLE_MASK)
 TEACHER_FIELDS = (TEACHER_INPUT_IDS, TEACHER_INPUT_LENGTHS, TEACHER_TOKEN_MASK)
 ALIGNMENT_FIELDS = (
@@ -81,7 +88,16 @@ ALIGNMENT_FIELDS = (
 )
 
 
-PER_TEACHER = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS, TEACHER_LOGITS, TEACHER_HIDDEN, TEACHER_MAXIMA)
+PER_TEACHER = (
+    *TEACHER_FIELDS,
+    *ALIGNMENT_FIELDS,
+    KD_CHUNKS,
+    TEACHER_LOGITS,
+    TEACHER_HIDDEN,
+    TEACHER_MAXIMA,
+    TEACHER_SAMPLE,
+    PAIR_SAMPLE,
+)
 
 
 def field_name(field: Field, teacher: int | None = None) -> str:

@@ -25,7 +25,7 @@ from xtoken_core.losses.common import (
     partial_mean,
 )
 from xtoken_core.losses.lazy_logits import Logits, cut
-from xtoken_core.losses.masks import next_token_targets, predicted_ids
+from xtoken_core.losses.masks import SampleTokens, next_token_targets, predicted_ids
 from xtoken_core.ops import get_op
 
 
@@ -116,7 +116,7 @@ class Loss(ABC):
         """Reduce a divergence to this micro-batch's part of the step's mean, with its metrics.
 
         Args:
-            batch: A padded micro-batch.
+            batch: A padded or packed micro-batch.
             divergence: The result of `evaluate` over the whole micro-batch.
             denominator: The step's number of valid chunks (tokens if `per_token`); None: this micro-batch's.
         """
@@ -129,10 +129,11 @@ class Loss(ABC):
         """Return the teacher's alignment at predicting positions; None if the loss has no chunks."""
         return None
 
-    def tokens(self, batch: Mapping[str, Tensor]) -> tuple[Int[Tensor, "B T_t"], Int[Tensor, "B T_t"]]:
-        """Return the token ids that the teacher has read, and their mask."""
-        ids, mask = (schema.field_name(f, self.index) for f in (schema.TEACHER_INPUT_IDS, schema.TEACHER_TOKEN_MASK))
-        return batch[ids], batch[mask]
+    def tokens(self, batch: Mapping[str, Tensor]) -> SampleTokens:
+        """Return the tokens that the teacher has read."""
+        fields = (schema.TEACHER_INPUT_IDS, schema.TEACHER_TOKEN_MASK, schema.TEACHER_SAMPLE)
+        ids, mask, sample = (schema.field_name(field, self.index) for field in fields)
+        return SampleTokens(batch[ids], batch[mask], batch[schema.SAMPLE_MASK.name], batch.get(sample))
 
     def check_head(self, teacher_logits: Logits) -> None:
         """Refuse a head narrower than the vocabulary.
@@ -200,7 +201,7 @@ class ChunkLoss(Loss):
     def pairing(self, batch: Mapping[str, Tensor]) -> Pairing:
         """Return the chunk of every position on both sides."""
         chunks = self.chunks(batch)
-        targets = predicted_ids(self.tokens(batch)[0]) if self.reads_teacher_targets else None
+        targets = predicted_ids(self.tokens(batch).ids) if self.reads_teacher_targets else None
         return Pairing(
             next_token_targets(batch), targets, chunks.student_chunk_id, chunks.teacher_chunk_id, chunks.max_chunks
         )
@@ -216,7 +217,7 @@ class ChunkLoss(Loss):
         the chunks that it counts.
 
         Args:
-            batch: A padded micro-batch.
+            batch: A padded or packed micro-batch.
             divergence: `[B, P]` parts.
             denominator: The step's number of valid chunks; None: this micro-batch's.
         """

@@ -14,7 +14,7 @@ from xtoken_core import schema
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.errors import ConfigError
-from xtoken_core.losses.masks import compared_chunks, shifted_chunk_ids
+from xtoken_core.losses.masks import compared_chunks, of_samples, shifted_chunk_ids
 
 Scalar = int | float | Tensor
 """A denominator: a number, or a tensor without dimensions on the logits' device."""
@@ -71,7 +71,7 @@ class LossTeacher:
 
 @dataclass(frozen=True)
 class ChunkView:
-    """A teacher's alignment in a padded batch, moved to the predicting positions.
+    """A teacher's alignment in a batch, moved to the predicting positions.
 
     Attributes:
         student_chunk_id: int64 chunk of each student position, -1 = none.
@@ -95,7 +95,7 @@ class ChunkView:
         """Read one teacher's columns.
 
         Args:
-            batch: A padded batch.
+            batch: A padded or packed batch.
             teacher: The teacher's number.
             config: The run's loss settings.
             mode: The teacher's mode, which decides the chunks that are compared.
@@ -104,10 +104,17 @@ class ChunkView:
         of_teacher = batch[schema.field_name(schema.TEACHER_CHUNK_ID, teacher)]
         pair_valid = batch[schema.field_name(schema.PAIR_VALID, teacher)]
         pair_is_correct = batch[schema.field_name(schema.PAIR_IS_CORRECT, teacher)]
-        comparable = compared_chunks(student, of_teacher, pair_valid, pair_is_correct, config, mode)
-        unmasked = batch[schema.SAMPLE_MASK.name] > 0
-        shifted = shifted_chunk_ids(student), shifted_chunk_ids(of_teacher)
-        return cls(*shifted, comparable, comparable & unmasked.unsqueeze(1))
+        samples = (
+            batch.get(schema.STUDENT_SAMPLE.name),
+            batch.get(schema.field_name(schema.TEACHER_SAMPLE, teacher)),
+        )
+        alignment = student, of_teacher, pair_valid, pair_is_correct
+        comparable = compared_chunks(*alignment, config, mode, samples=samples)
+        unmasked = of_samples(
+            batch[schema.SAMPLE_MASK.name] > 0, batch.get(schema.field_name(schema.PAIR_SAMPLE, teacher))
+        )
+        shifted = shifted_chunk_ids(student, samples[0]), shifted_chunk_ids(of_teacher, samples[1])
+        return cls(*shifted, comparable, comparable & unmasked)
 
 
 class ReadTokens(NamedTuple):

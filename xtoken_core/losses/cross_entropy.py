@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from xtoken_core import schema
 from xtoken_core.losses.common import CE_EPSILON, Scalar
-from xtoken_core.losses.masks import next_token_mask
+from xtoken_core.losses.masks import student_tokens
 
 
 class CrossEntropy(NamedTuple):
@@ -35,12 +34,12 @@ def mean_over_tokens(
     """Compute this micro-batch's part of the step's mean over unmasked next tokens.
 
     Args:
-        batch: Holds `token_mask`, `sample_mask`.
+        batch: Holds `input_ids`, `token_mask`, `sample_mask`.
         losses: Nats at each position.
         hits: True where the position's first guess was right.
         global_valid_toks: The step's number of predictions; None: this micro-batch's.
     """
-    mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name])
+    mask = student_tokens(batch).next_weights()
     count = mask.sum() if global_valid_toks is None else global_valid_toks
     total = (torch.where(mask > 0, losses[:, :-1], 0.0) * mask).sum()
     return CrossEntropy(total / (count + CE_EPSILON), (hits[:, :-1] * mask).sum() / (count + CE_EPSILON))

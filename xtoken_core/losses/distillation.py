@@ -17,7 +17,7 @@ from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.chunked_head import ChunkedHead
 from xtoken_core.losses.common import LossTeacher, Scalar
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits
-from xtoken_core.losses.masks import next_token_mask
+from xtoken_core.losses.masks import student_tokens
 from xtoken_core.losses.objective import (
     ComparedTeacher,
     Denominators,
@@ -55,7 +55,7 @@ class CrossTokenizerDistillationLoss:
     - parts of the step's mean, to be **added** over micro-batches and ranks: `loss`, `kl_loss`, `ce_loss`,
       `accuracy`, and per teacher i `kl_loss_t{i}` (without its weight), `proj_accuracy_t{i}`, `chunk_mass_t{i}` (the
       teacher's mean mass per chunk), `kl_common_t{i}` and `l1_uncommon_t{i}` (without `T^2`);
-    - counts, to be **added**: `num_valid_samples` (rows, masked or not), `num_valid_pairs_t{i}` (P-KL),
+    - counts, to be **added**: `num_valid_samples` (samples, masked or not), `num_valid_pairs_t{i}` (P-KL),
       `num_valid_chunks_t{i}` (other chunk losses), `num_valid_toks_t{i}` (same tokenizer),
       `num_selected_chunks` (`select_teacher`);
     - ratios of the micro-batch, to be **averaged**: `kl_loss_scale` and `weight_t{i}`, both as applied.
@@ -126,7 +126,7 @@ class CrossTokenizerDistillationLoss:
         selection: Selection | None = None,
         blocks: TokenBlocks | None = None,
     ) -> tuple[Float[Tensor, ""], Metrics]:
-        """Compute the loss of one padded micro-batch.
+        """Compute the loss of one padded or packed micro-batch.
 
         The head of a student given as a `HeadProjection` is multiplied block by block, and the gradients of its hidden
         states and head are computed with the loss, so that it can be differentiated once. Dynamic scaling needs both
@@ -135,7 +135,8 @@ class CrossTokenizerDistillationLoss:
 
         Args:
             batch: The columns of `xtoken_core.schema` for this run's teachers; a single teacher's with or without its
-                number.
+                number. A packed one has its samples in one row (`B` is 1 but for the columns with one value per
+                sample), chunks numbered over all of it, and the columns `packed_sample`.
             student_logits: The student's whole head, any floating dtype: `[B, T_s, V_head]`, or a `HeadProjection`.
             teacher_logits: Each teacher's `[B, T_t, V_m]` or `HeadProjection`, in order; `[B, T_s, V_m]` with the
                 student's tokenizer.
@@ -207,7 +208,7 @@ class CrossTokenizerDistillationLoss:
         if any(loss.whole_samples for loss in self.losses):
             B, T = batch[schema.INPUT_IDS.name].shape
             return blocks_of_samples((B, T), extents, rows or self._block_rows, torch.device("cpu"))
-        mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]) > 0
+        mask = student_tokens(batch).next_weights() > 0
         needed = torch.cat([mask, mask.new_zeros(mask.shape[0], 1)], dim=1)
         return packed_blocks(needed, extents, rows or self._block_rows)
 
@@ -231,9 +232,8 @@ class CrossTokenizerDistillationLoss:
             teacher_logits: As for the call.
         """
         batch = schema.with_numbers(batch)
-        sample_mask = batch[schema.SAMPLE_MASK.name]
         scores = [
-            masked_cross_entropy(logits.detach(), *loss.tokens(batch), sample_mask)
+            masked_cross_entropy(logits.detach(), loss.tokens(batch))
             for loss, logits in zip(self.losses, teacher_logits, strict=True)
         ]
         chosen = lowest_index_of_minimum(torch.stack(scores))
@@ -271,9 +271,8 @@ class CrossTokenizerDistillationLoss:
             return TeacherWeights(chosen, self.factors, selection, selected_chunks)
         if kind is None:
             return TeacherWeights([loss.teacher.weight for loss in self.losses], self.factors)
-        sample_mask = batch[schema.SAMPLE_MASK.name]
         scores = [
-            teacher_score(kind, logits, *loss.tokens(batch), sample_mask) * factor
+            teacher_score(kind, logits, loss.tokens(batch)) * factor
             for loss, logits, factor in zip(self.losses, teachers, self.factors, strict=True)
         ]
         weights = torch.softmax(self.config.dynamic_weight_alpha * torch.stack(scores), dim=0)

@@ -1,8 +1,13 @@
-"""Masks and targets: the positions and chunks that count, by one set of rules for the loss and the collator."""
+"""Masks and targets: the positions and chunks that count, by one set of rules for the loss and the collator.
+
+A padded batch has a sample per row. A packed one has all of its samples in one row, and an index of the sample of every
+token and pair beside it; the first token of a sample is predicted by none there, as in a row of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,13 +18,60 @@ from xtoken_core.config.loss import EXACT_FILTERING_MODES, WHOLE_CHUNK_MODES, Lo
 from xtoken_core.ops.chunk_mean.reference import chunk_sizes
 
 
-def shifted_chunk_ids(chunk_id: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """Return chunk ids moved from each token to the position that predicts it: one to the left, the last is -1.
+class SampleTokens(NamedTuple):
+    """One model's own tokens of a micro-batch of N samples, and what counts of them.
+
+    Attributes:
+        ids: int64 token ids.
+        token_mask: 1 for tokens to learn.
+        sample_mask: Weight of each sample, 0 for samples to leave out.
+        sample: Index of each token's sample; None: each row is a sample.
+    """
+
+    ids: Int[Tensor, "B T"]
+    token_mask: Int[Tensor, "B T"]
+    sample_mask: Float[Tensor, " N"]
+    sample: Int[Tensor, "B T"] | None = None
+
+    def weights(self) -> Float[Tensor, "B T"]:
+        """Return the weight of each token."""
+        return self.token_mask.float() * of_samples(self.sample_mask.float(), self.sample)
+
+    def next_weights(self) -> Float[Tensor, "B T_minus_1"]:
+        """Return the weight of each next-token prediction: position i counts as token i + 1 does."""
+        weights = self.weights()[:, 1:]
+        return weights if self.sample is None else weights * (self.sample[:, 1:] == self.sample[:, :-1])
+
+
+def student_tokens(batch: Mapping[str, Tensor]) -> SampleTokens:
+    """Return the student's own tokens of a batch."""
+    columns = (batch[field.name] for field in (schema.INPUT_IDS, schema.TOKEN_MASK, schema.SAMPLE_MASK))
+    return SampleTokens(*columns, batch.get(schema.STUDENT_SAMPLE.name))
+
+
+def of_samples(values: Tensor, sample: Int[Tensor, "B T"] | None) -> Tensor:
+    """Return each token's (or pair's) value of its sample, `[B, T]`, or `[B, 1]` where each row is a sample.
+
+    Args:
+        values: One per sample.
+        sample: Index of each token's sample; None: each row is a sample.
+    """
+    return values.unsqueeze(1) if sample is None else values[sample]
+
+
+def shifted_chunk_ids(chunk_id: Int[Tensor, "B T"], sample: Int[Tensor, "B T"] | None = None) -> Int[Tensor, "B T"]:
+    """Return chunk ids moved from each token to the position that predicts it: one to the left.
+
+    The last position of a sample predicts none of its tokens and gets -1.
 
     Args:
         chunk_id: Chunk of each token, -1 = none.
+        sample: Index of each token's sample; None: each row is a sample.
     """
-    return torch.cat([chunk_id[:, 1:], torch.full_like(chunk_id[:, :1], -1)], dim=1)
+    following = chunk_id[:, 1:]
+    if sample is not None:
+        following = following.masked_fill(sample[:, 1:] != sample[:, :-1], -1)
+    return torch.cat([following, torch.full_like(chunk_id[:, :1], -1)], dim=1)
 
 
 def valid_chunk_mask(
@@ -35,12 +87,15 @@ def valid_chunk_mask(
     return (s_sizes > 0) & (t_sizes > 0) & pair_valid
 
 
-def whole_chunks(chunk_id: Int[Tensor, "B T"], max_chunks: int) -> Bool[Tensor, "B P"]:
+def whole_chunks(
+    chunk_id: Int[Tensor, "B T"], max_chunks: int, sample: Int[Tensor, "B T"] | None = None
+) -> Bool[Tensor, "B P"]:
     """Return True for the chunks whose tokens are adjacent and all predicted: none is the first of its sample.
 
     Args:
         chunk_id: Chunk of each token as aligned, not shifted; -1 = none.
         max_chunks: `P`.
+        sample: Index of each token's sample; None: each row is a sample.
     """
     B, T = chunk_id.shape
     inside = (chunk_id >= 0) & (chunk_id < max_chunks)
@@ -51,7 +106,11 @@ def whole_chunks(chunk_id: Int[Tensor, "B T"], max_chunks: int) -> Bool[Tensor, 
     size = spare.scatter_add(1, group, torch.ones_like(group))
     first = (spare + T).scatter_reduce(1, group, position, "amin")
     last = (spare - 1).scatter_reduce(1, group, position, "amax")
-    return ((size > 0) & (last - first + 1 == size) & (first > 0))[:, :max_chunks]
+    opens = position == 0
+    if sample is not None:
+        opens[:, 1:] |= sample[:, 1:] != sample[:, :-1]
+    unpredicted = spare.scatter_add(1, group, opens.long())
+    return ((size > 0) & (last - first + 1 == size) & (unpredicted == 0))[:, :max_chunks]
 
 
 def kept_chunk_ids(chunk_id: Int[Tensor, "B T"], kept: Bool[Tensor, "B P"]) -> Int[Tensor, "B T"]:
@@ -96,6 +155,8 @@ def compared_chunks(
     pair_is_correct: Bool[Tensor, "B P"],
     config: LossConfig,
     mode: LossMode,
+    *,
+    samples: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Bool[Tensor, "B P"]:
     """Return True for the chunks that a mode compares, masked samples included.
 
@@ -106,14 +167,15 @@ def compared_chunks(
         pair_is_correct: True if the pair is correct (see `xtoken_core.alignment.batch`).
         config: The run's loss settings.
         mode: The teacher's.
+        samples: Index of the sample of each of the student's and of the teacher's tokens; None: each row is a sample.
     """
     if mode in WHOLE_CHUNK_MODES:
         P = pair_valid.shape[1]
-        whole = whole_chunks(student_chunk_id, P) & whole_chunks(teacher_chunk_id, P)
+        whole = whole_chunks(student_chunk_id, P, samples[0]) & whole_chunks(teacher_chunk_id, P, samples[1])
         return pair_valid & pair_is_correct & whole
     return comparable_chunks(
-        shifted_chunk_ids(student_chunk_id),
-        shifted_chunk_ids(teacher_chunk_id),
+        shifted_chunk_ids(student_chunk_id, samples[0]),
+        shifted_chunk_ids(teacher_chunk_id, samples[1]),
         pair_valid,
         pair_is_correct,
         exact_only=keeps_exact_only(config, mode),
@@ -151,19 +213,6 @@ def kd_chunk_counts(
     return compared_chunks(*alignment, config, config.mode_of(teacher)).sum(dim=1)
 
 
-def next_token_mask(
-    token_mask: Int[Tensor, "B T"], sample_mask: Float[Tensor, " B"] | None = None
-) -> Float[Tensor, "B T_minus_1"]:
-    """Return the weight of each next-token prediction: position i counts if token i + 1 does.
-
-    Args:
-        token_mask: 1 for tokens to learn.
-        sample_mask: 0 for samples to leave out; None: none.
-    """
-    mask = token_mask[:, 1:].float()
-    return mask if sample_mask is None else mask * sample_mask.float().unsqueeze(1)
-
-
 def ce_token_counts(token_mask: Int[Tensor, "B T_s"]) -> Int[Tensor, " B"]:
     """Count what each sample adds to the cross-entropy's denominator, its sample mask taken as 1.
 
@@ -173,7 +222,7 @@ def ce_token_counts(token_mask: Int[Tensor, "B T_s"]) -> Int[Tensor, " B"]:
     Returns:
         int64 counts of next-token predictions.
     """
-    return next_token_mask(token_mask).sum(dim=1).long()
+    return token_mask[:, 1:].sum(dim=1).long()
 
 
 def predicted_ids(ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:

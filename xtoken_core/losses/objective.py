@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_members, class_metrics
@@ -173,7 +174,7 @@ class Objective:
         Args:
             config: The loss's settings.
             losses: One per teacher.
-            batch: A padded micro-batch with numbered teacher columns.
+            batch: A padded or packed micro-batch with numbered teacher columns.
             denominators: The step's.
             weights: The teachers' on this micro-batch.
             token_kinds: The kinds of the student's tokens, for metrics by class of chunk; None: none are reported.
@@ -195,7 +196,7 @@ class Objective:
             "ce_loss": ce.loss,
             "kl_loss_scale": scale,
             "accuracy": ce.accuracy,
-            "num_valid_samples": float(values.losses.shape[0]),
+            "num_valid_samples": float(self.batch[schema.SAMPLE_MASK.name].shape[0]),
         }
         return loss, {name: detached(value, loss) for name, value in (summary | metrics).items()}
 

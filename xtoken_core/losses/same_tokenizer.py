@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from xtoken_core import schema
 from xtoken_core.losses.base import Loss
 from xtoken_core.losses.common import CE_EPSILON, Divergence, EvalOptions, Pairing, Scalar, TeacherTerm
 from xtoken_core.losses.lazy_logits import Logits, cut
-from xtoken_core.losses.masks import next_token_mask, next_token_targets
+from xtoken_core.losses.masks import SampleTokens, next_token_targets, student_tokens
 from xtoken_core.ops.numerics import kl_terms, upcast
 
 
@@ -44,13 +43,13 @@ class SameTokenizerLoss(Loss):
         """Return the student's targets: both sides have the same positions."""
         return Pairing(next_token_targets(batch))
 
-    def tokens(self, batch: Mapping[str, Tensor]) -> tuple[Int[Tensor, "B T_s"], Int[Tensor, "B T_s"]]:
-        """Return the student's own token ids and their mask."""
-        return batch[schema.INPUT_IDS.name], batch[schema.TOKEN_MASK.name]
+    def tokens(self, batch: Mapping[str, Tensor]) -> SampleTokens:
+        """Return the student's own tokens."""
+        return student_tokens(batch)
 
     def count(self, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return the micro-batch's number of next-token predictions."""
-        return next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]).sum()
+        return student_tokens(batch).next_weights().sum()
 
     def evaluate(
         self,
@@ -75,11 +74,11 @@ class SameTokenizerLoss(Loss):
         """Reduce to the mean over next-token predictions, times `T^2`.
 
         Args:
-            batch: Holds `token_mask` and `sample_mask`.
+            batch: Holds `input_ids`, `token_mask` and `sample_mask`.
             divergence: One part `[B, T_s]`.
             denominator: The step's next-token predictions; None: this micro-batch's.
         """
-        mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name])  # [B, T_s - 1]
+        mask = student_tokens(batch).next_weights()  # [B, T_s - 1]
         count = mask.sum()
         step = count if denominator is None else denominator
         total = (torch.where(mask > 0, divergence.parts[0][:, :-1], 0.0) * mask).sum()

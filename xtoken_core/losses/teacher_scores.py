@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xtoken_core.losses.common import CE_EPSILON, LossTeacher
 from xtoken_core.losses.lazy_logits import Logits, map_positions
-from xtoken_core.losses.masks import next_token_mask, predicted_ids
+from xtoken_core.losses.masks import SampleTokens, predicted_ids
 from xtoken_core.losses.token_blocks import BLOCK_ROWS
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import kl_terms, upcast
@@ -22,53 +22,38 @@ FLOAT_ROWS = 256
 """Positions of a head whose float32 log-probabilities are in memory at once."""
 
 
-def masked_cross_entropy(
-    logits: Logits,
-    ids: Int[Tensor, "B T"],
-    token_mask: Int[Tensor, "B T"],
-    sample_mask: Float[Tensor, " B"],
-) -> Float[Tensor, ""]:
+def masked_cross_entropy(logits: Logits, tokens: SampleTokens) -> Float[Tensor, ""]:
     """Compute a teacher's mean next-token loss on its own tokens of the micro-batch, at temperature 1 and full width.
 
     Args:
         logits: The uncut head, `[B, T, V_m]`.
-        ids: The teacher's tokens.
-        token_mask: 1 for tokens to learn.
-        sample_mask: 0 for samples to leave out.
+        tokens: The teacher's.
     """
-    mask = next_token_mask(token_mask, sample_mask)
+    mask, targets = tokens.next_weights(), predicted_ids(tokens.ids)
     op = get_op("cross_entropy", logits.device)
-    losses = map_positions(lambda x, targets: op(x, targets)[0], logits, predicted_ids(ids), rows=BLOCK_ROWS)[:, :-1]
+    losses = map_positions(lambda x, ids: op(x, ids)[0], logits, targets, rows=BLOCK_ROWS)[:, :-1]
     return (torch.where(mask > 0, losses, 0.0) * mask).sum() / (mask.sum() + CE_EPSILON)
 
 
-def teacher_score(
-    kind: Score,
-    logits: Logits,
-    ids: Int[Tensor, "B T"],
-    token_mask: Int[Tensor, "B T"],
-    sample_mask: Float[Tensor, " B"],
-) -> Float[Tensor, ""]:
+def teacher_score(kind: Score, logits: Logits, tokens: SampleTokens) -> Float[Tensor, ""]:
     """Compute a teacher's score on the micro-batch, higher for a better teacher; no gradient.
 
     Args:
         kind: `ce`: minus its masked next-token loss. `entropy`: minus the mean entropy of its predictions, at every
             unmasked token. `max_prob`: the mean of its largest probability there.
         logits: The uncut head, at temperature 1.
-        ids: The teacher's tokens.
-        token_mask: 1 for tokens to learn.
-        sample_mask: 0 for samples to leave out.
+        tokens: The teacher's.
     """
     logits = logits.detach()
     if kind == "ce":
-        return -masked_cross_entropy(logits, ids, token_mask, sample_mask)
+        return -masked_cross_entropy(logits, tokens)
 
     def per_row(x: Tensor, _: Tensor) -> Tensor:
         log_p = torch.log_softmax(upcast(x), dim=-1)
         return kl_terms(log_p, torch.zeros_like(log_p)).sum(-1) if kind == "entropy" else log_p.amax(-1).exp()
 
-    per_position = map_positions(per_row, logits, ids, rows=FLOAT_ROWS)
-    mask = token_mask.float() * sample_mask.float().unsqueeze(1)
+    per_position = map_positions(per_row, logits, tokens.ids, rows=FLOAT_ROWS)
+    mask = tokens.weights()
     return (torch.where(mask > 0, per_position, 0.0) * mask).sum() / (mask.sum() + CE_EPSILON)
 
 
