@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from xtoken_core.errors import InputError
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, row_logits
+from xtoken_core.packing import PackedRow
 
 _ROWS_IN_FLOAT32 = 1024
 
@@ -57,6 +59,7 @@ def evaluate(
     max_bytes: int,
     progress: Callable[[], None] = lambda: None,
     outputs: Callable[[Tensor], Logits] | None = None,
+    packed_outputs: Callable[[Tensor, PackedRow], Logits] | None = None,
 ) -> EvalResult:
     """Measure a causal language model on text, every document in full.
 
@@ -78,6 +81,8 @@ def evaluate(
             evaluation.
         outputs: What gives the logits of `input_ids` `[B, T]` instead of the model's call, as a tensor or as a head
             that is then multiplied out for 1024 positions at a time. It sees rows padded on the right without a mask.
+        packed_outputs: The same for the windows of a batch packed into one row `[1, T]`, with the row's layout; it
+            takes precedence.
 
     Raises:
         InputError: There is no text, the tokenizer has neither BOS nor EOS, or the head has fewer rows than the
@@ -94,8 +99,12 @@ def evaluate(
     if not sizes:
         raise InputError("there is no held-out text to evaluate on")
 
-    batches = _batches(windows, batch_tokens)
-    nll, hits = _score(model, batches, len(tokenizer), torch.device(device), progress, outputs)
+    target = torch.device(device)
+    if packed_outputs is not None:
+        batches = (_packed(batch, target, packed_outputs) for batch in _packed_batches(windows, batch_tokens))
+    else:
+        batches = (_padded(batch, target, model, outputs) for batch in _batches(windows, batch_tokens))
+    nll, hits = _score(model, batches, len(tokenizer), target, progress)
     tokens = sum(len(window.targets) for window in windows)
     return EvalResult(
         bits_per_byte=nll / math.log(2) / sum(sizes),
@@ -151,13 +160,40 @@ def _batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]
         ordered = ordered[rows:]
 
 
+def _packed_batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]:
+    """Yield batches of windows, in order, whose tokens fit together; a longer window is a batch of its own."""
+    batch: list[Window] = []
+    tokens = 0
+    for window in windows:
+        if batch and tokens + len(window.inputs) > batch_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(window)
+        tokens += len(window.inputs)
+    if batch:
+        yield batch
+
+
+class ScoredBatch(NamedTuple):
+    """Logits of a batch of windows, with what each position has to predict.
+
+    Attributes:
+        logits: `[B, T, V_m]`, as a tensor or a head that gives them.
+        targets: int64 ids.
+        mask: True for positions that predict one.
+    """
+
+    logits: Logits
+    targets: Int[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+
+
 def _score(
     model: nn.Module,
-    batches: Iterable[list[Window]],
+    batches: Iterable[Callable[[], ScoredBatch]],
     vocabulary: int,
     device: torch.device,
     progress: Callable[[], None],
-    outputs: Callable[[Tensor], Logits] | None,
 ) -> tuple[float, int]:
     """Return the summed negative log-likelihood in nats, and the number of targets with the highest logit."""
     was_training = model.training
@@ -167,13 +203,7 @@ def _score(
     try:
         with torch.no_grad():  # a sharded model keeps what it gathers for training, so no inference tensors
             for batch in batches:
-                inputs, mask = _pad([window.inputs for window in batch], device)
-                targets, _ = _pad([window.targets for window in batch], device)
-                logits: Logits
-                if outputs is None:
-                    logits = model(input_ids=inputs, attention_mask=mask.long(), use_cache=False).logits
-                else:
-                    logits = outputs(inputs)
+                logits, targets, mask = batch()
                 if logits.shape[-1] < vocabulary:
                     raise InputError(
                         f"the model's head has {logits.shape[-1]} rows, its tokenizer {vocabulary} tokens: "
@@ -186,6 +216,35 @@ def _score(
     finally:
         model.train(was_training)
     return float(nll), int(hits)
+
+
+def _padded(
+    batch: list[Window], device: torch.device, model: nn.Module, outputs: Callable[[Tensor], Logits] | None
+) -> Callable[[], ScoredBatch]:
+    """Return a function that computes the logits of windows, each in a row."""
+
+    def computed() -> ScoredBatch:
+        inputs, mask = _pad([window.inputs for window in batch], device)
+        targets, _ = _pad([window.targets for window in batch], device)
+        if outputs is not None:
+            return ScoredBatch(outputs(inputs), targets, mask)
+        return ScoredBatch(model(input_ids=inputs, attention_mask=mask.long(), use_cache=False).logits, targets, mask)
+
+    return computed
+
+
+def _packed(
+    batch: list[Window], device: torch.device, outputs: Callable[[Tensor, PackedRow], Logits]
+) -> Callable[[], ScoredBatch]:
+    """Return a function that computes the logits of windows, all in one row."""
+
+    def computed() -> ScoredBatch:
+        row = PackedRow(tuple(len(window.inputs) for window in batch), sum(len(window.inputs) for window in batch))
+        inputs, mask = _pad([[token for window in batch for token in window.inputs]], device)
+        targets, _ = _pad([[token for window in batch for token in window.targets]], device)
+        return ScoredBatch(outputs(inputs, row), targets, mask)
+
+    return computed
 
 
 def _pad(rows: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:

@@ -65,6 +65,11 @@ class Plan:
         """Micro-batches of every rank; 0 for an empty window."""
         return len(self.ranks[0])
 
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of all micro-batches and sides, padding included."""
+        return sum(batch.padded_tokens for own in self.ranks for batch in own)
+
     def filled_up(self, micro_batches: int, *, sides: int) -> Plan:
         """Return the plan with empty micro-batches appended to every rank, up to `micro_batches`."""
         filler = (_empty(sides),) * (micro_batches - self.micro_batches)

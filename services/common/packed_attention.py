@@ -6,7 +6,9 @@ segments; without them it is transformers' own scaled dot-product attention.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +22,22 @@ from transformers.masking_utils import sdpa_mask
 from xtoken_core.errors import ConfigError
 from xtoken_core.packing import PackedRow, Segments
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
+
+def _varlen_attention() -> Callable[..., Any] | None:
+    """Return torch's flash attention of variable lengths; None if this torch has none."""
+    try:
+        found: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:  # torch before 2.10
+        return None
+    return found
+
 
 NAME = "xtoken_packed"
 HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD = 256
 """Columns of a head at most in flash attention."""
-_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
+VARLEN = _varlen_attention()
+_OPTIONS = frozenset(inspect.signature(VARLEN).parameters) if VARLEN is not None else frozenset()
 PROBE_TOKENS = (5, 3)
 """Lengths of the two samples that `check_packing` packs."""
 PROBE_TOLERANCE = 0.02
@@ -100,13 +108,14 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def _takes_varlen(query: Tensor, value: Tensor, dropout: float, window: int | None) -> bool:
     """Return whether flash attention of variable lengths computes this."""
     known = query.is_cuda and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= MAX_HEAD
-    return known and not dropout and bool(_OPTIONS) and (window is None or "window_size" in _OPTIONS)
+    return known and not dropout and VARLEN is not None and (window is None or "window_size" in _OPTIONS)
 
 
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Float[Tensor, "one T H D"]:
     """Compute all segments by one kernel."""
+    assert VARLEN is not None
     options: dict[str, Any] = {}
     if "window_size" in _OPTIONS:
         options["window_size"] = (-1 if window is None else window - 1, 0)
@@ -118,13 +127,13 @@ def _varlen(
         options["scale"] = scaling
     elif scaling is not None:
         query = query * (scaling * query.shape[-1] ** 0.5)
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, H, D]
     bounds = segments.boundaries
-    out: Tensor = varlen_attn(*rows, bounds, bounds, segments.longest, segments.longest, **options)
+    out: Tensor = VARLEN(*rows, bounds, bounds, segments.longest, segments.longest, **options)
     return out.unsqueeze(0)
 
 
-@torch.compiler.disable  # lengths change with every row, and each would be compiled
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its stub has no types; lengths change with every row
 def _by_segment(
     query: Tensor,
     key: Tensor,
@@ -137,7 +146,7 @@ def _by_segment(
     """Compute one segment after the other."""
     grouped = query.shape[1] != key.shape[1]
     parts = []
-    for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(*(torch.split(x, list(segments.lengths), dim=2) for x in (query, key, value)), strict=True):
         mask = None if window is None or q.shape[2] <= window else _window_mask(q.shape[2], window, q.device)
         parts.append(
             scaled_dot_product_attention(

@@ -56,14 +56,14 @@ def packed_batch(
         pads[ids] = pad_id
         rows.append(row_of_side(columns[ids], width) if ids in columns else student)
         data[schema.field_name(schema.TEACHER_SAMPLE, teacher)] = rows[-1].samples()
-    tensors = tensordict_from_columns(columns)
+    tensors = tensordict_from_columns({name: column for name, column in columns.items() if column.kind != "jagged"})
     for name, column in columns.items():
         axis, owner = axes.get(name, ("sample", None))
         if axis == "sample":
             data[name] = tensors[name]
             continue
         width = {"student": widths[0], "teacher": widths[(owner or 0) + 1]}.get(axis, sum(_lengths(column)))
-        data[name] = padded_row(tensors[name].values(), width, pads.get(name, 0))
+        data[name] = padded_row(values_of(column), width, pads.get(name, 0))
     for teacher in range(teachers):
         _number_chunks(data, columns, teacher)
     if dead_samples:
@@ -76,6 +76,12 @@ def packed_batch(
 def row_of_side(column: Column, width: int) -> PackedRow:
     """Return the layout of a jagged column's rows in one of `width` tokens."""
     return PackedRow(tuple(_lengths(column)), width)
+
+
+def values_of(column: Column) -> Tensor:
+    """Return the values `[n]` of a jagged column, over its memory."""
+    values: Tensor = tensordict_from_columns({"column": column})["column"].values()
+    return values
 
 
 def padded_row(values: Tensor, width: int, fill: float) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.common.allowed_paths import confined
 from services.common.input_files import check_input_files, read_model_config
+from services.common.packable import why_not_packed
 from services.common.pair_files import cache_of, kind_of, pair_file
 from services.common.step_plan import ring_shape
 from services.common.vocabulary import has_chat_template, vocabulary_size
@@ -76,6 +77,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
         data_fingerprint=index.fingerprint,
         records=records,
         positions=positions,
+        packed=_packs(spec),
     )
     _check_signal(resolved)
     _check_memory(resolved)
@@ -115,6 +117,28 @@ def _pair_file(
     return pair_file(cache_of(spec), kind, *directories, fingerprints, f"teacher {number}", progress=progress)
 
 
+def _packs(spec: RunSpec) -> bool:
+    """Return whether micro-batches are packed.
+
+    Raises:
+        ConfigError: They have to be, and a model cannot be packed.
+    """
+    obstacle = next(_obstacles_to_packing(spec), None)
+    if spec.train.packing == "on" and obstacle is not None:
+        raise ConfigError(f'train.packing = "on": {obstacle}: set it to "auto" or "off", which pad every row')
+    return spec.train.packing != "off" and obstacle is None
+
+
+def _obstacles_to_packing(spec: RunSpec) -> Iterator[str]:
+    """Yield each model that cannot be packed, with the reason."""
+    sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
+    sides += [(f"teacher {number}", teacher) for number, teacher in enumerate(spec.teacher)]
+    for what, model in sides:
+        reason = why_not_packed(read_model_config(what, model.model), model.context_length)
+        if reason is not None:
+            yield f"the {what} ({model.model}) cannot be packed: {reason}"
+
+
 def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
     """Refuse a sparse projection for a loss that reads rows of weights.
 
@@ -141,6 +165,9 @@ def remarks(run: ResolvedRun) -> Iterator[str]:
     for name, length, model in zip(names, lengths, (run.student, *run.teachers), strict=True):
         if 0 < model.max_length < length:
             yield f"{name}.context_length = {length}: the model was made for {model.max_length} tokens"
+    if train.packing == "auto":
+        for obstacle in _obstacles_to_packing(run.spec):
+            yield f"rows are padded, which costs time: {obstacle}"
     yield from _without_effect(run)
     if train.warmup_steps > run.steps:
         yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"

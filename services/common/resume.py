@@ -31,6 +31,7 @@ SETTINGS = {
     "append_eos": "data.append_eos",
     "float32_weights": "train.master_weights",
     "micro_batch_tokens": "train.micro_batch_tokens",
+    "packed": "train.packing",
     "data": "the text",
 }
 """What messages call a field of the identity, if not by its own name."""

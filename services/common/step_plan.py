@@ -30,6 +30,7 @@ class StepPlan:
             teacher with the student's tokenizer).
         tokens: Student tokens of the step, without padding.
         truncated: Truncated documents of the step.
+        padding: Fraction of this node group's computed positions, of all sides, that are no token.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepPlan:
     kd_chunks: tuple[int, ...]
     tokens: int
     truncated: int
+    padding: float = 0.0
 
 
 def length_fields(run: ResolvedRun) -> list[str]:
@@ -79,15 +81,17 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
     def total(name: str) -> int:
         return sum(columns[name][row] for row in alive) if rows.ids else 0
 
+    made = plan(
+        table,
+        ranks=spec.workers.ranks,
+        token_budget=spec.train.micro_batch_tokens,
+        pad_multiple=PAD_MULTIPLE,
+        max_widths=max_widths(run),
+        packed=run.packed,
+    )
     return StepPlan(
         step=step,
-        plan=plan(
-            table,
-            ranks=spec.workers.ranks,
-            token_budget=spec.train.micro_batch_tokens,
-            pad_multiple=PAD_MULTIPLE,
-            max_widths=max_widths(run),
-        ),
+        plan=made,
         ids=tuple(rows.ids[row] for row in alive),
         skipped=tuple(i for i in rows.skipped if i not in dead),
         dead=tuple(rows.dead),
@@ -95,6 +99,7 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
         kd_chunks=tuple(total(name) for name in count_fields(run)),
         tokens=total(schema.INPUT_LENGTHS.name),
         truncated=total(schema.TRUNCATED.name),
+        padding=1.0 - sum(sum(row.lengths) for row in table) / max(made.padded_tokens, 1) if table else 0.0,
     )
 
 
@@ -107,7 +112,7 @@ def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
     """Return the shape of a teacher's ring. Writer and reader compute it from the run, never from a message."""
     spec, model = run.spec, run.teachers[teacher]
     hidden = model.hidden_size if spec.sends_hidden_states else 0
-    rows = min(spec.train.samples_per_step, spec.train.micro_batch_tokens // PAD_MULTIPLE)
+    rows = 1 if run.packed else min(spec.train.samples_per_step, spec.train.micro_batch_tokens // PAD_MULTIPLE)
     return RingShape(
         slots=spec.ring_slots,
         slot_tokens=spec.train.micro_batch_tokens,
@@ -116,6 +121,7 @@ def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
         dtype=spec.teacher[teacher].dtype,
         hidden=hidden,
         max_rows=rows if hidden and selects_columns(run, teacher) else 0,
+        packed=run.packed,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.event_callbacks import EventCallbacks
+from services.common.packed_batch import padded_row, row_of_side, values_of
 from services.common.padding import padded_batch
 from services.common.step_plan import StepPlan, plan_fields, plan_step, ring_shape
 from services.common.worker import WAIT_S, Worker
@@ -16,15 +17,35 @@ from services.teacher.model import TeacherModel
 from xtoken_core import schema
 from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
 from xtoken_core.transports.factory import create_ring
 from xtoken_core.transports.queue_signal import TRANSPORT as QUEUE
 from xtoken_core.transports.signal import SignalRing
-from xtoken_core.wire import QueueError
+from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.messages import Claimed, Trainer
 
 log = logging.getLogger("xtoken.teacher")
+
+
+@dataclass(frozen=True)
+class ClaimedTokens:
+    """A leased micro-batch and what the model reads of it.
+
+    Attributes:
+        claimed: The lease, with its slot.
+        ids: `[B, T_t]` token ids, padded.
+        row: The layout of a packed row; None: each row is a sample.
+    """
+
+    claimed: Claimed
+    ids: torch.Tensor
+    row: PackedRow | None
+
+    def of_samples(self) -> list[torch.Tensor]:
+        """Return each sample's token ids, with the padding of a row of its own."""
+        return list(self.ids) if self.row is None else [self.ids[0, part] for part in self.row.slices()]
 
 
 @dataclass(frozen=True)
@@ -177,18 +198,18 @@ class TeacherLoop:
             claim = self._claim(pair, batch, rewinds)
             if claim is None:
                 return
-            claimed, tokens = claim
-            beyond_head = (tokens >= self.shape.head_width).any(dim=1).tolist()
+            claimed = claim.claimed
+            beyond_head = [bool((ids >= self.shape.head_width).any()) for ids in claim.of_samples()]
             if not any(beyond_head):
-                self._forward(pair, claimed, tokens)
+                self._forward(pair, claim)
                 self.worker.alive(1)
                 return
             bad = [sample for sample, is_beyond in zip(claimed.ids, beyond_head, strict=True) if is_beyond]
             reason = f"token ids beyond the head of teacher {self.teacher} ({self.shape.head_width} rows)"
             self.queue.nack(claimed.lease, bad, reason)
 
-    def _claim(self, pair: Pair, batch: MicroBatch, rewinds: int) -> tuple[Claimed, torch.Tensor] | None:
-        """Claim a micro-batch with a slot, and pad its tokens `[B, T_t]`; None if its signal exists or was read."""
+    def _claim(self, pair: Pair, batch: MicroBatch, rewinds: int) -> ClaimedTokens | None:
+        """Claim a micro-batch with a slot, and pad its tokens; None if its signal exists or was read."""
         while True:
             self.worker.alive()
             pair.completions.check()
@@ -199,24 +220,35 @@ class TeacherLoop:
             if claim is not None:
                 break
         claimed, columns = claim
-        tokens = padded_batch(columns, widths=batch.widths, pad_ids=[self.pad_id] * len(batch.widths))[self.ids_field]
-        dead = set(claimed.dead)
-        tokens[[row for row, sample in enumerate(claimed.ids) if sample in dead]] = self.pad_id
-        return claimed, tokens
+        made = self._tokens(batch, claimed, columns[self.ids_field])
+        for sample, ids in zip(claimed.ids, made.of_samples(), strict=True):
+            if sample in claimed.dead:
+                ids.fill_(self.pad_id)
+        return made
 
-    def _forward(self, pair: Pair, claimed: Claimed, tokens: torch.Tensor) -> None:
+    def _tokens(self, batch: MicroBatch, claimed: Claimed, column: Column) -> ClaimedTokens:
+        columns, pad_ids = {self.ids_field: column}, [self.pad_id] * len(batch.widths)
+        if not batch.packed:
+            padded = padded_batch(columns, widths=batch.widths, pad_ids=pad_ids)
+            return ClaimedTokens(claimed, padded[self.ids_field], None)
+        row = row_of_side(column, batch.widths[1 + self.teacher])
+        return ClaimedTokens(claimed, padded_row(values_of(column), row.width, self.pad_id), row)
+
+    def _forward(self, pair: Pair, claim: ClaimedTokens) -> None:
         """Enqueue the forward pass; its slot is marked full once written, maybe after the next pass."""
+        claimed, tokens, layout = claim.claimed, claim.ids, claim.row
         ring, slot = pair.ring, claimed.slot
         rows, width = tokens.shape
         view = ring.slot_view(slot, rows, width)
         if self.shape.hidden:
             maxima = ring.maxima_view(slot, rows) if self.shape.max_rows else None
-            self.model.write_hidden(tokens, view, maxima)
+            self.model.write_hidden(tokens, view, maxima, layout)
         else:
-            self.model.write_logits(tokens, view)
+            self.model.write_logits(tokens, view, layout)
 
         def complete() -> None:
             ring.write_generation(slot, claimed.generation)
-            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.teacher))
+            lengths = layout.lengths if layout is not None else None
+            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.teacher, lengths=lengths))
 
         pair.completions.after(complete)

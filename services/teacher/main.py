@@ -80,10 +80,10 @@ def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transpo
     weights = weight_bytes(spec.model, spec.dtype)
     check_room(run, device)
     check_teacher(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
-    model = load_model(spec, what, device)
+    model = load_model(spec, what, device, packed=run.packed)
     if spec.fp8:
         count = swap_linears(model.base_model)
         if not count:
             raise ConfigError(f"{what}: fp8 finds no linear layer whose sides are multiples of 16: set fp8 = false")
         log.info("%s: %d linear layers in 8 bits", what, count)
-    return TeacherModel(model, compiled=spec.compile)
+    return TeacherModel(model, compiled=spec.compile, longest=spec.context_length)

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.common.logits_check import logits_are_heads
+from services.common.packed_attention import packed_inputs
+from xtoken_core.packing import PackedRow
 
 log = logging.getLogger("xtoken.teacher")
 
@@ -29,14 +31,15 @@ class TeacherModel:
     Args:
         model: The model, on its device.
         compiled: Compile its layers.
+        longest: Maximum of tokens per sample, for packed rows.
 
     Attributes:
         plain_head: Its logits are hidden states times head, without bias, cap or scale.
     """
 
-    def __init__(self, model: PreTrainedModel, *, compiled: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, compiled: bool = False, longest: int = 0) -> None:
         self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
-        self.compiled = compiled
+        self.compiled, self.longest = compiled, longest
         self._device: torch.device = model.device
         self.plain_head = head_is_plain(model)
         self._body: Any = model.base_model
@@ -86,21 +89,24 @@ class TeacherModel:
             weight.data = memory.to("cpu", copy=True)
 
     @torch.inference_mode()
-    def write_logits(self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T V_m"]) -> None:
+    def write_logits(
+        self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T V_m"], row: PackedRow | None = None
+    ) -> None:
         """Run the forward pass, with the head's product written into the slot itself.
 
         Args:
             tokens: Padded ids, on the host.
             out: A slot, on any device.
+            row: The layout of a packed row; None: each row is a sample.
         """
         if self.plain_head and out.device == self.device and out.dtype == self.head.dtype:
-            hidden = self.hidden(tokens)
+            hidden = self.hidden(tokens, row)
             torch.mm(hidden.reshape(-1, hidden.shape[-1]), self.head.t(), out=out.view(-1, out.shape[-1]))
         elif self.plain_head:
-            out.copy_(self.hidden(tokens) @ self.head.t(), non_blocking=True)
+            out.copy_(self.hidden(tokens, row) @ self.head.t(), non_blocking=True)
         else:
             self._warn_of_copies()
-            out.copy_(self.model(input_ids=self._on_device(tokens), use_cache=False).logits, non_blocking=True)
+            out.copy_(self.model(**self._inputs(tokens, row)).logits, non_blocking=True)
 
     def _warn_of_copies(self) -> None:
         """Log once that the logits are copied into the slot instead of computed there."""
@@ -114,7 +120,11 @@ class TeacherModel:
 
     @torch.inference_mode()
     def write_hidden(
-        self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T H"], maxima: Float[Tensor, "B V_t"] | None
+        self,
+        tokens: Int[Tensor, "B T"],
+        out: Float[Tensor, "B T H"],
+        maxima: Float[Tensor, "B V_t"] | None,
+        row: PackedRow | None = None,
     ) -> None:
         """Run the forward pass without logits; column maxima come from pieces of the head's product.
 
@@ -122,8 +132,9 @@ class TeacherModel:
             tokens: Padded ids, on the host.
             out: A slot's hidden states, on any device.
             maxima: A slot's column maxima; None if the loss does not need them.
+            row: The layout of a packed row; None: each row is a sample.
         """
-        hidden = self.hidden(tokens)
+        hidden = self.hidden(tokens, row)
         out.copy_(hidden, non_blocking=True)
         if maxima is not None:
             maxima.copy_(self.column_maxima(hidden, maxima.shape[1]), non_blocking=True)
@@ -152,19 +163,31 @@ class TeacherModel:
         return out.t()
 
     @torch.inference_mode()
-    def hidden(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
-        """Return the last hidden states `[B, T, H]`."""
+    def hidden(self, tokens: Int[Tensor, "B T"], row: PackedRow | None = None) -> Float[Tensor, "B T H"]:
+        """Return the last hidden states `[B, T, H]`, of a packed row if its layout is given."""
         rows, width = tokens.shape
         if self.compiled:
-            tokens = self._bucketed(tokens)
-        states: Tensor = self._body(input_ids=self._on_device(tokens), use_cache=False).last_hidden_state
+            tokens = self._bucketed(tokens, bounded=row is None)
+        row = None if row is None else row.widened(tokens.shape[1])
+        states: Tensor = self._body(**self._inputs(tokens, row)).last_hidden_state
         return states[:rows, :width]
 
-    def _bucketed(self, tokens: Tensor) -> Tensor:
-        """Pad on the right to a multiple of `WIDTH_BUCKET`; a causal model's other positions do not see the padding."""
+    def _inputs(self, tokens: Tensor, row: PackedRow | None) -> dict[str, Any]:
+        packed = {} if row is None else packed_inputs(row, self.device, longest=self.longest)
+        return {"input_ids": self._on_device(tokens), "use_cache": False, **packed}
+
+    def _bucketed(self, tokens: Tensor, *, bounded: bool) -> Tensor:
+        """Pad on the right to a multiple of `WIDTH_BUCKET`; a causal model's other positions do not see the padding.
+
+        Args:
+            tokens: `[B, T]`.
+            bounded: Positions are counted over the row, and the model may have no more than its configuration says.
+        """
         width = tokens.shape[1]
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or width
-        wanted = max(width, min(-(-width // WIDTH_BUCKET) * WIDTH_BUCKET, longest))
+        wanted = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET
+        if bounded:
+            longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or width
+            wanted = max(width, min(wanted, longest))
         return torch.nn.functional.pad(tokens, (0, wanted - width), value=int(tokens[0, -1]))
 
     def _on_device(self, tokens: Tensor) -> Tensor:

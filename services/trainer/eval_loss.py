@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.common.models import load_model
+from services.common.packed_attention import packed_inputs
+from services.common.packed_batch import PackedBatch, packed_batch
 from services.common.tokenizers import load_tokenizer
 from services.trainer.metrics import to_floats
 from services.trainer.student import Student
@@ -19,12 +21,26 @@ from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
 from xtoken_core.losses.chunk_classes import CLASSES, COUNT, MEAN
+from xtoken_core.packing import PackedRow
+from xtoken_core.wire import Column
 
 REPORTED = (
     *("loss", "kl_loss", "ce_loss", "accuracy", "kl_common", "l1_uncommon", "proj_accuracy", "chunk_mass"),
     *("chain_start", "chain_inner", "chain_end"),
 )
 BY_CLASS = tuple(f"{prefix}{name}_" for prefix in (MEAN, COUNT) for name in CLASSES)
+
+
+class EvalBatch(NamedTuple):
+    """Documents whose loss is measured together.
+
+    Attributes:
+        data: Their columns, padded or packed.
+        rows: The layout of each side's packed row; None: each row is a document.
+    """
+
+    data: dict[str, Any]
+    rows: tuple[PackedRow, ...] | None
 
 
 class EvalLoss:
@@ -50,6 +66,7 @@ class EvalLoss:
         spec = run.spec
         assert spec.eval is not None
         self.spec, self.same_tokenizer, self.loss = spec, run.same_tokenizer, loss
+        self.packed = run.packed
         tokenizers = []
         for number, (teacher, same) in enumerate(zip(spec.teacher, self.same_tokenizer, strict=True)):
             tokenizers.append(None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {number}"))
@@ -66,10 +83,16 @@ class EvalLoss:
         longest = max(model.context_length for model in (spec.student, *spec.teacher))
         rows = max(1, spec.train.micro_batch_tokens // longest)
         count = loss_counts(spec.loss, self.same_tokenizer)
-        self.batches, counts = [], []
+        self.batches: list[EvalBatch] = []
+        counts: list[Mapping[str, Tensor]] = []
         for i in range(0, len(texts), rows):
-            self.batches.append(dict(collator.padded(texts[i : i + rows])))
-            counts.append(count(self.batches[-1]))
+            if self.packed:
+                made = _packed(collator.rows(texts[i : i + rows], count).columns, 1 + len(spec.teacher))
+                self.batches.append(EvalBatch(made.data, made.rows))
+                counts.append(made.data)
+            else:
+                self.batches.append(EvalBatch(dict(collator.padded(texts[i : i + rows])), None))
+                counts.append(count(self.batches[-1].data))
             progress()
         self.tokens = sum(int(found[schema.CE_TOKENS.name].sum()) for found in counts)
         self.chunks = [
@@ -104,16 +127,16 @@ class EvalLoss:
             self._selected = self._selected_chunks(teachers, student.device, progress)
         parts = []
         for batch in self.batches:
-            tensors = on_device(batch, student.device)
-            signals = self.signals(teachers, tensors)
+            tensors = on_device(batch.data, student.device)
+            signals = self.signals(teachers, tensors, batch.rows)
             _, metrics = self.loss(
                 tensors,
-                student.outputs(tensors[schema.INPUT_IDS.name]),
+                student.outputs(tensors[schema.INPUT_IDS.name], batch.rows[0] if batch.rows else None),
                 signals,
                 global_valid_toks=self.tokens,
                 global_valid_chunks=self.chunks,
                 global_selected_chunks=self._selected,
-                blocks=self.loss.token_blocks(batch, [s.shape[1] for s in signals]) if student.blockwise else None,
+                blocks=self.loss.token_blocks(batch.data, [s.shape[1] for s in signals]) if student.blockwise else None,
             )
             parts.append(metrics)
             progress()
@@ -142,18 +165,36 @@ class EvalLoss:
         """Return the chunks of the teachers that `select_teacher` chooses over all batches, whatever the student."""
         chunks = 0.0
         for batch in self.batches:
-            tensors = on_device(batch, device)
-            chunks += float(self.loss.select(tensors, self.signals(teachers, tensors)).chunks)
+            tensors = on_device(batch.data, device)
+            chunks += float(self.loss.select(tensors, self.signals(teachers, tensors, batch.rows)).chunks)
             progress()
         return chunks
 
-    def signals(self, teachers: Sequence[PreTrainedModel], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def signals(
+        self,
+        teachers: Sequence[PreTrainedModel],
+        tensors: Mapping[str, Tensor],
+        rows: tuple[PackedRow, ...] | None,
+    ) -> list[Tensor]:
         """Return each teacher's logits of a batch, `[B, T_t, V_m]`."""
         signals = []
         for index, (same, teacher) in enumerate(zip(self.same_tokenizer, teachers, strict=True)):
             ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)
-            signals.append(teacher(input_ids=tensors[ids], use_cache=False).logits)
+            packed = {}
+            if rows is not None:
+                longest = self.spec.teacher[index].context_length
+                packed = packed_inputs(rows[1 + index], teacher.device, longest=longest)
+            signals.append(teacher(input_ids=tensors[ids], use_cache=False, **packed).logits)
         return signals
+
+
+def _packed(columns: Mapping[str, Column], sides: int) -> PackedBatch:
+    """Pack documents for the student and every teacher; rows have no padding, so that no pad id is read."""
+    lengths = [schema.INPUT_LENGTHS.name]
+    lengths += [schema.field_name(schema.TEACHER_INPUT_LENGTHS, teacher) for teacher in range(sides - 1)]
+    own = columns[lengths[0]]
+    widths = [sum(columns.get(name, own).values.cast("q")) for name in lengths]
+    return packed_batch(columns, widths=widths, pad_ids=[0] * sides)
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:

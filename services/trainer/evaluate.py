@@ -37,7 +37,7 @@ class Evaluator:
 
     def __init__(self, worker: Worker, tokenizer: Any, loss: CrossTokenizerDistillationLoss) -> None:
         self.worker, self.tokenizer, self.loss = worker, tokenizer, loss
-        self.spec = worker.run.spec
+        self.spec, self.packed = worker.run.spec, worker.run.packed
         self.lines = JsonLines(self.spec.output / "eval.jsonl")
         self._eval_loss: EvalLoss | None = None
         # `alive` raises once a stop is requested; of several ranks none may leave an evaluation alone.
@@ -96,4 +96,5 @@ class Evaluator:
             max_bytes=self.spec.eval.max_bytes,
             progress=self._heartbeat,
             outputs=student.outputs if student.blockwise else None,
+            packed_outputs=student.outputs if self.packed else None,
         )

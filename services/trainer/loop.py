@@ -236,6 +236,7 @@ class TrainerLoop:
             "time": round(time.time(), 6),
             "seconds": round(seconds, 6),
             "tokens_per_second": round(step.tokens / seconds, 3),
+            "padding": round(step.padding, 6),
             **{name: round(wait / seconds, 6) for name, wait in waits.items()},
             "memory_peak_bytes": peak_memory(self.student.device),
             "skipped": list(outcome.skipped),

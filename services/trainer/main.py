@@ -108,7 +108,7 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
     else:
         torch.cuda.set_device(device)
     check_room(run, device)
-    student = load_student(run.spec, device, ranks=group.size)
+    student = load_student(run.spec, device, ranks=group.size, packed=run.packed)
     tokenizer = load_tokenizer(run.spec.student.tokenizer_dir, "student")
     if head_width(student.model) < run.student.vocab_size:
         raise InputError(

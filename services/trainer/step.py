@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.common.packed_batch import packed_batch
 from services.common.padding import padded_batch
 from services.common.step_plan import StepPlan
 from services.common.worker import WAIT_S, StopRequested, Worker
@@ -22,6 +23,7 @@ from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import Logits
 from xtoken_core.losses.objective import Selection
+from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
 from xtoken_core.transports.signal import RINGS
 from xtoken_core.wire import Column
@@ -34,12 +36,14 @@ class Received:
 
     Attributes:
         batch: The micro-batch as planned.
-        data: Its padded columns.
+        data: Its columns, padded or packed.
+        row: The layout of the student's packed row; None: each row is a sample.
         slots: Each teacher's slot, in the order of the teachers.
     """
 
     batch: MicroBatch
     data: dict[str, Any]
+    row: PackedRow | None
     slots: Sequence[SlotRef]
 
 
@@ -143,7 +147,7 @@ class StepRunner:
             return None  # every sample is dead
         slots = sorted(claimed.slots, key=lambda ref: ref.teacher)
         self.rings.receive(slots, columns)
-        return Received(batch, self._padded(batch, claimed, columns), slots)
+        return Received(batch, *self._tensors(batch, claimed, columns), slots)
 
     def _if_open(self, micro_batch: Received | None) -> Received | None:
         """Return the micro-batch if all its rings are still open after later claims; None otherwise.
@@ -176,7 +180,7 @@ class StepRunner:
     def _teacher_logits(self, micro_batch: Received) -> list[Logits]:
         """Return each teacher's logits `[B, T_t, V_t]`, or their factors."""
         batch = micro_batch.batch
-        return [self.rings.logits(ref, len(batch.ids), batch.widths[1 + ref.teacher]) for ref in micro_batch.slots]
+        return [self.rings.logits(ref, batch.rows, batch.widths[1 + ref.teacher]) for ref in micro_batch.slots]
 
     def _backward(
         self, step: StepPlan, micro_batch: Received, index: int, choices: Choices | None
@@ -188,7 +192,7 @@ class StepRunner:
         on_device = to_device(tensors, device)
         blockwise = self.student.blockwise
         self.timer.start()
-        outputs = self.student.outputs(on_device[schema.INPUT_IDS.name])
+        outputs = self.student.outputs(on_device[schema.INPUT_IDS.name], micro_batch.row)
         self.timer.lap("forward")
         loss, metrics = self.loss(
             on_device,
@@ -215,18 +219,21 @@ class StepRunner:
             if claim is not None:
                 return claim
 
-    def _padded(self, batch: MicroBatch, claimed: Claimed, columns: dict[str, Column]) -> dict[str, Any]:
-        dead = set(claimed.dead)
-        data = padded_batch(
-            columns,
-            widths=batch.widths,
-            pad_ids=[self.pad_id] * len(batch.widths),
-            dead_rows=[row for row, sample in enumerate(batch.ids) if sample in dead],
-        )
+    def _tensors(
+        self, batch: MicroBatch, claimed: Claimed, columns: dict[str, Column]
+    ) -> tuple[dict[str, Any], PackedRow | None]:
+        """Return a micro-batch as tensors, and the layout of the student's row if it is packed."""
+        pad_ids = [self.pad_id] * len(batch.widths)
+        dead = [index for index, sample in enumerate(batch.ids) if sample in claimed.dead]
+        row: PackedRow | None = None
+        if batch.packed:
+            data, (row, *_) = packed_batch(columns, widths=batch.widths, pad_ids=pad_ids, dead_samples=dead)
+        else:
+            data = padded_batch(columns, widths=batch.widths, pad_ids=pad_ids, dead_rows=dead)
         for teacher, same in enumerate(self.run.same_tokenizer):
             if same:
                 data[schema.field_name(schema.TEACHER_INPUT_IDS, teacher)] = data[schema.INPUT_IDS.name]
-        return data
+        return data, row
 
 
 def tensors_of(data: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -15,12 +15,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.common.logits_check import logits_are_heads
 from services.common.models import load_model
+from services.common.packed_attention import packed_inputs
 from services.trainer.lora import add_adapters
 from services.trainer.master_weights import MasterWeights
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits
+from xtoken_core.packing import PackedRow
 
 
 class Student(nn.Module):
@@ -46,6 +48,7 @@ class Student(nn.Module):
         super().__init__()
         self.device: torch.device = model.device
         self.blockwise = spec.student.blockwise_head
+        self._longest = spec.student.context_length
         if self.blockwise:
             check_head(model.eval())  # type: ignore[no-untyped-call]
         self.adapted = [add_adapters(model, spec.train.lora)] if spec.train.lora is not None else []
@@ -74,12 +77,18 @@ class Student(nn.Module):
         run = self.model.base_model if body else self.model
         return run(input_ids=input_ids, use_cache=False, **{k: v for k, v in options.items() if k != "use_cache"})
 
-    def outputs(self, input_ids: Int[Tensor, "B T"]) -> Logits:
-        """Return the logits of the whole head `[B, T, V_m]`, or their factors for the chunked head."""
+    def outputs(self, input_ids: Int[Tensor, "B T"], row: PackedRow | None = None) -> Logits:
+        """Return the logits of the whole head `[B, T, V_m]`, or their factors for the chunked head.
+
+        Args:
+            input_ids: Padded.
+            row: The layout of a packed row; None: each row is a sample.
+        """
+        packed = {} if row is None else packed_inputs(row, self.device, longest=self._longest)
         if not self.blockwise:
-            logits: Tensor = self(input_ids).logits
+            logits: Tensor = self(input_ids, **packed).logits
             return logits
-        hidden = self(input_ids, body=True).last_hidden_state
+        hidden = self(input_ids, body=True, **packed).last_hidden_state
         head = self.model.get_output_embeddings()
         return HeadProjection(hidden, head.weight, head.bias)
 
@@ -133,15 +142,21 @@ class Student(nn.Module):
                 module.set_force_sum_reduction_for_comms(True)
 
 
-def load_student(spec: RunSpec, device: torch.device, *, ranks: int = 1) -> Student:
+def load_student(spec: RunSpec, device: torch.device, *, ranks: int = 1, packed: bool = False) -> Student:
     """Load and prepare a run's student.
+
+    Args:
+        spec: The run's settings.
+        device: Device to load it to.
+        ranks: Number of ranks.
+        packed: It is trained on packed rows.
 
     Raises:
         InputError: It cannot be loaded.
         ConfigError: Its adapters cannot be made.
     """
     dtype = torch.float32 if spec.train.master_weights else None
-    return Student(load_model(spec.student, "student", device, dtype=dtype), spec, ranks=ranks)
+    return Student(load_model(spec.student, "student", device, dtype=dtype, packed=packed), spec, ranks=ranks)
 
 
 def check_head(model: PreTrainedModel) -> None:

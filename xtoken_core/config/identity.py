@@ -49,6 +49,7 @@ class RunIdentity(Part):
 
     Attributes:
         data: Fingerprint of the text.
+        packed: The samples of a micro-batch lie in one row.
         float32_weights: The optimiser's weights are float32.
     """
 
@@ -61,6 +62,7 @@ class RunIdentity(Part):
     append_eos: bool
     samples_per_step: int
     micro_batch_tokens: int
+    packed: bool = False
     student: ModelIdentity
     float32_weights: bool
     lora: LoraSpec | None = None

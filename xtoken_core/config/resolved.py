@@ -42,6 +42,7 @@ class ResolvedRun(Part):
         pair_files: Per teacher the file that its loss reads about the two tokenizers, a projection or chain tables;
             None: it reads none. Empty: the projections that the settings name.
         projection_fingerprints: Those of the files above, "" without one.
+        packed: The samples of a micro-batch lie in one row, on every side.
         group: The node group that a queue hands this out for, `0 .. workers.nodes - 1`.
     """
 
@@ -53,6 +54,7 @@ class ResolvedRun(Part):
     data_fingerprint: str
     records: int
     positions: int
+    packed: bool = False
     group: int = 0
 
     @property
@@ -122,6 +124,7 @@ class ResolvedRun(Part):
             append_eos=spec.data.append_eos,
             samples_per_step=spec.train.samples_per_step,
             micro_batch_tokens=spec.train.micro_batch_tokens,
+            packed=self.packed,
             student=student,
             float32_weights=spec.train.master_weights or spec.student.dtype == "float32",
             lora=spec.train.lora.model_copy(update={"export": "merged"}) if spec.train.lora else None,

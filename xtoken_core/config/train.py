@@ -35,7 +35,10 @@ class TrainSpec(Part):
     max_steps: Count | None = None
     """End after so many optimiser steps, if the epochs have not ended before."""
     micro_batch_tokens: Count = 8192
-    """Maximum of padded tokens per micro-batch, on the student's side and on each teacher's."""
+    """Maximum of tokens per micro-batch, padding included, on the student's side and on each teacher's."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Put the samples of a micro-batch one after the other into one row, without attention among them, instead of each
+    into a padded row. `auto`: if the student and every teacher can be packed; `on`: refuse a run if one cannot."""
     learning_rate: Positive = 1e-4
     """AdamW's highest rate, reached after the warm-up."""
     min_learning_rate: NonNegative = 0.0

@@ -45,8 +45,10 @@ class SampleTokens(NamedTuple):
 
 def student_tokens(batch: Mapping[str, Tensor]) -> SampleTokens:
     """Return the student's own tokens of a batch."""
-    columns = (batch[field.name] for field in (schema.INPUT_IDS, schema.TOKEN_MASK, schema.SAMPLE_MASK))
-    return SampleTokens(*columns, batch.get(schema.STUDENT_SAMPLE.name))
+    ids, token_mask, sample_mask = (
+        batch[field.name] for field in (schema.INPUT_IDS, schema.TOKEN_MASK, schema.SAMPLE_MASK)
+    )
+    return SampleTokens(ids, token_mask, sample_mask, batch.get(schema.STUDENT_SAMPLE.name))
 
 
 def of_samples(values: Tensor, sample: Int[Tensor, "B T"] | None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -80,22 +80,27 @@ class QueueRing(SignalRing):
             torch.cuda.synchronize()
         self._slots = None
 
-    def columns(self, slot: int, rows: int, width: int, teacher: int) -> dict[str, Column]:
-        """Return views of the slot's rows as columns: jagged hidden states `[width, H]`, dense maxima `[V_t]`."""
+    def columns(
+        self, slot: int, rows: int, width: int, teacher: int, *, lengths: Sequence[int] | None = None
+    ) -> dict[str, Column]:
+        """Return views of the slot as columns: jagged hidden states `[tokens, H]`, jagged maxima `[n, V_t]`.
+
+        Every row has its own maxima. Those of a packed row are its first sample's, and its padding is the last one's.
+        """
         memory, shape = self._memory(), self.shape
-        hidden = memory.tokens(slot, rows, width)
-        offsets = offsets_from_lengths([width] * rows)
-        columns = {
-            field_name(TEACHER_HIDDEN, teacher): Column(
-                "jagged", shape.dtype, rows, (shape.hidden,), _bytes(hidden), offsets
-            )
-        }
+        tokens, owned = [width] * rows, [1] * rows
+        if lengths is not None:
+            tokens = [*lengths[:-1], width - sum(lengths[:-1])]
+            owned = [1] + [0] * (len(lengths) - 1)
+        values = {TEACHER_HIDDEN: (memory.tokens(slot, rows, width), shape.hidden, tokens)}
         if shape.max_rows:
-            maxima = memory.maxima(slot, rows)
-            columns[field_name(TEACHER_MAXIMA, teacher)] = Column(
-                "dense", shape.dtype, rows, (shape.vocab,), _bytes(maxima)
+            values[TEACHER_MAXIMA] = (memory.maxima(slot, rows), shape.vocab, owned)
+        return {
+            field_name(field, teacher): Column(
+                "jagged", shape.dtype, len(counts), (item,), _bytes(found), offsets_from_lengths(counts)
             )
-        return columns
+            for field, (found, item, counts) in values.items()
+        }
 
     def _memory(self) -> SlotMemory:
         if self._slots is None:
@@ -132,21 +137,31 @@ class QueueRingReader(RingReader):
             SignalError: If a column is missing or of another shape.
         """
         self.shape.slot_offset(slot)
-        hidden = _column(columns, field_name(TEACHER_HIDDEN, teacher), "jagged", self.shape, self.shape.hidden)
+        hidden = _column(columns, field_name(TEACHER_HIDDEN, teacher), self.shape, self.shape.hidden)
+        rows, width = self._extent(slot, hidden)
+        self.shape.check_batch(rows, width)
+        maxima = None
+        if self.shape.max_rows:
+            found = _column(columns, field_name(TEACHER_MAXIMA, teacher), self.shape, self.shape.vocab)
+            maxima = _tensor(found, self.shape).view(-1, self.shape.vocab)
+            if len(maxima) != rows:
+                raise SignalError(f"slot {slot} has {rows} rows of hidden states, and maxima of {len(maxima)}")
+        values = _tensor(hidden, self.shape).view(rows, width, self.shape.hidden)
+        self._held[slot] = (generation, values, maxima)
+
+    def _extent(self, slot: int, hidden: Column) -> tuple[int, int]:
+        """Return the rows of a slot's hidden states and their width.
+
+        Raises:
+            SignalError: If rows that are not packed differ in width.
+        """
         offsets = hidden.offsets.tolist() if hidden.offsets is not None else []
+        if self.shape.packed:
+            return 1, offsets[-1] if offsets else 0
         widths = {after - before for before, after in itertools.pairwise(offsets)}
         if len(widths) != 1:
             raise SignalError(f"the hidden states of slot {slot} have rows of different widths")
-        (width,) = widths
-        self.shape.check_batch(hidden.rows, width)
-        maxima = None
-        if self.shape.max_rows:
-            found = _column(columns, field_name(TEACHER_MAXIMA, teacher), "dense", self.shape, self.shape.vocab)
-            maxima = _tensor(found, self.shape).view(-1, self.shape.vocab)
-            if len(maxima) != hidden.rows:
-                raise SignalError(f"slot {slot} has {hidden.rows} rows of hidden states, and maxima of {len(maxima)}")
-        values = _tensor(hidden, self.shape).view(hidden.rows, width, self.shape.hidden)
-        self._held[slot] = (generation, values, maxima)
+        return hidden.rows, widths.pop()
 
     def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width H"]:
         """See `RingReader.view`."""
@@ -190,11 +205,11 @@ def take_columns(columns: MutableMapping[str, Column], teacher: int) -> dict[str
     return {name: columns.pop(name) for name in names if name in columns}
 
 
-def _column(columns: Mapping[str, Column], name: str, kind: str, shape: RingShape, item: int) -> Column:
+def _column(columns: Mapping[str, Column], name: str, shape: RingShape, item: int) -> Column:
     column = columns.get(name)
-    if column is None or (column.kind, column.dtype, column.item_shape) != (kind, shape.dtype, (item,)):
+    if column is None or (column.kind, column.dtype, column.item_shape) != ("jagged", shape.dtype, (item,)):
         found = "nothing" if column is None else f"{column.kind} {column.dtype} {list(column.item_shape)}"
-        raise SignalError(f"{name}: {found} came where the run has {kind} {shape.dtype} [{item}]")
+        raise SignalError(f"{name}: {found} came where the run has jagged {shape.dtype} [{item}]")
     return column
 
 

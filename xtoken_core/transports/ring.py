@@ -64,6 +64,7 @@ class RingShape:
         dtype: `float32`, `bfloat16` or `float16`.
         hidden: Width of the hidden states, H; 0 where slots hold logits.
         max_rows: Rows of a micro-batch at most, where column maxima come with the hidden states; otherwise 0.
+        packed: A slot holds one row, in which the samples of a micro-batch lie one after the other.
     """
 
     slots: int
@@ -73,6 +74,7 @@ class RingShape:
     dtype: str
     hidden: int = 0
     max_rows: int = 0
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if min(self.slots, self.slot_tokens, self.vocab) < 1 or self.vocab > self.head_width:

@@ -71,9 +71,19 @@ class SignalRing(ABC):
         """Return the head, to be written once, before the ring is announced."""
         return self._memory().head()
 
-    def columns(self, slot: int, rows: int, width: int, teacher: int) -> dict[str, Column]:
-        """Return the columns of the slot's `complete`: none if the trainer reads the slot itself."""
-        del slot, rows, width, teacher
+    def columns(
+        self, slot: int, rows: int, width: int, teacher: int, *, lengths: Sequence[int] | None = None
+    ) -> dict[str, Column]:
+        """Return the columns of the slot's `complete`: none if the trainer reads the slot itself.
+
+        Args:
+            slot: The slot.
+            rows: Its rows.
+            width: Tokens per row.
+            teacher: The teacher's number, which the columns carry.
+            lengths: Tokens of each sample of a packed row; None: each row is a sample.
+        """
+        del slot, rows, width, teacher, lengths
         return {}
 
 

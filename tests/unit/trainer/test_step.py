@@ -29,7 +29,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepRunner:
     return made
 
 
-RECEIVED = Received(MicroBatch((0, 1), (8, 8, 8)), {}, set())
+RECEIVED = Received(MicroBatch((0, 1), (8, 8, 8)), {}, None, [])
 
 
 def test_the_teachers_of_a_step_are_chosen_and_their_chunks_added_up(runner: StepRunner) -> None:
