@@ -54,6 +54,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
             _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
     _check_teachers(spec, student, teachers)
+    obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
     index = open_index(spec, spec.data.paths, spec.data.field, progress)
     records = len(index)
@@ -77,7 +78,8 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
         data_fingerprint=index.fingerprint,
         records=records,
         positions=positions,
-        packed=_packs(spec),
+        packed=spec.train.packing != "off" and not obstacle,
+        packing_obstacle=obstacle,
     )
     _check_signal(resolved)
     _check_memory(resolved)
@@ -117,26 +119,25 @@ def _pair_file(
     return pair_file(cache_of(spec), kind, *directories, fingerprints, f"teacher {number}", progress=progress)
 
 
-def _packs(spec: RunSpec) -> bool:
-    """Return whether micro-batches are packed.
+def _obstacle_to_packing(spec: RunSpec) -> str:
+    """Return the first model that cannot be packed, with the reason; empty if all can, or none need be.
 
     Raises:
-        ConfigError: They have to be, and a model cannot be packed.
+        ConfigError: It has to be.
     """
-    obstacle = next(_obstacles_to_packing(spec), None)
-    if spec.train.packing == "on" and obstacle is not None:
-        raise ConfigError(f'train.packing = "on": {obstacle}: set it to "auto" or "off", which pad every row')
-    return spec.train.packing != "off" and obstacle is None
-
-
-def _obstacles_to_packing(spec: RunSpec) -> Iterator[str]:
-    """Yield each model that cannot be packed, with the reason."""
+    if spec.train.packing == "off":
+        return ""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
     sides += [(f"teacher {number}", teacher) for number, teacher in enumerate(spec.teacher)]
     for what, model in sides:
         reason = why_not_packed(read_model_config(what, model.model), model.context_length)
-        if reason is not None:
-            yield f"the {what} ({model.model}) cannot be packed: {reason}"
+        if reason is None:
+            continue
+        obstacle = f"the {what} ({model.model}) cannot be packed: {reason}"
+        if spec.train.packing == "on":
+            raise ConfigError(f'train.packing = "on": {obstacle}: set it to "auto" or "off", which pad every row')
+        return obstacle
+    return ""
 
 
 def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
@@ -165,9 +166,8 @@ def remarks(run: ResolvedRun) -> Iterator[str]:
     for name, length, model in zip(names, lengths, (run.student, *run.teachers), strict=True):
         if 0 < model.max_length < length:
             yield f"{name}.context_length = {length}: the model was made for {model.max_length} tokens"
-    if train.packing == "auto":
-        for obstacle in _obstacles_to_packing(run.spec):
-            yield f"rows are padded, which costs time: {obstacle}"
+    if run.packing_obstacle:
+        yield f"rows are padded, which costs time: {run.packing_obstacle}"
     yield from _without_effect(run)
     if train.warmup_steps > run.steps:
         yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"

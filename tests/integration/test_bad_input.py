@@ -154,6 +154,12 @@ def sparse_projection(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
     return {"teacher.projection": str(tmp / "sparse.pt"), "loss.mode": "h_kl"}
 
 
+def unknown_family(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    config = copied(assets.teacher, tmp / "mamba") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "mamba2"}))
+    return {"teacher.model": str(tmp / "mamba"), "train.packing": "on"}
+
+
 CASES: list[tuple[Change, list[str]]] = [
     (missing_tokenizer, ["tokenizer", "nowhere"]),
     (damaged_tokenizer, ["tokenizer", "damaged"]),
@@ -170,6 +176,7 @@ CASES: list[tuple[Change, list[str]]] = [
     (narrow_head, ["head", "100"]),
     (unknown_field, ["train.learning_rat"]),
     (impossible_loss, ["xtoken_loss", 'mode = "p_kl"']),
+    (unknown_family, ['train.packing = "on"', "teacher 0", "mamba2", 'set it to "auto" or "off"']),
     (too_few_positions, ["teacher 0", "context_length = 96", "36 positions", "lower it to 32"]),
 ]
 
@@ -277,6 +284,20 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told_when_the_run_has_stopp
     )
     assert "File exists" in ending.error
     assert "\n" not in ending.error
+
+
+def test_a_run_with_a_model_that_cannot_be_packed_is_padded_and_says_so(assets: TinyAssets, tmp_path: Path) -> None:
+    from services.common.resolve import remarks, resolve_run
+
+    assert resolve_run(tiny_spec(assets, tmp_path, records=16)).packed
+    assert not resolve_run(tiny_spec(assets, tmp_path, records=16, train={"packing": "off"})).packed
+    config = copied(assets.student, tmp_path / "longrope") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_parameters": {"rope_type": "longrope"}}))
+    student = {"model": tmp_path / "longrope", "context_length": 64}
+    run = resolve_run(tiny_spec(assets, tmp_path, records=16, student=student))
+    assert not run.packed
+    (remark,) = (text for text in remarks(run) if "padded" in text)
+    assert "the student" in remark and "longrope" in remark
 
 
 def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Path) -> None:

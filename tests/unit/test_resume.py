@@ -42,6 +42,8 @@ def test_the_setting_that_differs_is_named(saved: ResolvedRun) -> None:
     renamed = saved.model_copy(update={"spec": saved.spec.model_copy(update={"name": "other"})})
     with pytest.raises(ConfigError, match="another run: what differs is name; choose another output directory"):
         check_output(renamed)
+    with pytest.raises(ConfigError, match=r"what differs is train\.packing; choose"):
+        check_output(saved.model_copy(update={"packed": True}))
     with pytest.raises(ConfigError, match="samples_per_step"):
         check_output(with_train(saved, samples_per_step=4))
     other = saved.student.model_copy(update={"weights_fingerprint": "of another model"})

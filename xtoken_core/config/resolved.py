@@ -43,6 +43,7 @@ class ResolvedRun(Part):
             None: it reads none. Empty: the projections that the settings name.
         projection_fingerprints: Those of the files above, "" without one.
         packed: The samples of a micro-batch lie in one row, on every side.
+        packing_obstacle: Why they do not, although they may; empty otherwise.
         group: The node group that a queue hands this out for, `0 .. workers.nodes - 1`.
     """
 
@@ -55,6 +56,7 @@ class ResolvedRun(Part):
     records: int
     positions: int
     packed: bool = False
+    packing_obstacle: str = ""
     group: int = 0
 
     @property

@@ -22,7 +22,7 @@ from xtoken_core.transports.memory import RingMemory
 from xtoken_core.transports.ring import CANARY_BYTES, RingHandle, RingShape, SignalError, StaleSignalError
 from xtoken_core.transports.signal import RingReader, SignalRing
 from xtoken_core.wire import Column
-from xtoken_core.wire.columns import offsets_from_lengths
+from xtoken_core.wire.columns import Kind, offsets_from_lengths
 
 TRANSPORT = "queue"
 
@@ -83,24 +83,26 @@ class QueueRing(SignalRing):
     def columns(
         self, slot: int, rows: int, width: int, teacher: int, *, lengths: Sequence[int] | None = None
     ) -> dict[str, Column]:
-        """Return views of the slot as columns: jagged hidden states `[tokens, H]`, jagged maxima `[n, V_t]`.
+        """Return views of the slot as columns: jagged hidden states `[width, H]`, dense maxima `[V_t]`.
 
-        Every row has its own maxima. Those of a packed row are its first sample's, and its padding is the last one's.
+        A queue has a row per sample. Of a packed row, the padding goes with the last sample, and the maxima, of which
+        there is one set, with the first: they are jagged then.
         """
         memory, shape = self._memory(), self.shape
-        tokens, owned = [width] * rows, [1] * rows
-        if lengths is not None:
-            tokens = [*lengths[:-1], width - sum(lengths[:-1])]
-            owned = [1] + [0] * (len(lengths) - 1)
-        values = {TEACHER_HIDDEN: (memory.tokens(slot, rows, width), shape.hidden, tokens)}
-        if shape.max_rows:
-            values[TEACHER_MAXIMA] = (memory.maxima(slot, rows), shape.vocab, owned)
-        return {
-            field_name(field, teacher): Column(
-                "jagged", shape.dtype, len(counts), (item,), _bytes(found), offsets_from_lengths(counts)
+        tokens = [width] * rows if lengths is None else [*lengths[:-1], width - sum(lengths[:-1])]
+        hidden = memory.tokens(slot, rows, width)
+        columns = {
+            field_name(TEACHER_HIDDEN, teacher): Column(
+                "jagged", shape.dtype, len(tokens), (shape.hidden,), _bytes(hidden), offsets_from_lengths(tokens)
             )
-            for field, (found, item, counts) in values.items()
         }
+        if shape.max_rows:
+            maxima = _bytes(memory.maxima(slot, rows))
+            offsets = offsets_from_lengths([1] + [0] * (len(tokens) - 1)) if shape.packed else None
+            columns[field_name(TEACHER_MAXIMA, teacher)] = Column(
+                _maxima_kind(shape), shape.dtype, len(tokens), (shape.vocab,), maxima, offsets
+            )
+        return columns
 
     def _memory(self) -> SlotMemory:
         if self._slots is None:
@@ -137,12 +139,13 @@ class QueueRingReader(RingReader):
             SignalError: If a column is missing or of another shape.
         """
         self.shape.slot_offset(slot)
-        hidden = _column(columns, field_name(TEACHER_HIDDEN, teacher), self.shape, self.shape.hidden)
+        hidden = _column(columns, field_name(TEACHER_HIDDEN, teacher), "jagged", self.shape, self.shape.hidden)
         rows, width = self._extent(slot, hidden)
         self.shape.check_batch(rows, width)
         maxima = None
         if self.shape.max_rows:
-            found = _column(columns, field_name(TEACHER_MAXIMA, teacher), self.shape, self.shape.vocab)
+            kind, name = _maxima_kind(self.shape), field_name(TEACHER_MAXIMA, teacher)
+            found = _column(columns, name, kind, self.shape, self.shape.vocab)
             maxima = _tensor(found, self.shape).view(-1, self.shape.vocab)
             if len(maxima) != rows:
                 raise SignalError(f"slot {slot} has {rows} rows of hidden states, and maxima of {len(maxima)}")
@@ -205,11 +208,15 @@ def take_columns(columns: MutableMapping[str, Column], teacher: int) -> dict[str
     return {name: columns.pop(name) for name in names if name in columns}
 
 
-def _column(columns: Mapping[str, Column], name: str, shape: RingShape, item: int) -> Column:
+def _maxima_kind(shape: RingShape) -> Kind:
+    return "jagged" if shape.packed else "dense"
+
+
+def _column(columns: Mapping[str, Column], name: str, kind: Kind, shape: RingShape, item: int) -> Column:
     column = columns.get(name)
-    if column is None or (column.kind, column.dtype, column.item_shape) != ("jagged", shape.dtype, (item,)):
+    if column is None or (column.kind, column.dtype, column.item_shape) != (kind, shape.dtype, (item,)):
         found = "nothing" if column is None else f"{column.kind} {column.dtype} {list(column.item_shape)}"
-        raise SignalError(f"{name}: {found} came where the run has jagged {shape.dtype} [{item}]")
+        raise SignalError(f"{name}: {found} came where the run has {kind} {shape.dtype} [{item}]")
     return column
 
 

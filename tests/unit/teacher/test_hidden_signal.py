@@ -117,6 +117,26 @@ def test_columns_carry_a_slot(through_queue):
         rebuild_teacher_hidden_from_ipc(data(slot_refs(6, 1, 4, 3), width=5))
 
 
+def test_columns_carry_a_packed_row():
+    shape = dataclasses.replace(SHAPE, max_rows=1, packed=True)
+    ring = create_ring("queue", shape, run="test", session="s")
+    opened = open_ring("queue", 7, ring.handle.to_bytes(), shape, head=lambda: torch.randn(7, 3))
+    hidden, maxima = torch.randn(1, 12, 3), torch.randn(1, 5)
+    ring.slot_view(0, 1, 12).copy_(hidden)
+    ring.maxima_view(0, 1).copy_(maxima)
+    columns = ring.columns(0, 1, 12, 0, lengths=(5, 1, 4))
+    assert {column.rows for column in columns.values()} == {3}, "a row for every sample of the lease"
+    assert columns["teacher_0_hidden_states"].offsets.tolist() == [0, 5, 6, 12]
+    opened.receive(0, 4, columns, 0)
+    assert torch.equal(opened.view(0, 4, 1, 12), hidden)
+    assert torch.equal(opened.maxima(0, 1), maxima)
+    without = {**columns, "teacher_0_column_maxima": jagged([0, 0, 0], item=5)}
+    with pytest.raises(SignalError, match="maxima of 0"):
+        opened.receive(0, 5, without, 0)
+    RINGS.close(7)
+    ring.close()
+
+
 @pytest.mark.parametrize("max_rows", [0, 4])
 def test_a_ring_through_the_queue_holds_slots_and_no_head(max_rows):
     shape = dataclasses.replace(SHAPE, head_width=1 << 16, hidden=1 << 10, max_rows=max_rows)

@@ -9,10 +9,13 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from services.common.memory_estimate import check_teacher, weight_bytes
+from services.common.packed_attention import NAME
 from services.teacher import model as teacher_model
 from services.teacher.fp8 import Fp8Linear, check_fp8, swap_linears
 from services.teacher.model import TeacherModel, head_is_plain
+from tests.ops.tolerances import OUTPUT, assert_within
 from xtoken_core.errors import ConfigError
+from xtoken_core.packing import PackedRow
 from xtoken_core.transports import RingShape
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -134,6 +137,24 @@ def test_hidden_states_come_with_each_rows_column_maxima(monkeypatch, device, dt
     torch.testing.assert_close(hidden @ teacher.head.t(), logits, **tight)
     torch.testing.assert_close(maxima, logits[..., :vocab].amax(1), **tight)
     teacher.write_hidden(ids, hidden, None)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_packed_row_is_written_as_its_samples_alone(monkeypatch, compiled):
+    monkeypatch.setattr(teacher_model, "compile_layers", lambda body: None)
+    model = llama()
+    model.set_attn_implementation(NAME)
+    teacher, row = TeacherModel(model, compiled=compiled, longest=16), PackedRow((9, 3, 14), 32)
+    ids = tokens(1, 32)
+    alone = [logits_of(model, ids[:, part]) for part in row.slices()]
+    out, hidden, maxima = torch.empty(1, 32, WIDTH), torch.empty(1, 32, 32), torch.empty(1, 100)
+    teacher.write_logits(ids, out, row)
+    teacher.write_hidden(ids, hidden, maxima, row)
+    bound = OUTPUT["chunk", torch.float32]
+    for part, expected in zip(row.slices(), alone, strict=True):
+        assert_within(out[:, part], expected, bound, "logits")
+        assert_within(hidden[:, part] @ teacher.head.t(), expected, bound, "hidden states")
+    assert_within(maxima, out[..., :100].amax(1), bound, "maxima")
 
 
 def test_a_bucket_changes_no_valid_position(monkeypatch):

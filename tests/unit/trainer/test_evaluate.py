@@ -12,11 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.models import load_model
+from services.common.packed_attention import NAME
 from services.common.worker import StopRequested
 from services.trainer import eval_loss as module
 from services.trainer.distributed import RankGroup
 from services.trainer.eval_loss import EvalLoss
 from services.trainer.student import Student
+from tests.ops.tolerances import OUTPUT
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 from tests.unit.test_evaluation import byte_tokenizer, llama
@@ -25,6 +27,8 @@ from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import EvalSpec, RunSpec
 from xtoken_core.evaluation import evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
+from xtoken_core.losses.lazy_logits import Logits
+from xtoken_core.packing import PackedRow
 
 READ: dict[str, Any] = {"context_length": 8, "batch_tokens": 16, "device": "cpu", "max_bytes": 10**6}
 TEXTS = ["0123456789" * 5, "def f(x):\n    return x"]
@@ -111,6 +115,24 @@ def test_a_blockwise_student_is_read_without_its_whole_logits(monkeypatch: pytes
     torch.testing.assert_close(found.bits_per_byte, expected.bits_per_byte, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_packed_windows_are_read_as_padded_ones(blockwise: bool) -> None:
+    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    model = llama(320)
+    model.set_attn_implementation(NAME)
+    student, calls = Student(model, settings({"blockwise_head": blockwise, "dtype": "float32"})), list[int]()
+
+    def outputs(ids: torch.Tensor, row: PackedRow) -> Logits:
+        calls.append(ids.shape[1])
+        return student.outputs(ids, row)
+
+    expected = evaluate(student, tokenizer, TEXTS, **READ)
+    found = evaluate(student, tokenizer, TEXTS, **READ, packed_outputs=outputs)
+    assert found.nll_nats == pytest.approx(expected.nll_nats, rel=OUTPUT["chunk", torch.float32][0])
+    assert (found.tokens, found.next_token_accuracy) == (expected.tokens, expected.next_token_accuracy)
+    assert sum(calls) == found.tokens and max(calls) <= READ["batch_tokens"]
+
+
 def held_out_spec(directory: Path, *, teachers: int = 1, loss: dict[str, Any] | None = None, **student: Any) -> RunSpec:
     """A run whose teachers, all alike, share the student's tokenizer, and are there."""
     teacher = directory / "teacher"
@@ -158,6 +180,20 @@ def test_the_held_out_loss_goes_on_batch_by_batch_and_is_the_same_blockwise(
     assert list(found[1].values()) == pytest.approx(list(found[0].values()), rel=0.02)
 
 
+@pytest.mark.parametrize("aggregation", ["sum", "select_teacher"])
+def test_the_held_out_loss_is_the_same_packed(tmp_path: Path, aggregation: str) -> None:
+    loss = {"teacher_aggregation": aggregation, "vocab_topk": None}
+    spec = held_out_spec(tmp_path, teachers=2, loss=loss)
+    model = llama(320)
+    model.set_attn_implementation(NAME)
+    student, found = Student(model, spec).eval(), []
+    for packed in (False, True):
+        held_out = held_out_loss(spec, packed=packed)
+        assert len(held_out.batches) > 1
+        found.append(held_out.measure(student))
+    assert found[1] == pytest.approx(found[0], rel=OUTPUT["chunk", torch.float32][0], abs=1e-7)
+
+
 def test_the_held_out_loss_of_the_teachers_that_are_followed_is_a_mean_over_all_documents(tmp_path: Path) -> None:
     found = []
     for teachers, loss in ((1, {}), (2, {"teacher_aggregation": "select_teacher"})):
@@ -174,8 +210,8 @@ def test_the_teachers_are_gone_when_the_held_out_loss_is_measured(
 ) -> None:
     loaded: list[weakref.ref[PreTrainedModel]] = []
 
-    def load(*args: Any) -> PreTrainedModel:
-        model = load_model(*args)
+    def load(*args: Any, **options: Any) -> PreTrainedModel:
+        model = load_model(*args, **options)
         loaded.append(weakref.ref(model))
         return model
 
