@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs mutants fuzz bench-queue bench-queue-peer bench-collate bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs mutants fuzz bench-queue bench-queue-peer bench-collate bench-padding bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -81,6 +81,10 @@ bench-collate: $(STAMP)  ## alignment beside TRL's, collation, projection; then 
 	$(BIN)/python -m benchmarks.collate_workers
 	$(BIN)/python -m benchmarks.pages
 
+bench-padding: $(STAMP)  ## computed positions that are no token, padded and packed, from the plan alone
+	$(BIN)/python -m benchmarks.padding
+	$(BIN)/python -m benchmarks.pages
+
 bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references beside them
 	$(BIN)/python -m benchmarks.gpu_tests
 	$(BIN)/python -m benchmarks.ops
@@ -94,6 +98,8 @@ bench-control: $(STAMP)  ## the control plane: its list, a run's first step, tra
 bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop and one with TRL's loss
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end.json --public-loss
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_lengths.json --samples 16 --no-serial \
+		--variants fixed_lengths text_padded text_packed chat_padded chat_packed
 	$(BIN)/python -m benchmarks.pages
 
 bench-e2e-mps: $(STAMP)  ## the same on one GPU, without and with NVIDIA's MPS

@@ -92,6 +92,21 @@ def collation_bounds(result: dict[str, Any], workers: dict[str, Any]) -> list[Bo
     ]
 
 
+def padding_bounds(result: dict[str, Any]) -> list[Bound]:
+    """Return the bounds of packed rows, each the worst of all rows and of both sides."""
+    return [
+        Bound(
+            f"{name}: computed positions that are no token, packed",
+            max(row[name]["packed"][side] for row in result["rows"] for side in ("student", "teacher")),
+            0.03,
+            0.01,
+            "{:.2%}",
+            most=True,
+        )
+        for name in result["lengths"]
+    ]
+
+
 def control_bounds(result: dict[str, Any]) -> list[Bound]:
     """Return the bounds of the control plane."""
     slowest = max(times["p99_ms"] for times in result["list"].values() if isinstance(times, dict))

@@ -117,6 +117,7 @@ def _bounds() -> dict[str, Any]:
     tables = {
         "The queue": queue_bounds(result("queue")),
         "Alignment, collation, projection": bounds.collation_bounds(result("collate"), result("collate_workers")),
+        "Packing": bounds.padding_bounds(result("padding")),
         "Whole runs": list(bounds_of(end_to_end_results())),
         "Kills and resume": bounds.kill_bounds(result("worker_kills"), result("resume")),
         "The control plane": bounds.control_bounds(result("control")),
@@ -152,6 +153,7 @@ PARTS = [
     Part("comparison", ROOT / "README.md", _comparison),
     Part("queue", PERFORMANCE, _queue),
     Part("collation", PERFORMANCE, _collation),
+    Part("padding", PERFORMANCE, lambda: {"r": result("padding")}),
     Part("end_to_end", PERFORMANCE, _end_to_end),
     Part("kills", PERFORMANCE, _kills),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),

@@ -1,6 +1,7 @@
 """A whole run at real model sizes, beside the plain serial loop: `python -m benchmarks.end_to_end` (`make bench-e2e`).
 
-Random weights of Llama-3.2-1B's and Qwen3-4B's shapes, real vocabularies, documents of 2,048 tokens. Every variant runs
+Random weights of Llama-3.2-1B's and Qwen3-4B's shapes, real vocabularies, documents of 2,048 tokens or of lengths drawn
+from a distribution by `--seed`. Every variant runs
 in processes of its own, one after the other; the plain loop runs once per loss, before the first variant that is
 compared with it. With `--go-on` several calls on one machine make one result file, which keeps the settings of each.
 """
@@ -18,13 +19,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.end_to_end.mps import mps_daemon
 from benchmarks.end_to_end.report import measured, opened, write
-from benchmarks.end_to_end.variants import DEFAULT, LOSSES, VARIANTS, Variant, run_spec
+from benchmarks.end_to_end.variants import DEFAULT, LOSSES, VARIANTS, Variant, context_of, run_spec
+from benchmarks.lengths import DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from benchmarks.end_to_end.assets import Assets
@@ -51,7 +53,7 @@ def main() -> int:
     assets = make_assets(
         arguments.work,
         small=arguments.small,
-        documents=arguments.samples * max(arguments.steps + arguments.warmup, sum(PUBLIC_STEPS.values())),
+        documents=_most_samples(arguments) * max(arguments.steps + arguments.warmup, sum(PUBLIC_STEPS.values())),
         characters=6 * arguments.context,
     )
     for name in arguments.variants:
@@ -74,6 +76,10 @@ def main() -> int:
     return 0
 
 
+def _most_samples(arguments: argparse.Namespace) -> int:
+    return max(arguments.samples, *(VARIANTS[name].samples for name in arguments.variants))
+
+
 def _loops(variant: Variant, arguments: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """The serial loops that a variant is compared with, and whether their loss is a public one."""
     if not arguments.no_serial:
@@ -83,8 +89,14 @@ def _loops(variant: Variant, arguments: argparse.Namespace) -> Iterator[tuple[st
 
 
 def _measure(variant: Variant, name: str, assets: Assets, arguments: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.end_to_end.assets import with_lengths
     from benchmarks.end_to_end.pipeline import pipeline
 
+    samples, steps = variant.samples or arguments.samples, arguments.steps + arguments.warmup
+    if variant.lengths:
+        lengths = DISTRIBUTIONS[variant.lengths]
+        lengths = replace(lengths, context=min(lengths.context, context_of(variant, arguments)))
+        assets = with_lengths(assets, lengths, documents=samples * steps, seed=arguments.seed)
     try:
         with mps_daemon() if variant.mps else nullcontext({}) as env:
             return pipeline(
@@ -109,6 +121,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--seed", type=int, default=0, help="of the documents' lengths, where they are drawn")
     parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="thin models: to try the harness on a CPU")
     parser.add_argument("--no-serial", action="store_true", help="leave the plain loop out")

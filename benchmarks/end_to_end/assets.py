@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.lengths import Lengths
+from xtoken_core.atomic import atomic_write
 from xtoken_core.projection import build_projection, write_projection
 
 LLAMA_1B: dict[str, Any] = {
@@ -50,6 +53,8 @@ STUDENT_MERGES, TEACHER_MERGES = 128_000, 150_000
 STUDENT_ALONE = 20_000
 """Of the student's tokens, those that the teacher has not; the teacher has 42,000 that the student has not."""
 VOCABULARIES = {"student": STUDENT_MERGES, "teacher": TEACHER_MERGES, "shared": STUDENT_MERGES - STUDENT_ALONE}
+CHARACTERS_PER_TOKEN = 16
+"""Characters in which a document's tokens are certainly found."""
 TEACHER_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+"
 """Words in one piece whatever their case, digits one by one: not how the student's vocabulary was cut."""
 
@@ -112,6 +117,32 @@ def make_assets(directory: Path, *, small: bool, documents: int, characters: int
     return assets
 
 
+def with_lengths(assets: Assets, lengths: Lengths, *, documents: int, seed: int) -> Assets:
+    """The same assets with documents whose lengths, in the student's tokens, are drawn from a distribution.
+
+    Args:
+        assets: Models and tokenizers.
+        lengths: The distribution; its context counts the tokens that open and close a document too.
+        documents: Records of text.
+        seed: Of the lengths.
+    """
+    name = f"text-{lengths.median}-{lengths.context}-{documents}-{seed}.jsonl"
+    made = replace(assets, text=assets.text.with_name(name))
+    if made.text.exists():
+        return made
+    tokenizer = AutoTokenizer.from_pretrained(assets.student)
+    source, start = _source(documents * lengths.context * 2), 0
+    records = []
+    for count in lengths.draw(random.Random(seed), documents):
+        stretch = source[start : start + CHARACTERS_PER_TOKEN * count]
+        offsets = tokenizer(stretch, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        text = stretch[: offsets[min(count, len(offsets)) - 1][1]]
+        records.append(json.dumps({"text": text}))
+        start += len(text)
+    atomic_write(made.text, "\n".join(records) + "\n")
+    return made
+
+
 def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
     values = dict(config)
@@ -123,11 +154,17 @@ def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
 
 def _write_text(path: Path, documents: int, characters: int) -> None:
     """Stretches of the standard library's sources, again from the start where they end."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    source = "".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(library.glob("*.py")))
-    while len(source) < documents * characters:
-        source += source
+    source = _source(documents * characters)
     with path.open("w", encoding="utf-8") as file:
         for number in range(documents):
             text = source[number * characters : (number + 1) * characters]
             file.write(json.dumps({"text": text}) + "\n")
+
+
+def _source(characters: int) -> str:
+    """The standard library's sources, repeated up to at least so many characters."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    source = "".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(library.glob("*.py")))
+    while len(source) < characters:
+        source += source
+    return source

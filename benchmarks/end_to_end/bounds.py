@@ -28,6 +28,21 @@ def bounds_of(results: Results) -> Iterator[Bound]:
             _memory(results, name), 0.5, 0.25, "{:.0%}", most=True,
         )  # fmt: skip
     yield from _two_gpus(results)
+    for name, least, aim in (("text", 1.4, 1.6), ("chat", 1.6, 1.8)):
+        yield from _lengths(results, name, least, aim)
+
+
+def _lengths(results: Results, name: str, least: float, aim: float) -> Iterator[Bound]:
+    """Yield the bounds of documents whose lengths are drawn from a distribution."""
+    what, variant = f"one GPU, lengths of {name}, packed, ", f"{name}_packed"
+    median = _figure(results, variant, "median") or {}
+    yield Bound(what + "tokens/s", _figure(results, variant, "tokens_per_second"), form=TOKENS)
+    yield Bound(what + "MFU", median.get("mfu"), form="{:.1%}")
+    fixed = _figure(results, variant, "times_fixed")
+    yield Bound(what + "relative to documents of one length", fixed, 0.9, 0.97, TIMES)
+    yield Bound(what + "relative to padded rows", _figure(results, variant, "times_beside"), least, aim, TIMES)
+    padding = median.get("padding")
+    yield Bound(what + "computed positions that are no token", padding, 0.03, 0.01, "{:.2%}", most=True)
 
 
 def _rates(results: Results) -> Iterator[Bound]:

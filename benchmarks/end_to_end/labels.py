@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-FILES = {
+RESULTS = Path(__file__).parents[1] / "results"
+SUBJECTS = {
     "end_to_end": "one GPU",
+    "end_to_end_lengths": "documents of different lengths",
     "end_to_end_mps": "NVIDIA's MPS",
     "end_to_end_two_gpus": "two GPUs",
 }
-"""The result files, each of one machine, and its subject."""
+FILES = {name: subject for name, subject in SUBJECTS.items() if (RESULTS / f"{name}.json").exists()}
+"""The result files that there are, each of one machine, and its subject."""
 LOSSES = {"p_kl": "P-KL", "gold": "gold", "h_kl": "H-KL"}
 STEP_PARTS = {
     "forward_seconds": "forward",
@@ -44,6 +48,8 @@ def label_of(variant: dict[str, Any]) -> str:
         ", student shared by two GPUs": workers.get("ranks", 1) > 1,
         ", its gathered weights kept, gradients added up in bfloat16": not train.get("reshard_after_forward", True),
         ", MPS": variant.get("mps"),
+        f", lengths of {variant.get('lengths')}": variant.get("lengths"),
+        ", padded": train.get("packing") == "off",
     }
     return loss_of(variant["serial"]) + "".join(words for words, applies in parts.items() if applies)
 

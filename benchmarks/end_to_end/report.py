@@ -66,6 +66,7 @@ def compare(report: dict[str, Any]) -> None:
             "times_serial": report["serial"].get(variant["serial"], {}),
             "times_public": report["serial"].get(f"{variant['loss']} public", {}),
             "times_beside": report["variants"].get(variant["beside"], {}),
+            "times_fixed": report["variants"].get(variant.get("fixed", ""), {}),
         }
         for name, other in others.items():
             if measured(other):

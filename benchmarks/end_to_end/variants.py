@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.lengths import DISTRIBUTIONS
 from xtoken_core.config.loss import LossConfig
 
 LOSSES = {
@@ -27,6 +28,10 @@ class Variant:
         mps: NVIDIA's MPS runs, so that processes on one GPU share it instead of taking turns.
         beside: The variant of the same result file that its rate and its losses are compared with, if any.
         gpus: How many it takes.
+        lengths: The distribution of its documents' lengths; empty: all are as long as the context.
+        samples: Samples of a step, if not the call's.
+        budget: Tokens of a micro-batch at most, if not those of its samples.
+        fixed: The variant of the same result file with documents of one length that its rate is compared with, if any.
     """
 
     loss: str
@@ -36,6 +41,10 @@ class Variant:
     mps: bool = False
     beside: str = ""
     gpus: int = 1
+    lengths: str = ""
+    samples: int = 0
+    budget: int = 0
+    fixed: str = ""
 
     @property
     def loop(self) -> str:
@@ -60,6 +69,8 @@ KEPT: dict[str, dict[str, Any]] = {
     "train": {"parallel": "fsdp", "reshard_after_forward": False, "reduce_dtype": "bfloat16"},
 }
 EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "fp8": True}}
+PADDED: dict[str, dict[str, Any]] = {**LEAN, "train": {"packing": "off"}}
+MIXED: dict[str, Any] = {"samples": 16, "budget": 16_384, "wide": True}
 ROWS_TOGETHER = 4
 """Samples of a micro-batch in a wide variant."""
 
@@ -84,6 +95,12 @@ VARIANTS = {
     "gold_hidden": Variant("gold", LEAN),
     "h_kl": Variant("h_kl", COMPILED),
     "h_kl_wide": Variant("h_kl", COMPILED, wide=True),
+    "fixed_lengths": Variant("p_kl", LEAN, **MIXED),
+    **{f"{name}_padded": Variant("p_kl", PADDED, **MIXED, lengths=name) for name in DISTRIBUTIONS},
+    **{
+        f"{name}_packed": Variant("p_kl", LEAN, **MIXED, lengths=name, beside=f"{name}_padded", fixed="fixed_lengths")
+        for name in DISTRIBUTIONS
+    },
     "teacher_apart": Variant("p_kl", APART, wide=True, beside="p_kl_hidden_wide", gpus=2),
     "two_ranks": Variant("p_kl", SHARED, wide=True, beside="p_kl_hidden_wide", gpus=2),
     "two_ranks_kept": Variant("p_kl", KEPT, wide=True, beside="p_kl_hidden_wide", gpus=2),
@@ -100,17 +117,18 @@ def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
     Weights, gradients and AdamW's moments are bfloat16, as in the serial loop.
     """
     loss = LOSSES[variant.loss].model_dump(mode="json", exclude_defaults=True)
+    samples, context = variant.samples or arguments.samples, context_of(variant, arguments)
     base: dict[str, dict[str, Any]] = {
         "student": {
             "dtype": "bfloat16",
-            "context_length": arguments.context,
+            "context_length": context,
             "checkpoint_activations": variant.checkpointing,
         },
-        "teacher": {"dtype": "bfloat16", "context_length": arguments.context},
+        "teacher": {"dtype": "bfloat16", "context_length": context},
         "loss": loss,
         "train": {
-            "samples_per_step": arguments.samples,
-            "micro_batch_tokens": arguments.context * (min(arguments.samples, ROWS_TOGETHER) if variant.wide else 1),
+            "samples_per_step": samples,
+            "micro_batch_tokens": variant.budget or context * (min(samples, ROWS_TOGETHER) if variant.wide else 1),
             "max_steps": arguments.steps + arguments.warmup,
             "checkpoint_every": 1_000_000,
             "learning_rate": 1e-5,
@@ -123,6 +141,14 @@ def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.small:
         _for_a_cpu(merged)
     return {"name": "end-to-end", **merged}
+
+
+def context_of(variant: Variant, arguments: argparse.Namespace) -> int:
+    """Return the context of a variant: that of its lengths, or the call's; a small call cuts it."""
+    if not variant.lengths:
+        return int(arguments.context)
+    context = DISTRIBUTIONS[variant.lengths].context
+    return min(context, int(arguments.context)) if arguments.small else context
 
 
 def _for_a_cpu(spec: dict[str, dict[str, Any]]) -> None:

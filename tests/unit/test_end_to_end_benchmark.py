@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.__main__ import parsed
 from benchmarks.end_to_end.bounds import bounds_of
 from benchmarks.end_to_end.report import SAME, compare, opened, write
+from benchmarks.end_to_end.variants import VARIANTS, run_spec
 
 MACHINE = {"gpus": ["a GPU"], "digest": "0123", "torch": "2.11.0"}
 TOKENS = {"student": 10, "teacher": 12, "shared": 8}
@@ -163,6 +165,30 @@ def test_the_parts_of_a_trainer_s_step_are_told_where_it_has_told_them() -> None
         "- P-KL, four samples together, activations kept: 200 (forward 50, loss 20, backward 110, optimiser 4)",
         "- P-KL, hidden states, activations recomputed: 300 (loss 20)",
     ]
+
+
+def test_documents_of_drawn_lengths_are_compared_with_padded_ones_and_with_one_length() -> None:
+    median = {"data_wait": 0.0, "teacher_wait": 0.0, "padding": 0.004, "mfu": 0.4}
+    result = pages.result("end_to_end")
+    for name, tokens in (("fixed_lengths", 100.0), ("text_padded", 50.0), ("text_packed", 95.0)):
+        variant = {**asdict(VARIANTS[name]), "serial": "p_kl", "tokens_per_second": tokens, "losses": [1.0]}
+        result["variants"][name] = {**variant, "median": median, "command_to_first_step_s": 9.0}
+    compare(result)
+    found = {b.what.removeprefix("one GPU, lengths of text, packed, "): b for b in bounds_of({"one": result})}
+    assert found["relative to documents of one length"].value == pytest.approx(0.95)
+    assert found["relative to padded rows"].verdict == "holds, aim reached"
+    assert found["computed positions that are no token"].verdict == "holds, aim reached"
+    line = "lengths of text: 40.0% MFU, 0.40% of the computed positions are no token, 0.95 times the rate"
+    assert line in section(result)
+
+
+def test_a_packed_variant_and_its_padded_one_differ_in_packing_alone() -> None:
+    words = parsed(["--variants", "text_packed"])
+    packed, padded = (run_spec(VARIANTS[f"text_{form}"], words) for form in ("packed", "padded"))
+    assert padded["train"].pop("packing") == "off"
+    assert packed == padded
+    assert (packed["train"]["samples_per_step"], packed["train"]["micro_batch_tokens"]) == (16, 16_384)
+    assert run_spec(VARIANTS["chat_packed"], words)["teacher"]["context_length"] == 4096
 
 
 def test_the_student_s_waiting_is_the_worst_sum_of_both_waits() -> None:
