@@ -88,17 +88,8 @@ def evaluate(
         InputError: There is no text, the tokenizer has neither BOS nor EOS, or the head has fewer rows than the
             tokenizer has ids.
     """
-    start = _start_token(tokenizer)
-    windows: list[Window] = []
-    sizes: list[int] = []
-    for text, size in _up_to(documents, max_bytes):
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        windows += cut_windows(ids, start=start, context_length=context_length)
-        sizes.append(size)
-        progress()
-    if not sizes:
-        raise InputError("there is no held-out text to evaluate on")
-
+    read = _up_to(documents, max_bytes)
+    windows, sizes = _windows(tokenizer, read, context_length=context_length, progress=progress)
     target = torch.device(device)
     if packed_outputs is not None:
         batches = (_packed(batch, target, packed_outputs) for batch in _packed_batches(windows, batch_tokens))
@@ -114,6 +105,31 @@ def evaluate(
         next_token_accuracy=hits / max(tokens, 1),
         documents=len(sizes),
     )
+
+
+def _windows(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[tuple[str, int]],
+    *,
+    context_length: int,
+    progress: Callable[[], None],
+) -> tuple[list[Window], list[int]]:
+    """Return the windows of all documents, and each document's size in bytes.
+
+    Raises:
+        InputError: There is none, or the tokenizer has neither BOS nor EOS.
+    """
+    start = _start_token(tokenizer)
+    windows: list[Window] = []
+    sizes: list[int] = []
+    for text, size in documents:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        windows += cut_windows(ids, start=start, context_length=context_length)
+        sizes.append(size)
+        progress()
+    if not sizes:
+        raise InputError("there is no held-out text to evaluate on")
+    return windows, sizes
 
 
 def cut_windows(ids: list[int], *, start: int, context_length: int) -> list[Window]:

@@ -1,4 +1,4 @@
-"""Which models can be run on packed rows, by their `config.json`. No torch."""
+"""Families of models that can be run on packed rows, by their `config.json`. No torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def why_not_packed(config: Mapping[str, Any], context_length: int) -> str | None
 def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield every setting of a rotary embedding; a model may have one per kind of layer."""
     for name in ("rope_scaling", "rope_parameters"):
-        found = config.get(name)
-        if isinstance(found, Mapping):
-            yield found
-            yield from (inner for inner in found.values() if isinstance(inner, Mapping))
+        rope = config.get(name)
+        if isinstance(rope, Mapping):
+            yield rope
+            yield from (inner for inner in rope.values() if isinstance(inner, Mapping))

@@ -26,10 +26,10 @@ from xtoken_core.packing import PackedRow, Segments
 def _varlen_attention() -> Callable[..., Any] | None:
     """Return torch's flash attention of variable lengths; None if this torch has none."""
     try:
-        found: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        attention: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:  # torch before 2.10
         return None
-    return found
+    return attention
 
 
 NAME = "xtoken_packed"
