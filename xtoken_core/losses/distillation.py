@@ -36,7 +36,15 @@ from xtoken_core.losses.teacher_scores import (
     teacher_score,
     vocabulary_factors,
 )
-from xtoken_core.losses.token_blocks import BLOCK_ROWS, Extent, TokenBlocks, blocks_of_samples, packed_blocks
+from xtoken_core.losses.token_blocks import (
+    BLOCK_ROWS,
+    Extent,
+    PackedExtent,
+    TokenBlocks,
+    blocks_of_packed_samples,
+    blocks_of_samples,
+    packed_blocks,
+)
 from xtoken_core.ops import get_op
 
 RATIOS = ("kl_loss_scale", "weight_")
@@ -206,6 +214,9 @@ class CrossTokenizerDistillationLoss:
         batch = schema.with_numbers(batch)
         extents = self._extents(batch, teacher_widths)
         if any(loss.whole_samples for loss in self.losses):
+            sample = batch.get(schema.STUDENT_SAMPLE.name)
+            if sample is not None:
+                return blocks_of_packed_samples(sample, self._packed_extents(batch), rows or self._block_rows)
             B, T = batch[schema.INPUT_IDS.name].shape
             return blocks_of_samples((B, T), extents, rows or self._block_rows, torch.device("cpu"))
         mask = student_tokens(batch).next_weights() > 0
@@ -290,6 +301,16 @@ class CrossTokenizerDistillationLoss:
     def _extents(self, batch: Mapping[str, Tensor], widths: Sequence[int]) -> list[Extent]:
         losses = self.losses[:1] if self.config.teacher_aggregation == "averaged_logits" else self.losses
         return [Extent(loss.chunks(batch), width) for loss, width in zip(losses, widths, strict=False)]
+
+    def _packed_extents(self, batch: Mapping[str, Tensor]) -> list[PackedExtent]:
+        return [
+            PackedExtent(
+                loss.chunks(batch),
+                batch[schema.field_name(schema.TEACHER_SAMPLE, index)],
+                batch.get(schema.field_name(schema.PAIR_SAMPLE, index)),
+            )
+            for index, loss in enumerate(self.losses)
+        ]
 
     def _denominators(self, tokens: Scalar | None, chunks: Sequence[Scalar | None] | None) -> Denominators:
         given = chunks if chunks is not None else [None] * len(self.losses)

@@ -112,6 +112,66 @@ def blocks_of_samples(
     return TokenBlocks(indices(T), tuple(sides))
 
 
+class PackedExtent(NamedTuple):
+    """A teacher's side of a packed batch.
+
+    Attributes:
+        chunks: Its chunks; None: the student's tokenizer.
+        tokens: Index of each token's sample.
+        pairs: Index of each chunk's sample; None without chunks.
+    """
+
+    chunks: ChunkView | None
+    tokens: Int[Tensor, "one T_t"]
+    pairs: Int[Tensor, "one P"] | None
+
+
+def blocks_of_packed_samples(
+    sample: Int[Tensor, "one T_s"], teachers: Sequence[PackedExtent], rows: int
+) -> TokenBlocks:
+    """Cut a packed batch into blocks of whole samples, in order.
+
+    Args:
+        sample: Index of each student token's sample. On the CPU.
+        teachers: Their sides.
+        rows: Maximum of student positions per block; a longer sample gets a longer block.
+    """
+    block_of: list[int] = []
+    block = used = 0
+    for size in torch.bincount(sample.flatten()).tolist():
+        if used and used + size > rows:
+            block, used = block + 1, 0
+        used += size
+        block_of.append(block)
+    blocks = torch.tensor(block_of)
+
+    def table(samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the indices by block, and block and column of each."""
+        own = blocks[samples.flatten()]
+        indices = torch.arange(len(own))
+        made, column = _grouped(indices, own, (block + 1, _largest_group(own)), padding=len(own))
+        return made, own, column
+
+    def numbered(ids: Tensor, local: Tensor, place: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return the chunk of every position of the blocks, numbered within its block."""
+        made, own, column = place
+        inside = (ids >= 0) & (ids < len(local) - 1)
+        result = torch.full(made.shape, -1)
+        result[own, column] = local[torch.where(inside, ids, -1).flatten()]
+        return result
+
+    student, sides = table(sample), []
+    for view, tokens, pairs in teachers:
+        if view is None or pairs is None:
+            sides.append(TeacherBlocks(student[0]))
+            continue
+        teacher, (chunks, _, number) = table(tokens), table(pairs)
+        local = torch.cat([number, torch.tensor([-1])])  # the index -1 reads the last entry
+        ids = numbered(view.student_chunk_id, local, student), numbered(view.teacher_chunk_id, local, teacher)
+        sides.append(TeacherBlocks(teacher[0], *ids, chunks))
+    return TokenBlocks(student[0], tuple(sides))
+
+
 def packed_blocks(needed: Bool[Tensor, "B T_s"], teachers: Sequence[Extent], rows: int) -> TokenBlocks:
     """Pack the positions that some loss reads into blocks, as evenly filled as chunks allow.
 

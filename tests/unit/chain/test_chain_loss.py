@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from services.common.packed_batch import packed_batch
+from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.support.columns import columns_of as columns_of_rows
 from tests.unit.chain.test_divergence import batch_of, random_logits
 from tests.unit.chain.test_edges import SPLIT, WHOLE
 from xtoken_core.chain.build import build_tables
@@ -19,6 +22,7 @@ from xtoken_core.losses import (
 )
 from xtoken_core.losses.chain import ChainOptions, chain_divergence
 from xtoken_core.losses.chain_events import PARTS
+from xtoken_core.schema import with_numbers
 
 DOCUMENTS = ["ab 111 ab", "1 éab é 11", "a", "", "ab 1"]
 V_S, V_T = len(WHOLE.vocab), len(SPLIT.vocab)
@@ -134,6 +138,30 @@ def test_padding_changes_nothing(case, teacher):
     torch.testing.assert_close(again, loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(gradient[:, : grad.shape[1]], grad, rtol=1e-12, atol=0)
     assert not gradient[:, grad.shape[1] :].any()
+
+
+@pytest.mark.parametrize("block_rows", [None, 1, 1024], ids=["whole", "a sample per block", "one block"])
+def test_a_packed_batch_has_the_loss_of_the_padded_one(case, teacher, block_rows):
+    _, columns, student, z_t = case
+    config = LossConfig(mode="chain")
+    columns = {**columns, "sample_mask": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])}
+    loss, grad, metrics = evaluate(config, columns, student, [teacher], [z_t])
+    rows = [{name: x[b].numpy() for name, x in with_numbers(columns).items()} for b in range(len(student))]
+    widths = [x.shape[0] * x.shape[1] for x in (student, z_t)]
+    packed = packed_batch(columns_of_rows(rows), widths=widths, pad_ids=[0, 0]).data
+    z_s, z_t = (x.detach().flatten(0, 1).unsqueeze(0) for x in (student, z_t))
+    if block_rows is None:
+        again, gradient, parts = evaluate(config, packed, z_s, [teacher], [z_t])
+    else:
+        loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=[teacher])
+        leaf, head = z_s.clone().requires_grad_(), torch.eye(V_S, dtype=z_s.dtype)
+        blocks = loss_fn.token_blocks(packed, [z_t.shape[1]], rows=block_rows)
+        assert len(blocks.rows) == (len(student) if block_rows == 1 else 1)
+        again, found = loss_fn(packed, HeadProjection(leaf, head), [z_t], blocks=blocks)
+        gradient, parts = torch.autograd.grad(again, leaf)[0], {name: x.item() for name, x in found.items()}
+    assert_within(again.detach(), loss, OUTPUT["chunk", torch.float32], "loss")
+    assert_within(gradient.view_as(grad), grad, GRADIENT["chunk", torch.float32], "gradient")
+    assert parts == pytest.approx(metrics, rel=1e-5, abs=1e-7)
 
 
 def test_masked_samples_have_no_gradient_and_do_not_count(case, teacher):

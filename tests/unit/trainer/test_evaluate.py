@@ -149,7 +149,7 @@ def held_out_spec(directory: Path, *, teachers: int = 1, loss: dict[str, Any] | 
     )
 
 
-def held_out_loss(spec: RunSpec, device: str = "cpu", **options: Any) -> EvalLoss:
+def held_out_loss(spec: RunSpec, device: str = "cpu", *, packed: bool = False, **options: Any) -> EvalLoss:
     tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     teachers = [LossTeacher(259, None, None, 1.0) for _ in spec.teacher]
     loss = CrossTokenizerDistillationLoss(
@@ -158,7 +158,7 @@ def held_out_loss(spec: RunSpec, device: str = "cpu", **options: Any) -> EvalLos
     side = ResolvedModel(vocab_size=259, head_width=259, tokenizer_fingerprint="s")
     run = ResolvedRun(
         spec=spec, student=side, teachers=(side,) * len(spec.teacher), data_fingerprint="", records=1, positions=1,
-        projection_fingerprints=("",) * len(spec.teacher),
+        projection_fingerprints=("",) * len(spec.teacher), packed=packed,
     )  # fmt: skip
     return EvalLoss(run, loss, tokenizer, TEXTS * 3, **options)
 
