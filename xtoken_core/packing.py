@@ -65,11 +65,13 @@ class Segments:
         lengths: Tokens of each segment, on the host.
         boundaries: `[N + 1]` int32 offsets of the segments, on the device of the model.
         longest: Bound of the lengths, the same for every row, so that compiled layers serve all of them.
+        flash: The device has flash attention of variable lengths.
     """
 
     lengths: tuple[int, ...]
     boundaries: Int[Tensor, " N"]
     longest: int
+    flash: bool = False
 
 
 def pair_samples(counts: tuple[int, ...], width: int) -> Int[Tensor, "one P"]:

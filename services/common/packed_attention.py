@@ -36,6 +36,8 @@ NAME = "xtoken_packed"
 HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD = 256
 """Columns of a head at most in flash attention."""
+OLDEST = (8, 0)
+"""Compute capability of the first GPUs with flash attention."""
 VARLEN = _varlen_attention()
 _OPTIONS = frozenset(inspect.signature(VARLEN).parameters) if VARLEN is not None else frozenset()
 PROBE_TOKENS = (5, 3)
@@ -57,11 +59,12 @@ def packed_inputs(row: PackedRow, device: torch.device, *, longest: int) -> dict
         return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
     lengths = row.segments
+    flash = device.type == "cuda" and VARLEN is not None and torch.cuda.get_device_capability(device) >= OLDEST
     return {
         "position_ids": moved(row.positions()),
         # transformers returns a mask of four dimensions as it is, so that none is built; attention does not read it.
         "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device),
-        "segments": Segments(lengths, moved(row.boundaries()), max(longest, *lengths)),
+        "segments": Segments(lengths, moved(row.boundaries()), max(longest, *lengths), flash),
     }
 
 
@@ -94,7 +97,7 @@ def packed_attention(
     if segments is None:
         options |= {"sliding_window": sliding_window}
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    if _takes_varlen(query, value, dropout, sliding_window):
+    if segments.flash and not dropout and _takes_varlen(query, value, sliding_window):
         out = _varlen(query, key, value, segments, scaling, sliding_window)
     else:
         out = _by_segment(query, key, value, segments, dropout, scaling, sliding_window)
@@ -105,10 +108,11 @@ AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def _takes_varlen(query: Tensor, value: Tensor, dropout: float, window: int | None) -> bool:
-    """Return whether flash attention of variable lengths computes this."""
-    known = query.is_cuda and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= MAX_HEAD
-    return known and not dropout and VARLEN is not None and (window is None or "window_size" in _OPTIONS)
+def _takes_varlen(query: Tensor, value: Tensor, window: int | None) -> bool:
+    """Return True if flash attention of variable lengths computes these heads."""
+    width = query.shape[-1]
+    fits = query.dtype in HALF and width == value.shape[-1] and width <= MAX_HEAD and width % 8 == 0
+    return fits and (window is None or "window_size" in _OPTIONS)
 
 
 def _varlen(
