@@ -20,7 +20,7 @@ from xtoken_core.errors import ConfigError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.chunk_classes import CLASSES, class_members
 from xtoken_core.losses.lazy_logits import as_tensor
-from xtoken_core.losses.masks import next_token_mask, next_token_targets
+from xtoken_core.losses.masks import next_token_targets, student_tokens
 
 CROSS_ENTROPY = "cross_entropy"
 
@@ -48,7 +48,7 @@ def measure_gradients(spec: RunSpec, *, custom_loss: str | None = None) -> dict[
     assert spec.eval is not None
     run = resolve_run(spec)
     device = pick_device(spec.workers.device, 0)
-    student = load_student(spec, device, ranks=1)
+    student = load_student(spec, device, ranks=1, packed=run.packed)
     tokenizer = load_tokenizer(spec.student.tokenizer_dir, "student")
     loss = make_loss(run, device, custom_loss, tokenizer)
     held_out = EvalLoss(run, loss, tokenizer, open_index(spec, spec.eval.paths, spec.eval.field).documents())
@@ -57,13 +57,14 @@ def measure_gradients(spec: RunSpec, *, custom_loss: str | None = None) -> dict[
     weights = [weight for weight in student.model.parameters() if weight.requires_grad]
     gradients = Gradients(weights)
     for batch in held_out.batches:
-        tensors = on_device(batch, device)
-        logits = as_tensor(student.outputs(tensors[schema.INPUT_IDS.name]))
+        tensors = on_device(batch.data, device)
+        row = batch.rows[0] if batch.rows else None
+        logits = as_tensor(student.outputs(tensors[schema.INPUT_IDS.name], row))
         with torch.no_grad():
-            signals = held_out.signals(teachers, tensors)
+            signals = held_out.signals(teachers, tensors, batch.rows)
         for name, value, count in values_by_class(loss, tensors, logits, signals):
             gradients.add(name, value, count)
-    documents = sum(len(batch[schema.INPUT_IDS.name]) for batch in held_out.batches)
+    documents = sum(len(batch.data[schema.SAMPLE_MASK.name]) for batch in held_out.batches)
     return {"documents": documents, **gradients.summary()}
 
 
@@ -74,14 +75,14 @@ def values_by_class(
 
     Args:
         loss: The run's, with the kinds of the student's tokens.
-        batch: A padded batch.
+        batch: A padded or packed batch.
         logits: The student's, with a gradient.
         signals: Each teacher's logits.
     """
     assert loss.token_kinds is not None
     values = loss.values(batch, logits, signals)
     batch = schema.with_numbers(batch)
-    mask = next_token_mask(batch[schema.TOKEN_MASK.name], batch[schema.SAMPLE_MASK.name]) > 0
+    mask = student_tokens(batch).next_weights() > 0
     yield CROSS_ENTROPY, values.losses[:, :-1][mask].sum(), int(mask.sum())
     for index, (own, divergence) in enumerate(zip(loss.losses, values.divergences, strict=False)):
         if (view := own.chunks(batch)) is None:

@@ -155,7 +155,8 @@ class EvalLoss:
         """
         teachers = []
         for number, spec in enumerate(self.spec.teacher):
-            teachers.append(load_model(spec, f"teacher {number}", device).eval())  # type: ignore[no-untyped-call]
+            teacher = load_model(spec, f"teacher {number}", device, packed=self.packed)
+            teachers.append(teacher.eval())  # type: ignore[no-untyped-call]
             progress()
         return teachers
 
@@ -176,7 +177,13 @@ class EvalLoss:
         tensors: Mapping[str, Tensor],
         rows: tuple[PackedRow, ...] | None,
     ) -> list[Tensor]:
-        """Return each teacher's logits of a batch, `[B, T_t, V_m]`."""
+        """Return each teacher's logits of a batch, `[B, T_t, V_m]`.
+
+        Args:
+            teachers: From `load_teachers`.
+            tensors: A batch on their device.
+            rows: The layout of each side's packed row; None: each row is a document.
+        """
         signals = []
         for index, (same, teacher) in enumerate(zip(self.same_tokenizer, teachers, strict=True)):
             ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)

@@ -50,6 +50,17 @@ def test_hidden_states_train_as_logits_do(
 
 
 @pytest.mark.slow
+def test_packed_rows_train_as_padded_ones(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    found = {}
+    for packing in ("on", "off"):
+        changes = {"train": {"packing": packing}, "loss": {"vocab_topk": None}}
+        found[packing] = losses_of(assets, tmp_path / packing, start, **changes)
+    torch.testing.assert_close(found["on"], found["off"], rtol=1e-4, atol=1e-6)
+    padding = [max(line["padding"] for line in steps_of(tmp_path / packing / "out")) for packing in ("on", "off")]
+    assert padding[0] < padding[1]
+
+
+@pytest.mark.slow
 def test_a_killed_teacher_is_replaced_where_the_signal_goes_through_the_queue(
     assets: TinyAssets, tmp_path: Path, start: Start
 ) -> None:
