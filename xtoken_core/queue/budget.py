@@ -102,7 +102,9 @@ def cost_of_request(request: m.AnyRequest) -> int:
 
 def cost_of_reply(reply: m.Reply) -> int:
     """Return the memory of a reply that is kept; its columns are not."""
-    return REPLY_BYTES + ID_BYTES * (len(reply.ids) + len(reply.dead) if isinstance(reply, m.Claimed) else 0)
+    if not isinstance(reply, m.Claimed):
+        return REPLY_BYTES
+    return REPLY_BYTES + ID_BYTES * (len(reply.ids) + len(reply.dead))
 
 
 def cost_of_reasons(count: int, characters: int) -> int:

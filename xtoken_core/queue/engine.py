@@ -62,7 +62,7 @@ class Engine:
         self.leased_at: dict[tuple[str, int], float] = {}
         self._replies = ReplyCache(self.budget)
         self._hellos: dict[str, str] = {}
-        self._ended = 0
+        self._charged_at = 0
         self.sessions.on_end.append(self._session_ended)
 
     @property
@@ -71,9 +71,11 @@ class Engine:
         return sum(map(NBYTES_OF, self.partitions.values()))
 
     def charge_partitions(self) -> None:
-        """Bring the budget's account of samples up to date for all partitions."""
+        """Bring the budget's account of samples up to date; in between it holds estimates that are not too low."""
         for part in self.partitions.values():
-            self._charge(part)
+            overhead = part.overhead
+            self.budget.add("samples", overhead - part.charged)
+            part.charged = overhead
 
     def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer], *, waited: bool = False) -> Response | None:
         """Answer a request; None if it has to wait for a change.
@@ -97,12 +99,7 @@ class Engine:
         if cached is not None:
             return self._repeated(request, cached)
         prior = PriorLease() if self.on_change is None else self._prior_lease(request)
-        ended = self._ended
         response = self._dispatch(request, session, buffers)
-        if self._ended != ended:
-            self.charge_partitions()
-        elif isinstance(request, m.PartitionRequest) and request.partition in self.partitions:
-            self._charge(self.partitions[request.partition])
         if response is not None:
             self._record(request, response, session, buffers, prior)
         return response
@@ -113,7 +110,9 @@ class Engine:
             self.sessions.end(session.id, f"no sign of life for {session.silence:g} s")
             self.changes += 1
             self._drop_stale()
+        if self.changes != self._charged_at:
             self.charge_partitions()
+            self._charged_at = self.changes
         if len(self.leased_at) > 2 * sum(len(part.lease_ids()) for part in self.partitions.values()):
             live = {(name, lease) for name, part in self.partitions.items() for lease in part.lease_ids()}
             self.leased_at = {key: since for key, since in self.leased_at.items() if key in live}
@@ -165,50 +164,53 @@ class Engine:
                 return Response(m.StatsReply(document=stats_document(self)))
         assert isinstance(request, m.PartitionRequest)
         part = self._partition(request.partition)
-        self._require(part, request)
         match request:
             case m.Put():
+                self._require_put(part, request)
                 return part.put(request, unpack_columns(request.columns, buffers), self.memory_limit - self.nbytes)
             case m.Complete():
+                if request.columns:
+                    cost = cost_of_put(0, len(request.columns), 0) + request.columns[0].rows * ENTRY_BYTES
+                    self._require(part, cost, "a result", RESULTS_FACTOR)
                 # Results have room of their own, or inputs could lock them out.
                 room = 2 * self.memory_limit - self.nbytes
                 return part.complete(request, unpack_columns(request.columns, buffers), room)
             case m.Room():
                 return self._room(request)
+            case m.Rewind():
+                texts = {*request.skipped.values(), *request.dead.values()}
+                cost = cost_of_reasons(len(request.skipped) + len(request.dead), sum(map(len, texts)))
+                self._require(part, cost, "a rewind", RESULTS_FACTOR)
+            case m.AnnounceRing():
+                slots = part.definition.run.slots if part.definition.run is not None else 0
+                self._require(part, slots * SLOT_BYTES, "a ring", RESULTS_FACTOR)
         return part.handle(request)
 
-    def _require(self, part: Partition, request: m.PartitionRequest) -> None:
-        """Check that the budget has room for what a request adds.
+    def _require_put(self, part: Partition, request: m.Put) -> None:
+        cost = cost_of_put(len(request.ids), len(request.columns), part.ordered_tasks)
+        if request.tombstones:
+            cost += cost_of_reasons(len(request.tombstones), sum(map(len, set(request.tombstones.values()))))
+        what = f"a put of {len(request.ids)} samples"
+        self._require(part, cost, what, 1.0 if request.lease is None else RESULTS_FACTOR)
+
+    def _require(self, part: Partition, cost: int, what: str, factor: float) -> None:
+        """Charge a partition for what a request adds at most.
 
         Raises:
             QueueError: `no_room`.
         """
-        match request:
-            case m.Put():
-                cost = cost_of_put(len(request.ids), len(request.columns), part.ordered_tasks)
-                reasons = cost_of_reasons(len(request.tombstones), sum(map(len, set(request.tombstones.values()))))
-                what, factor = f"a put of {len(request.ids)} samples", 1.0 if request.lease is None else RESULTS_FACTOR
-                self.budget.require("samples", cost + reasons, what, factor=factor)
-            case m.Complete() if request.columns:
-                cost = cost_of_put(0, len(request.columns), 0) + request.columns[0].rows * ENTRY_BYTES
-                self.budget.require("samples", cost, "a result", factor=RESULTS_FACTOR)
-            case m.Rewind():
-                texts = {*request.skipped.values(), *request.dead.values()}
-                cost = cost_of_reasons(len(request.skipped) + len(request.dead), sum(map(len, texts)))
-                self.budget.require("samples", cost, "a rewind", factor=RESULTS_FACTOR)
-            case m.AnnounceRing():
-                slots = part.definition.run.slots if part.definition.run is not None else 0
-                self.budget.require("samples", slots * SLOT_BYTES, "a ring", factor=RESULTS_FACTOR)
-
-    def _charge(self, part: Partition) -> None:
-        overhead = part.overhead
-        self.budget.add("samples", overhead - part.charged)
-        part.charged = overhead
+        if self.budget.excess("samples", cost) > 0:
+            self.charge_partitions()
+            self.budget.require("samples", cost, what, factor=factor)
+        self.budget.add("samples", cost)
+        part.charged += cost
 
     def _room(self, request: m.Room) -> Response | None:
         if request.bytes > self.memory_limit:
             raise QueueError("too_large", f"{request.bytes} bytes exceed the limit of {self.memory_limit}")
         spare = self.budget.limits["samples"] // SPARE_PART
+        if self.budget.excess("samples", spare) > 0:
+            self.charge_partitions()
         room = self.memory_limit - self.nbytes if self.budget.excess("samples", spare) <= 0 else -1
         return Response(m.Stored(room=room)) if room >= request.bytes else None
 
@@ -284,7 +286,6 @@ class Engine:
         return cached
 
     def _session_ended(self, session: str) -> None:
-        self._ended += 1
         if session in self._hellos:
             self.budget.add("sessions", -SESSION_BYTES)
         self._replies.drop(session)

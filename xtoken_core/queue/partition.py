@@ -40,6 +40,7 @@ class Partition(ABC):
         rows_put: Number of rows that were new.
         kinds: Kind, dtype and item shape of every field, set by its first rows.
         sealed: Nothing will be put any more.
+        ordered_tasks: Number of tasks that keep the samples in an order of their own.
         charged: Bytes that the budget's account of samples holds for this partition.
     """
 
@@ -54,6 +55,7 @@ class Partition(ABC):
         self.rows_put = 0
         self.sealed = False
         self.charged = 0
+        self.ordered_tasks = sum(task.order != "by_id" for task in samples.tasks.values())
 
     # Calls
 
@@ -174,11 +176,6 @@ class Partition(ABC):
     def overhead(self) -> int:
         """Return the bookkeeping of what the partition holds in bytes."""
         return self.samples.overhead + self.store.overhead + len(self.kinds) * FIELD_BYTES
-
-    @property
-    def ordered_tasks(self) -> int:
-        """Return how many tasks keep the samples in an order of their own."""
-        return sum(task.order != "by_id" for task in self.samples.tasks.values())
 
     # Columns
 

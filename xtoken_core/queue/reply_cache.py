@@ -27,7 +27,7 @@ class ReplyCache:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._lanes: dict[str, OrderedDict[str, tuple[str, Response]]] = {}
+        self._lanes: dict[str, OrderedDict[str, tuple[str, Response, int]]] = {}
         self._bytes: dict[str, int] = {}
 
     def get(self, session: str, request: str) -> Response | None:
@@ -39,11 +39,11 @@ class ReplyCache:
     def put(self, session: str, request: str, response: Response) -> None:
         """Replace the lane's reply; columns are not kept."""
         lanes = self._lanes.setdefault(session, OrderedDict())
-        lane = lane_of(request)
-        if lane in lanes:
-            self._charge(session, -cost_of_reply(lanes.pop(lane)[1].reply))
-        lanes[lane] = (request, Response(response.reply))
-        self._charge(session, cost_of_reply(response.reply))
+        lane, cost = lane_of(request), cost_of_reply(response.reply)
+        old = lanes.pop(lane, None)
+        lanes[lane] = (request, Response(response.reply), cost)
+        if old is None or old[2] != cost:
+            self._charge(session, cost - (0 if old is None else old[2]))
         if len(lanes) > MAX_LANES:
             self._drop_oldest(session)
         while self._budget.excess("replies") > 0:
@@ -58,8 +58,8 @@ class ReplyCache:
         self._budget.add("replies", -self._bytes.pop(session, 0))
 
     def _drop_oldest(self, session: str) -> None:
-        _, (_, response) = self._lanes[session].popitem(last=False)
-        self._charge(session, -cost_of_reply(response.reply))
+        _, (_, _, cost) = self._lanes[session].popitem(last=False)
+        self._charge(session, -cost)
 
     def _charge(self, session: str, nbytes: int) -> None:
         self._budget.add("replies", nbytes)

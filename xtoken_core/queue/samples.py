@@ -195,9 +195,10 @@ class Samples:
     @property
     def overhead(self) -> int:
         """Return the bookkeeping of the samples in bytes."""
-        leased = sum(map(len, self._lease_of.values()))
-        intervals = self.finished.count_intervals()
-        return len(self.samples) * SAMPLE_BYTES + leased * LEASED_BYTES + intervals * INTERVAL_BYTES + self.dead.nbytes
+        nbytes = len(self.samples) * SAMPLE_BYTES + self.finished.count_intervals() * INTERVAL_BYTES
+        for leased in self._lease_of.values():
+            nbytes += len(leased) * LEASED_BYTES
+        return nbytes + self.dead.nbytes if self.dead else nbytes
 
     def lacking(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
         """Return those of `ids` that are not held or lack one of `fields`."""
