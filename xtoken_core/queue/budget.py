@@ -26,6 +26,8 @@ ENTRY_BYTES = 180
 QUEUED_BYTES = 140
 """Per sample and task with an order."""
 LEASED_BYTES = 140
+STATUS_BYTES = 60
+"""Per task and combination of states."""
 BATCH_BYTES = 800
 COLUMN_BYTES = 1000
 REASON_BYTES = 160

@@ -73,6 +73,7 @@ class Engine:
     def charge_partitions(self) -> None:
         """Bring the budget's account of samples up to date; in between it holds estimates that are not too low."""
         for part in self.partitions.values():
+            part.samples.prune_statuses()
             overhead = part.overhead
             self.budget.add("samples", overhead - part.charged)
             part.charged = overhead

@@ -51,10 +51,6 @@ class Sample(msgspec.Struct, gc=False):
     status: Mapping[str, Status]
     attempts: int = 0
 
-    def mark(self, task: str, status: Status) -> None:
-        """Set the state for one task."""
-        self.status = {**self.status, task: status}
-
 
 @dataclass(slots=True)
 class Lease:

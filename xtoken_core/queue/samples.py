@@ -10,12 +10,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
 
-from xtoken_core.queue.budget import INTERVAL_BYTES, LEASED_BYTES, SAMPLE_BYTES, ReasonMap
+from xtoken_core.queue.budget import (
+    BATCH_BYTES,
+    INTERVAL_BYTES,
+    LEASED_BYTES,
+    SAMPLE_BYTES,
+    STATUS_BYTES,
+    ReasonMap,
+)
 from xtoken_core.queue.intervals import IntervalSet
 from xtoken_core.queue.sample import Lease, Sample, Status, Task
 from xtoken_core.wire import QueueError
 
 FIELDS_OF = attrgetter("fields")
+SPARE_STATUSES = 256
+"""Combinations of states that are kept although no sample may be in them."""
 
 
 class Samples:
@@ -42,6 +51,7 @@ class Samples:
         self._puts = 0
         self.last_lease = 0
         self._leases_of: dict[str, dict[int, Lease]] = {}
+        self._statuses: dict[tuple[Status, ...], Mapping[str, Status]] = {}
         self._lease_of: dict[str, dict[int, int]] = {name: {} for name in self.tasks}
 
     # Producers
@@ -125,7 +135,7 @@ class Samples:
                 continue
             if sample.status is not before:
                 before = sample.status
-                after = {**before, task: Status.DONE}
+                after = self._shared({**before, task: Status.DONE})
                 last = all(status == Status.DONE for status in after.values())
             sample.status = after
             if last:
@@ -142,7 +152,7 @@ class Samples:
             del self._lease_of[lease.task][sample_id]
             sample = self.samples.get(sample_id)
             if sample is not None and sample_id not in self.dead:
-                sample.mark(lease.task, Status.WAITING)
+                self.mark(sample, lease.task, Status.WAITING)
                 self._refresh(sample)
                 self._enqueue(sample, [lease.task])
         return lease
@@ -170,7 +180,7 @@ class Samples:
         self.dead[sample_id] = reason
         sample = self.samples.get(sample_id)
         if sample is not None:
-            sample.status = dict.fromkeys(sample.status, Status.DONE)
+            sample.status = self._shared(dict.fromkeys(sample.status, Status.DONE))
 
     def drop(self, ids: Iterable[int]) -> None:
         """Remove samples and the leases on them."""
@@ -186,7 +196,7 @@ class Samples:
             self.give_back(lease_id)
         for sample in self.samples.values():
             if sample.id not in self.dead:
-                sample.status = dict.fromkeys(sample.status, Status.WAITING)
+                sample.status = self._shared(dict.fromkeys(sample.status, Status.WAITING))
                 self._refresh(sample)
                 self._enqueue(sample, self.tasks)
 
@@ -198,6 +208,7 @@ class Samples:
         nbytes = len(self.samples) * SAMPLE_BYTES + self.finished.count_intervals() * INTERVAL_BYTES
         for leased in self._lease_of.values():
             nbytes += len(leased) * LEASED_BYTES
+        nbytes += len(self._statuses) * (BATCH_BYTES + len(self.tasks) * STATUS_BYTES)
         return nbytes + self.dead.nbytes if self.dead else nbytes
 
     def lacking(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
@@ -230,9 +241,23 @@ class Samples:
 
     # Bookkeeping
 
+    def mark(self, sample: Sample, task: str, status: Status) -> None:
+        """Set a sample's state for one task."""
+        sample.status = self._shared({**sample.status, task: status})
+
+    def _shared(self, status: Mapping[str, Status]) -> Mapping[str, Status]:
+        """Return the one mapping of these states, which all samples in them share."""
+        return self._statuses.setdefault(tuple(status.values()), status)
+
+    def prune_statuses(self) -> None:
+        """Remove mappings of states in which no sample is."""
+        if len(self._statuses) > SPARE_STATUSES:
+            self._statuses = {tuple(s.status.values()): s.status for s in self.samples.values()}
+
     def _admit(self, ids: Sequence[int], fields: frozenset[str]) -> None:
         """Register new samples in put order."""
-        status = {name: Status.READY if t.requires <= fields else Status.WAITING for name, t in self.tasks.items()}
+        ready, waiting = Status.READY, Status.WAITING
+        status = self._shared({name: ready if t.requires <= fields else waiting for name, t in self.tasks.items()})
         put_at = range(self._puts, self._puts + len(ids))
         self._puts += len(ids)
         made = map(Sample, ids, put_at, repeat(fields), repeat(status))
@@ -269,7 +294,7 @@ class Samples:
         for sample in map(self.samples.__getitem__, ids):
             if sample.status is not before:
                 before = sample.status
-                after = {**before, task: Status.LEASED}
+                after = self._shared({**before, task: Status.LEASED})
             sample.status = after
         return lease
 
@@ -278,11 +303,11 @@ class Samples:
         for name, task in self.tasks.items():
             status = sample.status[name]
             if status == Status.WAITING and task.requires <= sample.fields:
-                sample.mark(name, Status.READY)
+                self.mark(sample, name, Status.READY)
                 if task.order == "arrival":
                     self._enqueue(sample, [name])
             elif status == Status.READY and not task.requires <= sample.fields:
-                sample.mark(name, Status.WAITING)
+                self.mark(sample, name, Status.WAITING)
 
 
 def check_distinct(ids: Sequence[int]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +17,15 @@ if TYPE_CHECKING:
     from xtoken_core.queue.sessions import Session
 
 LEASE_AGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0, float("inf"))
+
+
+@dataclass(slots=True)
+class _Group:
+    """Samples in the same states."""
+
+    status: Mapping[str, Status]
+    count: int = 0
+    nbytes: int = 0
 
 
 def stats_document(engine: Engine) -> bytes:
@@ -51,12 +62,18 @@ def _session(session: Session, now: float) -> dict[str, Any]:
 def _partition(part: Partition, engine: Engine, now: float) -> dict[str, Any]:
     samples = part.samples
     tasks, task_bytes, sizes = {}, {}, part.store.sizes()
+    # Samples in the same states share their mapping: each is looked at once, and not once per task.
+    groups: dict[int, _Group] = {}
+    for sample in samples.samples.values():
+        if sample.id not in samples.dead:
+            group = groups.get(id(sample.status)) or groups.setdefault(id(sample.status), _Group(sample.status))
+            group.count += 1
+            group.nbytes += sizes.get(sample.id, 0)
     for task in samples.tasks:
         counts, held = Counter[Status](), Counter[Status]()
-        for sample in samples.samples.values():
-            if sample.id not in samples.dead:
-                counts[sample.status[task]] += 1
-                held[sample.status[task]] += sizes.get(sample.id, 0)
+        for group in groups.values():
+            counts[group.status[task]] += group.count
+            held[group.status[task]] += group.nbytes
         tasks[task] = {status.name.lower(): counts[status] for status in Status}
         task_bytes[task] = {status.name.lower(): held[status] for status in Status}
     ages = [now - engine.leased_at.get((part.name, i), now) for i in part.lease_ids()]

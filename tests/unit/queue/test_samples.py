@@ -174,7 +174,7 @@ def test_a_reset_starts_every_task_over(order: str) -> None:
     samples = one_task(order)
     samples.produce([1, 2, 3], ["x"])
     assert claimed(samples, 2) == (1, 2)
-    samples.samples[1].mark("use", Status.DONE)
+    samples.mark(samples.samples[1], "use", Status.DONE)
     samples.reset()
     assert not samples.leases
     assert sorted(claimed(samples, 3)) == [1, 2, 3]

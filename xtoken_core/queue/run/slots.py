@@ -324,7 +324,7 @@ class SlotTable:
         for sample_id in slot.ids:
             sample = self.samples.samples.get(sample_id)
             if sample is not None and sample_id not in self.samples.dead:
-                sample.mark(task, Status.WAITING)
+                self.samples.mark(sample, task, Status.WAITING)
                 self.samples.withdraw(sample_id, self.fields[ring.teacher])
 
     def _mark_withdrawn(self, ring: RegisteredRing, index: int) -> None:

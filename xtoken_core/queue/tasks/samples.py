@@ -57,7 +57,7 @@ class OrderedSamples(Samples):
         """Undo a task's DONE after its result was lost: the sample waits, or is ready, again."""
         sample = self.samples.get(sample_id)
         if sample is not None and sample_id not in self.dead and sample.status[task] == Status.DONE:
-            sample.mark(task, Status.WAITING)
+            self.mark(sample, task, Status.WAITING)
             self._refresh(sample)
             self._enqueue(sample, [task])
 
@@ -66,6 +66,7 @@ class OrderedSamples(Samples):
         self.samples.clear()
         self.leases.clear()
         self._leases_of.clear()
+        self._statuses.clear()
         self.dead.clear()
         self.finished = IntervalSet()
         for lease_of in self._lease_of.values():
