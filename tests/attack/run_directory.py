@@ -1,0 +1,158 @@
+"""Attacks by the directory of a run that is over: its files are replaced while the control plane shows them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.attack.files import KINDS, SECRET, fifo, link_outside
+from tests.attack.http_client import expect_refusal
+from tests.attack.target import Attack, FaultError, Target
+
+ROUTES = (
+    "/v1/runs/{id}", "/v1/runs/{id}/metrics", "/v1/runs/{id}/notes", "/v1/runs/{id}/logs", "/v1/runs/{id}/logs/files",
+    "/v1/runs/{id}/artifacts", "/v1/runs/{id}/artifacts/steps.jsonl", "/v1/runs/{id}/artifacts/run.json",
+    "/runs/{id}", "/runs/{id}/live", "/runs/{id}/log", "/runs/{id}/files", "/runs/{id}/configuration", "/v1/runs", "/",
+)  # fmt: skip
+PATIENCE_S = 10.0
+
+
+def show_everything(target: Target, what: str) -> None:
+    """Ask for all that is shown of the run.
+
+    Raises:
+        FaultError: An answer fails, takes long, or holds a file outside the run.
+    """
+    with target.http(timeout=PATIENCE_S) as http:
+        for route in ROUTES:
+            path = route.format(id=target.victim)
+            try:
+                response = http.get(path)
+            except httpx.TimeoutException as error:
+                raise FaultError(f"{what}: no answer to GET {path} within {PATIENCE_S:g} s") from error
+            expect_refusal(response, f"GET {path} with {what}")
+            if "root:x:" in response.text:
+                raise FaultError(f"{what}: GET {path} returned {SECRET}")
+
+
+@contextmanager
+def replaced(path: Path, kind: Callable[[Path], None]) -> Iterator[None]:
+    """Replace a file or directory, and put the original back."""
+    kept = path.with_name(f".{path.name}.kept")
+    there = path.exists()
+    if there:
+        path.rename(kept)
+    try:
+        kind(path)
+        yield
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        if there:
+            kept.rename(path)
+
+
+def hostile_records(target: Target, rng: random.Random, seconds: float) -> None:
+    """Replace curves, records and logs by FIFOs, links, directories, huge and nested files."""
+    output, end = target.victim_output, time.monotonic() + seconds
+    logs = sorted((output / "logs").glob("*.log"))
+    while time.monotonic() < end:
+        file = rng.choice([output / "steps.jsonl", output / "eval.jsonl", output / "run.json", output / "summary.json",
+                           output / "resolved.json", *logs])  # fmt: skip
+        kind = rng.choice((*KINDS, long_line, odd_lines))
+        with replaced(file, kind):
+            show_everything(target, f"{file.name} by {kind.__name__}")
+
+
+def hostile_directories(target: Target, rng: random.Random, seconds: float) -> None:
+    """Replace the directories of logs and checkpoints by links and odd names."""
+    del seconds
+    output = target.victim_output
+    kinds: list[Callable[[Path], None]] = [fifo, link_outside, linked_directory, odd_checkpoints, many_files]
+    for name in ("logs", "checkpoints", "model"):
+        for kind in rng.sample(kinds, len(kinds)):
+            with replaced(output / name, kind):
+                show_everything(target, f"{name} by {kind.__name__}")
+
+
+def hostile_resume(target: Target, rng: random.Random, seconds: float) -> None:
+    """Resume the run while its newest checkpoint is hostile: it must be refused, or end."""
+    del rng
+    output, end = target.victim_output, time.monotonic() + seconds
+    with replaced(output / "checkpoints", fifo_checkpoint), target.http() as http:
+        response = http.post(f"/v1/runs/{target.victim}/resume")
+        expect_refusal(response, "a resume from a checkpoint whose run.json is a FIFO")
+        while response.status_code == 202 and time.monotonic() < end:
+            if http.get(f"/v1/runs/{target.victim}").json()["state"] in ("failed", "completed", "stopped"):
+                break
+            time.sleep(0.2)
+        else:
+            if response.status_code == 202:
+                http.post(f"/v1/runs/{target.victim}/stop", json={"now": True})
+                raise FaultError("a resume from a checkpoint whose run.json is a FIFO does not end")
+
+
+def long_line(path: Path) -> None:
+    """Write one line of 50 MB."""
+    path.write_bytes(b"x" * 50_000_000)
+
+
+def odd_lines(path: Path) -> None:
+    """Write lines of JSON that are no rows."""
+    lines = [
+        "null",
+        "[]",
+        "1e999",
+        '{"step": "x"}',
+        '{"step": 1e30}',
+        '{"step": -1, "loss": NaN}',
+        "\x00",
+        "[" * 50_000,
+    ]
+    path.write_text("\n".join(lines * 100) + "\n")
+
+
+def linked_directory(path: Path) -> None:
+    """Put a link to a directory outside."""
+    path.symlink_to("/etc")
+
+
+def odd_checkpoints(path: Path) -> None:
+    """Make entries that look like checkpoints."""
+    path.mkdir()
+    for name in (
+        "step-abcdefgh",
+        "step-99999999",
+        "step--0000001",
+        "step-٠٠٠٠٠٠٠١",
+        "trainer-0.1.log",
+        "a.99999999999.log",
+    ):
+        (path / name).touch()
+
+
+def many_files(path: Path) -> None:
+    """Make twenty thousand files."""
+    path.mkdir()
+    for number in range(20_000):
+        (path / f"trainer-{number}.1.log").touch()
+
+
+def fifo_checkpoint(path: Path) -> None:
+    """Make a newest checkpoint whose record is a FIFO."""
+    (path / "step-99999999").mkdir(parents=True, mode=0o700)
+    path.chmod(0o700)
+    fifo(path / "step-99999999" / "run.json")
+
+
+ATTACKS: dict[str, Attack] = {
+    f"run_directory.{attack.__name__}": attack for attack in (hostile_records, hostile_directories, hostile_resume)
+}
