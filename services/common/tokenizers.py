@@ -26,7 +26,7 @@ def load_tokenizer(directory: Path, what: str) -> Any:
     check_model_directory(directory)
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # the libraries raise whatever a damaged file leads to
         tokenizer_fingerprint(directory)  # raises a better error if its files are missing or damaged
         raise InputError(f"cannot load the {what}'s tokenizer from {directory}: {first_line(error)}") from error
 

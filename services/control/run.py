@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 
 from services.common.allowed_paths import Roots
+from services.common.input_files import check_input_files
+from services.common.inspection import inspect_run
 from services.control.db_events import DatabaseEvents
 from services.control.recovery import infer_ending, recover
 from services.control.store import Store
@@ -15,8 +17,9 @@ from services.supervisor.process_group import status_path
 from services.supervisor.run_directory import QueueDirectory
 from services.supervisor.run_record import RunResult
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun
-from xtoken_core.config.resolved import parse_resolved_run
+from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.regular_files import JSON_LIMIT, read_below
 
 log = logging.getLogger("xtoken.control")
 
@@ -40,9 +43,17 @@ class Run(SupervisedRun):
         spec = RunSpec.model_validate(row.spec)
         super().__init__(spec, row.id, launchers, events=events, environment=environment)
         self._row, self._store, self._recovered = row, store, recovered
+        self._confined = roots is not None
 
     def _run(self) -> RunResult | None:
         return self._recover() if self._recovered else super()._run()
+
+    def _resolve(self) -> tuple[ResolvedRun, list[str]]:
+        """Resolve the run in a child process if its files are another user's: if there are roots."""
+        if not self._confined:
+            return super()._resolve()
+        check_input_files(self.spec)  # a missing file is reported before a process is started
+        return inspect_run(self.spec, self._note_text_read, self._environment)
 
     def _recover(self) -> RunResult | None:
         """Supervise the processes that an earlier control plane started, or infer how the run ended."""
@@ -53,7 +64,7 @@ class Run(SupervisedRun):
         queues = QueueDirectory.from_document(row.queue)
         launcher = self._launchers(self.spec, queues.private)
         source = output / "resolved.json"
-        resolved = parse_resolved_run(source.read_bytes(), source=str(source))
+        resolved = parse_resolved_run(read_below(output, source.name, JSON_LIMIT), source=str(source))
         members = self._process_specs(resolved, queues)
         recovered = recover(self.id, members, attempts, self._store.groups(self.id), launcher)
         self._events.message(recovered.summary())

@@ -5,6 +5,7 @@ A specification has no field for a command, an environment or code; the values i
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from xtoken_core.config.spec import RunSpec
 MAX_NUMBER = 2**53
 MAX_TEXT = 4096
 MAX_ITEMS = 1024
+MAX_NAME_BYTES = 255
+"""Longest name of a file on Linux."""
+MAX_PARTS = 64
+"""Deepest path: directories are made and removed by code that recurses."""
 BOUNDS = {
     "workers.collators": 256,
     "workers.ranks": 64,
@@ -99,6 +104,8 @@ def _check_sizes(document: dict[str, Any]) -> None:
                 raise RefusedError(name, f"{str(value)[:40]} is larger than {largest}")
         elif isinstance(value, (str, Path)):
             _check_text(name, str(value))
+            if isinstance(value, Path):
+                _check_path(name, value)
 
 
 def _check_text(name: str, text: str) -> None:
@@ -106,6 +113,13 @@ def _check_text(name: str, text: str) -> None:
         raise RefusedError(name, f"longer than {MAX_TEXT} characters")
     if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text):
         raise RefusedError(name, "contains control characters")
+
+
+def _check_path(name: str, path: Path) -> None:
+    if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
+        raise RefusedError(name, f"a file's name is longer than {MAX_NAME_BYTES} bytes")
+    if len(path.parts) > MAX_PARTS:
+        raise RefusedError(name, f"more than {MAX_PARTS} directories deep")
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -185,7 +185,7 @@ class SupervisedRun:
         """Run from the specification; a subclass may attach to processes that exist already."""
         output = self.spec.output
         try:
-            resolved, warnings = resolve(self.spec, self._note_text_read)
+            resolved, warnings = self._resolve()
         except XtokenError as error:
             if not (output / FILE).exists():  # the record of an earlier start says more than a refusal
                 write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
@@ -202,6 +202,10 @@ class SupervisedRun:
         self._events.queues_assigned(queues.to_document())
         self._events.progressed(step, resolved.steps)
         return self._supervise(resolved, queues, self._launchers(self.spec, queues.private), {}, step)
+
+    def _resolve(self) -> tuple[ResolvedRun, list[str]]:
+        """Return the run with what its files say, and warnings; a subclass may read them in another process."""
+        return resolve(self.spec, self._note_text_read)
 
     def _already_finished(self, resolved: ResolvedRun) -> RunResult:
         """Complete without any process: an earlier start has trained every step and written the model."""

@@ -337,7 +337,9 @@ def load_run_spec(path: Path) -> RunSpec:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise InputError(f"{path} is not TOML: nested too deeply") from error
+    except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits
         raise InputError(f"{path} is not TOML: {error}") from error
     return parse_run_spec(raw, source=str(path)).with_base(path.resolve().parent)
 

@@ -197,7 +197,7 @@ def _own(path: Path, metadata: Mapping[str, str]) -> TopKProjection:
 def _checked(path: Path, indices: Any, likelihoods: Any) -> tuple[Tensor, Tensor]:
     """Return the two tables of a dense file as int64 and float32, after checking them."""
     both = (indices, likelihoods)
-    if not all(isinstance(x, Tensor) and x.layout == torch.strided and not x.is_quantized for x in both):
+    if not all(isinstance(x, Tensor) and _is_plain(x) for x in both):
         raise ProjectionFileError(f"the projection {path}: indices and likelihoods must be plain tensors")
     if indices.ndim != 2 or indices.shape != likelihoods.shape or not indices.numel():
         shapes = f"{list(indices.shape)} and {list(likelihoods.shape)}"
@@ -208,6 +208,11 @@ def _checked(path: Path, indices: Any, likelihoods: Any) -> tuple[Tensor, Tensor
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise ProjectionFileError(f"the projection {path} is damaged: a tensor is larger than its data")
     return indices.long().contiguous(), likelihoods.float().contiguous()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # A tensor on the meta device has a shape and no data.
+    return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
 
 
 def _is_pair(key: Any) -> bool:

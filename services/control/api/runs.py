@@ -10,7 +10,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Header, HTTPException, Query, Response
 
-from services.common.resolve import largest_row, resolve_run
+from services.common.input_files import check_input_files
+from services.common.inspection import inspect_run
+from services.common.resolve import largest_row
 from services.control.api.dependencies import AppContext, Context, RunId, problems_of
 from services.control.api.examples import RUNS
 from services.control.api.models import DryRun, RunPage, RunStatus
@@ -132,11 +134,14 @@ def dry_run_of(context: AppContext, spec: RunSpec) -> DryRun:
         HTTPException: 503, too many dry runs are in progress.
     """
     spec = context.runs.validate(spec)
+    check_input_files(spec)
     if not _dry_runs.acquire(blocking=False):
         raise HTTPException(503, "too many dry runs are in progress: retry in a moment", {"Retry-After": "5"})
     scratch = Path(tempfile.mkdtemp(prefix="xtoken-dry-"))
     try:
-        resolved = resolve_run(spec.model_copy(update={"output": scratch}))
+        roots = context.runs.validator.roots
+        checked = spec.model_copy(update={"output": scratch})
+        resolved, _ = inspect_run(checked, lambda done, total: None, roots.environment if roots is not None else {})
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         _dry_runs.release()

@@ -80,9 +80,12 @@ def _path_error(path: str, name: str, roots: Roots | None) -> dict[str, str]:
     try:
         if roots is not None:
             roots.check(Path(path), name)
+        usable = Path(path).is_dir()
     except OutsideError as error:
         return {name: error.message}
-    return {} if Path(path).is_dir() else {name: "No such directory."}
+    except OSError:  # a name that no file system takes
+        usable = False
+    return {} if usable else {name: "No such directory."}
 
 
 def _run(student: Path, teacher: Path, text: str, roots: Roots | None) -> dict[str, Any]:

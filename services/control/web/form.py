@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
@@ -11,12 +10,14 @@ from urllib.parse import parse_qsl
 import tomli_w
 from pydantic import ValidationError
 
+from services.common.toml_text import parse_toml
 from services.control.web.fields import TEACHER, Field, field_names, format_value, sections
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
 
 MAX_FIELDS = 2000
 MAX_TEACHERS = 16
-NUMBERED = re.compile(rf"{TEACHER}\.(\d+)")
+NUMBERED = re.compile(rf"{TEACHER}\.([0-9]{{1,4}})(?![0-9])")
 NAMED = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)*")
 
 Errors = dict[str, list[str]]
@@ -75,9 +76,9 @@ def values_of(document: Mapping[str, Any]) -> dict[str, str]:
 def read_toml(text: str) -> tuple[dict[str, Any], Errors]:
     """Parse the text of a run file; return the document, or the errors."""
     try:
-        return tomllib.loads(text), {}
-    except tomllib.TOMLDecodeError as error:
-        return {}, {"": [f"Invalid TOML: {error}"]}
+        return parse_toml(text), {}
+    except ConfigError as error:
+        return {}, {"": [str(error)]}
 
 
 def to_toml(document: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ TITLES = {
     "workers": "Workers", "ray": "Ray",
 }  # fmt: skip
 ORDER = ("", "student", TEACHER, "data", "train", "workers", "eval", "loss", "train.lora", "queue", "ray", "report")
-REMOVED = re.compile(r"remove-(\d+)")
+REMOVED = re.compile(r"remove-([0-9]{1,4})")
 UNKNOWN_FIELD = "Extra inputs"
 
 router = APIRouter(route_class=PageRoute)
@@ -103,7 +103,8 @@ def _start(context: AppContext, spec: RunSpec, nonce: str) -> Response:
 
 
 def _with_teachers(document: dict[str, Any], action: str) -> dict[str, Any]:
-    teachers = list(document[TEACHER])
+    given = document.get(TEACHER)
+    teachers = list(given) if isinstance(given, list) else [{}]
     removed = REMOVED.fullmatch(action)
     if removed is None:
         teachers.append({})

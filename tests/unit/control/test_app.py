@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from services.control.app import create_app
-from services.control.auth import MAX_BODY_BYTES
+from services.control.http_limits import MAX_BODY_BYTES
 from services.control.runs import Runs
 from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, make_runs, put, spec
@@ -306,3 +307,14 @@ def test_long_log_lines_are_cut(client: TestClient, runs: Runs) -> None:
     for params in ({"worker": "queue"}, {}):
         text = client.get("/v1/runs/old-1/logs", params=params).text
         assert len(text) < 20_000 and "bytes cut)" in text and "last" in text
+
+
+@pytest.mark.parametrize("changes", [
+    {"name": "n" * 300}, {"output": "o" * 300}, {"output": "/".join(["o"] * 2000)}, {"seed": 10**4000},
+    {"student": {"model": "/" + "m" * 300, "context_length": 8}}, {"data": {"path": "\ud800"}},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
+@pytest.mark.parametrize("dry", [False, True], ids=["start", "dry run"])
+def test_hostile_values(client: TestClient, tmp_path: Path, changes: dict[str, Any], dry: bool) -> None:
+    body = json.dumps(spec(tmp_path, **changes)).encode()
+    answer = client.post("/v1/runs", content=body, params={"dry_run": dry}, headers=JSON)
+    assert 400 <= answer.status_code < 500 and "\n" not in answer.json()["detail"]

@@ -291,3 +291,19 @@ def test_charts_of_teachers_and_evaluations() -> None:
     assert measured["held-out-loss"] == ["held_out_loss", "held_out_kl_loss", "held_out_ce_loss"]
     assert measured["held-out-teachers"] == ["held_out_kl_loss_t0", "held_out_kl_loss_t1"]
     assert measured["held-out-agreement"][1:] == ["held_out_proj_accuracy_t0", "held_out_proj_accuracy_t1"]
+
+
+@pytest.mark.parametrize("action", ["start", "as-fields", "as-toml", "add", "remove-" + "9" * 5000])
+@pytest.mark.parametrize("values", [
+    {"teacher." + "9" * 5000 + ".model": "x"}, {"teacher.\u0663.model": "x"}, {"seed": "9" * 5000},
+    {"mode": "toml", "toml": "a = " + "[" * 3000}, {"mode": "toml", "toml": "teacher = 5"},
+    {"mode": "toml", "toml": "seed = 1e400"},
+], ids=["many digits", "other digits", "number", "nested", "type", "infinity"])  # fmt: skip
+def test_hostile_form(client: TestClient, values: dict[str, str], action: str) -> None:
+    assert client.post("/runs/new", data={**values, "action": action}).status_code == 200
+
+
+def test_name_that_no_file_system_takes(client: TestClient, tmp_path: Path) -> None:
+    path = str(tmp_path / "data" / ("x" * 300))
+    answer = client.post("/align", data={"student": path, "teacher": path, "text": "a"})
+    assert answer.status_code == 200 and "No such directory" in answer.text
