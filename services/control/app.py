@@ -14,6 +14,7 @@ from services.control.api import runs as runs_api
 from services.control.api.dependencies import AppContext, problems_of
 from services.control.api.telemetry import RequestMetrics, Telemetry
 from services.control.auth import Auth, AuthMiddleware
+from services.control.http_limits import BodyLimit
 from services.control.runs import Runs
 from services.control.views import Views
 from services.control.web import mount
@@ -47,6 +48,7 @@ def create_app(runs: Runs, auth: Auth | None = None) -> FastAPI:
     for router in (runs_api.router, files.router, health.router):
         app.include_router(router)
     app.add_middleware(RequestMetrics, telemetry=telemetry)
+    app.add_middleware(BodyLimit, open_paths=context.auth.open_paths)
     app.add_middleware(AuthMiddleware, auth=context.auth)
     mount.install(app)
     _describe(app)

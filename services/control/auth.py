@@ -1,10 +1,10 @@
-"""Auth middleware: Host and Origin check, bearer token, limit of the body size."""
+"""Auth middleware: Host and Origin check, bearer token, session cookie."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
+import math
 import os
 import secrets
 import stat
@@ -14,12 +14,13 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.control.problems import problem
+from services.control.sessions import DELAY_S, Sessions, WrongTokens
 from xtoken_core.errors import ConfigError
+from xtoken_core.regular_files import open_regular
 
-MAX_BODY_BYTES = 1 << 20
 LOCAL_NAME = "localhost"
 COOKIE = "xtoken_session"
 PROBES = ("/livez", "/readyz")
@@ -27,6 +28,12 @@ PROBES = ("/livez", "/readyz")
 SHORTEST_TOKEN = 16
 POLICY_VIOLATION = 1008
 BEARER = "Bearer "
+SINGLE_HEADERS = (b"host", b"origin", b"authorization")
+"""Headers that decide about access: with two of them, a proxy and this server could read different ones."""
+TOKEN_REQUIRED = "bearer token required: Authorization: Bearer TOKEN"
+WRONG_TOKEN = "wrong bearer token: Authorization: Bearer TOKEN"
+TOO_MANY_WRONG = "too many wrong tokens from this address: retry in a moment"
+RETRY_AFTER = str(math.ceil(DELAY_S))
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,16 @@ class Auth:
         names: Host names accepted in the Host header, in addition to addresses of this machine.
         remote: True if other machines can reach the control plane, in which case the Host header may be any address.
         open_paths: Paths that need no token in addition to the probes: the login page and static files.
+        sessions: Sessions of browsers.
+        wrong_tokens: Delay of answers to wrong tokens.
     """
 
     token: str | None = None
     names: frozenset[str] = frozenset()
     remote: bool = False
     open_paths: tuple[str, ...] = field(default=())
+    sessions: Sessions = field(default_factory=Sessions, compare=False)
+    wrong_tokens: WrongTokens = field(default_factory=WrongTokens, compare=False)
 
     @classmethod
     def of(cls, host: str, token_file: Path | None, names: Iterable[str] = ()) -> Auth:
@@ -60,6 +71,10 @@ class Auth:
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and reason of a refusal, or None if the request is accepted."""
+        names = [name.lower() for name, _ in scope["headers"]]
+        for single in SINGLE_HEADERS:
+            if names.count(single) > 1:
+                return 400, f"more than one {single.decode().title()} header"
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "")
         if not self._is_own(_host_of(f"//{host}")):
@@ -67,14 +82,15 @@ class Auth:
         origin = headers.get(b"origin")
         if origin is not None and not self._same_origin(origin, host):
             return 403, f"cross-origin request from {origin!r}"
-        if self.token is not None and not self._has_token(scope["path"], headers):
-            return 401, "bearer token required: Authorization: Bearer TOKEN"
-        return None
-
-    @property
-    def cookie(self) -> str:
-        """Session cookie: an HMAC of the token, so that the browser does not store the token itself."""
-        return hmac.new((self.token or "").encode(), COOKIE.encode(), hashlib.sha256).hexdigest()
+        if self.token is None or scope["path"] in PROBES or scope["path"] in self.open_paths:
+            return None
+        given = bearer_of(headers.get(b"authorization", ""))
+        if given is None:
+            cookie = session_of(headers.get(b"cookie", ""))
+            return None if cookie is not None and self.sessions.is_open(cookie) else (401, TOKEN_REQUIRED)
+        if self.wrong_tokens.blocks(address_of(scope)):
+            return 429, TOO_MANY_WRONG
+        return None if self.accepts(given) else (401, WRONG_TOKEN)
 
     def accepts(self, token: str) -> bool:
         """Return True if `token` is the control plane's token."""
@@ -89,27 +105,15 @@ class Auth:
             return False
         return remote[1] == own[1] or (is_loopback(remote[1]) and is_loopback(own[1]))
 
-    def _has_token(self, path: str, headers: dict[bytes, str]) -> bool:
-        if path in PROBES or path in self.open_paths:
-            return True
-        given = headers.get(b"authorization", "")
-        if given[: len(BEARER)].lower() == BEARER.lower():
-            return self.accepts(given[len(BEARER) :].strip())
-        try:
-            cookie = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
-        except CookieError:
-            return False
-        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self.cookie.encode())
-
 
 class AuthMiddleware:
-    """Middleware that applies `Auth` to every request and limits the size of its body."""
+    """Middleware that applies `Auth` to every request."""
 
     def __init__(self, app: ASGIApp, auth: Auth) -> None:
         self._app, self._auth = app, auth
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond with 401, 403 or 413, or pass the request on."""
+        """Respond with 400, 401, 403 or 429, or pass the request on."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -121,15 +125,38 @@ class AuthMiddleware:
             else:
                 await self._app(scope, receive, send)
             return
-        if refusal is not None:
-            response = problem(*refusal)
-            if refusal[0] == 401:
-                response.headers["WWW-Authenticate"] = "Bearer"
-            await response(scope, receive, send)
-        elif _length(scope) > MAX_BODY_BYTES:
-            await problem(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")(scope, receive, send)
-        else:
-            await self._app(scope, _bounded(receive), send)
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        response = problem(*refusal)
+        if refusal[0] == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        if refusal[0] == 429:
+            response.headers["Retry-After"] = RETRY_AFTER
+        if refusal[1] == WRONG_TOKEN:
+            await self._auth.wrong_tokens.delay(address_of(scope))
+        await response(scope, receive, send)
+
+
+def address_of(scope: Scope) -> str:
+    """Return the address of a request's client."""
+    return scope["client"][0] if scope.get("client") else ""
+
+
+def bearer_of(authorization: str) -> str | None:
+    """Return the token of an Authorization header; None if it has none."""
+    if authorization[: len(BEARER)].lower() != BEARER.lower():
+        return None
+    return authorization[len(BEARER) :].strip()
+
+
+def session_of(cookies: str) -> str | None:
+    """Return the session id in a Cookie header; None if it has none."""
+    try:
+        cookie = SimpleCookie(cookies).get(COOKIE)
+    except CookieError:
+        return None
+    return cookie.value if cookie is not None else None
 
 
 def is_loopback(host: str) -> bool:
@@ -156,7 +183,7 @@ def read_token(file: Path) -> str:
         else:
             with os.fdopen(handle, "w", encoding="ascii") as new:
                 new.write(secrets.token_urlsafe(32) + "\n")
-        with file.open("rb") as opened:
+        with os.fdopen(open_regular(file), "rb") as opened:
             status = os.fstat(opened.fileno())
             if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid != os.geteuid():
                 raise ConfigError(f"the token file {file} must be readable by you only: chmod 600 {file}")
@@ -191,23 +218,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _length(scope: Scope) -> float:
-    length = dict(scope["headers"]).get(b"content-length", b"0")
-    return int(length) if length.isdigit() and len(length) < 20 else float("inf")
-
-
-def _bounded(receive: Receive) -> Receive:
-    """Return a `receive` that disconnects once a body without a Content-Length becomes too large."""
-    seen = 0
-
-    async def bounded() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
-        if seen > MAX_BODY_BYTES:
-            return {"type": "http.disconnect"}
-        return message
-
-    return bounded

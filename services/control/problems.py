@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from xtoken_core.errors import XtokenError
 
@@ -80,6 +81,9 @@ def install(app: FastAPI) -> None:
         answer.headers.update(error.headers or {})
         return answer
 
+    async def incomplete(_: Request, __: Exception) -> ProblemResponse:
+        return problem(400, "the request body is incomplete, or larger than accepted")
+
     async def unexpected(request: Request, error: Exception) -> ProblemResponse:
         log.error("%s %s", request.method, request.url.path, exc_info=error)
         return problem(500, "internal error: see the control plane's log")
@@ -87,6 +91,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(XtokenError, expected)
     app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(ClientDisconnect, incomplete)
     app.add_exception_handler(Exception, unexpected)
 
 

@@ -13,6 +13,7 @@ import uvicorn
 from services.common.allowed_paths import Roots
 from services.control.app import create_app
 from services.control.auth import Auth
+from services.control.http_limits import KEEP_ALIVE_S, LimitedProtocol, raise_descriptor_limit
 from services.control.runs import Runs
 from services.control.validation import SpecValidator
 from services.supervisor.interrupts import Interrupts
@@ -45,7 +46,8 @@ class HttpServer:
         self.host, self.port = host, int(self._socket.getsockname()[1])
         config = uvicorn.Config(
             create_app(runs, auth), log_level="warning", lifespan="off", access_log=False, log_config=None,
-            timeout_graceful_shutdown=SHUTDOWN_S, server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S, server_header=False, http=LimitedProtocol, ws="none",
+            timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
@@ -89,6 +91,7 @@ def serve(
     """
     auth = Auth.of(host, token_file, names)
     Roots.of(roots, [])  # checked first: an invalid root must not create the directory or touch a run
+    raise_descriptor_limit()
     with Interrupts() as interrupts, _listen(host, port) as listening:
         runs_dir.mkdir(parents=True, exist_ok=True)
         runs = Runs(runs_dir, validator=SpecValidator(Roots.of(roots, [runs_dir]), runs_dir.resolve()))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 from urllib.parse import parse_qs, quote, urlencode
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.control.api.dependencies import Context
-from services.control.auth import COOKIE
+from services.control.auth import COOKIE, RETRY_AFTER, TOO_MANY_WRONG, address_of, session_of
+from services.control.sessions import SESSION_S
 from services.control.web.render import PageRoute, page
 
 LOGIN = "/login"
-SESSION_S = 30 * 24 * 3600
 NOT_PAGES = ("/v1/", "/metrics", "/livez", "/readyz", "/static/", "/openapi.json")
 """Paths whose 401 is not redirected to the login page."""
 
@@ -34,22 +34,32 @@ def show_login(
 
 @router.post(LOGIN)
 async def log_in(request: Request, context: Context) -> Response:
-    """Check the token and set the session cookie."""
-    fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=4)
+    """Check the token, start a session and set its cookie; the answer to a wrong token is delayed."""
+    try:
+        fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=4)
+    except ValueError as error:
+        raise HTTPException(400, "Malformed form.") from error
     token, to = (fields.get(name, [""])[0] for name in ("token", "next"))
+    wrong, address = context.auth.wrong_tokens, address_of(request.scope)
+    if wrong.blocks(address):
+        raise HTTPException(429, TOO_MANY_WRONG, {"Retry-After": RETRY_AFTER})
     if not context.auth.accepts(token.strip()):
+        await wrong.delay(address)
         return page(request, "login.html", status=403, next=own_path(to), wrong=True)
     response = RedirectResponse(own_path(to), 303)
     response.set_cookie(
-        COOKIE, context.auth.cookie, max_age=SESSION_S, httponly=True, samesite="strict",
+        COOKIE, context.auth.sessions.open(), max_age=SESSION_S, httponly=True, samesite="strict",
         secure=request.url.scheme == "https",
     )  # fmt: skip
     return response
 
 
 @router.post("/logout")
-def log_out() -> Response:
-    """Delete the session cookie."""
+def log_out(request: Request, context: Context) -> Response:
+    """End the session and delete its cookie."""
+    session = session_of(request.headers.get("cookie", ""))
+    if session is not None:
+        context.auth.sessions.close(session)
     response = RedirectResponse(LOGIN, 303)
     response.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return response

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from services.control import sessions
 from services.control.app import create_app
 from services.control.auth import COOKIE, Auth, is_loopback, read_token
 from services.control.runs import Runs
@@ -65,13 +67,39 @@ def test_host_and_origin(runs: Runs, headers: dict[str, str], expected: int) -> 
         ({b"authorization": b"Bearer \xe9"}, 401),
         ({"authorization": f"Basic {TOKEN}"}, 401),
         ({"cookie": f"{COOKIE}={TOKEN}"}, 401),
-        ({"cookie": f"{COOKIE}={Auth(TOKEN).cookie}"}, 200),
-        ({"cookie": f"{COOKIE}={Auth(TOKEN).cookie}", "origin": "https://evil.example"}, 403),
+        ({b"host": b"127.0.0.1:8400", b"Host": b"evil.example"}, 400),
+        ({"authorization": f"Bearer {TOKEN}", b"Authorization": b"Bearer x"}, 400),
     ],
     ids=str,
 )
 def test_token(runs: Runs, headers: dict, expected: int) -> None:
     assert status(runs, Auth(TOKEN), headers) == expected
+
+
+def test_session(runs: Runs) -> None:
+    auth = Auth(TOKEN)
+    session = auth.sessions.open()
+    assert status(runs, auth, {"cookie": f"{COOKIE}={session}"}) == 200
+    assert status(runs, auth, {"cookie": f"{COOKIE}={session}", "origin": "https://evil.example"}) == 403
+    assert status(runs, auth, {"cookie": f"{COOKIE}={session}x"}) == 401
+    auth.sessions.close(session)
+    assert status(runs, auth, {"cookie": f"{COOKIE}={session}"}) == 401
+
+
+def test_wrong_tokens_are_slowed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "DELAY_S", 0.3)
+    auth = Auth(TOKEN)
+    app, began = create_app(runs, auth), time.monotonic()
+    for send in (
+        lambda client: client.get("/v1/runs", headers={"authorization": "Bearer wrong"}),
+        lambda client: client.post("/login", data={"token": "wrong"}),
+    ):
+        assert send(TestClient(app, base_url=HERE)).status_code in (401, 403)
+    assert time.monotonic() - began > 0.6
+    session = auth.sessions.open()
+    auth.wrong_tokens._delayed["testclient"] = sessions.MAX_DELAYED
+    assert status(runs, auth, {"authorization": f"Bearer {TOKEN}"}) == 429
+    assert status(runs, auth, {"cookie": f"{COOKIE}={session}"}) == 200
 
 
 def test_every_route_needs_the_token(runs: Runs) -> None:

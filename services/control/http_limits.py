@@ -1,0 +1,224 @@
+"""Limits of the HTTP server: connections, headers, bodies, and the time that a peer may take for each.
+
+They hold before a token is checked. uvicorn bounds neither the time nor the size of a request's headers, nor the
+connections of an address, so its protocol is extended here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.control.problems import problem
+
+MAX_CONNECTIONS = 2048
+MAX_PER_ADDRESS = 1024
+DESCRIPTORS_PER_CONNECTION = 2
+"""The socket, and a file that a response sends."""
+HEADER_S = 5.0
+"""Seconds from a connection, or the first byte of a further request, to the end of its headers."""
+BODY_S = 30.0
+"""Seconds from the headers to the end of the body."""
+STALLED_S = 60.0
+"""Seconds for which a peer may leave a response unread while the connection's buffer is full."""
+KEEP_ALIVE_S = 5
+MAX_HEADER_BYTES = 32 << 10
+MAX_HEADERS = 100
+MAX_BODY_BYTES = 1 << 20
+MAX_OPEN_BODY_BYTES = 16 << 10
+"""Largest body of a request that needs no token: the login form."""
+REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's soft limit of descriptors to the hard one, as far as the connections need it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * DESCRIPTORS_PER_CONNECTION * MAX_CONNECTIONS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+
+
+def connection_limit() -> int:
+    """Return the largest number of connections, which leaves half of the descriptors to everything else."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, soft // (2 * DESCRIPTORS_PER_CONNECTION)))
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection, with the limits of this module.
+
+    A connection that exceeds the number of connections takes the place of the oldest one that has no request in
+    progress: peers that connect and send nothing are closed, not those that send a request.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limit = connection_limit()
+        self._timer: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+        self._in_headers = True
+        self.opened_at = self.loop.time()
+
+    @property
+    def address(self) -> str:
+        """Address of the peer."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def waiting(self) -> bool:
+        """True if no request is in progress: its headers are incomplete, or it has been answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in its base class
+        """Admit the connection, or refuse it."""
+        super().connection_made(transport)
+        self._start_timer(HEADER_S)
+        peers = [peer for peer in self.connections if isinstance(peer, LimitedProtocol)]
+        own = [peer for peer in peers if peer.address == self.address]
+        if len(own) > min(MAX_PER_ADDRESS, self._limit):
+            self._make_room(own)
+        elif len(peers) > self._limit:
+            counts = Counter(peer.address for peer in peers)
+            busiest = max(counts, key=lambda address: counts[address])
+            self._make_room([peer for peer in peers if peer.address == busiest])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the timers."""
+        self._stop_timer()
+        if self._stalled is not None:
+            self._stalled.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse a part of a request."""
+        if self.transport.is_closing():
+            return
+        if self._in_headers and self._timer is None:
+            self._start_timer(HEADER_S)
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        self._in_headers, self._header_bytes = True, 0
+        if self._timer is None:
+            self._start_timer(HEADER_S)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Add a part of the target."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header."""
+        self._count(len(name) + len(value))
+        if len(self.headers) >= MAX_HEADERS:
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Start the request."""
+        self._in_headers = False
+        self._start_timer(BODY_S)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End the body."""
+        self._stop_timer()
+        self._in_headers = True
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """Start the time that the peer has for reading."""
+        super().pause_writing()
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop it."""
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+        super().resume_writing()
+
+    def refuse(self, status: int) -> None:
+        """Respond without the application, if no response has begun, and close the connection."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            reason = REASONS[status]
+            head = b"HTTP/1.1 %d %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % (status, reason)
+            self.transport.write(head)
+        self.transport.close()
+
+    def _make_room(self, peers: Collection[LimitedProtocol]) -> None:
+        waiting = [peer for peer in peers if peer.waiting and peer is not self and not peer.transport.is_closing()]
+        oldest = min(waiting, key=lambda peer: peer.opened_at, default=None)
+        (self if oldest is None else oldest).refuse(503)
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the headers are too large")  # the parser turns it into a response with status 400
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self.refuse, 408)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class BodyLimit:
+    """Middleware that limits the size of request bodies.
+
+    Args:
+        app: The application.
+        open_paths: Paths that need no token, for which less is accepted.
+    """
+
+    def __init__(self, app: ASGIApp, open_paths: Collection[str]) -> None:
+        self._app, self._open_paths = app, frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond with 413, or pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = MAX_OPEN_BODY_BYTES if scope["path"] in self._open_paths else MAX_BODY_BYTES
+        if _length(scope) > limit:
+            await problem(413, f"the request body is larger than {limit} bytes")(scope, receive, send)
+        else:
+            await self._app(scope, _bounded(receive, limit), send)
+
+
+def _length(scope: Scope) -> float:
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(length) if length.isdigit() and len(length) < 20 else float("inf")
+
+
+def _bounded(receive: Receive, limit: int) -> Receive:
+    """Return a `receive` that disconnects once a body without a Content-Length becomes too large."""
+    seen = 0
+
+    async def bounded() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > limit:
+            return {"type": "http.disconnect"}
+        return message
+
+    return bounded

@@ -1,0 +1,134 @@
+"""Limits of the HTTP server against peers without a token: half-sent requests, many connections, unread responses."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.control import http_limits
+from services.control.auth import Auth
+from services.control.runs import Runs
+from services.control.serve import HttpServer
+from tests.unit.control.stored_runs import make_runs
+
+TOKEN = "a-token-of-some-length"
+HEAD = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+Connect = Callable[..., socket.socket]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServer]:
+    monkeypatch.setattr(http_limits, "HEADER_S", 1.0)
+    monkeypatch.setattr(http_limits, "BODY_S", 1.0)
+    monkeypatch.setattr(http_limits, "MAX_PER_ADDRESS", 20)
+    runs: Runs = make_runs(tmp_path)
+    server = HttpServer(runs, "127.0.0.1", 0, Auth(TOKEN))
+    yield server
+    server.close()
+    runs.close()
+
+
+@pytest.fixture
+def connect(server: HttpServer) -> Iterator[Connect]:
+    opened: list[socket.socket] = []
+
+    def connect(sent: bytes = b"") -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        opened.append(connection)
+        connection.sendall(sent)
+        return connection
+
+    yield connect
+    for connection in opened:
+        connection.close()
+
+
+def response(connection: socket.socket) -> bytes:
+    """Return what the server sends until it closes the connection."""
+    parts = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def live(server: HttpServer) -> bool:
+    with urllib.request.urlopen(f"{server.url}/livez", timeout=30) as answer:
+        return json.load(answer) == {"live": True}
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", HEAD, HEAD + b"X-A: 1\r\n"])
+def test_deadline_of_headers(connect: Connect, sent: bytes) -> None:
+    assert response(connect(sent)).startswith(b"HTTP/1.1 408 ")
+
+
+def test_deadline_holds_for_peers_that_send_a_byte_at_a_time(connect: Connect) -> None:
+    connection, began = connect(HEAD + b"X-A: "), time.monotonic()
+    with pytest.raises(OSError):
+        while time.monotonic() - began < 20:
+            connection.sendall(b"a")
+            time.sleep(0.1)
+
+
+def test_deadline_of_further_requests(connect: Connect) -> None:
+    connection = connect(HEAD + b"\r\n" + HEAD)
+    answer = response(connection)
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"HTTP/1.1 408 " in answer
+
+
+@pytest.mark.parametrize("path", [b"/login", b"/v1/runs"])
+def test_deadline_of_bodies(connect: Connect, path: bytes) -> None:
+    head = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %s\r\nContent-Length: 100\r\n\r\n{"
+    assert response(connect(head % (path, TOKEN.encode()))).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("sent", [
+    HEAD + b"X-A: " + b"a" * http_limits.MAX_HEADER_BYTES, HEAD + b"X-A: 1\r\n" * 200,
+    b"GET /" + b"a" * http_limits.MAX_HEADER_BYTES + b" HTTP/1.1\r\n",
+])  # fmt: skip
+def test_size_of_headers(connect: Connect, sent: bytes) -> None:
+    assert response(connect(sent + b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+
+
+def test_half_sent_requests_give_way(server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_limits, "HEADER_S", 60.0)
+    first = connect(HEAD)
+    for _ in range(100):
+        connect(HEAD)
+    assert response(first).startswith(b"HTTP/1.1 503 ")
+    assert live(server)
+
+
+def test_requests_in_progress_do_not_give_way(
+    server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(http_limits, "BODY_S", 60.0)
+    body = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 7\r\n\r\ntoken"
+    busy = [connect(body) for _ in range(20)]
+    time.sleep(0.2)
+    assert response(connect()).startswith(b"HTTP/1.1 503 ")
+    for connection in busy:
+        connection.sendall(b"=x")
+    assert busy[0].recv(12).startswith(b"HTTP/1.1 ")
+
+
+def test_body_of_a_request_without_a_token(connect: Connect) -> None:
+    size = http_limits.MAX_OPEN_BODY_BYTES + 1
+    head = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    assert response(connect(head % size + b"x" * size)).startswith(b"HTTP/1.1 413 ")
+
+
+def test_response_that_is_not_read(tmp_path: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_limits, "STALLED_S", 0.5)
+    request = b"GET /static/vendor/swagger-ui/swagger-ui-bundle.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    connection = connect(request * 20)
+    time.sleep(2)
+    assert len(response(connection)) < 20 << 20
