@@ -39,7 +39,7 @@ def create_app(runs: Runs, auth: Auth | None = None) -> FastAPI:
         title="xtoken control plane",
         version=version("xtoken"),
         description=DESCRIPTION,
-        responses=problems_of(401, 403),
+        responses=problems_of(400, 401, 403, 429),
         docs_url=None,  # FastAPI's page loads scripts from a CDN; `web.pages` serves Swagger UI from here
         redoc_url=None,
     )

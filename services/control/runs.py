@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -61,6 +60,9 @@ class Runs:
         validator: Rules for specifications; by default everything is accepted, and `output` is relative to `directory`.
         starters: Creates the launchers of runs; by default the launcher that the specification names.
 
+    Attributes:
+        database_error: Error of the last check of the database; empty if it is sound.
+
     Raises:
         XtokenError: The directory cannot be used, or another control plane uses it.
     """
@@ -78,6 +80,7 @@ class Runs:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self.housekeeping_at = time.monotonic()
+        self.database_error = ""
         self._recover()
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
         self._housekeeper.start()
@@ -260,13 +263,20 @@ class Runs:
     def _keep_house(self) -> None:
         """Check the database, which `/readyz` reports, and drop ended runs from memory."""
         while not self._closing.wait(HOUSEKEEPING_S):
-            with contextlib.suppress(XtokenError):
+            try:
+                self.store.check()
                 self.store.counts()
-                with self._lock:
-                    ended = [run_id for run_id, run in self._here.items() if run.over_for_s > KEPT_S]
-                    for run_id in ended:
-                        del self._here[run_id]
-                self.housekeeping_at = time.monotonic()
+            except XtokenError as error:
+                if not self.database_error:
+                    log.error("%s", error)
+                self.database_error = str(error)
+                continue
+            self.database_error = ""
+            with self._lock:
+                ended = [run_id for run_id, run in self._here.items() if run.over_for_s > KEPT_S]
+                for run_id in ended:
+                    del self._here[run_id]
+            self.housekeeping_at = time.monotonic()
 
     def _ended(self, run_id: str, action: str) -> RunRow:
         row, run = self.store.run(run_id), self._here.get(run_id)

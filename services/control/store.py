@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import StaticPool
 
+from services.control.db_file import DatabaseFile, StoreError, create_private
 from services.control.tables import AttemptRow, Base, GroupRow, NoteRow, RunRow
 from services.supervisor.run_record import RunState
 from xtoken_core.errors import XtokenError
@@ -27,12 +28,6 @@ SUMMARY = (
     RunRow.step, RunRow.steps, RunRow.launch, RunRow.began, RunRow.ended,
 )  # fmt: skip
 SUMMARY_NAMES = tuple(column.key for column in SUMMARY)
-
-
-class StoreError(XtokenError):
-    """The database cannot be read or written."""
-
-    status = 503
 
 
 class TakenError(XtokenError):
@@ -55,11 +50,12 @@ class Store:
         directory: Directory of the database file; None keeps the database in memory.
 
     Raises:
-        StoreError: The database cannot be opened, or has another schema version.
+        StoreError: The database cannot be opened, is damaged, or has another schema version.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._guard: AbstractContextManager[Any]
+        self._file: DatabaseFile | None = None
         if directory is None:
             # An in-memory database belongs to one connection, which all threads share, one at a time.
             self._guard = threading.RLock()
@@ -67,10 +63,21 @@ class Store:
             self._engine = create_engine("sqlite://", poolclass=StaticPool, connect_args=shared)
         else:
             self._guard = nullcontext()
+            create_private(directory / FILE, _create)
+            self._file = DatabaseFile(directory / FILE)
             self._engine = create_engine(f"sqlite:///{directory / FILE}", connect_args={"timeout": BUSY_S})
         event.listen(self._engine, "connect", _configure)
         with self._errors():
             _create_or_check(self._engine)
+
+    def check(self) -> None:
+        """Check the file of the database.
+
+        Raises:
+            StoreError: It is gone, empty or damaged.
+        """
+        if self._file is not None:
+            self._file.check()
 
     def close(self) -> None:
         """Close all connections."""
@@ -228,6 +235,17 @@ def _configure(connection: Any, _record: object) -> None:
     # With WAL, readers never wait for the writer; NORMAL commits survive a killed process, though not every power cut.
     for line in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {line}")
+
+
+def _create(path: Path) -> None:
+    """Write a new database, without the write-ahead log, whose files would have to be moved with it."""
+    engine = create_engine(f"sqlite:///{path}")
+    try:
+        _create_or_check(engine)
+    except SQLAlchemyError as error:
+        raise StoreError(f"cannot create the control plane's database {path}: {error}".splitlines()[0]) from error
+    finally:
+        engine.dispose()
 
 
 def _create_or_check(engine: Engine) -> None:

@@ -22,7 +22,7 @@ async def live() -> Live:
 async def ready(context: Context, response: Response) -> Ready:
     """Check that the database responds and that every active run is supervised. Needs no token."""
     stuck, age = context.runs.stuck(), context.runs.housekeeping_age_s
-    reasons = []
+    reasons = [context.runs.database_error] if context.runs.database_error else []
     if age > HOUSEKEEPING_LIMIT_S:
         reasons.append(f"the database has not responded for {age:.0f} s")
     if stuck:

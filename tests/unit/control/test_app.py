@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,15 @@ def test_readiness_without_database(client: TestClient, runs: Runs) -> None:
     answer = client.get("/readyz")
     assert answer.status_code == 503
     assert answer.json()["age_s"] >= 60 and "the database has not responded" in answer.json()["reason"]
+
+
+def test_readiness_with_an_emptied_database(client: TestClient, runs: Runs) -> None:
+    assert runs.directory is not None
+    os.truncate(runs.directory / ".control.sqlite3", 0)
+    until = time.monotonic() + 30
+    while (answer := client.get("/readyz")).status_code == 200 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert answer.status_code == 503 and ".control.sqlite3 is empty" in answer.json()["reason"]
 
 
 def broken() -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.control import db_file
 from services.control.store import (
     FILE,
     VERSION,
@@ -102,3 +105,52 @@ def test_remove_cascades(tmp_path: Path) -> None:
     store.remove("one")
     assert (store.attempts("one"), store.groups("one"), store.notes("one")) == ([], {}, [])
     store.close()
+
+
+def test_database_is_private(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    (tmp_path / FILE).chmod(0o644)
+    store = Store(tmp_path)
+    store.add(row("one"))
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    store.close()
+
+
+def damage(file: Path, kind: str) -> None:
+    if kind == "garbage":
+        with file.open("r+b") as opened:
+            opened.seek(4096)
+            opened.write(b"garbage!" * (file.stat().st_size // 8 - 512))
+    elif kind == "replaced":
+        file.rename(file.with_name("old"))
+        file.write_bytes(file.with_name("old").read_bytes())
+    elif kind == "removed":
+        file.unlink()
+    else:
+        os.truncate(file, {"emptied": 0, "cut": 8192}[kind])
+
+
+@pytest.mark.parametrize("kind", ["garbage", "emptied", "cut", "replaced", "removed"])
+def test_damage_while_the_database_is_served(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db_file, "CHECK_S", 0.0)
+    monkeypatch.setattr(db_file, "CHECK_FRACTION", 0.0)
+    store = Store(tmp_path)
+    for number in range(40):
+        store.add(row(f"run-{number}", spec={"text": "x" * 5000}))
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.check()
+    damage(tmp_path / FILE, kind)
+    with pytest.raises(StoreError, match=rf"database {re.escape(str(tmp_path / FILE))}"):
+        store.check()
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["garbage", "emptied"])
+def test_damaged_database_is_not_opened(tmp_path: Path, kind: str) -> None:
+    store = Store(tmp_path)
+    store.add(row("one"))
+    store.close()
+    damage(tmp_path / FILE, kind)
+    with pytest.raises(StoreError, match="is empty: restore it" if kind == "emptied" else "is damaged: .*: restore it"):
+        Store(tmp_path)
