@@ -31,7 +31,7 @@ BEARER = "Bearer "
 SINGLE_HEADERS = (b"host", b"origin", b"authorization")
 """Headers that decide about access: with two of them, a proxy and this server could read different ones."""
 TOKEN_REQUIRED = "bearer token required: Authorization: Bearer TOKEN"
-WRONG_TOKEN = "wrong bearer token: Authorization: Bearer TOKEN"
+WRONG_TOKEN = "bearer token required: the given one is wrong"
 TOO_MANY_WRONG = "too many wrong tokens from this address: retry in a moment"
 RETRY_AFTER = str(math.ceil(DELAY_S))
 
