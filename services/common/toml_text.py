@@ -47,7 +47,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ConfigError(f"the run file cannot be parsed: {error}") from error
     finally:
         _slots.release()
-    answer = json.loads(lines[0]) if lines else {"error": "the parser gave no result"}
+    answer: dict[str, Any] = json.loads(lines[0]) if lines else {"error": "the parser gave no result"}
     if "error" in answer:
         raise ConfigError(f"Invalid TOML: {answer['error']}")
     document: dict[str, Any] = answer["document"]
