@@ -67,6 +67,11 @@ class WaitingRequest:
         return getattr(self.request, "session", "")
 
     @property
+    def owner(self) -> str:
+        """Return what its cost counts for: its session, or the peer of a hello."""
+        return self.session or self.peer.hex()
+
+    @property
     def name(self) -> Name:
         """Return session and request id."""
         return self.session, self.request.id
@@ -102,7 +107,7 @@ class Waiting:
     _by_name: dict[Name, WaitingRequest] = field(default_factory=dict)
     _by_key: dict[Key, dict[int, WaitingRequest]] = field(default_factory=dict)
     _by_id: dict[str, dict[int, dict[int, WaitingRequest]]] = field(default_factory=dict)
-    _of_session: dict[str, dict[int, WaitingRequest]] = field(default_factory=dict)
+    _of_owner: dict[str, dict[int, WaitingRequest]] = field(default_factory=dict)
     _costs: dict[str, int] = field(default_factory=dict)
     _deadlines: list[tuple[float, int]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -128,13 +133,13 @@ class Waiting:
         old = self._by_name.get(entry.name)
         if old is not None:
             self._remove(old)
-        if len(self) >= MAX_WAITING or len(self._of_session.get(entry.session, ())) >= MAX_WAITING_OF_SESSION:
+        if len(self) >= MAX_WAITING or len(self._of_owner.get(entry.owner, ())) >= MAX_WAITING_OF_SESSION:
             raise QueueError(
                 "too_large", f"{MAX_WAITING_OF_SESSION} requests of a session may wait, {MAX_WAITING} in all"
             )
         entry.number, entry.cost = next(self._numbers), cost_of_request(entry.request)
         self._by_number[entry.number] = self._by_name[entry.name] = entry
-        self._of_session.setdefault(entry.session, {})[entry.number] = entry
+        self._of_owner.setdefault(entry.owner, {})[entry.number] = entry
         self._charge(entry, entry.cost)
         heapq.heappush(self._deadlines, (entry.deadline, entry.number))
         if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
@@ -144,7 +149,7 @@ class Waiting:
         evicted = []
         while self.engine.budget.excess("waiting") > 0:
             heaviest = max(self._costs, key=self._costs.__getitem__)
-            evicted.append(next(reversed(self._of_session[heaviest].values())))
+            evicted.append(next(reversed(self._of_owner[heaviest].values())))
             self._remove(evicted[-1])
         return evicted
 
@@ -189,9 +194,11 @@ class Waiting:
 
     def answer_ended_sessions(self) -> None:
         """Retry the requests of ended sessions, which are refused by it."""
-        for session in [s for s in self._of_session if s and s not in self.engine.sessions.live]:
-            for entry in list(self._of_session[session].values()):
-                self._try(entry)
+        live = self.engine.sessions.live
+        for entries in [list(entries.values()) for entries in self._of_owner.values()]:
+            if entries[0].session and entries[0].session not in live:
+                for entry in entries:
+                    self._try(entry)
 
     def run(self, seconds: float) -> None:
         """Retry requests that are due for some seconds, at least one of them."""
@@ -254,14 +261,14 @@ class Waiting:
         self._unindex(entry)
         self._by_name.pop(entry.name, None)
         self._charge(entry, -entry.cost)
-        mine = self._of_session[entry.session]
+        mine = self._of_owner[entry.owner]
         del mine[entry.number]
         if not mine:
-            del self._of_session[entry.session], self._costs[entry.session]
+            del self._of_owner[entry.owner], self._costs[entry.owner]
 
     def _charge(self, entry: WaitingRequest, nbytes: int) -> None:
         self.engine.budget.add("waiting", nbytes)
-        self._costs[entry.session] = self._costs.get(entry.session, 0) + nbytes
+        self._costs[entry.owner] = self._costs.get(entry.owner, 0) + nbytes
 
     def _index(self, entry: WaitingRequest) -> None:
         entry.key, entry.missing = self._key_of(entry.request)

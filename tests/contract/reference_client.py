@@ -94,7 +94,12 @@ class Client:
 
     def receive(self, request_id, deadline):
         """The reply to a request, or None; replies to older ones are dropped."""
-        while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+        poller = zmq.Poller()
+        for source in (self.socket, self.refusals):
+            poller.register(source, zmq.POLLIN)
+        while ready := dict(poller.poll(max(0, int((deadline - time.monotonic()) * 1000)))):
+            if self.refusals in ready:
+                raise UnreachableError(f"the queue at {self.url} refuses the token or key")
             header, *buffers = self.socket.recv_multipart()
             reply = msgpack.unpackb(header, raw=False, strict_map_key=False)
             if reply.get("id") == request_id:
@@ -109,11 +114,14 @@ class Client:
             self.socket.plain_username, self.socket.plain_password = b"xtoken", self.token.encode()
         if self.curve is not None:
             self.socket.curve_serverkey, self.socket.curve_publickey, self.socket.curve_secretkey = self.curve
+        self.refusals = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self.socket.connect(self.url)
 
     def drop(self):
         """Close the socket, if there is one."""
         if self.socket is not None:
+            self.socket.disable_monitor()
+            self.refusals.close(linger=0)
             self.socket.close(linger=0)
         self.socket = None
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.contract import reference_client
 from tests.contract.attacker import Attacker
 from tests.contract.peers import Place, ints
 from tests.contract.processes import ROOT, free_port, ipc_address, queue_process, start_queue, tcp_address
@@ -167,3 +168,9 @@ def test_a_wrong_token_is_answered_at_once(short_tmp: Path) -> None:
             TaskClient(ZmqTransport(Address.parse(address.url, directory / "other"), patience_s=2.0)).hello(
                 "w", "r", incarnation=1
             )
+        other = reference_client.Client(address.url, "another token", patience_s=10.0)
+        start = time.monotonic()
+        with pytest.raises(reference_client.UnreachableError, match="refuses"):
+            other.hello("w", "r", 1)
+        assert time.monotonic() - start < LONGEST_WAIT_S
+        other.close()

@@ -10,6 +10,8 @@ from xtoken_core.data_plane.stream import Stream
 from xtoken_core.wire import Column, QueueError, pack_columns, unpack_columns
 from xtoken_core.wire import messages as m
 
+PAUSE_S = 0.02
+
 
 class TaskClient(QueueClient):
     """Calls of the generic task queue. Training itself uses `RunClient` and needs none of them."""
@@ -47,7 +49,7 @@ class TaskClient(QueueClient):
             QueueError: `no_room` if there was too little all that time.
         """
         heads, buffers = pack_columns(dict(columns))
-        deadline = time.monotonic() + wait_s
+        deadline, pause = time.monotonic() + wait_s, 0.0
         while True:
             request = m.Put(id=new_id(), session=self.session, partition=partition, ids=list(ids), columns=heads)
             try:
@@ -57,6 +59,8 @@ class TaskClient(QueueClient):
                 size = sum(buffer.nbytes for buffer in buffers)
                 if error.code != "no_room" or left <= 0 or self.room(partition, size, wait_s=left) is None:
                     raise
+                time.sleep(min(pause, left))  # refused again although there is room: others may be faster
+                pause = PAUSE_S
 
     def room(self, partition: str, nbytes: int, *, wait_s: float) -> int | None:
         """Wait until `nbytes` are free; return the number of free bytes."""

@@ -20,10 +20,10 @@ PARTS: dict[Account, float] = {
 RESULTS_FACTOR = 1.25
 """Results and the rows of leased blocks may exceed the account of samples by so much, or inputs could lock them out."""
 
-SAMPLE_BYTES = 240
-ENTRY_BYTES = 180
+SAMPLE_BYTES = 160
+ENTRY_BYTES = 110
 """Per sample and table of columns: an entry in the table and one in its batch."""
-QUEUED_BYTES = 140
+QUEUED_BYTES = 90
 """Per sample and task with an order."""
 LEASED_BYTES = 140
 STATUS_BYTES = 60
