@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from experiments.losses.simct import SimCTLoss
 from experiments.losses.strict_top import TOP, StrictTopLoss
 from experiments.losses.x_token_v6 import XTokenV6Loss
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
+from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.config import LossConfig
+from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
 from xtoken_core.losses.common import EvalOptions, LossTeacher, Pairing
+from xtoken_core.losses.registry import LOSSES
 
 STUDENT = TinyTokenizer(b"01ab", [(b"0", b"1"), (b"a", b"b"), (b"ab", b"01"), (b"01", b"0")], "none")
 TEACHER = TinyTokenizer(b"01ab", [(b"a", b"b"), (b"b", b"0"), (b"1", b"a"), (b"ab", b"0"), (b"1", b"0")], "none")
@@ -222,3 +226,24 @@ def test_values_by_hand():
     # GOLD: five shared tokens; the rest has 4 tokens of 1/9 and 5 of 1/10.
     rest = 4 * (1 / 9 - 1 / 10) + 1 / 10
     assert uniform_value(GoldBayesianLoss, "1:1") == pytest.approx(5 * 0.1 * math.log(0.9) + rest)
+
+
+@pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
+def test_a_head_in_blocks_gives_the_same_loss(cls):
+    """Through the public loss, with tokens outside these small vocabularies clamped to their last one."""
+    case = make_case(lengths=(9, 7, 9, 5))
+    teacher = replace(case.teachers[0], tokenizers=lambda: (STUDENT.fast, TEACHER.fast))
+    found = []
+    for blocks in (False, True):
+        loss_fn = CrossTokenizerDistillationLoss(
+            CONFIG, student_vocab_size=V_S, teachers=[teacher], loss_classes={**LOSSES, "custom": cls}
+        )
+        hidden = case.student_logits.clone().requires_grad_()
+        weight = torch.eye(hidden.shape[2], dtype=hidden.dtype)
+        given = loss_fn.token_blocks(case.batch, [case.teacher_logits[0].shape[1]], rows=12) if blocks else None
+        loss, _ = loss_fn(
+            case.batch, HeadProjection(hidden, weight) if blocks else hidden, case.teacher_logits, blocks=given
+        )
+        loss.backward()
+        found.append((loss.detach(), hidden.grad))
+    torch.testing.assert_close(found[1], found[0])
