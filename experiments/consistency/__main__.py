@@ -107,13 +107,11 @@ def stages(world: World, name: str, loss: Loss, steps: int, seed: int) -> dict[s
     noise, far = (torch.randn(truth.shape, dtype=torch.float64, generator=generator) for _ in range(2))
     near = logits_of(0.9 * truth + 0.1 / truth.shape[1]) + far
     descent = loss.sampled(seed) if isinstance(loss, ByClass) else loss
-    found = {
-        "truth": lambda: at_the_truth(world, loss, 0.5 * noise),
-        "near": lambda: descend(world, [(1.0, descent)], near, steps),
-    }
+    found: dict[str, Callable[[], dict[str, Any]]] = {"near": lambda: descend(world, [(1.0, descent)], near, steps)}
     if name != CE and not isinstance(loss, ByClass):
         both = [(1.0, loss), (0.1, expected.cross_entropy(world))]
         found["near, cross-entropy .1"] = lambda: descend(world, both, near, steps)
+    found["truth"] = lambda: at_the_truth(world, loss, 0.5 * noise)
     return found
 
 

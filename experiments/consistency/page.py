@@ -40,7 +40,7 @@ def render(results: Path = RESULTS) -> str:
         for found in sorted((each for each in files if each["scale"] == scale), key=lambda each: each["world"]):
             parts.append(_section(found))
     missing = [
-        f"{scale} scale, world {world}: {', '.join(left)}"
+        f"{scale} scale, world {world}: {'; '.join(left)}"
         for scale in ("full", "reduced")
         for world in WORLDS
         if (left := _missing(files, scale, world))
