@@ -35,6 +35,10 @@ def stats_document(engine: Engine) -> bytes:
         "uptime_s": now - engine.started,
         "bytes": engine.nbytes,
         "memory_limit": engine.memory_limit,
+        "budget": {
+            account: {"bytes": nbytes, "limit": engine.budget.limits[account]}
+            for account, nbytes in engine.budget.bytes.items()
+        },
         "requests": engine.counts,
         "waiting": engine.waiting(),
         "sessions": [_session(s, now) for s in engine.sessions.live.values()],
