@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.models import load_model
 from services.common.packable import FAMILIES, why_not_packed
-from services.common.packed_attention import NAME, check_packing, packed_inputs
+from services.common.packed_attention import NAME, check_packing, packed_attention, packed_inputs
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.runs import resolved_run
 from xtoken_core.errors import ConfigError
@@ -94,6 +96,34 @@ def test_recomputed_activations_see_the_same_segments():
     packed, _, row = packed_and_alone(model)
     packed[:, next(row.slices())].sum().backward()
     assert_within(model.model.embed_tokens.weight.grad, expected, GRADIENTS, "gradient")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("heads", "shared", "width"), [(4, 2, 64), (4, 4, 128), (2, 1, 256)])
+def test_flash_attention_on_a_gpu_is_that_of_each_segment_without_waiting(window, heads, shared, width):
+    generator = torch.Generator(device="cuda").manual_seed(4)
+    inputs = packed_inputs(PackedRow(LENGTHS, 28), torch.device("cuda"), longest=16)
+    segments = inputs["segments"]
+    assert segments.flash
+    shapes = [(1, count, 28, width) for count in (heads, shared, shared)]
+    options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    states = [torch.randn(shape, **options) for shape in shapes]
+    upstream = torch.randn(1, 28, heads, width, **options)
+    results = []
+    for flash in (True, False):
+        leaves = [x.clone().requires_grad_() for x in states]
+        made = replace(segments, flash=flash)
+        torch.cuda.set_sync_debug_mode("error" if flash else "default")
+        try:
+            out, _ = packed_attention(None, *leaves, None, scaling=0.1, sliding_window=window, segments=made)
+            out.backward(upstream)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    bounds = [OUTPUT["row", torch.bfloat16], *[GRADIENT["gather", torch.bfloat16]] * 3]
+    for name, flash, expected, bound in zip(("out", "query", "key", "value"), *results, bounds, strict=True):
+        assert_within(flash, expected, bound, name, slack=2.0)
 
 
 def test_a_model_that_mixes_samples_is_refused():
