@@ -73,7 +73,7 @@ def test_a_larger_count_only_adds_empty_micro_batches(rows, ranks, budget, more)
 
 
 @given(windows, st.integers(1, 5), budgets, st.sampled_from([1, 4, 8]), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_packed_rows_keep_the_budget_and_pad_only_their_sum(rows, ranks, budget, multiple, rng):
     arguments = {"ranks": ranks, "token_budget": budget, "pad_multiple": multiple, "max_widths": MAX_WIDTHS}
     made = plan(rows, **arguments, packed=True)
@@ -92,7 +92,7 @@ def test_packed_rows_keep_the_budget_and_pad_only_their_sum(rows, ranks, budget,
 
 
 @given(windows, st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 8]))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_packed_micro_batches_are_bounded_by_rows_of_full_length(rows, ranks, per_batch, multiple):
     longest = max(MAX_WIDTHS)
     arguments = {"ranks": ranks, "token_budget": per_batch * longest, "pad_multiple": multiple}

@@ -48,8 +48,12 @@ def results(case: Case, config, *, blockwise: bool):
     return loss.detach(), metrics, torch.autograd.grad(loss, leaf)[0]
 
 
-@pytest.mark.parametrize("blockwise", [False, True], ids=["whole", "blockwise"])
-@pytest.mark.parametrize("mode", MODES)
+BLOCKWISE = ("p_kl", "gold", "alm", "sum", "select_teacher")
+"""Modes of which a head in blocks is tested too."""
+CASES = [(mode, False) for mode in MODES] + [(mode, True) for mode in BLOCKWISE]
+
+
+@pytest.mark.parametrize(("mode", "blockwise"), CASES, ids=[f"{m}-{'blocks' if b else 'whole'}" for m, b in CASES])
 def test_a_packed_batch_has_the_loss_of_the_padded_one(mode, blockwise):
     config, shape = MODES[mode]
     if any(shape.get("same_tokenizer", ())):  # padding takes part in the selection of tokens, and here it differs
