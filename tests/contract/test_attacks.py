@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from services.queue.connection_guard import ConnectionGuard
+from services.queue.endpoint import Endpoint
 from tests.contract import reference_client
 from tests.contract.attacker import Attacker
 from tests.contract.peers import Place, ints
@@ -155,6 +157,17 @@ def test_the_memory_guard_needs_no_descriptor() -> None:
     )
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_the_guard_never_raises_its_allowance(short_tmp: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It cuts silent peers again and again, ever more rarely where that does not help."""
+    endpoint = Endpoint(ipc_address(short_tmp / "guard"), max_frame=1 << 20, max_connections=16)
+    guard = ConnectionGuard(endpoint.connections, allowance=-(1 << 40), burst=64)
+    for _ in range(200):
+        guard.check(0)
+        assert guard.exceeded
+    endpoint.close()
+    assert 5 < caplog.text.count("above the allowance") < 15
 
 
 def test_a_wrong_token_is_answered_at_once(short_tmp: Path) -> None:
