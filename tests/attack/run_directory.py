@@ -21,6 +21,8 @@ ROUTES = (
     "/runs/{id}", "/runs/{id}/live", "/runs/{id}/log", "/runs/{id}/files", "/runs/{id}/configuration", "/v1/runs", "/",
 )  # fmt: skip
 PATIENCE_S = 10.0
+SLOW_S = 3.0
+"""Longest time that an answer about the attacked run may take."""
 
 
 def show_everything(target: Target, what: str) -> None:
@@ -31,12 +33,14 @@ def show_everything(target: Target, what: str) -> None:
     """
     with target.http(timeout=PATIENCE_S) as http:
         for route in ROUTES:
-            path = route.format(id=target.victim)
+            path, began = route.format(id=target.victim), time.monotonic()
             try:
                 response = http.get(path)
             except httpx.TimeoutException as error:
                 raise FaultError(f"{what}: no answer to GET {path} within {PATIENCE_S:g} s") from error
             expect_refusal(response, f"GET {path} with {what}")
+            if (waited := time.monotonic() - began) > SLOW_S:
+                raise FaultError(f"{what}: GET {path} took {waited:.1f} s")
             if "root:x:" in response.text:
                 raise FaultError(f"{what}: GET {path} returned {SECRET}")
 
