@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import platform
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -84,19 +85,19 @@ def attack_for(seconds: float, seed: int, names: list[str], *, once: bool = Fals
         with tempfile.TemporaryDirectory(prefix="xa-") as name:
             stage = Stage(Path(name))
             watch = Watch(stage)
-            ended = False
-            while left > 0 and not ended and (once or time.monotonic() < began + seconds):
-                row = attack(next(sequence), stage, watch, rng.randrange(1 << 32), ATTACK_S)
-                left -= 1
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-                ended = any("has ended" in fault or NO_ANSWER in fault for fault in row["faults"])
-            trained = stage.missing_ids()
-            watch.close()
-            closed = stage.close()
-            faults = [text for text in (trained, stage.missing_ids(), closed) if text]
-            steps = len((stage.output / "steps.jsonl").read_text().splitlines())
-            rows.append({"attack": "end of the run", "steps": steps, "faults": faults})
+            ended, closed = False, ""
+            try:
+                while left > 0 and not ended and (once or time.monotonic() < began + seconds):
+                    row = attack(next(sequence), stage, watch, rng.randrange(1 << 32), ATTACK_S)
+                    left -= 1
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+                    ended = any("has ended" in fault or NO_ANSWER in fault for fault in row["faults"])
+            finally:
+                watch.close()
+                closed = stage.close()
+            faults = [text for text in (stage.missing_ids(), closed) if text]
+            rows.append({"attack": "end of the run", "steps": stage.steps(), "faults": faults})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -111,6 +112,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the result there, as JSON")
     options = parser.parse_args()
     seed = time.time_ns() if options.seed is None else options.seed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the stage is closed
     rows = attack_for(options.seconds, seed, options.only, once=options.once)
     failed = sorted({row["attack"] for row in rows if row["faults"]})
     result = {

@@ -127,6 +127,10 @@ class Stage:
                 return f"line {number} of steps.jsonl is step {row['step']} with ids {ids}"
         return "" if lines else "no step was trained"
 
+    def steps(self) -> int:
+        """Return the number of steps that the run has trained."""
+        return len((self.output / "steps.jsonl").read_text().splitlines())
+
     def _make_assets(self, directory: Path) -> TinyAssets:
         directory.mkdir()
         return make_assets(directory)
