@@ -128,10 +128,11 @@ class Step:
             if "".join(images) == image:
                 return _of_parts(parts, images)
             return _of_parts([text], [image])
-        parts = clusters().findall(text)
+        # Bytes are written character by character. Of a cluster that another step changes no part has a source known.
+        parts = list(text) if self.kind == "ByteLevel" else clusters().findall(text)
         images = list(map(self._cached(), parts))
         if "".join(images) != image:
-            parts, images = self._bisect(parts)
+            parts, images = self._bisect(clusters().findall(text))
         return _of_parts(parts, images)
 
     def _cached(self) -> Callable[[str], str]:
