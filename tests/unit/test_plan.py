@@ -138,6 +138,20 @@ def test_realistic_lengths_are_balanced():
     assert sum(loads) <= 1.25 * sum(sum(row.lengths) for row in rows)
 
 
+def test_the_costliest_micro_batch_goes_to_the_rank_with_the_least_load():
+    made = plan(rows_of(40, 30, 26, 21), ranks=2, token_budget=40, pad_multiple=1, max_widths=(40,))
+    assert [[batch.padded_tokens for batch in own] for own in made.ranks] == [[40, 21], [30, 26]]
+
+
+def test_packed_rows_go_to_the_emptiest_micro_batch():
+    made = plan(rows_of(1, 0), ranks=2, token_budget=8, pad_multiple=1, max_widths=(8,), packed=True)
+    assert [[batch.ids for batch in own] for own in made.ranks] == [[(0,)], [(1,)]]
+
+
+def test_a_single_node_group_owns_the_whole_window():
+    assert window_positions(2, samples_per_step=4, positions=100) == range(8, 12)
+
+
 def test_an_empty_window_has_no_micro_batches_unless_others_do():
     assert plan([], ranks=3, token_budget=64, max_widths=(8,)).ranks == ((), (), ())
     empty = MicroBatch((), (0,))
