@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections import Counter
 from collections.abc import Collection
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from services.control.problems import problem
 
@@ -53,6 +54,43 @@ def connection_limit() -> int:
     return max(1, min(MAX_CONNECTIONS, soft // (2 * DESCRIPTORS_PER_CONNECTION)))
 
 
+class Connections:
+    """Open connections of a server by address, oldest first.
+
+    Attributes:
+        total: Number of connections.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._by_address: dict[str, dict[LimitedProtocol, None]] = {}
+
+    def add(self, connection: LimitedProtocol) -> None:
+        """Add a connection."""
+        self._by_address.setdefault(connection.address, {})[connection] = None
+        self.total += 1
+
+    def discard(self, connection: LimitedProtocol) -> None:
+        """Remove a connection, if it is there."""
+        peers = self._by_address.get(connection.address, {})
+        if connection in peers:
+            del peers[connection]
+            self.total -= 1
+            if not peers:
+                del self._by_address[connection.address]
+
+    def of(self, address: str) -> Collection[LimitedProtocol]:
+        """Return the connections of an address, oldest first."""
+        return self._by_address.get(address, {}).keys()
+
+    def busiest(self) -> str:
+        """Return the address with the most connections."""
+        return max(self._by_address, key=lambda address: len(self._by_address[address]), default="")
+
+
+_connections: WeakKeyDictionary[ServerState, Connections] = WeakKeyDictionary()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection, with the limits of this module.
 
@@ -63,11 +101,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limit = connection_limit()
+        self._peers = _connections.setdefault(self.server_state, Connections())
         self._timer: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._in_headers = True
-        self.opened_at = self.loop.time()
 
     @property
     def address(self) -> str:
@@ -83,17 +121,15 @@ class LimitedProtocol(HttpToolsProtocol):
         """Admit the connection, or refuse it."""
         super().connection_made(transport)
         self._start_timer(HEADER_S)
-        peers = [peer for peer in self.connections if isinstance(peer, LimitedProtocol)]
-        own = [peer for peer in peers if peer.address == self.address]
-        if len(own) > min(MAX_PER_ADDRESS, self._limit):
-            self._make_room(own)
-        elif len(peers) > self._limit:
-            counts = Counter(peer.address for peer in peers)
-            busiest = max(counts, key=lambda address: counts[address])
-            self._make_room([peer for peer in peers if peer.address == busiest])
+        self._peers.add(self)
+        if len(self._peers.of(self.address)) > min(MAX_PER_ADDRESS, self._limit):
+            self._make_room(self.address)
+        elif self._peers.total > self._limit:
+            self._make_room(self._peers.busiest())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
+        self._peers.discard(self)
         self._stop_timer()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -153,6 +189,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def refuse(self, status: int) -> None:
         """Respond without the application, if no response has begun, and close the connection."""
+        self._peers.discard(self)
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
@@ -161,10 +198,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write(head)
         self.transport.close()
 
-    def _make_room(self, peers: Collection[LimitedProtocol]) -> None:
-        waiting = [peer for peer in peers if peer.waiting and peer is not self and not peer.transport.is_closing()]
-        oldest = min(waiting, key=lambda peer: peer.opened_at, default=None)
-        (self if oldest is None else oldest).refuse(503)
+    def _make_room(self, address: str) -> None:
+        waiting = (peer for peer in self._peers.of(address) if peer.waiting and peer is not self)
+        next(waiting, self).refuse(503)
 
     def _count(self, size: int) -> None:
         self._header_bytes += size
