@@ -25,6 +25,10 @@ from xtoken_core.regular_files import open_regular
 
 Offsets = npt.NDArray[np.int64]
 _BLOCK_CACHE_BYTES = 256 << 20
+_SMALL_BYTES = 256 << 20
+_LARGEST_BYTES = 4 << 30
+_LARGEST_RATIO = 100
+"""Bounds of what a row group or an arrow file decodes to: 256 MiB, or a hundred times its bytes up to 4 GiB."""
 _UTF8_BOM = "\ufeff"
 
 
@@ -118,7 +122,8 @@ class ParquetBlocks:
 
         self._path = path
         try:
-            self._file = pq.ParquetFile(path)
+            # As dictionaries, repeated values are in memory once: a file of 100 kB can hold gigabytes of them.
+            self._file = pq.ParquetFile(path, read_dictionary=_text_leaves(path))
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{path} cannot be read as parquet: {one_line(error)}") from error
         self.schema: Any = self._file.schema_arrow
@@ -129,6 +134,11 @@ class ParquetBlocks:
         """Read a row group as a table of these columns."""
         import pyarrow as pa
 
+        group = self._file.metadata.row_group(number)
+        leaves = (group.column(index) for index in range(group.num_columns))
+        parts = [leaf for leaf in leaves if leaf.path_in_schema.partition(".")[0] in columns]
+        packed = sum(part.total_compressed_size for part in parts)
+        _check_decoded(sum(part.total_uncompressed_size for part in parts), packed, f"{self._path}: row group {number}")
         try:
             return self._file.read_row_group(number, columns=list(columns))
         except (pa.ArrowException, OSError) as error:
@@ -144,19 +154,46 @@ class ArrowBlocks:
         try:
             mapped = pa.memory_map(str(path))
             try:
-                table = pa.ipc.open_stream(mapped).read_all()
+                stream = pa.ipc.open_stream(mapped)
+                batches, self.schema = iter(stream), stream.schema
             except pa.ArrowInvalid:
                 mapped.seek(0)
-                table = pa.ipc.open_file(mapped).read_all()
+                file = pa.ipc.open_file(mapped)
+                batches, self.schema = (file.get_batch(n) for n in range(file.num_record_batches)), file.schema
+            self._batches, decoded = [], 0
+            for batch in batches:  # of a compressed file, each is decoded here
+                decoded += batch.nbytes
+                _check_decoded(decoded, mapped.size(), str(path))
+                self._batches.append(batch)
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{path} cannot be read as an arrow file: {one_line(error)}") from error
-        self.schema: Any = table.schema
-        self._batches = table.to_batches()
         self.rows: Sequence[int] = [batch.num_rows for batch in self._batches]
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
         """Read a record batch, reduced to these columns."""
         return self._batches[number].select(list(columns))
+
+
+def _text_leaves(path: Path) -> list[str]:
+    """Return the paths of the columns of a parquet file that hold text, nested ones included."""
+    import pyarrow.parquet as pq
+
+    schema = pq.read_metadata(path).schema
+    columns = [schema.column(index) for index in range(len(schema))]
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+
+
+def _check_decoded(decoded: int, packed: int, what: str) -> None:
+    """Refuse what decodes to much more than its bytes.
+
+    Raises:
+        InputError: It does.
+    """
+    if decoded > _SMALL_BYTES and (decoded > _LARGEST_BYTES or decoded > _LARGEST_RATIO * packed):
+        raise InputError(
+            f"{what} decodes to {decoded} bytes from {packed}: write the file again, with smaller row groups or less "
+            "compression"
+        )
 
 
 def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:

@@ -116,6 +116,8 @@ def _text(value: Any, field: str, *, may_be_empty: bool = False) -> str:
         value = decode_utf8(value)
     if not isinstance(value, str):
         raise UnusableRecordError(f"the field {field!r} is not a string but {_json_kind(value)}")
+    if len(value) > MAX_RECORD_BYTES:
+        raise UnusableRecordError(f"longer than {MAX_RECORD_BYTES >> 20} MiB")
     if not may_be_empty and not value.strip():
         raise UnusableRecordError("empty text" if field != "completion" else "empty completion")
     try:
