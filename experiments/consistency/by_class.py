@@ -38,7 +38,7 @@ CLASSES: dict[str, tuple[type[ChunkLoss], dict[str, Any]]] = {
     "after ESCD": (ESCDLoss, {"mode": "custom"}),
     "after SimCT": (SimCTLoss, {"mode": "custom"}),
     "after X-Token v6": (XTokenV6Loss, {"mode": "custom", "alm_temperature": 1.0}),
-    "strict 1:1, top 16": (StrictTopLoss, {"mode": "custom"}),
+    "after strict 1:1, top 16": (StrictTopLoss, {"mode": "custom"}),
 }
 
 
