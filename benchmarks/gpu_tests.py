@@ -28,7 +28,12 @@ from benchmarks.kernel_hash import kernel_hash
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
-SIDE_BY_SIDE = ("tests/ops", "tests/unit/losses", "tests/unit/test_event_callbacks.py")
+SIDE_BY_SIDE = (
+    "tests/ops",
+    "tests/unit/losses",
+    "tests/unit/test_event_callbacks.py",
+    "tests/unit/test_packed_attention.py",
+)
 """Tests that share a GPU; where pytest-xdist is installed, several run at a time."""
 ALONE = (
     "tests/unit/teacher",
