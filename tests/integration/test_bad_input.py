@@ -269,6 +269,7 @@ def test_a_full_disk_at_checkpoint_time_ends_the_run(assets: TinyAssets, tmp_pat
     assert [path.name for path in checkpoints.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_last_checkpoint_that_cannot_be_written_is_told_when_the_run_has_stopped(
     assets: TinyAssets, tmp_path: Path, start: Callable[[RunSpec], Crew]
 ) -> None:

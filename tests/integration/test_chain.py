@@ -24,13 +24,12 @@ def test_chain_and_p_kl_learn_from_files_built_at_the_start(
     teachers = [
         {"model": assets.teacher, "context_length": 96},
         {"model": assets.other_teacher, "context_length": 80},
-        {"model": assets.student, "context_length": 64, "weight": 0.1},
     ]
     spec = tiny_spec(
         assets,
         tmp_path,
         teacher=teachers,
-        loss={"mode": "chain", "teacher_modes": ["none", "p_kl", "none"]},
+        loss={"mode": "chain", "teacher_modes": ["none", "p_kl"]},
         eval={"path": write_jsonl(tmp_path / "heldout.jsonl", documents(8, seed=5)), "teacher_kl": True},
     )
     ending = start(spec).join()
@@ -43,9 +42,12 @@ def test_chain_and_p_kl_learn_from_files_built_at_the_start(
     assert rows[-1]["held_out_kl_loss_t0"] < rows[0]["held_out_kl_loss_t0"]
     assert "held_out_chain_start_t0" in rows[0]
     run = resolve_run(spec)
-    assert run.same_tokenizer == (False, False, True)
+    assert run.same_tokenizer == (False, False)
     files = [path.parent.name if path else None for path in run.pair_files]
-    assert files == ["chain", "projection", None]
+    assert files == ["chain", "projection"]
+    own = {"model": assets.student, "context_length": 64, "weight": 0.1}
+    loss = {"mode": "chain", "teacher_modes": ["none", "p_kl", "none"]}
+    assert resolve_run(tiny_spec(assets, tmp_path, teacher=[*teachers, own], loss=loss)).same_tokenizer[2]
     before = run.identity()
     for path in (tmp_path / "cache").rglob("*.safetensors"):
         path.unlink()

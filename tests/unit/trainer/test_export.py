@@ -41,8 +41,12 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(
     ("student", "train_spec"),
-    [({}, {}), (BF16, {}), (BF16, {"master_weights": False}), (SPARED, {"parallel": "fsdp"})],
-    ids=["float32", "master weights", "bfloat16", "what saves memory"],
+    [
+        pytest.param({}, {}, id="float32"),
+        pytest.param(BF16, {}, id="master weights"),
+        pytest.param(BF16, {"master_weights": False}, id="bfloat16"),
+        pytest.param(SPARED, {"parallel": "fsdp"}, id="what saves memory", marks=pytest.mark.slow),  # compiles
+    ],
 )
 def test_the_model_is_the_student_of_that_step(
     tmp_path: Path, family: str, student: dict[str, Any], train_spec: dict[str, Any]
