@@ -79,7 +79,7 @@ def journalled_machine(directory: Path, *, served: bool) -> QueueMachine:
 
 @pytest.mark.parametrize(
     "examples",
-    [25, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
+    [15, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
 )
 def test_queues_answer_as_the_model(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)

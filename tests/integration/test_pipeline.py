@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def summary_of(output: Path) -> dict[str, Any]:
 
 def test_a_run_trains_every_position_once_and_leaves_a_model(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(12, seed=5))
-    spec = tiny_spec(assets, tmp_path, eval={"path": held_out, "every": 6})
+    copy = shutil.copy(held_out, tmp_path / "copy.jsonl")
+    spec = tiny_spec(assets, tmp_path, eval={"path": held_out, "also": [copy], "every": 6})
     crew = start(spec)
     ending = crew.join()
     assert ending.state == RunState.COMPLETED, ending.error
@@ -46,6 +48,8 @@ def test_a_run_trains_every_position_once_and_leaves_a_model(assets: TinyAssets,
     assert lines[-1]["kl_loss"] < lines[0]["kl_loss"]
     evaluations = [json.loads(line) for line in (spec.output / "eval.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evaluations] == [0, 6, 12]
+    for row in evaluations:
+        assert row["bits_per_byte_copy"] == pytest.approx(row["bits_per_byte"], rel=1e-6)
     assert evaluations[-1]["bits_per_byte"] < evaluations[0]["bits_per_byte"]
     tokenizer = AutoTokenizer.from_pretrained(spec.output / "model")
     model = AutoModelForCausalLM.from_pretrained(spec.output / "model")
@@ -74,9 +78,9 @@ def workers(crew: Crew) -> list[dict[str, Any]]:
 
 
 def test_killed_student_resumes_bit_for_bit(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
-    whole = tiny_spec(assets, tmp_path / "whole", records=160)
+    whole = tiny_spec(assets, tmp_path / "whole")
     assert start(whole).join().state == RunState.COMPLETED
-    broken = tiny_spec(assets, tmp_path / "broken", records=160)
+    broken = tiny_spec(assets, tmp_path / "broken")
     crew = start(broken)
     crew.wait_for_steps(7)
     crew.kill("trainer-0")

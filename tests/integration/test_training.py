@@ -96,7 +96,8 @@ def test_shares_of_two_ranks_stop_and_one_rank_goes_on(assets: TinyAssets, tmp_p
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "replicate"])
 def test_ranks_that_wait_for_each_other_leave_together_and_save(
     assets: TinyAssets, tmp_path: Path, start: Start, parallel: str
 ) -> None:
