@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ def finished(state: Path, name: str) -> bool:
     return (state / "runs" / name / "summary.json").is_file()
 
 
-def run_all(state: Path, jobs: Sequence[Job], *, side_by_side: int, until: float) -> bool:
+def run_all(state: Path, jobs: Sequence[Job], *, side_by_side: int, until: float, gpus: int = 1) -> bool:
     """Make every run that is not finished; a stopped run resumes from its checkpoint.
 
     Args:
@@ -44,6 +45,7 @@ def run_all(state: Path, jobs: Sequence[Job], *, side_by_side: int, until: float
         jobs: The runs.
         side_by_side: Number of `xtoken run` processes at a time.
         until: Time on the monotonic clock, in seconds, at which all runs are stopped; none is started shortly before.
+        gpus: Number of GPUs; with several, each run has the one that the fewest runs use.
 
     Returns:
         True if all of them are finished.
@@ -51,6 +53,7 @@ def run_all(state: Path, jobs: Sequence[Job], *, side_by_side: int, until: float
     waiting = [job for job in jobs if not finished(state, job.name)]
     living: dict[Job, subprocess.Popen[bytes]] = {}
     began: dict[Job, float] = {}
+    devices: dict[Job, int] = {}
     while waiting or living:
         for job, process in list(living.items()):
             if process.poll() is not None:
@@ -62,19 +65,23 @@ def run_all(state: Path, jobs: Sequence[Job], *, side_by_side: int, until: float
             break
         while waiting and len(living) < side_by_side and now < until - _SHORTEST_S:
             job = waiting.pop(0)
-            living[job], began[job] = _start(state, job), now
+            used = Counter(devices[other] for other in living)
+            devices[job] = min(range(gpus), key=lambda device: used[device])
+            living[job], began[job] = _start(state, job, devices[job] if gpus > 1 else None), now
         if not living:
             break
         time.sleep(_POLL_S)
     return all(finished(state, job.name) for job in jobs)
 
 
-def _start(state: Path, job: Job) -> subprocess.Popen[bytes]:
+def _start(state: Path, job: Job, device: int | None) -> subprocess.Popen[bytes]:
     file = state / f"{job.name}.toml"
     file.write_text(job.file, encoding="utf-8")
     # Few threads and none that spin: the processes of all runs share the cores.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     environment = {**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    if device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(device)
     with file.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "services.cli", "run", str(file), *job.options],

@@ -23,6 +23,7 @@ from experiments.real import models, predictions, stages, summary, texts
 from experiments.real.methods import CONDITIONS, METHODS, SEEDS, WEIGHTS, Cell, cells
 
 RESULTS = Path(__file__).parent / "results"
+BEST = "best"
 
 
 def main() -> int:
@@ -52,11 +53,15 @@ def main() -> int:
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conditions", nargs="*", choices=CONDITIONS, default=["de-500k"])
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=[], help="all if left out")
+    parser.add_argument(
+        "--weights", nargs="*", choices=[*WEIGHTS, BEST], default=[],
+        help=f"all if left out; `{BEST}`: of each method those that were best on validation of data seed 0",
+    )  # fmt: skip
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--steps", type=int, help="optimiser steps instead of the condition's, for a trial")
     parser.add_argument("--side-by-side", type=int, default=6, help="runs at a time")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the runs are spread over")
     parser.add_argument(
         "--seconds", type=float, default=500.0, help="time after which runs are stopped, to resume later"
     )
@@ -64,8 +69,10 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _planned(arguments: argparse.Namespace) -> list[Cell]:
-    chosen = (arguments.conditions, arguments.methods, arguments.weights, arguments.seeds)
-    return list(cells(*map(tuple, chosen)))
+    best = arguments.weights == [BEST]
+    chosen = (arguments.conditions, arguments.methods, [] if best else arguments.weights, arguments.seeds)
+    planned = list(cells(*map(tuple, chosen)))
+    return stages.best_weights(arguments.state, planned) if best else planned
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -78,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
         until = time.monotonic() + arguments.seconds
         done = stages.runs(
             arguments.state, _planned(arguments), side_by_side=arguments.side_by_side, until=until,
-            device=arguments.device, steps=arguments.steps,
+            device=arguments.device, steps=arguments.steps, gpus=arguments.gpus,
         )  # fmt: skip
         return 0 if done else 3
     elif arguments.stage == "collect":

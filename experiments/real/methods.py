@@ -22,6 +22,7 @@ class Method:
         weights: Pairs of `kl_loss_weight` and `ce_loss_scale` that are tried, by name.
         projects: Takes a projection file.
         custom: `MODULE:CLASS` of a loss outside the product; empty for a mode of the product.
+        teachers: How often the teacher is listed: once for each of `teacher_modes`.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Method:
     weights: dict[str, tuple[float, float]] = field(default_factory=lambda: dict(WEIGHTS))
     projects: bool = False
     custom: str = ""
+    teachers: int = 1
 
 
 WEIGHTS = {"even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0)}
@@ -42,6 +44,19 @@ METHODS = {
     "alm1": Method("ALM, tau 1", {"mode": "alm", "alm_temperature": 1.0}, projects=True),
     "alm100": Method("ALM, tau 100", {"mode": "alm", "alm_temperature": 100.0}, projects=True),
     "chain": Method("chain", {"mode": "chain"}),
+    "chain_alm1": Method(
+        "chain and ALM, tau 1",
+        {"mode": "chain", "teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},
+        projects=True,
+        teachers=2,
+    ),
+    "chain_bare_space": Method("chain with the bare space", {"mode": "chain", "chain_bare_space": True}),
+    "chain_unconditioned": Method("chain, not conditioned", {"mode": "chain", "chain_conditioning": False}),
+    "chain_no_end": Method("chain without end terms", {"mode": "chain", "chain_end_terms": False}),
+    "chain_uncorrected": Method(
+        "chain without corrections",
+        {"mode": "chain", "chain_conditioning": False, "chain_end_terms": False, "chain_bare_space": True},
+    ),
 }
 
 
@@ -138,7 +153,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
     evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]
     tables: list[tuple[str, dict[str, Any]]] = [
         ("student", {"model": f"models/{condition.student}", "context_length": STUDENT_CONTEXT, "dtype": dtype}),
-        ("teacher", teacher),
+        *(("[teacher]", teacher) for _ in range(method.teachers)),
         ("data", {"path": f"texts/{cell.text}", "epochs": 1000}),
         (
             "eval",

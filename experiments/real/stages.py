@@ -5,19 +5,37 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from experiments.digits.stages import machine
 from experiments.jobs import finished, run_all
-from experiments.real.methods import CONDITIONS, EVAL_BYTES, TEACHER_CONTEXT, Cell, Condition, job, projection_file
+from experiments.real.methods import (
+    CONDITIONS,
+    EVAL_BYTES,
+    SEEDS,
+    TEACHER_CONTEXT,
+    Cell,
+    Condition,
+    job,
+    projection_file,
+)
 from experiments.real.models import MissingSourceError
+from experiments.real.summary import chosen, outcomes
 
 _METRICS = ("tokens_per_second", "memory_peak_bytes", "chunk_mass_t0")
 
 
 def runs(
-    state: Path, planned: Sequence[Cell], *, side_by_side: int, until: float, device: str, steps: int | None
+    state: Path,
+    planned: Sequence[Cell],
+    *,
+    side_by_side: int,
+    until: float,
+    device: str,
+    steps: int | None,
+    gpus: int = 1,
 ) -> bool:
     """Make the runs that are not finished; return True if all are.
 
@@ -28,6 +46,7 @@ def runs(
         until: Time on the monotonic clock at which all are stopped.
         device: `workers.device` of every run.
         steps: Optimiser steps of every run instead of its condition's.
+        gpus: Number of GPUs that the runs are spread over.
 
     Raises:
         MissingSourceError: A model or text has not been made.
@@ -41,7 +60,26 @@ def runs(
     for cell in planned:
         write_sample(state / "texts", cell)
     jobs = [job(cell, device=device, steps=steps) for cell in planned]
-    return run_all(state, jobs, side_by_side=side_by_side, until=until)
+    return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus)
+
+
+def best_weights(state: Path, planned: Sequence[Cell]) -> list[Cell]:
+    """Return the planned runs whose weights were the best on validation of the first data seed.
+
+    Args:
+        state: Directory of the runs.
+        planned: Runs of several weights.
+
+    Raises:
+        MissingSourceError: A method's runs of the first data seed are not finished.
+    """
+    first = dict.fromkeys(replace(cell, seed=SEEDS[0]) for cell in planned)
+    rows = [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in first if finished(state, cell.name)]
+    weights = chosen(outcomes({"runs": rows}), SEEDS[0])
+    for cell in planned:
+        if (cell.condition, cell.method) not in weights:
+            raise MissingSourceError(f"no run of {cell.method} on {cell.condition} and data seed 0 is finished")
+    return [cell for cell in planned if weights[cell.condition, cell.method] == cell.weight]
 
 
 def write_sample(texts: Path, cell: Cell) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from experiments import jobs
 from experiments.real import predictions, stages, summary
 from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.models import MissingSourceError
@@ -102,6 +104,33 @@ def test_a_sample_is_drawn_by_the_seed_up_to_its_size(tmp_path: Path, monkeypatc
         assert sum(sizes[:-1]) < 1000 <= sum(sizes)
         assert set(sample) <= set(texts)
     assert drawn[0] != drawn[1]
+
+
+def test_best_weights_are_those_of_the_first_seed(tmp_path: Path) -> None:
+    planned = [cell for cell in cells(("de-500k",), ("chain",), (), (0, 1)) if cell.rate == RATES[0]]
+    with pytest.raises(MissingSourceError, match="no run of chain on de-500k and data seed 0"):
+        stages.best_weights(tmp_path, planned)
+    for cell, bits in zip(planned, (1.4, 1.3, 1.5), strict=False):
+        run = tmp_path / "runs" / cell.name
+        run.mkdir(parents=True)
+        write_jsonl_rows(run / "steps.jsonl", [{"step": 1, "tokens": 9}])
+        write_jsonl_rows(run / "eval.jsonl", [{"step": 1, "bits_per_byte": bits}])
+        (run / "summary.json").write_text("{}")
+    assert {(cell.weight, cell.seed) for cell in stages.best_weights(tmp_path, planned)} == {("kd", 0), ("kd", 1)}
+
+
+def write_jsonl_rows(file: Path, rows: list[dict[str, float]]) -> None:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_runs_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.sys, "executable", str(tmp_path / "printer"))
+    (tmp_path / "printer").write_text('#!/bin/sh\necho "gpu $CUDA_VISIBLE_DEVICES"; sleep 2\n')
+    (tmp_path / "printer").chmod(0o755)
+    wanted = [jobs.Job(name, "") for name in ("a", "b", "c")]
+    jobs.run_all(tmp_path, wanted, side_by_side=3, until=time.monotonic() + 300, gpus=2)
+    logs = [(tmp_path / f"{job.name}.log").read_text() for job in wanted]
+    assert logs == ["gpu 0\n", "gpu 1\n", "gpu 0\n"]
 
 
 def test_missing_models_are_named(tmp_path: Path) -> None:
