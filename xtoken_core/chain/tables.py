@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,6 +77,17 @@ class LiveTable(TensorFields):
     width: int
     depth: int
 
+    @cached_property
+    def most_rules(self) -> int:
+        """The most rules that one token w has, those of its right spine included."""
+        counts, at = (self.rule_start[1:] - self.rule_start[:-1]).long(), torch.arange(len(self.right))
+        counts, right, tail_count = counts.cpu(), self.right.cpu().long(), self.tail_count.cpu().long()
+        for _ in range(self.depth):
+            known = at.clamp(min=0)
+            counts += torch.where(at >= 0, tail_count[known], 0)
+            at = torch.where(at >= 0, right[known], -1)
+        return int(counts.max()) if len(counts) else 0
+
 
 @dataclass(frozen=True)
 class SideTable(TensorFields):
@@ -102,6 +114,16 @@ class SideTable(TensorFields):
     status: UInt8[Tensor, " V"]
     live: LiveTable
 
+    @cached_property
+    def most_members(self) -> int:
+        """The most tokens that share a node."""
+        return int(self.member_start.diff().max()) if len(self.bare_space) else 0
+
+    @cached_property
+    def most_slots(self) -> int:
+        """The most classes that a node has."""
+        return int(self.slot_start.diff().max()) if len(self.bare_space) else 0
+
 
 @dataclass(frozen=True)
 class ChainTables(TensorFields):
@@ -118,6 +140,11 @@ class ChainTables(TensorFields):
     teacher: SideTable
     classes: int
     common: int
+
+    def read_sizes(self) -> None:
+        """Read the sizes of the largest groups, which waits for the device; later uses do not."""
+        for side in (self.student, self.teacher):
+            _ = side.most_members, side.most_slots, side.live.most_rules
 
     @classmethod
     def of(cls, built: BuiltTables) -> ChainTables:

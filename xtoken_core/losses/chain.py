@@ -30,6 +30,7 @@ from xtoken_core.losses.chain_events import PARTS, Inner, SideTokens, Starts, fi
 from xtoken_core.losses.chain_live import live_mask
 from xtoken_core.losses.chain_teacher import TeacherRows, TeacherSlice, TopKTeacher
 from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids, whole_chunks
+from xtoken_core.losses.ragged import ragged, ragged_softmax, ragged_sum
 
 BLOCK_BYTES = 1 << 28
 """Memory limit of the rows of one block, both sides together."""
@@ -156,17 +157,25 @@ def chain_parts(
     terms = find_terms(sides, max_chunks, tables, options or ChainOptions())
     student, teacher = student_logits.flatten(0, 1), TeacherRows(teacher_logits, temperature)
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
-    # Both sides' rows, and as much again for their sums by class.
-    size = max(1, block_bytes // (8 * (student.shape[1] + teacher.width + 2 * tables.classes)))
+    # Both sides' rows, and as much again for their sums by class; on a GPU every node takes the room of the largest.
+    ragged_sizes = (
+        8 * max(each.most_members + each.most_slots, each.live.most_rules) for each in (tables.student, tables.teacher)
+    )
+    width = student.shape[1] + teacher.width + 2 * tables.classes + (max(ragged_sizes) if student.is_cuda else 0)
+    size = max(1, block_bytes // (8 * width))
     chunks = student_logits.shape[0] * max_chunks
     blocks: list[_Block] = []
     for events, term in terms:
         parts = [events.part(slice(at, at + size)) for at in range(0, len(events.chunk), size)]
-        blocks += [
-            _Block(part, part.part_number() * chunks + part.chunk, term, teacher, temperature, dtype) for part in parts
-        ]
-    values: Tensor = _Sum.apply(student, blocks, len(PARTS) * chunks, dtype)  # type: ignore[no-untyped-call]
-    return values.view(len(PARTS), student_logits.shape[0], max_chunks)
+        blocks += [_Block(part, _index(part, chunks), term, teacher, temperature, dtype) for part in parts]
+    # Padding adds to the last entry, which is dropped and so has no gradient.
+    values: Tensor = _Sum.apply(student, blocks, len(PARTS) * chunks + 1, dtype)  # type: ignore[no-untyped-call]
+    return values[:-1].view(len(PARTS), student_logits.shape[0], max_chunks)
+
+
+def _index(events: Starts | Inner, chunks: int) -> Int[Tensor, " E"]:
+    """Return each event's index in the flattened `[3, B, P]`, and the index behind it for padding."""
+    return torch.where(events.chunk < 0, len(PARTS) * chunks, events.part_number() * chunks + events.chunk)
 
 
 Term = Callable[[Any, Tensor, TeacherSlice], Tensor]
@@ -178,10 +187,11 @@ def find_terms(
 ) -> Sequence[tuple[Starts | Inner, Term]]:
     """List what is to be compared: the starts, then the nodes inside the student's and inside the teacher's tokens."""
     layouts = lay_out(sides[0], max_chunks), lay_out(sides[1], max_chunks)
-    starts = find_starts(*layouts)
+    starts = find_starts(*layouts).without_padding()
     flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
-    inside_student = find_inner(layouts[0], layouts[1], tables.student, **flags, learns=True)
-    inside_teacher = find_inner(layouts[1], layouts[0], tables.teacher, **flags, learns=False).swapped()
+    inside_student = find_inner(layouts[0], layouts[1], tables.student, **flags, learns=True).without_padding()
+    inside_teacher = find_inner(layouts[1], layouts[0], tables.teacher, **flags, learns=False)
+    inside_teacher = inside_teacher.swapped().without_padding()
     return (
         (starts, lambda block, s, t: start_values(s, t.logits, block, tables, options.conditioning, t.tail)),
         (
@@ -271,30 +281,34 @@ def inner_values(
             compared with "ends here" and the classes of which no token is listed.
     """
     E, to = len(inner.node), torch.int64
-    slots = (side.slot_start[inner.node + 1] - side.slot_start[inner.node]).to(to)
-    event, slot = _ragged(slots, side.slot_start[inner.node].to(to))
-    base = slots.cumsum(0) - slots  # where an event's slots begin
-    members = (side.member_start[inner.node + 1] - side.member_start[inner.node]).to(to)
-    owner, member = _ragged(members, side.member_start[inner.node].to(to))
-    of_slot = base[owner] + side.member_slot[member].to(to) - side.slot_start[inner.node].to(to)[owner]
-    chosen = holder_logits[owner, side.member[member].to(to)]
-    held = chosen.new_zeros(len(slot)).index_add(0, of_slot, _ragged_softmax(chosen, owner, E))
+    first_slot, first_member = side.slot_start[inner.node].to(to), side.member_start[inner.node].to(to)
+    slots = ragged(side.slot_start[inner.node + 1] - first_slot, first_slot, E * side.most_slots)
+    members = ragged(side.member_start[inner.node + 1] - first_member, first_member, E * side.most_members)
+    # Padding reads what the last event has; its weights and those of its slots are 0.
+    event, owner = (each.owner.clamp(max=E - 1) for each in (slots, members))
+    of_slot = torch.where(members.owner < E, side.member_slot[members.source].to(to) - first_slot[owner], 0)
+    chosen = holder_logits[owner, side.member[members.source].to(to)]
+    shares = ragged_softmax(chosen, members.owner, E)
+    held = chosen.new_zeros(len(event)).index_add(0, slots.begin[owner] + of_slot, shares)
     by_root = torch.softmax(other_logits, dim=1) if tail is None else other_logits.exp()
     by_root = by_root.new_zeros(E, classes + 2).scatter_add(1, other.root.to(to).expand(by_root.shape), by_root)
-    cls = side.slot_class[slot].to(to)
+    cls = side.slot_class[slots.source].to(to)
     ends = cls < 0
-    named = torch.zeros(E, classes + 2, dtype=torch.bool, device=cls.device)
-    named[event, torch.where(ends, classes + 1, cls)] = True  # the last column stands for "ends here" and is empty
-    rest = by_root.masked_fill(named, 0.0).sum(1)
-    fresh = torch.where(ends, rest[event], by_root[event, cls.clamp(min=0)])
+    named = torch.zeros(E + 1, classes + 2, dtype=torch.bool, device=cls.device)
+    # The last column stands for "ends here" and is empty.
+    named.view(-1).index_fill_(0, slots.owner * (classes + 2) + torch.where(ends, classes + 1, cls), True)
+    rest = by_root.masked_fill(named[:E], 0.0).sum(1)
+    fresh = torch.where(ends, rest[event], by_root[event, cls.clamp(min=0)]).masked_fill(slots.owner == E, 0.0)
+    group = slots.owner
     if tail is not None:
-        open_ = ends | (fresh == 0)  # slots that may hold tokens of the tail, taken together as one more slot per event
-        together = [each.new_zeros(E).index_add(0, event, torch.where(open_, each, 0.0)) for each in (fresh, held)]
-        some = torch.zeros_like(tail).index_add(0, event, open_.to(tail.dtype)) > 0
+        # Slots that may hold tokens of the tail are taken together as one more slot per event.
+        open_ = (ends | (fresh == 0)) & (group < E)
+        together = [ragged_sum(torch.where(open_, each, 0.0), group, E) for each in (fresh, held)]
+        some = ragged_sum(open_.to(tail.dtype), group, E) > 0
         fresh = torch.cat([torch.where(open_, 0.0, fresh), together[0] + torch.where(some, tail, 0.0)])
         held = torch.cat([torch.where(open_, 0.0, held), together[1]])
-        event = torch.cat([event, torch.arange(E, device=event.device)])
-    return _ragged_kl(fresh, held, event, E) if holder_is_student else _ragged_kl(held, fresh, event, E)
+        group = torch.cat([group, torch.arange(E, device=group.device)])
+    return _ragged_kl(fresh, held, group, E) if holder_is_student else _ragged_kl(held, fresh, group, E)
 
 
 def restricted_kl(p: Float[Tensor, "E C"], q: Float[Tensor, "E C"], alive: Bool[Tensor, "E C"]) -> Float[Tensor, " E"]:
@@ -318,24 +332,7 @@ def xlogy(p: Tensor) -> Tensor:
 
 
 def _ragged_kl(p: Tensor, q: Tensor, event: Tensor, count: int) -> Tensor:
-    zeros = p.new_zeros(count)
-    mass = zeros.index_add(0, event, p)
-    return zeros.index_add(0, event, xlogy(p) - p * floored_log(q)) - xlogy(mass)
-
-
-def _ragged_softmax(values: Tensor, group: Tensor, count: int) -> Tensor:
-    """Return the softmax of values within each group; 0 in a group that is -inf throughout."""
-    top = values.detach().new_full((count,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
-    weight = torch.exp(values - torch.where(torch.isfinite(top), top, 0.0)[group])
-    total = weight.new_zeros(count).index_add(0, group, weight)
-    return weight / total.clamp(min=torch.finfo(values.dtype).tiny)[group]
-
-
-def _ragged(counts: Int[Tensor, " E"], start: Int[Tensor, " E"]) -> tuple[Tensor, Tensor]:
-    """Return the owner and the index of every entry of the slices `start : start + counts`."""
-    owner = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    rank = torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]
-    return owner, start[owner] + rank
+    return ragged_sum(xlogy(p) - p * floored_log(q), event, count) - xlogy(ragged_sum(p, event, count))
 
 
 class _Block:

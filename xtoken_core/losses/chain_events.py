@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from xtoken_core.chain.tables import SideTable
+from xtoken_core.losses.ragged import sizes_are_readable
 
 T = TypeVar("T", bound="Events")
 
@@ -44,6 +45,7 @@ class Layout:
         predicted: `[B * T]` int64, as in `SideTokens`.
         read: `[B * T]` int64, likewise.
         read_chunk: `[B * T]` int64, likewise.
+        group: `[B * T]` int64, index of each position's chunk in the flattened `[B, P]`; `B * P` = none.
     """
 
     first: Int[Tensor, " BP"]
@@ -51,6 +53,7 @@ class Layout:
     predicted: Int[Tensor, " BT"]
     read: Int[Tensor, " BT"]
     read_chunk: Int[Tensor, " BT"]
+    group: Int[Tensor, " BT"]
 
 
 def lay_out(tokens: SideTokens, max_chunks: int) -> Layout:
@@ -69,15 +72,18 @@ def lay_out(tokens: SideTokens, max_chunks: int) -> Layout:
     size = spare.index_add(0, group, torch.ones_like(group))[:-1]
     position = torch.arange(B * T, device=device)
     first = (spare + B * T).scatter_reduce(0, group, position, "amin")[:-1]
-    return Layout(first, size, tokens.predicted.flatten(), tokens.read.flatten(), tokens.read_chunk.flatten())
+    return Layout(first, size, tokens.predicted.flatten(), tokens.read.flatten(), tokens.read_chunk.flatten(), group)
 
 
 @dataclass(frozen=True)
 class Events:
     """Comparisons of one row of the student with one of the teacher.
 
+    On a GPU their number is that of the positions or chunks, so that nothing waits for the device: the others are
+    padding, whose rows and tokens are some valid ones.
+
     Attributes:
-        chunk: `[E]` int64, place of the chunk in the flattened `[B, P]`.
+        chunk: `[E]` int64, index of the chunk in the flattened `[B, P]`; -1 = padding.
         student_row: `[E]` int64, place in the flattened `[B, T_s]` of the position whose logits count.
         teacher_row: `[E]` int64, likewise.
     """
@@ -86,9 +92,15 @@ class Events:
     student_row: Int[Tensor, " E"]
     teacher_row: Int[Tensor, " E"]
 
-    def part(self: T, which: slice) -> T:
+    def part(self: T, which: slice | Tensor) -> T:
         """Return some of them."""
         return replace(self, **{field.name: getattr(self, field.name)[which] for field in fields(self)})
+
+    def without_padding(self: T) -> T:
+        """Return those that are not padding where that waits for no device; else all."""
+        if not sizes_are_readable(self.chunk):
+            return self
+        return self.part(torch.nonzero(self.chunk >= 0).squeeze(1))
 
 
 @dataclass(frozen=True)
@@ -136,26 +148,26 @@ class Inner(Events):
 
 
 def find_starts(student: Layout, teacher: Layout) -> Starts:
-    """List the starts of all chunks."""
-    chunk = torch.nonzero((student.size > 0) & (teacher.size > 0)).squeeze(1)
-    rows = student.first[chunk], teacher.first[chunk]
+    """List the starts of all chunks, one entry per chunk."""
+    valid = (student.size > 0) & (teacher.size > 0)
+    rows = torch.where(valid, student.first, 0), torch.where(valid, teacher.first, 0)
     before = student.read_chunk[rows[0]], teacher.read_chunk[rows[1]]
     return Starts(
-        chunk=chunk,
+        chunk=torch.where(valid, torch.arange(len(valid), device=valid.device), -1),
         student_row=rows[0],
         teacher_row=rows[1],
         student_token=student.predicted[rows[0]],
         teacher_token=teacher.predicted[rows[1]],
         student_before=student.read[rows[0]],
         teacher_before=teacher.read[rows[1]],
-        at_cut=(before[0] >= 0) & (before[0] == before[1]),
+        at_cut=valid & (before[0] >= 0) & (before[0] == before[1]),
     )
 
 
 def find_inner(
     holder: Layout, other: Layout, side: SideTable, *, end_terms: bool, bare_space: bool, learns: bool
 ) -> Inner:
-    """List the nodes inside the chunks in which one side has one token.
+    """List the nodes inside the chunks in which one side has one token, one entry per position of the other side.
 
     A node counts while the other side's tokens are the token's spelling; where the text was cut otherwise (context can
     move a cut), the rest of the chunk has no nodes.
@@ -169,34 +181,34 @@ def find_inner(
         learns: True if the holder is the student, which learns nothing at a node where its tokens continue in one
             way only; where the teacher is the holder, the student does.
     """
-    chunk = torch.nonzero((holder.size == 1) & (other.size > 0)).squeeze(1)
+    row = torch.arange(len(other.group), device=other.group.device)
     if not len(side.bare_space):  # no token can be distinguished on the way
-        return Inner(*(chunk[:0],) * 4, at_end=chunk[:0].bool())
-    size = other.size[chunk]
-    owner = torch.repeat_interleave(torch.arange(len(chunk), device=chunk.device), size)  # [N], tokens of all chunks
-    begin = size.cumsum(0) - size
-    rank = torch.arange(len(owner), device=chunk.device) - begin[owner]
-    row = other.first[chunk][owner] + rank
-    token = holder.predicted[holder.first[chunk]]
+        return Inner(*(row[:0],) * 4, at_end=row[:0].bool())
+    # The last entry is that of positions without a chunk: no token of the holder.
+    size = torch.cat([torch.where(other.size > 0, holder.size, 0), holder.size.new_zeros(1)])
+    valid = size[other.group] == 1
+    chunk = torch.where(valid, other.group, 0)
+    holder_row = torch.where(valid, holder.first[chunk], 0)
+    first = torch.where(valid, other.first[chunk], row)
+    rank = row - first
+    token = holder.predicted[holder_row]
     start, end = side.spelling_start[token].long(), side.spelling_start[token + 1].long()
-    at = start[owner] + rank
-    there = at < end[owner]
-    at = torch.where(there, at, 0)
-    differs = ~(there & (side.piece[at] == other.predicted[row]))
+    spelled = valid & (start + rank < end)
+    at = torch.where(spelled, start + rank, 0)
+    differs = ~(spelled & (side.piece[at] == other.predicted))
     differing = differs.long().cumsum(0)
     # No token of the chunk up to and with this one differs from the spelling.
-    kept = differing == (differing - differs.long())[begin][owner]
+    kept = valid & (differing == (differing - differs.long())[first])
     node = side.node[at].long()
     kept &= node >= 0
-    node = node.clamp(min=0)
-    at_end = rank + 1 == size[owner]
+    node = torch.where(kept, node, 0)
+    at_end = rank + 1 == other.size[chunk]
     if not end_terms:
         kept &= ~at_end
     if not bare_space:
         kept &= ~side.bare_space[node]
     if learns:
         kept &= side.slot_start[node + 1] - side.slot_start[node] > 1
-    found = torch.nonzero(kept).squeeze(1)
-    of_chunk = chunk[owner[found]]
     # The node's decision is predicted by the position that has read the token.
-    return Inner(of_chunk, holder.first[of_chunk], row[found] + 1, node[found], at_end[found])
+    following = torch.where(kept, row + 1, 0)
+    return Inner(torch.where(kept, chunk, -1), holder_row, following, node, at_end)

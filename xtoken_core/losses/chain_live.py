@@ -8,6 +8,7 @@ from torch import Tensor
 
 from xtoken_core.chain.tables import LiveTable
 from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
+from xtoken_core.losses.ragged import ragged
 
 
 def live_mask(live: LiveTable, before: Int[Tensor, " E"]) -> Bool[Tensor, "E V_x"]:
@@ -21,16 +22,14 @@ def live_mask(live: LiveTable, before: Int[Tensor, " E"]) -> Bool[Tensor, "E V_x
     if not len(live.point):  # no two tokens can be joined
         return state != BROKEN
     starts, counts = _slices(live, before)  # [E, D]
-    depth = starts.shape[1]
-    flat = counts.flatten()
-    owner = torch.repeat_interleave(torch.arange(len(flat), device=flat.device), flat)
-    rank = torch.arange(len(owner), device=flat.device) - (flat.cumsum(0) - flat)[owner]
-    rule, row = starts.flatten()[owner] + rank, owner // depth
-    change = torch.zeros(len(before), live.width + 1, dtype=torch.int32, device=flat.device)
-    ones = torch.ones_like(row, dtype=torch.int32)
+    E, D = starts.shape
+    rules = ragged(counts.flatten(), starts.flatten(), E * live.most_rules)
+    rule, row = rules.source, rules.owner // D  # the padding is that of row E
+    change = torch.zeros(E + 1, live.width + 1, dtype=torch.int32, device=before.device)
+    places, ones = row * (live.width + 1), torch.ones_like(row, dtype=torch.int32)
     for low, high in ((live.point[rule], live.point[rule] + 1), (live.low[rule], live.high[rule])):
-        change.index_put_((row, low.long()), ones, accumulate=True)
-        change.index_put_((row, high.long()), -ones, accumulate=True)
+        change.view(-1).scatter_add_(0, places + low, ones).scatter_add_(0, places + high, -ones)
+    change = change[:E]
     blocked = (change.cumsum(1, dtype=torch.int32) > 0).index_select(1, live.position.long())
     return (state == KEPT) | ((state == JOINED) & ~blocked)
 

@@ -44,6 +44,7 @@ class ChainLoss(ChunkLoss):
         if teacher.tables is None:
             raise ConfigError('mode = "chain" takes the chain tables of student and teacher (LossTeacher.tables)')
         self.tables = teacher.tables.to(device)
+        self.tables.read_sizes()  # no step waits for the device
         self.widths = len(self.tables.student.root), len(self.tables.teacher.root)
         if self.widths[0] > student_vocab_size or self.widths[1] > teacher.vocab_size:
             raise ConfigError(

@@ -9,6 +9,7 @@ from tests.unit.chain.test_divergence import batch_of, random_logits
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
+from xtoken_core.losses import chain_events, ragged
 from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
 
 ALPHABET = "ab1 é".encode()
@@ -139,3 +140,36 @@ def test_end_terms_and_conditioning_can_be_left_out(case, tables):
     fewer = [ChainOptions(conditioning=False), ChainOptions(end_terms=False), ChainOptions(bare_space=True)]
     for options in fewer:
         assert not torch.equal(chain_divergence(student, teacher, batch, tables, options), full)
+
+
+@pytest.mark.parametrize("options", [ChainOptions(), ChainOptions(False, True, True)])
+def test_padded_sizes_give_the_same(monkeypatch, case, tables, options):
+    batch, student, teacher = case
+    values = chain_divergence(student, teacher, batch, tables, options)
+    for module in (ragged, chain_events):
+        monkeypatch.setattr(module, "sizes_are_readable", lambda x: False)
+    padded = chain_divergence(student, teacher, batch, tables, options, block_bytes=1 << 14)
+    torch.testing.assert_close(padded, values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient(padded, student), gradient(values, student), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+def test_gpu_gives_the_same_without_waiting(case, tables):
+    batch, student, teacher = case
+    values = chain_divergence(student, teacher, batch, tables)
+    expected = gradient(values, student)
+    device = torch.device("cuda")
+    there = [x.detach().to(device) for x in (student, teacher)]
+    batch = ChainBatch(*(getattr(batch, name).to(device) for name in batch.__dataclass_fields__))
+    tables = tables.to(device)
+    tables.read_sizes()
+    there[0].requires_grad_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = chain_divergence(*there, batch, tables)
+        own = gradient(found, there[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found.cpu(), values, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(own.cpu(), expected, rtol=1e-9, atol=1e-9)
