@@ -41,9 +41,10 @@ def main() -> int:
             until=until,
             only=tuple(arguments.methods),
             seeds=tuple(arguments.seeds),
+            gpus=arguments.gpus,
         )
     if arguments.stage in ("measure", "all"):
-        stages.measure(state, scale, arguments.out)
+        stages.measure(state, scale, arguments.out, side_by_side=side_by_side)
     return 0 if complete else 3
 
 
@@ -56,6 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[])
     parser.add_argument("--seeds", nargs="*", type=int, default=[])
     parser.add_argument("--side-by-side", type=int, default=0, help="runs at a time; 0: what the scale says")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the runs are spread over")
     parser.add_argument("--seconds", type=float, default=500.0, help="when runs are stopped, to resume later")
     return parser.parse_args()
 

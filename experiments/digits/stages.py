@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import platform
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from experiments.jobs import Job, finished, run_all
 
 TOKENIZERS = "tokenizers"
 _TEACHER_SEED = 100
+_MASS = "mass"
 
 
 def prepare(state: Path, scale: Scale) -> None:
@@ -65,48 +65,66 @@ def project(state: Path) -> None:
 
 
 def runs(
-    state: Path, scale: Scale, *, side_by_side: int, until: float, only: tuple[str, ...], seeds: tuple[int, ...]
+    state: Path,
+    scale: Scale,
+    *,
+    side_by_side: int,
+    until: float,
+    only: tuple[str, ...],
+    seeds: tuple[int, ...],
+    gpus: int = 1,
 ) -> bool:
     """The compared runs; returns whether all are finished."""
     wanted = [(n, seed) for n, seed in planned(scale) if (not only or n in only) and (not seeds or seed in seeds)]
     jobs = [Job(run_name(*run), run_file(scale, *run)) for run in wanted]
-    return run_all(state, jobs, side_by_side=side_by_side, until=until)
+    return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus)
 
 
-def measure(state: Path, scale: Scale, out: Path) -> None:
-    """Measure every model that there is and has not been measured, and write the result file."""
+def measure(state: Path, scale: Scale, out: Path, *, side_by_side: int = 1) -> None:
+    """Measure every model that there is and has not been measured, and write the result file.
+
+    Args:
+        state: Directory of models, text and runs.
+        scale: The experiment's size.
+        out: Directory of the result file.
+        side_by_side: Number of processes that measure.
+    """
+    (state / "measured").mkdir(exist_ok=True)
+    models = [name for name in (CROSS, SAME, *_students(scale)) if (state / name).is_dir()]
+    made = [run_name(*run) for run in planned(scale) if finished(state, run_name(*run))]
+    missing = [name for name in (_MASS, *models, *made) if not _measured(state, name).is_file()]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(max(1, min(side_by_side, len(missing))), _few_threads, (side_by_side,)) as pool:
+        pool.starmap(_measure_one, [(state, scale, name) for name in missing], chunksize=1)
+        pool.close()
+        pool.join()
+    collect(state, scale, out)
+
+
+def _students(scale: Scale) -> list[str]:
+    return [f"student-{seed}" for seed in range(scale.seeds)]
+
+
+def _measured(state: Path, name: str) -> Path:
+    return state / "measured" / f"{name}.json"
+
+
+def _measure_one(state: Path, scale: Scale, name: str) -> None:
+    """Measure a teacher, a first student or a run's model, or the teacher's mass."""
     from experiments.digits import measures
 
-    texts = Texts(state / "text")
-    places = state / "measured"
-    places.mkdir(exist_ok=True)
-
-    def once(name: str, find: Callable[[], dict[str, Any]]) -> None:
-        file = places / f"{name}.json"
-        if not file.is_file():
-            began = time.monotonic()
-            _write_json(file, find())
-            print(f"measured {name} in {time.monotonic() - began:.1f} s", flush=True)
-
-    def of_model(directory: Path, *, student: bool) -> dict[str, Any]:
-        model = measures.load(directory)
-        found = measures.of_any_model(*model, scale, texts)
-        return found | measures.of_student(model, teacher, scale, state) if student else found
-
+    began = time.monotonic()
     teacher = measures.load(state / CROSS)
-    for name in filter(lambda name: (state / name).is_dir(), (CROSS, SAME)):
-        once(name, lambda name=name: of_model(state / name, student=False) | _scratch_record(state / name))  # type: ignore[misc]
-    once("mass", lambda: _mass(state, teacher))
-    for seed in range(scale.seeds):
-        place = state / f"student-{seed}"
-        if not place.is_dir():
-            continue
-        once(place.name, lambda place=place: of_model(place, student=True) | _scratch_record(place))  # type: ignore[misc]
-    for run in planned(scale):
-        if finished(state, run_name(*run)):
-            place = state / "runs" / run_name(*run)
-            once(place.name, lambda place=place: of_model(place / "model", student=True) | _run_record(place))  # type: ignore[misc]
-    collect(state, scale, out)
+    if name == _MASS:
+        found = _mass(state, teacher)
+    else:
+        scratch = (state / name).is_dir()
+        model = measures.load(state / name if scratch else state / "runs" / name / "model")
+        found = measures.of_any_model(*model, scale, Texts(state / "text"))
+        found |= {} if name in (CROSS, SAME) else measures.of_student(model, teacher, scale, state)
+        found |= _scratch_record(state / name) if scratch else _run_record(state / "runs" / name)
+    _write_json(_measured(state, name), found)
+    print(f"measured {name} in {time.monotonic() - began:.1f} s", flush=True)
 
 
 def collect(state: Path, scale: Scale, out: Path) -> None:
@@ -117,7 +135,7 @@ def collect(state: Path, scale: Scale, out: Path) -> None:
         "settings": scale.plain(),
         "machine": machine(),
         "teachers": {name: found[name] for name in (CROSS, SAME) if name in found},
-        "mass": found.get("mass", {}).get("rows", []),
+        "mass": found.get(_MASS, {}).get("rows", []),
         "students": {str(s): found[f"student-{s}"] for s in range(scale.seeds) if f"student-{s}" in found},
         "runs": [{"method": n, "seed": s, **found[run]} for (n, s), run in names.items() if run in found],
         "not_run": [{"method": n, "seed": s} for (n, s), run in names.items() if run not in found],
