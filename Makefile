@@ -70,7 +70,7 @@ bench-queue-peer:  ## install TransferQueue and Ray, in an environment of their 
 	benchmarks/queue/transferqueue/install.sh .venv-transferqueue $(PYTHON)
 
 mutants: $(STAMP)  ## small faults drawn by seed from six packages, and whether their tests notice; hours
-	$(BIN)/python -m tests.mutation.run
+	$(BIN)/python -m tests.mutation.run --jobs $(JOBS)
 
 fuzz: $(STAMP)  ## a million malformed frame lists against a queue
 	$(BIN)/python -m tests.contract.fuzz --lists 1000000 --seconds 900 --out benchmarks/results/fuzz.json

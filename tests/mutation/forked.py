@@ -1,16 +1,17 @@
 """Mutants of function bodies, each in a fork of a process that has collected the tests: nothing is imported again.
 
-The code of the one function is exchanged. A mutant that is not noticed so is run again in a process of its own: a test
-may have used the function when it was collected, or may start processes that read the file.
+The code of the one function is exchanged, and the tests that call it are run. A mutant that is not noticed so is run
+again in a process of its own: a test may have used the function when it was collected, or may start processes that read
+the file.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -18,7 +19,13 @@ from typing import Any
 import pytest
 
 from tests.mutation.mutants import Mutant
-from tests.mutation.selection import CallRecorder, Calls, callers
+from tests.mutation.plugins import AbsentPackages, Limits
+from tests.mutation.pool import Job, Pool
+from tests.mutation.progress import NOTICED, UNNOTICED, Events, fold
+from tests.mutation.selection import CallRecorder, callers, file_of, function_around
+
+RECORDING_S = 1800.0
+"""Seconds that one test file may take without a mutant."""
 
 
 class ForkedRuns:
@@ -26,56 +33,86 @@ class ForkedRuns:
 
     Attributes:
         root: Root of the tree.
+        mutants: The mutants by number; those that are not in the body of a function are left alone.
+        events: What was done and is done.
+        pool: Runs the forks.
         recorder: What records which tests call which functions, in a fork as well.
-        record: File that it writes.
-        mutants: The mutants; those that are not in the body of a function are left out.
-        out: File to write, JSON: numbers of the mutants that were noticed.
-        run: Runs a function in a fork; returns the outcome and CPU seconds.
+        absent: What knows which files were left out of the collection.
     """
 
     def __init__(
-        self, root: Path, recorder: CallRecorder, record: Path, mutants: Sequence[Mutant], out: Path, run: Any
+        self,
+        root: Path,
+        mutants: Mapping[int, Mutant],
+        events: Events,
+        pool: Pool,
+        recorder: CallRecorder,
+        absent: AbsentPackages,
     ) -> None:
-        self._root, self._recorder, self._record = root, recorder, record
-        self._mutants, self._out, self._run = mutants, out, run
+        self._root, self._mutants, self._events, self._pool = root, mutants, events, pool
+        self._recorder, self._absent = recorder, absent
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Record the calls of all tests, then run them on each mutant, its function's own first."""
-        outcome, seconds = self._run(lambda: self._all(session, list(session.items), self._recorder), 1800.0)
-        if outcome != "passed":
-            raise pytest.UsageError("the tests do not pass without a mutant")
-        calls: Calls = json.loads(self._record.read_text(encoding="utf-8"))
-        noticed = []
-        for number, mutant in enumerate(self._mutants):
+        """Record the calls of all tests, then run each mutant on those that call its function."""
+        session.config.pluginmanager.unregister(self._recorder)  # it slows mutants down
+        progress = fold(self._events.read())
+        if progress.collected is None:
+            self._events.add(collected=self._recorder.collected, left_out=self._absent.left_out)
+        files = {file: list(items) for file, items in groupby(session.items, lambda item: file_of(item.nodeid))}
+        recordings = [
+            Job(file, functools.partial(self._record, file, items), RECORDING_S, RECORDING_S)
+            for file, items in files.items()
+            if file not in progress.files
+        ]
+        for file, outcome in self._pool.run(recordings):
+            if outcome != "passed":
+                self._events.add(file=file, left_out=[file])
+        progress = fold(self._events.read())
+        if progress.files < files.keys():
+            return True  # the deadline
+        jobs = []
+        for number, mutant in self._mutants.items():
             target = function_of(self._root, mutant)
-            if target is None:
+            if target is None or number in progress.outcomes:
                 continue
             source = (self._root / mutant.path).read_text(encoding="utf-8")
-            rank = {node: at for at, node in enumerate(callers(calls, mutant.path, source, mutant.line))}
-            first = sorted((i for i in session.items if i.nodeid in rank), key=lambda item: rank[item.nodeid])
-            outcome, _ = self._run(functools.partial(self._mutated, session, first, *target), max(10.0, 2 * seconds))
-            print(f"{outcome:8} {mutant.path}:{mutant.line} {mutant.after!r:.90}", file=sys.__stderr__, flush=True)
-            if outcome != "passed":
-                noticed.append(number)
-                self._out.write_text(json.dumps(noticed), encoding="utf-8")
+            nodes = callers(progress.calls, function_around(mutant.path, source, mutant.line))
+            by_node = {item.nodeid: item for item in session.items}
+            items = [by_node[node] for node in nodes if node in by_node]
+            seconds = sum(progress.calls[item.nodeid].cpu_s for item in items)
+            waited = sum(progress.calls[item.nodeid].wall_s for item in items)
+            limits = Limits(progress.calls)
+            action = functools.partial(self._mutated, items, limits, *target)
+            jobs.append((seconds, Job(number, action, 10 + 2 * seconds, 60 + 5 * waited)))
+        jobs.sort(key=lambda entry: entry[0], reverse=True)  # the longest first: the last ones fill the gaps
+        for number, outcome in self._pool.run(job for _, job in jobs):
+            self._events.add(number=number, outcome=UNNOTICED if outcome == "passed" else NOTICED)
         return True
 
-    def _mutated(self, session: pytest.Session, items: list[pytest.Item], function: Any, code: CodeType) -> int:
-        function.__code__ = code
-        return self._all(session, items, None)
-
-    def _all(self, session: pytest.Session, items: list[pytest.Item], recorder: CallRecorder | None) -> int:
-        """Run tests until one fails; the exit status."""
-        if recorder is not None:
-            session.config.pluginmanager.register(recorder)
-        for item, behind in zip(items, [*items[1:], None], strict=True):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=behind)
-            if session.testsfailed:
-                return 1
-        if recorder is not None:
-            recorder.pytest_sessionfinish()
+    def _record(self, file: str, items: Sequence[pytest.Item], folder: Path) -> int:
+        items[0].config.pluginmanager.register(self._recorder)
+        _run_items(items)
+        failed = set(self._recorder.failed)
+        calls = {node: test for node, test in self._recorder.calls.items() if node not in failed}
+        self._events.add(file=file, calls=calls, left_out=sorted(failed))
         return 0
+
+    @staticmethod
+    def _mutated(items: Sequence[pytest.Item], limits: Limits, function: Any, code: CodeType, folder: Path) -> int:
+        function.__code__ = code
+        if items:
+            items[0].config.pluginmanager.register(limits)
+            _run_items(items, limits)
+        return int(limits.failed > 0)
+
+
+def _run_items(items: Sequence[pytest.Item], limits: Limits | None = None) -> None:
+    """Run tests; with limits until one fails."""
+    for item, behind in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=behind)
+        if limits is not None and limits.failed:
+            return
 
 
 def function_of(root: Path, mutant: Mutant) -> tuple[FunctionType, CodeType] | None:

@@ -1,36 +1,41 @@
 """Run each package's tests on mutants of it and write which are noticed.
 
-    python -m tests.mutation.run [--packages plan wire] [--count 100] [--seed 1] [--out FILE]
+    python -m tests.mutation.run [--packages plan wire] [--jobs N] [--seconds S] [--count 100] [--seed 1] [--out FILE]
 
 A mutant that cannot be told from the original is listed in `equivalent.toml` with the reason and not counted. The
-result file names every survivor. A package that the result file holds is run again only where it was mutated otherwise
-or where a mutant was not noticed.
+result file names every survivor. It is written as the work proceeds, and a later call resumes from it: a package that
+is complete is run again only if its source has changed, or, on the mutants that were not noticed, if its tests have.
+With `--seconds` the call ends after that time; its exit status is 3 if there is more to do.
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
-import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
-import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.mutation.forked import ForkedRuns
 from tests.mutation.mutants import Mutant, draw
-from tests.mutation.selection import CallRecorder, Calls, Reorder, callers
+from tests.mutation.plugins import AbsentPackages, Limits
+from tests.mutation.pool import Job, Pool, Slots, fork
+from tests.mutation.progress import NOTICED, SURVIVED, UNNOTICED, Event, Events, Progress, fold
+from tests.mutation.selection import CallRecorder, Only, candidates, file_of, function_around
+from xtoken_core.atomic import atomic_write
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "mutation" / "results.json"
@@ -41,10 +46,8 @@ PRELOADED = (
     "torch", "transformers", "zmq",
 )  # fmt: skip
 """Imported once; each mutant's tests start in a fork of this process."""
-SLOWEST_S = 10.0
-"""CPU seconds that every mutant may take."""
-WAITING_S = 1800.0
-"""Seconds of the clock after which a run of tests is ended that waits for something."""
+
+WRITTEN_EVERY_S = 3.0
 
 
 class Package(NamedTuple):
@@ -82,73 +85,31 @@ PACKAGES = {
 }  # fmt: skip
 
 
-def source_hash(paths: Sequence[str]) -> str:
+def source_hash(root: Path, paths: Sequence[str]) -> str:
     """Return the SHA-256 of files and of what folders hold."""
     digest = hashlib.sha256()
     for path in paths:
-        whole = ROOT / path
+        whole = root / path
         for file in [whole] if whole.is_file() else sorted(whole.rglob("*.py")):
-            digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+            digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def workspace(folder: Path) -> Path:
+def workspace(root: Path, folder: Path) -> Path:
     """Copy what the tests read, and compile it."""
     for name in COPIED:
-        source = ROOT / name
+        source = root / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("results"))
-        else:
+            shutil.copytree(source, folder / name)
+        elif source.exists():
+            folder.mkdir(exist_ok=True)
             shutil.copy2(source, folder / name)
-    shutil.copytree(ROOT / "benchmarks" / "results", folder / "benchmarks" / "results", dirs_exist_ok=True)
-    for name in ("xtoken_core", "tests"):
-        compileall.compile_dir(folder / name, quiet=2, workers=1)
+    compileall.compile_dir(folder, quiet=2, workers=1)
     return folder
 
 
-def run_in_fork(action: Callable[[], int], limit_s: float) -> tuple[str, float]:
-    """Run an action in a fork; returns `passed` (it returned 0), `failed` or `timeout`, and the CPU seconds it took.
-
-    Args:
-        action: What to run.
-        limit_s: CPU seconds; a fork that waits for something is ended after `WAITING_S` of the clock.
-    """
-    began = time.monotonic()
-    child = os.fork()
-    if not child:
-        status = 70
-        try:
-            os.setsid()
-            resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s) + 1, int(limit_s) + 2))
-            silent = os.open(os.devnull, os.O_RDWR)
-            for descriptor in (0, 1, 2):
-                os.dup2(silent, descriptor)
-            status = action()
-        finally:
-            os._exit(status)
-    try:
-        while time.monotonic() - began < WAITING_S:
-            done, status, usage = os.wait4(child, os.WNOHANG)
-            if done:
-                seconds = usage.ru_utime + usage.ru_stime
-                if os.WIFSIGNALED(status) and seconds >= limit_s:
-                    return "timeout", seconds
-                return "passed" if status == 0 else "failed", seconds
-            time.sleep(0.01)
-        return "timeout", limit_s
-    finally:
-        _end_group(child)
-
-
-def _end_group(leader: int) -> None:
-    """End what a test run has left; its leader may be gone already."""
-    for step in (lambda: os.killpg(leader, signal.SIGKILL), lambda: os.waitpid(leader, 0)):
-        with contextlib.suppress(ProcessLookupError, ChildProcessError, PermissionError):
-            step()
-
-
-def run_tests(folder: Path, tests: tuple[str, ...], plugin: object) -> int:
-    """Run the tests of a copied tree with a pytest plugin, in a process that runs nothing else."""
+def run_tests(folder: Path, tests: Sequence[str], plugins: Sequence[object], *options: str) -> int:
+    """Run tests of a copied tree with pytest plugins, in a process that runs nothing else."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
@@ -162,99 +123,190 @@ def run_tests(folder: Path, tests: tuple[str, ...], plugin: object) -> int:
     # A failure is all that counts: a smaller example of it is not searched for.
     settings.register_profile("mutants", database=None, phases=(Phase.explicit, Phase.generate))
     settings.load_profile("mutants")
-    options = ["-x", "-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    return int(pytest.main([*options, "--hypothesis-seed=0", *tests], plugins=[plugin]))
+    quiet = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
+    return int(pytest.main([*quiet, *options, *tests], plugins=list(plugins)))
 
 
-def run_mutants(name: str, mutants: Sequence[Mutant]) -> dict[Mutant, str]:
-    """Run a package's tests on mutants; returns the outcome of each.
+@dataclass(frozen=True)
+class Work:
+    """A package's mutants and what is known of them.
 
-    Raises:
-        RuntimeError: The tests fail without a mutant.
-    """
-    package = PACKAGES[name]
-    results: dict[Mutant, str] = {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as top:
-        folder, record, out = workspace(Path(top) / "tree"), Path(top) / "calls.json", Path(top) / "noticed.json"
-        out.write_text("[]")
-        print(f"{name}: {len(mutants)} mutants", flush=True)
-        recorder = CallRecorder(folder, package.paths, record)
-        forked = ForkedRuns(folder, recorder, record, mutants, out, run_in_fork)
-        run_in_fork(lambda: run_tests(folder, package.tests, forked), 36000.0)
-        if not record.exists():
-            raise RuntimeError(f"{name}: its tests do not pass without a mutant: run pytest {' '.join(package.tests)}")
-        calls: Calls = json.loads(record.read_text(encoding="utf-8"))
-        noticed = set(json.loads(out.read_text(encoding="utf-8")))
-        limit_s = max(SLOWEST_S, 2 * sum(seconds for seconds, _ in calls.values()))
-        for number, mutant in enumerate(mutants):
-            results[mutant] = (
-                "failed" if number in noticed else run_mutant(folder, mutant, package.tests, calls, limit_s)
-            )
-            print(f"{results[mutant]:8} {mutant.path}:{mutant.line} {mutant.after!r:.90}", flush=True)
-    return results
-
-
-def run_mutant(folder: Path, mutant: Mutant, tests: tuple[str, ...], calls: Calls, limit_s: float) -> str:
-    """Run the tests on one mutant in a process of its own, those that call the mutated function first."""
-    file = folder / mutant.path
-    original = file.read_text(encoding="utf-8")
-    first = Reorder(callers(calls, mutant.path, original, mutant.line))
-    file.write_text(mutant.source, encoding="utf-8")
-    try:
-        return run_in_fork(lambda: run_tests(folder, tests, first), limit_s)[0]
-    finally:
-        file.write_text(original, encoding="utf-8")
-
-
-def run_package(name: str, count: int, seed: int, earlier: dict[str, Any]) -> dict[str, Any]:
-    """Draw a package's mutants and run its tests on each.
-
-    Args:
+    Attributes:
         name: The package.
-        count: Number of mutants.
-        seed: Seed of the draw.
-        earlier: What the result file has. If that is of the same mutants and tests have been added since, only those
-            that were not noticed are run again.
+        root: Root of the tree.
+        package: Its paths and tests.
+        drawn: What identifies the mutants: seed, number, hash of the source.
+        mutants: The mutants.
+        events: What was done and is done.
     """
-    package = PACKAGES[name]
-    mutants = draw(ROOT, package.paths, count, seed)
-    drawn = {"seed": seed, "mutants": len(mutants), "mutated": source_hash(package.paths)}
-    again = mutants
-    if {field: earlier.get(field) for field in drawn} == drawn:
-        unnoticed = {entry["change"] for entry in earlier["survivors"]} | set(earlier["equivalent"])
-        again = [mutant for mutant in mutants if mutant.key in unnoticed]
-    results = dict.fromkeys(mutants, "failed") | run_mutants(name, again)
-    reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get(name, {}) if EQUIVALENT.exists() else {}
-    survivors = [mutant for mutant in mutants if results[mutant] == "passed"]
-    counted = [mutant for mutant in survivors if mutant.key not in reasons]
-    total = len(mutants) - (len(survivors) - len(counted))
-    return drawn | {
-        "tests": source_hash(package.tests),
-        "outcomes": dict(Counter("survived" if outcome == "passed" else "noticed" for outcome in results.values())),
-        "equivalent": [mutant.key for mutant in survivors if mutant.key in reasons],
-        "survivors": [{"line": mutant.line, "change": mutant.key} for mutant in counted],
-        "noticed": round((total - len(counted)) / total, 4),
-    }
+
+    name: str
+    root: Path
+    package: Package
+    drawn: dict[str, Any]
+    mutants: list[Mutant]
+    events: Events
+
+    def waiting(self, progress: Progress) -> list[int]:
+        """Return the numbers of the mutants whose outcome is not final."""
+        return [n for n in range(len(self.mutants)) if progress.outcomes.get(n, UNNOTICED) == UNNOTICED]
+
+    def run(self, slots: Slots, deadline: float, scratch: Path) -> int:
+        """Run the package's tests on its mutants until the deadline."""
+        tree = workspace(self.root, scratch / "tree")
+        pool = Pool(slots, deadline, scratch)
+        child = fork(lambda: self._exchange(tree, pool))
+        os.waitpid(child, 0)
+        progress = fold(self.events.read())
+        if progress.collected is None:
+            print(f"{self.name}: its tests cannot be collected: run pytest {' '.join(self.package.tests)}", flush=True)
+            return 1
+        if time.monotonic() >= deadline:
+            return 0
+        jobs = []
+        for number in self.waiting(progress):
+            mutant = self.mutants[number]
+            source = (self.root / mutant.path).read_text(encoding="utf-8")
+            function = function_around(mutant.path, source, mutant.line)
+            nodes = candidates(progress.calls, function, progress.collected)
+            if not nodes:
+                self.events.add(number=number, outcome=SURVIVED)
+                continue
+            limits = Limits(progress.calls)
+            spent = sum(progress.calls[node].cpu_s for node in nodes)
+            waited = sum(progress.calls[node].wall_s for node in nodes)
+            action = partial(self._run_mutant, tree, mutant, nodes, limits)
+            jobs.append((spent, Job(number, action, 60 + 2 * spent, 120 + 5 * waited)))
+        jobs.sort(key=lambda entry: entry[0], reverse=True)
+        for number, outcome in pool.run(job for _, job in jobs):
+            self.events.add(number=number, outcome=SURVIVED if outcome == "passed" else NOTICED)
+        return 0
+
+    def _exchange(self, tree: Path, pool: Pool) -> int:
+        silent = os.open(os.devnull, os.O_RDWR)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        progress = fold(self.events.read())
+        recorder, absent = CallRecorder(tree, self.package.paths), AbsentPackages()
+        mutants = {number: self.mutants[number] for number in self.waiting(progress)}
+        forked = ForkedRuns(tree, mutants, self.events, pool, recorder, absent)
+        return run_tests(tree, self.package.tests, [recorder, absent, forked])
+
+    @staticmethod
+    def _run_mutant(tree: Path, mutant: Mutant, nodes: list[str], limits: Limits, folder: Path) -> int:
+        own = folder / "tree"
+        shutil.copytree(tree, own)
+        (own / mutant.path).write_text(mutant.source, encoding="utf-8")
+        return run_tests(own, sorted({file_of(node) for node in nodes}), [Only(nodes), limits, AbsentPackages()], "-x")
+
+    def report(self, reasons: Mapping[str, str]) -> dict[str, Any]:
+        """Return the entry of the result file.
+
+        Args:
+            reasons: By change, why a mutant is equivalent to the original.
+        """
+        events = self.events.read()
+        progress = fold(events)
+        waiting = self.waiting(progress)
+        counts = Counter(SURVIVED if progress.outcomes.get(n) == SURVIVED else NOTICED for n in progress.outcomes)
+        entry = self.drawn | {"tests": source_hash(self.root, self.package.tests), "left_out": progress.left_out}
+        if waiting:
+            done = len(self.mutants) - len(waiting)
+            return entry | {"outcomes": {"done": done, "waiting": len(waiting)}, "progress": events}
+        unnoticed = [n for n in range(len(self.mutants)) if progress.outcomes[n] == SURVIVED]
+        survivors = [self.mutants[n] for n in unnoticed if self.mutants[n].key not in reasons]
+        total = len(self.mutants) - len(unnoticed) + len(survivors)
+        return entry | {
+            "outcomes": dict(sorted(counts.items())),
+            "unnoticed": unnoticed,
+            "equivalent": [self.mutants[n].key for n in unnoticed if self.mutants[n].key in reasons],
+            "survivors": [{"line": mutant.line, "change": mutant.key} for mutant in survivors],
+            "noticed": round((total - len(survivors)) / total, 4),
+        }
+
+
+def start_of(drawn: dict[str, Any], tests: str, earlier: Mapping[str, Any]) -> list[Event]:
+    """Return what an earlier entry of the result file says of the same mutants, as events."""
+    if {field: earlier.get(field) for field in drawn} != drawn:
+        return []
+    if "progress" in earlier:
+        events = earlier["progress"]
+        same = earlier["tests"] == tests
+        return [event for event in events if same or event.get("outcome") == NOTICED]
+    unnoticed = set(earlier.get("unnoticed", range(drawn["mutants"])))
+    final = earlier["tests"] == tests
+    # Noticed once is noticed for good; the others may be noticed by tests that are new.
+    known: list[Event] = [{"left_out": earlier["left_out"]}] if final else []
+    return known + [
+        {"number": number, "outcome": SURVIVED if number in unnoticed else NOTICED}
+        for number in range(drawn["mutants"])
+        if final or number not in unnoticed
+    ]
+
+
+def prepare(root: Path, name: str, package: Package, arguments: argparse.Namespace, scratch: Path) -> Work:
+    """Draw a package's mutants and take over what the result file has of them."""
+    mutants = draw(root, package.paths, arguments.count, arguments.seed)
+    drawn = {"seed": arguments.seed, "mutants": len(mutants), "mutated": source_hash(root, package.paths)}
+    report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    start = start_of(drawn, source_hash(root, package.tests), report.get(name, {}))
+    return Work(name, root, package, drawn, mutants, Events(scratch / f"{name}.jsonl", start))
+
+
+def run_all(works: Sequence[Work], out: Path, jobs: int, deadline: float, scratch: Path) -> bool:
+    """Run packages side by side and write the result file as they proceed; returns whether all are complete."""
+    slots: Any = multiprocessing.get_context("fork").BoundedSemaphore(jobs)
+    children = {}
+    for work in works:
+        if work.waiting(fold(work.events.read())):
+            own = scratch / work.name
+            own.mkdir()
+            children[fork(partial(work.run, slots, deadline, own))] = work
+    while True:
+        write_report(works, out)
+        if not children:
+            break
+        time.sleep(WRITTEN_EVERY_S)
+        for child in [child for child in children if os.waitpid(child, os.WNOHANG)[0]]:
+            del children[child]
+    return not any(work.waiting(fold(work.events.read())) for work in works)
+
+
+def write_report(works: Sequence[Work], out: Path) -> None:
+    """Bring the packages' entries of the result file up to date."""
+    report = json.loads(out.read_text()) if out.exists() else {}
+    reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    changed = {work.name: work.report(reasons.get(work.name, {})) for work in works}
+    if {name: report.get(name) for name in changed} == changed:
+        return
+    for name, entry in changed.items():
+        if entry["outcomes"] != report.get(name, {}).get("outcomes"):
+            rate = f", {entry['noticed']:.1%} noticed" if "noticed" in entry else ""
+            print(f"{time.strftime('%H:%M:%S')} {name}: {entry['outcomes']}{rate}", flush=True)
+    atomic_write(out, json.dumps(report | changed, indent=2, ensure_ascii=False) + "\n")
 
 
 def main() -> int:
     """Run the packages that are asked for and add them to the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", nargs="+", choices=sorted(PACKAGES), default=sorted(PACKAGES))
+    parser.add_argument("--jobs", type=int, default=1, help="mutants side by side, over all packages")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time, to resume later")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.seconds
+    arguments.out = arguments.out.resolve()
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in PRELOADED:
         import_module(name)
-    report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    for name in arguments.packages:
-        found = run_package(name, arguments.count, arguments.seed, report.get(name, {}))
-        report[name] = found
-        arguments.out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-        print(f"{name}: {report[name]['noticed']:.1%} noticed", flush=True)
-    return 0
+    with tempfile.TemporaryDirectory(prefix="m-") as scratch:
+        folder = Path(scratch).resolve()
+        works = [prepare(ROOT, name, PACKAGES[name], arguments, folder) for name in arguments.packages]
+        return 0 if run_all(works, arguments.out, arguments.jobs, deadline, folder) else 3
 
 
 if __name__ == "__main__":

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import json
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.mutation import run
 from tests.mutation.mutants import draw
-from tests.mutation.selection import callers
+from tests.mutation.selection import Test, callers, candidates, function_around, ordered
 
 LEFT_ALONE = '''
 """Text."""
@@ -65,8 +71,51 @@ def test_a_draw_repeats_and_its_mutants_differ_from_the_source(tmp_path: Path) -
     assert ast.unparse(ast.parse(source)) not in first
 
 
-def test_tests_of_the_mutated_function_run_first_the_cheapest_at_the_head() -> None:
+def test_candidate_tests() -> None:
     source = "LIMIT = 3\n\n\n@cache\ndef f(a=1):\n    def g():\n        return a\n\n    return g\n"
-    calls = {"slow": (2.0, ["m.py:4"]), "fast": (1.0, ["m.py:4", "m.py:6"]), "other": (0.5, ["n.py:4"])}
-    found = {line: callers(calls, "m.py", source, line) for line in (1, 5, 7, 9)}
-    assert found == {1: [], 5: ["fast", "slow"], 7: ["fast"], 9: ["fast", "slow"]}
+    assert [function_around("m.py", source, line) for line in (1, 5, 7, 9)] == ["", "", "m.py:6", "m.py:4"]
+    calls = {
+        "a::slow": Test(2.0, 2.0, ["m.py:4"], False),
+        "a::fast": Test(1.0, 1.0, ["m.py:4", "m.py:6"], False),
+        "b::other": Test(0.5, 0.5, ["n.py:4"], False),
+        "c::process": Test(0.1, 9.0, [], True),
+    }
+    assert callers(calls, "m.py:4") == ["a::fast", "a::slow"]
+    assert candidates(calls, "m.py:6", ["n.py:4"]) == ["c::process", "a::fast", "a::slow"]
+    assert candidates(calls, "n.py:4", ["n.py:4"]) == candidates(calls, "", []) == ordered(calls, calls)
+    del calls["c::process"]
+    assert candidates(calls, "m.py:11", []) == []
+
+
+TREE = {
+    "package.py": "def f(a):\n    return a + 1\n\n\ndef g(a):\n    return a - 1\n\n\ndef h():\n    return 7\n",
+    "tests/test_f.py": "from package import f, g\n\n\ndef test_f():\n    assert f(2) == 3\n    g(1)\n",
+    "tests/test_absent.py": "import not_installed_anywhere\n\n\ndef test_absent():\n    assert False\n",
+    "tests/test_broken.py": "def test_broken():\n    assert False\n",
+}
+
+
+def test_a_run_stops_in_time_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(run, "COPIED", ("package.py", "tests"))
+    monkeypatch.setattr(run, "WRITTEN_EVERY_S", 0.1)
+    package = run.Package(("package.py",), ("tests",))
+    arguments = argparse.Namespace(count=100, seed=1, out=tmp_path / "results.json")
+
+    def results(seconds: float) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="m-") as scratch:
+            work = run.prepare(tmp_path, "package", package, arguments, Path(scratch))
+            complete = run.run_all([work], arguments.out, 2, time.monotonic() + seconds, Path(scratch))
+        found: dict[str, Any] = json.loads(arguments.out.read_text())["package"]
+        assert complete == ("progress" not in found)
+        return found
+
+    assert results(0.0)["outcomes"]["waiting"] == 8
+    found = results(120.0)
+    # Those of f are noticed; the only test of g asserts nothing, and h is not called.
+    assert found["outcomes"] == {"noticed": 3, "survived": 5}
+    assert {entry["line"] for entry in found["survivors"]} == {6, 10}
+    assert found["left_out"] == ["tests/test_absent.py", "tests/test_broken.py::test_broken"]
+    assert results(0.0) == found
