@@ -1,0 +1,153 @@
+"""Times the chain divergence with cross-entropy on one GPU, forward and backward, and writes the figures as JSON.
+
+    python -m benchmarks.chain [--out FILE] [--small] [--backends reference,triton]
+
+Student logits `[1, 2048, 128256]` and teacher logits `[1, 2048, 151936]` in bfloat16, tables and text drawn as in
+`benchmarks.chain_tables`. Times are medians over replays of a CUDA graph (over events where it cannot be captured), of
+the whole loss as the trainer calls it. Memory is the peak above the inputs. The bytes that must move are the student's
+logits twice, their gradient and the teacher's logits once; the fraction is of a copy's bandwidth in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.chain_tables import draw_tables, draw_text
+from benchmarks.gpu_tests import machine
+from benchmarks.ops import copy_bandwidth, nbytes, timed_by_events, timed_by_graph
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
+from xtoken_core.ops.registry import BACKENDS, ENVIRONMENT
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a run of this file."""
+
+    tokens: int = 2048
+    student_vocab: int = 128_256
+    teacher_vocab: int = 151_936
+
+
+SMALL = Shape(48, 1024, 1536)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend. Times in milliseconds, memory in bytes."""
+
+    name: str
+    timed_by: str
+    forward_ms: float
+    both_ms: float
+    peak_bytes: int
+    least_bytes: int
+    share_of_copy: float
+
+
+def chain_loss(tables: ChainTables, shape: Shape, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function of both sides' logits that gives the loss of one sample."""
+    loss = CrossTokenizerDistillationLoss(
+        LossConfig(mode="chain"),
+        student_vocab_size=shape.student_vocab,
+        teachers=[LossTeacher(shape.teacher_vocab, tables=tables)],
+        device=device,
+    )
+    text = draw_text(tables, shape.tokens)
+    pairs = torch.ones(1, text.chunks, dtype=torch.bool)
+    batch = {
+        "input_ids": text.ids[0],
+        "token_mask": (text.chunk_id[0] >= 0).long(),
+        "sample_mask": torch.ones(1),
+        "teacher_input_ids": text.ids[1],
+        "teacher_token_mask": (text.chunk_id[1] >= 0).long(),
+        "alignment_student_chunk_id": text.chunk_id[0],
+        "alignment_teacher_chunk_id": text.chunk_id[1],
+        "alignment_pair_valid": pairs,
+        "alignment_pair_is_correct": pairs,
+    }
+    batch = {name: values.to(device) for name, values in batch.items()}
+    return lambda student, teacher: loss(batch, student, [teacher])[0]
+
+
+def measure(
+    name: str, loss: Callable[[Tensor, Tensor], Tensor], student: Tensor, teacher: Tensor, bandwidth: float
+) -> Row:
+    """Time forward, and forward and backward."""
+
+    def both() -> tuple[Tensor, Tensor]:
+        value = loss(student, teacher)
+        return value.detach(), torch.autograd.grad(value, student)[0]
+
+    both()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    try:
+        timed_by = "graph"
+        forward_ms, both_ms = (timed_by_graph(function) for function in (lambda: loss(student, teacher), both))
+    except RuntimeError as error:
+        print(f"{name}: not captured ({str(error).splitlines()[0]})")
+        torch.cuda.synchronize()
+        timed_by = "events"
+        forward_ms, both_ms = (timed_by_events(function) for function in (lambda: loss(student, teacher), both))
+    least = 3 * nbytes(student) + nbytes(teacher)
+    return Row(name, timed_by, forward_ms, both_ms, peak, least, least / bandwidth / both_ms * 1e3)
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chain.json")
+    parser.add_argument("--backends", default="reference,triton", help="names, separated by commas")
+    parser.add_argument("--small", action="store_true", help="a shape that takes no time, to try this file")
+    arguments = parser.parse_args()
+    device, shape = torch.device("cuda"), SMALL if arguments.small else Shape()
+    bandwidth = copy_bandwidth(device)
+    tables = draw_tables(shape.student_vocab, shape.teacher_vocab)
+    torch.manual_seed(0)
+    student, teacher = (
+        torch.randn(1, shape.tokens, vocab, device=device, dtype=torch.bfloat16)
+        for vocab in (shape.student_vocab, shape.teacher_vocab)
+    )
+    student.requires_grad_()
+    rows = []
+    for backend in arguments.backends.split(","):
+        ops = ("chain", "cross_entropy")
+        os.environ[ENVIRONMENT] = ",".join(f"{op}={backend}" for op in ops if backend in BACKENDS.get(op, {}))
+        row = measure(backend, chain_loss(tables, shape, device), student, teacher, bandwidth)
+        rows.append(row)
+        print(
+            f"{row.name:24} forward {row.forward_ms:8.3f} ms  both {row.both_ms:8.3f} ms  ({row.timed_by})  "
+            f"peak {row.peak_bytes / 2**30:6.2f} GiB  {row.share_of_copy:5.1%} of a copy",
+            flush=True,
+        )
+        torch.cuda.empty_cache()
+    report = {
+        **machine(),
+        "copy_bytes_per_second": bandwidth,
+        "shape": asdict(shape),
+        "rows": [asdict(r) for r in rows],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
