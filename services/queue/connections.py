@@ -8,7 +8,6 @@ shuts down those beyond the bound, however busy the server is: first the oldest 
 from __future__ import annotations
 
 import logging
-import resource
 import socket as sockets
 import threading
 from collections import Counter
@@ -17,6 +16,7 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from services.common.descriptors import raise_descriptor_limit
 from xtoken_core.wire.bounds import MAX_CONNECTIONS
 
 log = logging.getLogger("xtoken.queue")
@@ -27,14 +27,10 @@ LEAST = 16
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 
-def raise_descriptor_limit() -> int:
-    """Raise the process's soft limit of descriptors to the hard one; return how many connections there is room for."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft * 3 // 4 - RESERVE)
-    return max(room, LEAST)
+def connection_limit() -> int:
+    """Raise the limit of descriptors, and return the largest number of connections that it leaves room for."""
+    limit = raise_descriptor_limit()
+    return MAX_CONNECTIONS if limit is None else max(min(MAX_CONNECTIONS, limit * 3 // 4 - RESERVE), LEAST)
 
 
 class Connections:

@@ -12,7 +12,7 @@ from copy import copy
 import zmq
 
 from services.queue.connection_guard import SPARE_BYTES, ConnectionGuard
-from services.queue.connections import address_of, disconnect, raise_descriptor_limit
+from services.queue.connections import address_of, connection_limit, disconnect
 from services.queue.endpoint import Endpoint
 from services.queue.memory import MemoryTrimmer, freeze_gc
 from services.queue.metrics import Exporter, Metrics, Rendezvous
@@ -75,7 +75,7 @@ class Server:
         self.metrics = Metrics(self.scrapes.fetch)
         self._journal = journal
         self.exporter = None if metrics_port is None else Exporter(metrics_port, self.metrics.registry)
-        self._endpoint = Endpoint(address, max_frame=engine.memory_limit, max_connections=raise_descriptor_limit())
+        self._endpoint = Endpoint(address, max_frame=engine.memory_limit, max_connections=connection_limit())
         self._guard = ConnectionGuard(
             self._endpoint.connections, engine.memory_limit + SPARE_BYTES, BURST, engine.nbytes + engine.budget.used
         )
