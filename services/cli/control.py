@@ -42,6 +42,15 @@ def control(
         list[str] | None,
         typer.Option("--name", metavar="HOST", help="Host name that requests may use; repeatable."),
     ] = None,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxy",
+            metavar="ADDRESS",
+            help="Address of a proxy that names its clients in X-Forwarded-For; repeatable.",
+            show_default="none",
+        ),
+    ] = None,
     on_exit: Annotated[
         OnExit, typer.Option("--on-exit", help="What happens to its runs when it exits.")
     ] = OnExit.LEAVE,
@@ -56,5 +65,5 @@ def control(
 
     serve(
         host, port, runs_dir, roots=root or [Path()], token_file=token_file, names=name or (),
-        stop_on_exit=on_exit == OnExit.STOP,
+        proxies=trusted_proxy or (), stop_on_exit=on_exit == OnExit.STOP,
     )  # fmt: skip

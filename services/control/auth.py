@@ -80,7 +80,7 @@ class Auth:
         if not self._is_own(_host_of(f"//{host}")):
             return 403, f"the Host header {host!r} is not a name of this control plane"
         origin = headers.get(b"origin")
-        if origin is not None and not self._same_origin(origin, host):
+        if origin is not None and not self._same_origin(origin, f"{scope['scheme']}://{host}"):
             return 403, f"cross-origin request from {origin!r}"
         if self.token is None or scope["path"] in PROBES or scope["path"] in self.open_paths:
             return None
@@ -99,8 +99,8 @@ class Auth:
     def _is_own(self, name: str) -> bool:
         return is_loopback(name) or name.lower() in self.names or (self.remote and _is_address(name))
 
-    def _same_origin(self, origin: str, host: str) -> bool:
-        remote, own = urlsplit_safely(origin), urlsplit_safely(f"//{host}")
+    def _same_origin(self, origin: str, url: str) -> bool:
+        remote, own = urlsplit_safely(origin), urlsplit_safely(url)
         if remote is None or own is None or remote[0] not in ("http", "https") or remote[2] != own[2]:
             return False
         return remote[1] == own[1] or (is_loopback(remote[1]) and is_loopback(own[1]))
@@ -202,7 +202,7 @@ def urlsplit_safely(url: str) -> tuple[str, str, int] | None:
     try:
         parts = urlsplit(url)
         scheme = parts.scheme or "http"
-        return scheme, parts.hostname or "", parts.port or (443 if scheme == "https" else 80)
+        return scheme, parts.hostname or "", parts.port or (443 if scheme in ("https", "wss") else 80)
     except ValueError:
         return None
 

@@ -7,21 +7,23 @@ connections of an address, so its protocol is extended here.
 from __future__ import annotations
 
 import asyncio
-import resource
 from collections.abc import Collection
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from services.common.descriptors import descriptor_limit
 from services.control.problems import problem
 
 MAX_CONNECTIONS = 2048
 MAX_PER_ADDRESS = 1024
 DESCRIPTORS_PER_CONNECTION = 2
 """The socket, and a file that a response sends."""
+WANTED_DESCRIPTORS = 2 * DESCRIPTORS_PER_CONNECTION * MAX_CONNECTIONS
 HEADER_S = 5.0
 """Seconds from a connection, or the first byte of a further request, to the end of its headers."""
 BODY_S = 30.0
@@ -34,24 +36,15 @@ MAX_HEADERS = 100
 MAX_BODY_BYTES = 1 << 20
 MAX_OPEN_BODY_BYTES = 16 << 10
 """Largest body of a request that needs no token: the login form."""
+MAX_JSON_VALUES = 4096
+"""Largest number of commas, objects and lists of a JSON body: each may become an error, at 100 microseconds each."""
 REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
-
-
-def raise_descriptor_limit() -> None:
-    """Raise this process's soft limit of descriptors to the hard one, as far as the connections need it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * DESCRIPTORS_PER_CONNECTION * MAX_CONNECTIONS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def connection_limit() -> int:
     """Return the largest number of connections, which leaves half of the descriptors to everything else."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if soft == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, soft // (2 * DESCRIPTORS_PER_CONNECTION)))
+    limit = descriptor_limit()
+    return MAX_CONNECTIONS if limit is None else max(1, min(MAX_CONNECTIONS, limit // (2 * DESCRIPTORS_PER_CONNECTION)))
 
 
 class Connections:
@@ -218,7 +211,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class BodyLimit:
-    """Middleware that limits the size of request bodies.
+    """Middleware that limits the size of request bodies, and the number of values in JSON.
 
     Args:
         app: The application.
@@ -237,7 +230,8 @@ class BodyLimit:
         if _length(scope) > limit:
             await problem(413, f"the request body is larger than {limit} bytes")(scope, receive, send)
         else:
-            await self._app(scope, _bounded(receive, limit), send)
+            values = MAX_JSON_VALUES if _is_json(scope) else limit
+            await self._app(scope, _bounded(receive, limit, values), send)
 
 
 def _length(scope: Scope) -> float:
@@ -245,16 +239,30 @@ def _length(scope: Scope) -> float:
     return int(length) if length.isdigit() and len(length) < 20 else float("inf")
 
 
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """Return a `receive` that disconnects once a body without a Content-Length becomes too large."""
-    seen = 0
+def _is_json(scope: Scope) -> bool:
+    return any(b"json" in value.lower() for name, value in scope["headers"] if name == b"content-type")
+
+
+def _bounded(receive: Receive, limit: int, values: int) -> Receive:
+    """Return a `receive` that refuses a body once it has too many bytes or values.
+
+    Args:
+        receive: The server's.
+        limit: Largest number of bytes.
+        values: Largest number of bytes that begin a value: `,`, `[` and `{`.
+    """
+    size = begun = 0
 
     async def bounded() -> Message:
-        nonlocal seen
+        nonlocal size, begun
         message = await receive()
-        seen += len(message.get("body", b""))
-        if seen > limit:
-            return {"type": "http.disconnect"}
+        body = message.get("body", b"")
+        size += len(body)
+        begun += len(body) - len(body.translate(None, b",[{"))
+        if size > limit:
+            raise HTTPException(413, f"the request body is larger than {limit} bytes")
+        if begun > values:
+            raise HTTPException(413, f"the request body has more than {values} values")
         return message
 
     return bounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import threading
@@ -11,13 +12,14 @@ from pathlib import Path
 import uvicorn
 
 from services.common.allowed_paths import Roots
+from services.common.descriptors import raise_descriptor_limit
 from services.control.app import create_app
 from services.control.auth import Auth
-from services.control.http_limits import KEEP_ALIVE_S, LimitedProtocol, raise_descriptor_limit
+from services.control.http_limits import KEEP_ALIVE_S, WANTED_DESCRIPTORS, LimitedProtocol
 from services.control.runs import Runs
 from services.control.validation import SpecValidator
 from services.supervisor.interrupts import Interrupts
-from xtoken_core.errors import XtokenError
+from xtoken_core.errors import ConfigError, XtokenError
 
 log = logging.getLogger("xtoken.control")
 
@@ -34,20 +36,22 @@ class HttpServer:
         port: Port to listen on; 0 for any free port.
         auth: Authentication settings.
         listening: Socket that already listens on the address.
+        proxies: Addresses whose X-Forwarded-For and X-Forwarded-Proto headers are believed.
 
     Raises:
         XtokenError: The port is in use.
     """
 
     def __init__(
-        self, runs: Runs, host: str, port: int, auth: Auth, listening: socket.socket | None = None
+        self, runs: Runs, host: str, port: int, auth: Auth, listening: socket.socket | None = None,
+        proxies: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._socket = listening or _listen(host, port)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         config = uvicorn.Config(
             create_app(runs, auth), log_level="warning", lifespan="off", access_log=False, log_config=None,
             timeout_graceful_shutdown=SHUTDOWN_S, server_header=False, http=LimitedProtocol, ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=bool(proxies), forwarded_allow_ips=list(proxies),
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
@@ -72,7 +76,7 @@ class HttpServer:
 
 def serve(
     host: str, port: int, runs_dir: Path, *, roots: Sequence[Path] = (), token_file: Path | None = None,
-    names: Sequence[str] = (), stop_on_exit: bool = False,
+    names: Sequence[str] = (), proxies: Sequence[str] = (), stop_on_exit: bool = False,
 ) -> None:  # fmt: skip
     """Serve until SIGTERM or SIGINT.
 
@@ -83,19 +87,22 @@ def serve(
         roots: Directories that runs may read, in addition to `runs_dir`.
         token_file: File with the bearer token.
         names: Host names accepted in the Host header.
+        proxies: Addresses or networks of proxies, which name their clients in X-Forwarded-For.
         stop_on_exit: True to stop all runs on exit, gracefully at the first signal and immediately at the second;
             otherwise they keep running until the next control plane recovers them.
 
     Raises:
+        ConfigError: A token is missing or unusable, or a proxy is no address.
         XtokenError: The address cannot be served, or the runs' directory cannot be created.
     """
     auth = Auth.of(host, token_file, names)
+    _check_proxies(proxies)
     Roots.of(roots, [])  # checked first: an invalid root must not create the directory or touch a run
-    raise_descriptor_limit()
+    raise_descriptor_limit(WANTED_DESCRIPTORS)
     with Interrupts() as interrupts, _listen(host, port) as listening:
         runs_dir.mkdir(parents=True, exist_ok=True)
         runs = Runs(runs_dir, validator=SpecValidator(Roots.of(roots, [runs_dir]), runs_dir.resolve()))
-        server = HttpServer(runs, host, port, auth, listening)
+        server = HttpServer(runs, host, port, auth, listening, proxies)
         log.info("serving at %s, runs in %s", server.url, runs_dir)
         try:
             while server.alive and not interrupts.wait():
@@ -108,6 +115,14 @@ def serve(
             runs.detach_all()
             runs.join()
             runs.close()
+
+
+def _check_proxies(proxies: Sequence[str]) -> None:
+    for proxy in proxies:
+        try:
+            ipaddress.ip_network(proxy)
+        except ValueError as error:
+            raise ConfigError(f"--trusted-proxy {proxy}: give an address or a network such as 10.0.0.0/8") from error
 
 
 def _stop(runs: Runs, interrupts: Interrupts) -> None:

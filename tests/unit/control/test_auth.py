@@ -76,6 +76,13 @@ def test_token(runs: Runs, headers: dict, expected: int) -> None:
     assert status(runs, Auth(TOKEN), headers) == expected
 
 
+@pytest.mark.parametrize(("scheme", "expected"), [("https", 200), ("http", 403)])
+def test_origin_behind_a_proxy_with_tls(runs: Runs, scheme: str, expected: int) -> None:
+    app = create_app(runs, Auth(names=frozenset({"xtoken.example"})))
+    client = TestClient(app, base_url=f"{scheme}://xtoken.example")
+    assert client.get("/v1/runs", headers={"origin": "https://xtoken.example"}).status_code == expected
+
+
 def test_session(runs: Runs) -> None:
     auth = Auth(TOKEN)
     session = auth.sessions.open()
