@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +16,10 @@ STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 TAIL_BYTES = 1 << 16
 MAX_BYTES = 1 << 23
 """Largest part of a log that is read at once, for its last lines or for what was added."""
+MERGED_BYTES = 1 << 24
+"""Largest part of all logs together that is read to merge their last lines."""
+MAX_LOGS = 2048
+"""Largest number of logs of a run that are shown; of more, the last attempt of every worker."""
 MAX_LINE_BYTES = 1 << 14
 """Longest line that is shown; the rest of a longer one is cut."""
 DIRECTORY = "logs"
@@ -59,7 +63,8 @@ def logs_in(output: Path) -> list[Log]:
     """Return all logs of a run, ordered by worker and attempt."""
     matches = (NAME.fullmatch(name) for name in names_below(output, DIRECTORY))
     logs = [Log(match["worker"], int(match["attempt"]), output) for match in matches if match]
-    return sorted(logs, key=lambda log: (log.worker, log.attempt))
+    logs.sort(key=lambda log: (log.worker, log.attempt))
+    return logs if len(logs) <= MAX_LOGS else last_attempts(logs)[:MAX_LOGS]
 
 
 def last_attempts(logs: Iterable[Log]) -> list[Log]:
@@ -67,9 +72,9 @@ def last_attempts(logs: Iterable[Log]) -> list[Log]:
     return list({log.worker: log for log in logs}.values())
 
 
-def tail(log: Log, lines: int) -> tuple[list[bytes], int]:
-    """Return the last complete lines of a log, and the byte offset of their end."""
-    wanted = TAIL_BYTES
+def tail(log: Log, lines: int, most: int = MAX_BYTES) -> tuple[list[bytes], int]:
+    """Return the last complete lines of a log, as many as `most` bytes hold, and the byte offset of their end."""
+    wanted = min(TAIL_BYTES, most)
     try:
         with log.open() as file:
             size = os.fstat(file.fileno()).st_size
@@ -78,10 +83,10 @@ def tail(log: Log, lines: int) -> tuple[list[bytes], int]:
                 file.seek(start)
                 whole, _, torn = file.read(size - start).rpartition(b"\n")
                 tail_lines = whole.split(b"\n") if whole else []
-                if start == 0 or len(tail_lines) > lines or wanted >= MAX_BYTES:
+                if start == 0 or len(tail_lines) > lines or wanted >= most:
                     tail_lines = tail_lines if start == 0 else tail_lines[1:]  # the first may be cut
                     return [cut(line) for line in tail_lines[-lines:]] if lines else [], size - len(torn)
-                wanted *= 4
+                wanted = min(4 * wanted, most)
     except OSError:
         return [], 0
 
@@ -92,15 +97,16 @@ def cut(line: bytes) -> bytes:
     return line if rest <= 0 else b"%s ... (%d bytes cut)" % (line[:MAX_LINE_BYTES], rest)
 
 
-def merged(logs: Iterable[Log], lines: int) -> Iterator[bytes]:
+def merged(logs: Sequence[Log], lines: int) -> Iterator[bytes]:
     """Merge the last lines of several logs by time stamp, each prefixed by its worker.
 
     A line without a time stamp, as in a traceback, stays behind the line before it.
     """
     stamped: list[tuple[bytes, int, bytes]] = []
+    most = min(MAX_BYTES, MERGED_BYTES // max(1, len(logs)))
     for log in logs:
         time = b""
-        for line in tail(log, lines)[0]:
+        for line in tail(log, lines, most)[0]:
             stamp = STAMP.match(line)
             time = stamp[0] if stamp else time
             stamped.append((time, len(stamped), b"%s | %s" % (log.worker.encode(), line)))
@@ -128,18 +134,20 @@ class Follower:
         return [log for log in logs_in(self._output) if not self._worker or log.worker == self._worker]
 
     def _lines(self) -> Iterator[bytes]:
-        for log in self._logs():
+        logs = self._logs()
+        most = max(TAIL_BYTES, MAX_BYTES // max(1, len(logs)))
+        for log in logs:
             start = self._read_to.get(log.name, 0)
             if log.size <= start:
                 continue
             try:
                 with log.open() as file:
                     file.seek(start)
-                    added = file.read(MAX_BYTES)
+                    added = file.read(most)
             except OSError:
                 continue
             whole, newline, torn = added.rpartition(b"\n")
-            if not newline and len(torn) == MAX_BYTES:
+            if not newline and len(torn) == most:
                 whole = torn  # a line longer than a read: passed on in parts, so that what follows is reached
             self._read_to[log.name] = start + len(whole) + len(newline)
             prefix = b"" if self._worker else log.worker.encode() + b" | "
