@@ -20,7 +20,7 @@ from xtoken_core.regular_files import MIB
 
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 16
-MAX_VALUES = 10_000
+MAX_VALUES = 4096
 MAX_INTEGER = 2**63
 DEADLINE_S = 5.0
 MEMORY = 512 * MIB
@@ -61,6 +61,7 @@ def check_document(document: dict[str, Any]) -> None:
         ValueError: The text states which.
     """
     level: list[Any] = [document]
+    values = 0
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for value in level:
@@ -68,7 +69,8 @@ def check_document(document: dict[str, Any]) -> None:
                 raise ValueError("an integer does not fit 64 bits")
             inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
             below += inner if isinstance(value, (dict, list)) else ()
-        if len(below) > MAX_VALUES:
+        values += len(below)
+        if values > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES} values")
         if not below:
             return

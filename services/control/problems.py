@@ -18,6 +18,8 @@ from xtoken_core.errors import XtokenError
 log = logging.getLogger("xtoken.control")
 
 MEDIA_TYPE = "application/problem+json"
+MAX_ERRORS = 50
+"""Largest number of fields that a response names."""
 
 
 class FieldError(BaseModel):
@@ -63,8 +65,10 @@ def install(app: FastAPI) -> None:
 
     async def invalid(_: Request, error: Exception) -> ProblemResponse:
         assert isinstance(error, RequestValidationError)
-        fields = [FieldError(field=_field(item), message=_message(item)) for item in error.errors()]
+        items = error.errors()
+        fields = [FieldError(field=_field(item), message=_message(item)) for item in items[:MAX_ERRORS]]
         detail = "; ".join(f"{field.field}: {field.message}" for field in fields)
+        detail += f"; and {len(items) - MAX_ERRORS} more errors" if len(items) > MAX_ERRORS else ""
         return problem(422, detail, errors=fields, exit_code=2)
 
     async def expected(_: Request, error: Exception) -> ProblemResponse:

@@ -14,8 +14,10 @@ import pytest
 from services.control import http_limits
 from services.control.auth import Auth
 from services.control.runs import Runs
-from services.control.serve import HttpServer
+from services.control.serve import HttpServer, serve
+from services.control.sessions import MAX_DELAYED
 from tests.unit.control.stored_runs import make_runs
+from xtoken_core.errors import ConfigError
 
 TOKEN = "a-token-of-some-length"
 HEAD = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -124,6 +126,44 @@ def test_body_of_a_request_without_a_token(connect: Connect) -> None:
     size = http_limits.MAX_OPEN_BODY_BYTES + 1
     head = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     assert response(connect(head % size + b"x" * size)).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("body", [b"[" + b"{}," * http_limits.MAX_JSON_VALUES, b'{"a":' * 20_000, b"[" * 20_000])
+@pytest.mark.parametrize("kind", [b"application/json", b"Application/Problem+JSON\r\nContent-Type: text/plain"])
+def test_values_of_a_json_body(connect: Connect, body: bytes, kind: bytes) -> None:
+    head = b"POST /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nAuthorization: Bearer %s\r\n"
+    sent = head + b"Content-Type: %s\r\nContent-Length: %d\r\n\r\n%s"
+    answer = response(connect(sent % (TOKEN.encode(), kind, len(body), body)))
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"more than 4096 values" in answer
+
+
+@pytest.mark.parametrize(("proxies", "status"), [((), b"429"), (("127.0.0.0/8",), b"401")])
+def test_address_of_a_client_behind_a_proxy(tmp_path: Path, proxies: tuple[str, ...], status: bytes) -> None:
+    runs = make_runs(tmp_path)
+    auth = Auth(TOKEN)
+    server = HttpServer(runs, "127.0.0.1", 0, auth, proxies=proxies)
+    head = (
+        b"GET /v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer wrong\r\nX-Forwarded-For: 10.0.0.%d\r\n\r\n"
+    )
+    guesses = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(MAX_DELAYED + 1)]
+    try:
+        for number, guess in enumerate(guesses[:-1]):
+            guess.sendall(head % number)
+        until = time.monotonic() + 30
+        while time.monotonic() < until and sum(auth.wrong_tokens._delayed.values()) < MAX_DELAYED:
+            time.sleep(0.005)
+        guesses[-1].sendall(head % MAX_DELAYED)
+        assert guesses[-1].recv(4096).split(b" ")[1] == status
+    finally:
+        for guess in guesses:
+            guess.close()
+        server.close()
+        runs.close()
+
+
+def test_proxy_that_is_no_address(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--trusted-proxy proxy\.example: give an address"):
+        serve("127.0.0.1", 0, tmp_path, proxies=["proxy.example"])
 
 
 def open_connections() -> int:
