@@ -165,5 +165,7 @@ def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
 
 def pad_values(teachers: int) -> dict[str, int | float | bool]:
     """Return the pad value of every column of such a run (token ids are padded by their tokenizer's own id)."""
-    fields = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
-    return {field_name(field, teacher): field.pad for field in fields for teacher in range(teachers)}
+    per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
+    pads = {field.name: field.pad for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED)}
+    pads.update({field_name(field, teacher): field.pad for field in per_teacher for teacher in range(teachers)})
+    return pads

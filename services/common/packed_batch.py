@@ -62,7 +62,8 @@ def packed_batch(
         if axis == "sample":
             data[name] = tensors[name]
             continue
-        width = {"student": widths[0], "teacher": widths[(owner or 0) + 1]}.get(axis, sum(_lengths(column)))
+        side = {"student": 0, "teacher": (owner or 0) + 1}.get(axis)
+        width = sum(_lengths(column)) if side is None else widths[side]
         data[name] = padded_row(values_of(column), width, pads.get(name, 0))
     for teacher in range(teachers):
         _number_chunks(data, columns, teacher)

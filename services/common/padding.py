@@ -40,7 +40,8 @@ def padded_batch(
     by_width: dict[int, dict[str, Column]] = {}
     for name, column in columns.items():
         axis, owner = axes.get(name, ("sample", None))
-        width = {"student": widths[0], "teacher": widths[(owner or 0) + 1]}.get(axis, 0)
+        side = {"student": 0, "teacher": (owner or 0) + 1}.get(axis)
+        width = 0 if side is None else widths[side]
         by_width.setdefault(width, {})[name] = column
     for width, group in by_width.items():
         batch.update(materialize(tensordict_from_columns(group), "padded", pads, width))

@@ -171,18 +171,17 @@ def model_card(
 library_name: {"peft" if spec.train.lora and spec.train.lora.export == "adapter" else "transformers"}
 base_model: {json.dumps(base_model(spec.student.model), ensure_ascii=False)}
 pipeline_tag: text-generation
-tags: [distillation, xtoken]
+tags: [{"distillation, " if spec.teacher else ""}xtoken]
 ---
 
 # {spec.name}
 
-`{spec.student.model.name}`, distilled by xtoken from {_teachers_in_words(run)}.{partly}
+`{spec.student.model.name}`, {_trained_how(run)}.{partly}
 
 ## Origin
 
 - student: `{spec.student.model}`, {spec.student.dtype}{adapters}
-{_teachers(run)}
-- data: {", ".join(f"`{path}`" for path in spec.data.paths)}: {run.records} records, of which the run \
+{_teachers(run)}- data: {", ".join(f"`{path}`" for path in spec.data.paths)}: {run.records} records, of which the run \
 goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
 fingerprint `{run.data_fingerprint[:16]}`
 - loss: {_loss_in_words(run)}
@@ -230,6 +229,12 @@ def base_model(model: Path) -> str:
     return name if HUB_ID.fullmatch(name) and not model.exists() else model.absolute().name
 
 
+def _trained_how(run: ResolvedRun) -> str:
+    if not run.spec.teacher:
+        return "trained by xtoken on text, without a teacher"
+    return f"distilled by xtoken from {_teachers_in_words(run)}"
+
+
 def _teachers_in_words(run: ResolvedRun) -> str:
     spec = run.spec
     names = " and ".join(f"`{teacher.model.name}`" for teacher in spec.teacher)
@@ -253,11 +258,13 @@ def _teachers(run: ResolvedRun) -> str:
             how = f"{NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
         weights = f"{teacher.dtype}, 8-bit weights" if teacher.fp8 else teacher.dtype
         lines.append(f"- teacher: `{teacher.model}`, {weights}, weight {teacher.weight:g}, {how}")
-    return "\n".join(lines)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _loss_in_words(run: ResolvedRun) -> str:
     loss = run.spec.loss
+    if not run.spec.teacher:
+        return f"cross-entropy times {loss.ce_loss_scale:g}"
     modes = [SAME_TOKENIZER if same else loss.mode_of(teacher) for teacher, same in enumerate(run.same_tokenizer)]
     compared = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
     scaled = "scaled to the cross-entropy" if loss.dynamic_loss_scaling else f"times {loss.kl_loss_weight:g}"

@@ -143,7 +143,7 @@ class StepRunner:
             return None
         finally:
             self.waited_s += time.monotonic() - began
-        if len(claimed.slots) < len(self.run.spec.teacher):
+        if len(claimed.slots) < len(self.run.spec.teacher) or set(claimed.dead).issuperset(batch.ids):
             return None  # every sample is dead
         slots = sorted(claimed.slots, key=lambda ref: ref.teacher)
         self.rings.receive(slots, columns)

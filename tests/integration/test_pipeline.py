@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.common.baseline import baseline_of
 from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
@@ -153,3 +154,17 @@ def test_a_bad_record_ends_a_run_that_says_so(assets: TinyAssets, tmp_path: Path
     assert (ending.state, ending.exit_code) == (RunState.FAILED, 2)
     assert "train.jsonl:11" in ending.error
     assert "\n" not in ending.error
+
+
+def test_a_run_without_a_teacher_starts_none_and_trains(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+    spec = baseline_of(tiny_spec(assets, tmp_path, eval={"path": tmp_path / "train.jsonl", "every": 6}))
+    crew = start(spec)
+    assert {w["kind"] for w in crew.supervisor.status()["workers"]} == {"queue", "collator", "trainer"}
+    ending = crew.join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    assert trained_ids(spec.output) == list(range(96))
+    lines = steps_of(spec.output)
+    assert lines[-1]["ce_loss"] < lines[0]["ce_loss"]
+    assert lines[0]["loss"] == lines[0]["ce_loss"] and not any(name.startswith("kl") for name in lines[0])
+    card = (spec.output / "model" / "README.md").read_text()
+    assert "trained by xtoken on text, without a teacher" in card

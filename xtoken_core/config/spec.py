@@ -26,6 +26,8 @@ PAD_MULTIPLE = 8
 """Padded lengths are rounded up to a multiple of this."""
 MAX_SLOTS = 1024
 """Maximum of slots of a ring in the queue's messages."""
+CROSS_ENTROPY_ONLY = {"kl_loss_weight": 0.0, "ce_loss_scale": 1.0}
+"""The loss of a run without teachers."""
 NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -212,7 +214,8 @@ class RunSpec(Part):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the data order, dropout and everything else random."""
     student: StudentSpec
-    teacher: tuple[TeacherSpec, ...]
+    teacher: tuple[TeacherSpec, ...] = ()
+    """One or several teachers; without any, the student is trained on the text by cross-entropy alone."""
     data: DataSpec
     eval: EvalSpec | None = None
     loss: LossConfig = LossConfig()
@@ -229,10 +232,18 @@ class RunSpec(Part):
             return {**value, "teacher": [value["teacher"]]}
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_without_teachers(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("teacher"):
+            return value
+        given = value.get("loss", {})
+        return {**value, "loss": {**CROSS_ENTROPY_ONLY, **given} if isinstance(given, dict) else given}
+
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
         if not self.teacher:
-            raise ValueError("a run needs at least one [teacher]")
+            check_without_teachers(self.loss, self.eval)
         if self.train.micro_batch_tokens < self._longest:
             raise ValueError(
                 f"train.micro_batch_tokens = {self.train.micro_batch_tokens} cannot hold one sample of "
@@ -292,6 +303,19 @@ class RunSpec(Part):
     def with_base(self, base: Path) -> RunSpec:
         """Return the run with every relative path made absolute against `base`."""
         return RunSpec.model_validate(_absolute(self.model_dump(), base))
+
+
+def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:
+    """Refuse settings that compare with a teacher in a run that has none.
+
+    Raises:
+        ValueError: The first of them.
+    """
+    plain = LossConfig.model_validate({**CROSS_ENTROPY_ONLY, "ce_loss_scale": loss.ce_loss_scale})
+    other = next((name for name in LossConfig.model_fields if getattr(loss, name) != getattr(plain, name)), None)
+    other = f"loss.{other}" if other else "eval.teacher_kl" if held_out is not None and held_out.teacher_kl else None
+    if other:
+        raise ValueError(f"{other} compares with a teacher, and this run has none: unset it, or name a [teacher]")
 
 
 def check_placement(workers: WorkersSpec, queue: QueueSpec) -> None:

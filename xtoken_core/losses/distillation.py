@@ -89,7 +89,7 @@ class CrossTokenizerDistillationLoss:
         Args:
             config: The loss's settings.
             student_vocab_size: `V_s`, the size of the student's tokenizer; KD cuts a wider head to it.
-            teachers: At least one.
+            teachers: The teachers; without any, the loss is the cross-entropy.
             device: Device of the logits.
             loss_classes: The losses by mode.
             token_kinds: `chunk_classes.token_kinds` of the student's vocabulary, for metrics by class of chunk; None:
@@ -98,8 +98,8 @@ class CrossTokenizerDistillationLoss:
         Raises:
             ConfigError: These settings are impossible with these teachers.
         """
-        if not teachers:
-            raise ConfigError("a distillation loss needs at least one teacher")
+        if not teachers and (config.kl_loss_weight or config.dynamic_loss_scaling):
+            raise ConfigError("loss.kl_loss_weight weighs the divergence from a teacher: name one, or set it to 0")
         try:
             config.check_teachers([t.weight for t in teachers], [t.same_tokenizer for t in teachers])
         except ValueError as error:

@@ -192,16 +192,18 @@ class Objective:
         loss = scale * kd + ce_scale * ce.loss
         summary: dict[str, Scalar] = {
             "loss": loss,
-            "kl_loss": kd,
             "ce_loss": ce.loss,
-            "kl_loss_scale": scale,
             "accuracy": ce.accuracy,
             "num_valid_samples": float(self.batch[schema.SAMPLE_MASK.name].shape[0]),
         }
+        if self.losses:
+            summary |= {"kl_loss": kd, "kl_loss_scale": scale}
         return loss, {name: detached(value, loss) for name, value in (summary | metrics).items()}
 
     def _divergence(self, values: Values) -> tuple[Tensor, dict[str, Scalar]]:
-        """Return the weighted divergence and its metrics."""
+        """Return the weighted divergence and its metrics; 0 without teachers."""
+        if not self.losses:
+            return values.losses.new_zeros(()), {}
         weights = self.weights
         # With averaged logits there is one divergence for all teachers, and zip stops after it.
         triples = zip(self.losses, values.divergences, self.denominators.teachers, strict=False)

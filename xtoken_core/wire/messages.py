@@ -142,7 +142,7 @@ class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
     samples_per_step: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
     block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_IDS)]
     span: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
-    teachers: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    teachers: Annotated[int, msgspec.Meta(ge=0, le=64)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     slots: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     max_dead: Id = 0

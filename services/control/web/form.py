@@ -35,9 +35,9 @@ def parse_form(body: bytes) -> dict[str, str]:
 
 
 def teachers_in(values: Mapping[str, str]) -> int:
-    """Return the number of teachers in a form, at least one."""
+    """Return the number of teachers in a form."""
     numbers = [int(match[1]) for name in values if (match := NUMBERED.match(name))]
-    return min(MAX_TEACHERS, max(numbers, default=0) + 1)
+    return min(MAX_TEACHERS, max(numbers, default=-1) + 1)
 
 
 def document_of(values: Mapping[str, str]) -> dict[str, Any]:
@@ -47,8 +47,8 @@ def document_of(values: Mapping[str, str]) -> dict[str, Any]:
         if section.optional and values.get(section.name) != "on":
             continue
         if section.name == TEACHER:
-            numbers = range(teachers_in(values))
-            document[TEACHER] = [_part(values, section.fields, f"{TEACHER}.{number}") for number in numbers]
+            if count := teachers_in(values):
+                document[TEACHER] = [_part(values, section.fields, f"{TEACHER}.{number}") for number in range(count)]
             continue
         part = _part(values, section.fields, section.name)
         required = any(field.required for field in section.fields)
@@ -60,7 +60,7 @@ def document_of(values: Mapping[str, str]) -> dict[str, Any]:
 def values_of(document: Mapping[str, Any]) -> dict[str, str]:
     """Convert a run file's document, which may be invalid, to form values."""
     values: dict[str, str] = {}
-    teachers = document.get(TEACHER, [{}])
+    teachers = document.get(TEACHER, [])
     for section in sections().values():
         if section.name == TEACHER:
             for number, teacher in enumerate(teachers if isinstance(teachers, list) else [teachers]):

@@ -47,7 +47,7 @@ def show_form(
     request: Request, context: Context, like: Annotated[str, Query(alias="from", max_length=128)] = ""
 ) -> Response:  # fmt: skip
     """Show an empty form, or one with the settings of another run but no output."""
-    document: dict[str, Any] = {}
+    document: dict[str, Any] = {TEACHER: [{}]}
     if like:
         document = RunSpec.model_validate(context.status(like)["spec"]).model_dump(mode="json", exclude_defaults=True)
         document.pop("output")
@@ -104,11 +104,11 @@ def _start(context: AppContext, spec: RunSpec, nonce: str) -> Response:
 
 def _with_teachers(document: dict[str, Any], action: str) -> dict[str, Any]:
     given = document.get(TEACHER)
-    teachers = list(given) if isinstance(given, list) else [{}]
+    teachers = list(given) if isinstance(given, list) else []
     removed = REMOVED.fullmatch(action)
     if removed is None:
         teachers.append({})
-    elif int(removed[1]) < len(teachers) > 1:
+    elif int(removed[1]) < len(teachers):
         del teachers[int(removed[1])]
     return {**document, TEACHER: teachers[: form.MAX_TEACHERS]}
 
@@ -133,6 +133,10 @@ def _blocks(values: dict[str, str], errors: form.Errors) -> list[dict[str, Any]]
     for name in ORDER:
         section = sections()[name]
         count = form.teachers_in(values) if name == TEACHER else 1
+        if not count:
+            blocks.append(
+                {"name": TEACHER, "title": TITLES[TEACHER], "first": [], "absent": True, "last_teacher": True}
+            )
         for number in range(count):
             prefix = f"{TEACHER}.{number}" if name == TEACHER else name
             named = [(f"{prefix}.{f.name.rpartition('.')[2]}" if prefix else f.name, f) for f in section.fields]
@@ -143,7 +147,7 @@ def _blocks(values: dict[str, str], errors: form.Errors) -> list[dict[str, Any]]
             blocks.append({
                 "name": prefix, "title": TITLES[name] + (f" {number + 1}" if count > 1 else ""), "first": first,
                 "rest": rest, "optional": section.optional, "used": used, "open": used or touched,
-                "removable": count > 1, "last_teacher": name == TEACHER and number == count - 1, "number": number,
-                "help": section.help,
+                "removable": name == TEACHER, "last_teacher": name == TEACHER and number == count - 1, "number": number,
+                "help": section.help, "absent": False,
             })  # fmt: skip
     return blocks

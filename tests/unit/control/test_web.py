@@ -84,6 +84,17 @@ def test_form_round_trip(tmp_path: Path) -> None:
     assert tomllib.loads(form.to_toml(short))["teacher"][0]["projection"].endswith('odd "name" 日本 👍.pt')
 
 
+def test_form_of_a_run_without_a_teacher(client: TestClient, tmp_path: Path) -> None:
+    settings = spec(tmp_path) | {"teacher": []}
+    values = form.values_of(settings)
+    assert not RunSpec.model_validate(form.document_of(values)).teacher
+    assert 'name="teacher.0.model"' in client.get("/runs/new").text
+    removed = client.post("/runs/new", data=form.values_of(spec(tmp_path)) | {"action": "remove-0"})
+    assert 'name="teacher.0.model"' not in removed.text and "cross-entropy alone" in removed.text
+    added = client.post("/runs/new", data=values | {"action": "add"})
+    assert 'name="teacher.0.model"' in added.text
+
+
 @pytest.mark.parametrize(
     ("change", "field", "message"),
     [

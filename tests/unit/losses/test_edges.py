@@ -238,7 +238,7 @@ def test_a_head_narrower_than_its_vocabulary_is_refused():
 
 
 REFUSED_TEACHERS = {
-    "none": ({}, [], "at least one teacher"),
+    "none": ({}, [], "weighs the divergence from a teacher"),
     "modes_for_other_teachers": ({"teacher_modes": ("p_kl", "gold")}, [False], "names 2 teachers, the run has 1"),
     "averaging_mixed": ({"teacher_aggregation": "averaged_logits"}, [True, False], "every teacher must have"),
     "mode_of_a_same_tokenizer": ({"teacher_modes": ("gold", "gold")}, [False, True], "teacher 1 has the student's"),

@@ -18,6 +18,7 @@ from xtoken_core.wire import messages as m
 SMALL = Config(collators=1, block_size=2)
 """Two steps of two positions, a micro-batch each; two teachers with one slot."""
 ONE_TEACHER = replace(SMALL, teachers=1)
+NO_TEACHER = replace(SMALL, teachers=0)
 TEACHER, TRAINER, COLLATOR = frozenset({"teacher"}), frozenset({"trainer"}), frozenset({"collator"})
 
 FIRST_STEP = frozenset({1})
@@ -57,11 +58,19 @@ RUNS = {
     "ahead-teacher-crashes": replace(ONE_TEACHER, slots=2, ahead=True, crashes=1, crashing=TEACHER),
     "ahead-trainer-crashes": replace(ONE_TEACHER, slots=2, ahead=True, crashes=1, crashing=TRAINER),
     "ahead-sessions-lapse": replace(ONE_TEACHER, micro_batch=2, slots=2, ahead=True, lapses=1),
+    "no-teacher": replace(NO_TEACHER, collators=2, block_size=1),
+    "no-teacher-tombstones": replace(NO_TEACHER, tombstones=frozenset({0, 1, 3}), checkpoints=FIRST_STEP, crashes=1),
+    "no-teacher-two-ranks": replace(NO_TEACHER, ranks=2, crashes=1, checkpoints=FIRST_STEP),
+    "no-teacher-queue-lost": replace(NO_TEACHER, queue_losses=1, checkpoints=FIRST_STEP),
     "lost-answers": replace(SMALL, micro_batch=2, losses=1),
     "lost-answer-and-crash": replace(ONE_TEACHER, micro_batch=2, losses=1, crashes=1, crashing=TEACHER),
 }
 
 LARGE_RUNS = {
+    "no-teacher-two-crashes": replace(NO_TEACHER, collators=2, block_size=1, crashes=2, checkpoints=FIRST_STEP),
+    "no-teacher-sessions-lapse": replace(NO_TEACHER, lapses=2, checkpoints=FIRST_STEP),
+    "no-teacher-nacks": replace(NO_TEACHER, nacks=2, max_attempts=2, crashes=1, crashing=TRAINER),
+    "no-teacher-ahead": replace(NO_TEACHER, ahead=True, nacks=1, losses=1, crashes=1),
     "two-collators-two-teachers": replace(SMALL, collators=2, block_size=1),
     "trainer-crashes": replace(SMALL, crashes=1, crashing=TRAINER, checkpoints=FIRST_STEP),
     "trainer-crashes-one-batch-per-step": replace(SMALL, micro_batch=2, crashes=1, crashing=TRAINER),

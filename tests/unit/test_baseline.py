@@ -1,0 +1,87 @@
+"""Runs without a teacher: settings, the loss, and the baseline of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn.functional import cross_entropy
+
+from services.common.baseline import baseline_of
+from services.supervisor.comparison import comparison_line
+from xtoken_core.config import LossConfig
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.losses.lazy_logits import HeadProjection
+
+RAW: dict[str, Any] = {
+    "output": "/out",
+    "student": {"model": "/student", "context_length": 32},
+    "data": {"path": "/train.jsonl"},
+}
+TEACHER = {"model": "/teacher", "context_length": 48}
+
+
+def test_a_run_without_teachers_is_trained_by_cross_entropy() -> None:
+    spec = RunSpec.model_validate(RAW)
+    assert (spec.teacher, spec.loss.kl_loss_weight, spec.loss.ce_loss_scale) == ((), 0.0, 1.0)
+    assert RunSpec.model_validate(spec.model_dump()) == spec
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"loss": {"mode": "gold"}}, "loss.mode"),
+        ({"loss": {"kl_loss_weight": 1.0}}, "loss.kl_loss_weight"),
+        ({"loss": {"dynamic_loss_scaling": True, "ce_loss_scale": 0.1, "kl_loss_weight": 1.0}}, "loss.kl_loss_weight"),
+        ({"eval": {"path": "/heldout.jsonl", "teacher_kl": True}}, "eval.teacher_kl"),
+    ],
+)
+def test_settings_of_a_teacher_are_refused_without_one(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=f"{named} compares with a teacher"):
+        RunSpec.model_validate(RAW | changes)
+
+
+def test_a_baseline_is_the_run_without_its_teachers() -> None:
+    held_out = {"path": "/heldout.jsonl", "teacher_kl": True, "every": 7}
+    spec = RunSpec.model_validate(RAW | {"teacher": TEACHER, "loss": {"mode": "gold"}, "eval": held_out, "seed": 3})
+    baseline = baseline_of(spec)
+    assert (baseline.output, baseline.name) == (Path("/out-baseline"), "run-baseline")
+    assert baseline.teacher == () and baseline.loss.kl_loss_weight == 0.0
+    assert (baseline.train, baseline.data, baseline.seed) == (spec.train, spec.data, 3)
+    assert baseline.eval is not None and baseline.eval.every == 7
+
+
+def test_a_run_is_compared_with_its_baseline(tmp_path: Path) -> None:
+    for name, bits in (("out", 2.25), ("out-baseline", 2.5)):
+        assert comparison_line(tmp_path / "out") == ""
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "eval.jsonl").write_text(f'{{"step": 8, "bits_per_byte": {bits}}}\n')
+    assert "2.2500 bits per byte distilled" in comparison_line(tmp_path / "out")
+    assert "better by 0.2500 after 8 steps" in comparison_line(tmp_path / "out")
+
+
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_the_loss_without_teachers_is_the_cross_entropy(blockwise: bool) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 4, dtype=torch.float64)
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    batch = {"input_ids": torch.randint(0, 11, (2, 6)), "token_mask": mask, "sample_mask": torch.ones(2)}
+    loss_fn = CrossTokenizerDistillationLoss(
+        LossConfig(kl_loss_weight=0.0, ce_loss_scale=1.0), student_vocab_size=11, teachers=[]
+    )
+    head = HeadProjection(hidden, weight) if blockwise else hidden @ weight.t()
+    loss, metrics = loss_fn(batch, head, [])
+    loss.backward()
+    assert "kl_loss" not in metrics
+    ours, hidden.grad = hidden.grad, None
+    targets = torch.where(mask[:, 1:] == 1, batch["input_ids"][:, 1:], -100)
+    expected = cross_entropy((hidden @ weight.t())[:, :-1].flatten(0, 1), targets.flatten())
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    torch.testing.assert_close(ours, hidden.grad)
