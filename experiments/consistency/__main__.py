@@ -1,13 +1,15 @@
 """Measure the bias of the losses on known sources: `python -m experiments.consistency --scale full`.
 
-A result is written as soon as it is there, and what has a result is left out, so that the same command resumes.
+A result is written as soon as it is known, and what has a result is left out, so that the same command resumes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +23,7 @@ from experiments.consistency.by_class import CLASSES, ByClass
 from experiments.consistency.exact import World, make_world
 from experiments.consistency.expected import Loss, logits_of
 from experiments.consistency.measure import at_the_truth, descend, rate_of
+from experiments.consistency.parallel import Task, measure_all
 from experiments.consistency.source import JOINED_LINES, SPLIT_NUMERALS, WHOLE_NUMERALS, make_source, train_tokenizer
 from xtoken_core.atomic import atomic_write
 from xtoken_core.chain import ChainTables, build_tables
@@ -30,12 +33,13 @@ RESULTS = Path(__file__).with_name("results")
 SCALES = {"full": (1750, 330, 800, 1300, 200), "reduced": (200, 60, 260, 360, 120), "tiny": (40, 30, 130, 170, 80)}
 """Words, numerals, tokens of the student, tokens of the teacher, steps of descent."""
 VARIANTS = {
-    "chain, all corrections": ChainOptions(),
+    "chain, all corrections": ChainOptions(conditioning=True, end_terms=True, bare_space=False),
     "chain": ChainOptions(conditioning=False, end_terms=False, bare_space=True),
     "chain + end terms": ChainOptions(conditioning=False, end_terms=True, bare_space=True),
     "chain + end terms + conditioning": ChainOptions(conditioning=True, end_terms=True, bare_space=True),
 }
 CE = "cross-entropy"
+ALM = {"ALM, tau 1": 1, "ALM, tau 100": 100}
 
 
 def losses_of(world: World, tables: ChainTables, tokenizers: tuple[Any, Any]) -> dict[str, Callable[[], Loss]]:
@@ -49,8 +53,8 @@ def losses_of(world: World, tables: ChainTables, tokenizers: tuple[Any, Any]) ->
     found: dict[str, Callable[[], Loss]] = {}
     for name, options in VARIANTS.items():
         found[name] = lambda options=options: expected.chain(world, tables, options)
-    for tau in (1, 100):
-        found[f"ALM, tau {tau}"] = lambda tau=tau: expected.likelihood_matching(world, tau)
+    for name, tau in ALM.items():
+        found[name] = lambda tau=tau: expected.likelihood_matching(world, tau)
     found[CE] = lambda: expected.cross_entropy(world)
     return found | {name: lambda name=name: ByClass(world, tokenizers, name) for name in CLASSES}
 
@@ -97,69 +101,161 @@ def environment() -> dict[str, Any]:
     }
 
 
-def stages(world: World, name: str, loss: Loss, steps: int, seed: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return the measurements of one loss, by the name of their result.
+def stages_of(name: str) -> list[str]:
+    """Return the names of the measurements of a loss; cross-entropy is added where the loss's expectation is exact."""
+    return ["near", "truth"] if name == CE or name in CLASSES else ["near", "near, cross-entropy .1", "truth"]
 
-    Cross-entropy is added to the losses whose expectation is exact.
+
+def measure_stage(world: World, loss: Loss, stage: str, steps: int, seed: int) -> dict[str, Any]:
+    """Measure one stage of a loss.
+
+    Args:
+        world: The source.
+        loss: Its expectation.
+        stage: Of `stages_of`.
+        steps: Of descent.
+        seed: Of the starts of descent.
     """
     generator = torch.Generator().manual_seed(seed)
     truth = world.sides[0].truth
     noise, far = (torch.randn(truth.shape, dtype=torch.float64, generator=generator) for _ in range(2))
+    if stage == "truth":
+        return at_the_truth(world, loss, 0.5 * noise)
     near = logits_of(0.9 * truth + 0.1 / truth.shape[1]) + far
-    descent = loss.sampled(seed) if isinstance(loss, ByClass) else loss
-    found: dict[str, Callable[[], dict[str, Any]]] = {"near": lambda: descend(world, [(1.0, descent)], near, steps)}
-    if name != CE and not isinstance(loss, ByClass):
-        both = [(1.0, loss), (0.1, expected.cross_entropy(world))]
-        found["near, cross-entropy .1"] = lambda: descend(world, both, near, steps)
-    found["truth"] = lambda: at_the_truth(world, loss, 0.5 * noise)
-    return found
+    losses = [(1.0, loss.sampled(seed) if isinstance(loss, ByClass) else loss)]
+    if stage != "near":
+        losses.append((0.1, expected.cross_entropy(world)))
+    return descend(world, losses, near, steps)
 
 
-def run(number: int, scale: str, seed: int, names: Iterable[str] | None, results: Path) -> None:
-    """Measure everything of a world that has no result yet.
+class Results:
+    """The result files of a scale, one per world, and the files of single measurements that are not in them yet.
 
     Args:
-        number: Of the world.
+        directory: Where they are.
+        scale: Of `SCALES`.
+    """
+
+    def __init__(self, directory: Path, scale: str) -> None:
+        self._directory, self._scale = directory, scale
+
+    def read(self, number: int) -> dict[str, Any]:
+        """Return the results of a world."""
+        path = self._path(number)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"losses": {}}
+
+    def add(self, number: int, part: dict[str, Any]) -> None:
+        """Write one measurement, or a world's description, to a file of its own.
+
+        Args:
+            number: Of the world.
+            part: What its result file has, with one loss and one stage at most.
+        """
+        directory = self._parts(number)
+        directory.mkdir(parents=True, exist_ok=True)
+        atomic_write(directory / f"{time.time_ns()}-{os.getpid()}.json", json.dumps(part) + "\n")
+
+    def collect(self, number: int) -> None:
+        """Move the single measurements of a world into its file."""
+        parts = sorted(self._parts(number).glob("*.json"))
+        found = self.read(number)
+        for path in parts:
+            part = json.loads(path.read_text(encoding="utf-8"))
+            for name, entry in part.pop("losses", {}).items():
+                known = found["losses"].setdefault(name, {"cpu_seconds": 0.0})
+                seconds = round(known["cpu_seconds"] + entry["cpu_seconds"], 1)
+                known |= entry | {"cpu_seconds": seconds}
+            found |= part
+        if parts:
+            atomic_write(self._path(number), json.dumps(found, indent=1) + "\n")
+            shutil.rmtree(self._parts(number))
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{self._scale}-world{number}.json"
+
+    def _parts(self, number: int) -> Path:
+        return self._directory / f"{self._scale}-world{number}.parts"
+
+
+def run(
+    worlds: Iterable[int],
+    scale: str,
+    seed: int,
+    names: Iterable[str] | None,
+    results: Path,
+    *,
+    jobs: int = 1,
+    seconds: float | None = None,
+) -> bool:
+    """Measure everything that has no result yet.
+
+    Args:
+        worlds: Their numbers.
         scale: Of `SCALES`.
         seed: Of the source and of the starts of descent.
         names: Some of the losses; None: all.
-        results: Where the result file is.
+        results: Directory of the result files.
+        jobs: Processes.
+        seconds: Time after which it stops; None: none.
+
+    Returns:
+        Whether everything has a result now.
     """
-    path = results / f"{scale}-world{number}.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"losses": {}}
-    world, tables, tokenizers = make(number, scale, seed)
-    losses = losses_of(world, tables, tokenizers)
-    found |= {"world": number, "scale": scale, "seed": seed, "steps": SCALES[scale][-1], **describe(world, tables)}
-    print(json.dumps({key: value for key, value in found.items() if key != "losses"}), flush=True)
-    for name in [name for name in losses if names is None or name in names]:
-        entry = found["losses"].setdefault(name, {"cpu_seconds": 0.0, "environment": environment()})
-        if name != CE and {"truth", "near"} <= entry.keys() and (name in CLASSES or "near, cross-entropy .1" in entry):
-            continue
-        loss = losses[name]()
-        if isinstance(loss, ByClass):
-            entry["covered"] = loss.covered
-        for stage, measure in stages(world, name, loss, SCALES[scale][-1], seed).items():
-            if stage in entry:
-                continue
+    steps, files = SCALES[scale][-1], Results(results, scale)
+    chosen = [name for name in (*VARIANTS, *ALM, CE, *CLASSES) if names is None or name in names]
+
+    def missing(number: int) -> list[Task]:
+        known = files.read(number)["losses"]
+        return [(name, stage) for name in chosen for stage in stages_of(name) if stage not in known.get(name, {})]
+
+    def prepare(number: int) -> Callable[[str, str], None]:
+        world, tables, tokenizers = make(number, scale, seed)
+        losses = losses_of(world, tables, tokenizers)
+        files.add(number, {"world": number, "scale": scale, "seed": seed, "steps": steps, **describe(world, tables)})
+
+        def measure(name: str, stage: str) -> None:
             began = time.process_time()
-            entry[stage] = measure()
-            entry["cpu_seconds"] = round(entry["cpu_seconds"] + time.process_time() - began, 1)
+            loss = losses[name]()
+            entry: dict[str, Any] = {"environment": environment()}
+            if isinstance(loss, ByClass):
+                entry["covered"] = loss.covered
+            entry[stage] = measure_stage(world, loss, stage, steps, seed)
+            entry["cpu_seconds"] = time.process_time() - began
+            files.add(number, {"losses": {name: entry}})
             print(scale, number, name, stage, json.dumps(entry[stage].get("all", entry[stage])), flush=True)
-            results.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, json.dumps(found, indent=1) + "\n")
+
+        return measure
+
+    numbers = list(worlds)
+    for number in numbers:
+        files.collect(number)
+    measure_all({number: missing(number) for number in numbers}, prepare, jobs=jobs, seconds=seconds)
+    for number in numbers:
+        files.collect(number)
+    return not any(map(missing, numbers))
 
 
 def main() -> None:
-    """Run the stages that are left."""
+    """Run what is left."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="*", choices=(1, 2, 3), default=(1, 2, 3))
     parser.add_argument("--scale", choices=SCALES, default="reduced")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--losses", nargs="*", help="some of the losses, by name")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    for number in arguments.worlds:
-        run(number, arguments.scale, arguments.seed, arguments.losses, arguments.results)
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
+    parser.add_argument("--seconds", type=float, help="stop after this time; what has been measured is kept")
+    options = parser.parse_args()
+    whole = run(
+        options.worlds,
+        options.scale,
+        options.seed,
+        options.losses,
+        options.results,
+        jobs=options.jobs,
+        seconds=options.seconds,
+    )
+    print("complete" if whole else "not complete: run the same command again", flush=True)
 
 
 if __name__ == "__main__":
