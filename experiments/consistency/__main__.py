@@ -42,17 +42,20 @@ CE = "cross-entropy"
 ALM = {"ALM, tau 1": 1, "ALM, tau 100": 100}
 
 
-def losses_of(world: World, tables: ChainTables, tokenizers: tuple[Any, Any]) -> dict[str, Callable[[], Loss]]:
+def losses_of(
+    world: World, tables: ChainTables, tokenizers: tuple[Any, Any], *, by_class: bool = True
+) -> dict[str, Callable[[], Loss]]:
     """Return a function that prepares each loss, by name.
 
     Args:
         world: The source.
         tables: The tables of its tokenizers.
         tokenizers: The student's and the teacher's.
+        by_class: Keep classes of chunks apart; else a loss may give all chunks as one class, which is cheaper.
     """
     found: dict[str, Callable[[], Loss]] = {}
     for name, options in VARIANTS.items():
-        found[name] = lambda options=options: expected.chain(world, tables, options)
+        found[name] = lambda options=options: expected.chain(world, tables, options, by_class=by_class)
     for name, tau in ALM.items():
         found[name] = lambda tau=tau: expected.likelihood_matching(world, tau)
     found[CE] = lambda: expected.cross_entropy(world)
@@ -210,12 +213,11 @@ def run(
 
     def prepare(number: int) -> Callable[[str, str], None]:
         world, tables, tokenizers = make(number, scale, seed)
-        losses = losses_of(world, tables, tokenizers)
         files.add(number, {"world": number, "scale": scale, "seed": seed, "steps": steps, **describe(world, tables)})
 
         def measure(name: str, stage: str) -> None:
             began = time.process_time()
-            loss = losses[name]()
+            loss = losses_of(world, tables, tokenizers, by_class=stage == "truth")[name]()
             entry: dict[str, Any] = {"environment": environment()}
             if isinstance(loss, ByClass):
                 entry["covered"] = loss.covered

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from xtoken_core.chain import ChainTables
 from xtoken_core.losses.chain import ChainOptions, floored_log, xlogy
 from xtoken_core.losses.chain_live import live_mask
 
-BLOCK = 2048
+BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,20 @@ class Distributions:
 
     Attributes:
         rows: `[U]` int64 state of each.
-        allowed: `[U, V]` bool tokens that it is conditioned on.
-        classes: `[U, V]` int64 class of each token; `size` = in none.
+        masks: `[G, V]` bool sets of tokens.
+        group: `[U]` int64, the set that each is conditioned on.
+        extra: `[U]` int64, one more token of that set; -1 = none.
+        classes: `[K, V]` int64 class of each token; `size` = in none.
+        which: `[U]` int64, the row of `classes` that holds for each.
         size: Number of classes.
     """
 
     rows: Tensor
-    allowed: Tensor
+    masks: Tensor
+    group: Tensor
+    extra: Tensor
     classes: Tensor
+    which: Tensor
     size: int
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -46,20 +52,76 @@ class Distributions:
         Args:
             logits: `[states, V]`.
         """
-        p = torch.softmax(logits[self.rows].masked_fill(~self.allowed, -torch.inf), dim=1)
-        return p.new_zeros(len(p), self.size + 1).scatter_add(1, self.classes, p)[:, : self.size]
+        rows = logits.index_select(0, self.rows)  # whose gradient is cheaper than that of indexing
+        p = torch.softmax(rows.masked_fill(~self._allowed(), -torch.inf), dim=1)
+        return p.new_zeros(len(p), self.size + 1).scatter_add(1, self.classes[self.which], p)[:, : self.size]
 
     def reached(self) -> Tensor:
         """Return `[U, size]` bool: the classes that some allowed token has."""
         found = torch.zeros(len(self.rows), self.size + 1)
-        return found.scatter_add(1, self.classes, self.allowed.float())[:, : self.size] > 0
+        return found.scatter_add(1, self.classes[self.which], self._allowed().float())[:, : self.size] > 0
+
+    def constant(self, logits: Tensor) -> Tensor:
+        """Return what a call does, without a gradient and block by block."""
+        parts = (slice(at, at + BLOCK) for at in range(0, len(self.rows), BLOCK))
+        per_row = ("rows", "group", "extra", "which")
+        with torch.no_grad():
+            return torch.cat(
+                [replace(self, **{name: getattr(self, name)[part] for name in per_row})(logits) for part in parts]
+            )
+
+    def _allowed(self) -> Tensor:
+        allowed = self.masks[self.group]
+        more = torch.nonzero(self.extra >= 0).squeeze(1)
+        allowed[more, self.extra[more]] = True
+        return allowed
+
+
+@dataclass(frozen=True)
+class Members:
+    """Distributions over classes, each conditioned on a few tokens.
+
+    Attributes:
+        rows: `[U]` int64 state of each.
+        owner: `[n]` int64, the distribution that a token belongs to.
+        token: `[n]` int64.
+        cls: `[n]` int64 class of the token.
+        size: Number of classes.
+    """
+
+    rows: Tensor
+    owner: Tensor
+    token: Tensor
+    cls: Tensor
+    size: int
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return `[U, size]` probabilities of the classes, from logits `[states, V]`."""
+        chosen = logits.flatten().index_select(0, self.rows[self.owner] * logits.shape[1] + self.token)
+        count = len(self.rows)
+        most = chosen.detach().new_full((count,), -torch.inf).scatter_reduce(0, self.owner, chosen.detach(), "amax")
+        weights = (chosen - most[self.owner]).exp()
+        sums = weights.new_zeros(count * self.size).index_add(0, self.owner * self.size + self.cls, weights)
+        sums = sums.view(count, self.size)
+        return sums / sums.sum(1, keepdim=True)
+
+    def reached(self) -> Tensor:
+        """Return `[U, size]` bool: the classes that some token has."""
+        found = torch.zeros(len(self.rows), self.size, dtype=torch.bool)
+        found[self.owner, self.cls] = True
+        return found
+
+    def constant(self, logits: Tensor) -> Tensor:
+        """Return what a call does, without a gradient."""
+        with torch.no_grad():
+            return self(logits)
 
 
 @dataclass(frozen=True)
 class Term:
     """Expected divergence from constant targets: `constant - sum weight * log Q`."""
 
-    student: Distributions
+    student: Distributions | Members
     weight: Tensor
     constant: float
 
@@ -72,7 +134,7 @@ class Term:
         return self.constant - (self.weight * floored_log(self.student(logits))).sum()
 
     @classmethod
-    def of(cls, student: Distributions, targets: Tensor, events: Iterable[tuple[int, int, float]]) -> Term:
+    def of(cls, student: Distributions | Members, targets: Tensor, events: Iterable[tuple[int, int, float]]) -> Term:
         """Sum over events.
 
         Args:
@@ -81,21 +143,21 @@ class Term:
             events: Numbers of the student's and of the teacher's distribution, and the rate.
         """
         columns = list(zip(*events, strict=True))
-        own, other = torch.tensor(columns[0]), torch.tensor(columns[1])
-        rates = torch.tensor(columns[2], dtype=torch.float64)
-        reached, weight, constant = student.reached(), torch.zeros(len(student.rows), student.size).double(), 0.0
-        for at in range(0, len(own), BLOCK):
-            u, rate = own[at : at + BLOCK], rates[at : at + BLOCK]
-            p = torch.where(reached[u], targets[other[at : at + BLOCK]], 0.0)
-            # m KL(p / m || q) = sum p log p - m log m - sum p log q: the mass m is a constant
-            constant += float((rate * (xlogy(p).sum(1) - xlogy(p.sum(1)))).sum())
-            weight.index_add_(0, u, rate.unsqueeze(1) * p)
-        return cls(student, weight, constant)
+        pairs, rates = torch.tensor(columns[:2]), torch.tensor(columns[2], dtype=torch.float64)
+        reached = student.reached()
+        rate = torch.sparse_coo_tensor(pairs, rates, (len(reached), len(targets)), check_invariants=True)
+        weight = torch.where(reached, torch.sparse.mm(rate, targets), 0.0)
+        # m KL(p / m || q) = sum p log p - m log m - sum p log q, with m the mass of p on the classes that are reached
+        constant = torch.where(reached, torch.sparse.mm(rate, xlogy(targets)), 0.0).sum()
+        distinct, number = np.unique(reached.numpy(), axis=0, return_inverse=True)
+        masses = targets @ torch.from_numpy(distinct).double().T  # [T, distinct]
+        mass = masses[pairs[1], torch.from_numpy(number.reshape(-1))[pairs[0]]]
+        return cls(student, weight, float(constant - (rates * xlogy(mass)).sum()))
 
 
 def chain_terms(
-    world: World, teacher: Tensor, tables: ChainTables, options: ChainOptions
-) -> dict[Key, list[Term]]:  # fmt: skip
+    world: World, teacher: Tensor, tables: ChainTables, options: ChainOptions, *, by_class: bool = True
+) -> dict[Key, list[Term]]:
     """Return the terms of the chain divergence by class of chunk.
 
     Args:
@@ -103,14 +165,28 @@ def chain_terms(
         teacher: Its logits, `[states, V_t]`.
         tables: The tables of its tokenizers.
         options: Which terms are included.
+        by_class: Keep classes of chunks apart; else all chunks are of one, which is cheaper.
     """
     found: dict[Key, list[Term]] = defaultdict(list)
+    if not by_class:
+        world = _one_class(world)
     for key, term in _starts(world, teacher, tables, options):
         found[key].append(term)
     for holder in (0, 1):
         for key, term in _inner(world, teacher, tables, options, holder):
             found[key].append(term)
     return dict(found)
+
+
+def _one_class(world: World) -> World:
+    everything: Key = ("all", "")
+    chunks: dict[Any, float] = defaultdict(float)
+    starts: dict[Any, float] = defaultdict(float)
+    for (_, *chunk), rate in world.chunks.items():
+        chunks[everything, *chunk] += rate
+    for (_, *start), rate in world.starts.items():
+        starts[everything, *start] += rate
+    return replace(world, chunks=chunks, starts=starts)
 
 
 class _Numbers(dict[Hashable, int]):
@@ -150,17 +226,14 @@ def _starts(world: World, teacher: Tensor, tables: ChainTables, options: ChainOp
             _conditioned(names[key][k], masks[k], sides[k].root.long(), tables.classes + 1) for k in (0, 1)
         )  # fmt: skip
         listed = [(u, t, rate) for (u, t), rate in rates.items()]
-        terms.append((key, Term.of(own, other(teacher), listed)))
+        terms.append((key, Term.of(own, other.constant(teacher), listed)))
     return terms
 
 
 def _conditioned(names: _Numbers, masks: Tensor, root: Tensor, size: int) -> Distributions:
     """Return the distributions by root of (state, number of its live set, another live token or -1)."""
     rows, group, extra = (torch.tensor(column) for column in zip(*names, strict=True))
-    allowed = masks[group].clone()
-    more = torch.nonzero(extra >= 0).squeeze(1)
-    allowed[more, extra[more]] = True
-    return Distributions(rows, allowed, root.expand(allowed.shape), size)
+    return Distributions(rows, masks, group, extra, root.unsqueeze(0), torch.zeros_like(rows), size)
 
 
 def _inner(
@@ -189,34 +262,40 @@ def _inner(
             numbers = names[key][0][held], names[key][1][fresh]
             events[key][numbers if holder == 0 else numbers[::-1]] += rate
     size, found = max(slots, default=0), []
-    held_classes, fresh_classes = _node_classes(side, other, size)
+    fresh_classes = _fresh_classes(side, other, size)
     for key, rates in events.items():
-        held = _at_nodes(names[key][0], held_classes, size, conditioned=True)
-        fresh = _at_nodes(names[key][1], fresh_classes, size, conditioned=False)
+        held, fresh = _held(names[key][0], side, size), _fresh(names[key][1], fresh_classes, size)
         student, target = (held, fresh) if holder == 0 else (fresh, held)
-        found.append((key, Term.of(student, target(teacher), [(u, t, rate) for (u, t), rate in rates.items()])))
+        listed = [(u, t, rate) for (u, t), rate in rates.items()]
+        found.append((key, Term.of(student, target.constant(teacher), listed)))
     return found
 
 
-def _node_classes(side: Any, other: Any, size: int) -> tuple[Tensor, Tensor]:
-    """Return `[nodes, V]` slots of the holder's tokens and of the other side's; `size` = none."""
-    count = len(side.bare_space)
-    held = torch.full((count, len(side.root)), size)
-    fresh = torch.full((count, len(other.root)), size)
-    for n in range(count):
-        members = slice(int(side.member_start[n]), int(side.member_start[n + 1]))
+def _held(names: _Numbers, side: Any, size: int) -> Members:
+    """Return the distributions over slots of (state, node)."""
+    rows, nodes = (torch.tensor(column) for column in zip(*names, strict=True))
+    start = side.member_start.long()
+    counts = start[nodes + 1] - start[nodes]
+    owner = torch.repeat_interleave(torch.arange(len(nodes)), counts)
+    at = start[nodes][owner] + torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    slot = side.member_slot[at].long() - side.slot_start[nodes].long()[owner]
+    return Members(rows, owner, side.member[at].long(), slot, size)
+
+
+def _fresh_classes(side: Any, other: Any, size: int) -> Tensor:
+    """Return `[nodes, V]` slots of the other side's tokens; `size` = none."""
+    found = torch.full((len(side.bare_space), len(other.root)), size)
+    for n in range(len(found)):
         first, last = int(side.slot_start[n]), int(side.slot_start[n + 1])
-        held[n, side.member[members].long()] = side.member_slot[members].long() - first
         for slot, cls in enumerate(side.slot_class[first:last].tolist()):
             if cls < 0:  # "ends here": every token that no other slot names
-                fresh[n][fresh[n] == size] = slot
+                found[n][found[n] == size] = slot
             else:
-                fresh[n, other.root == cls] = slot
-    return held, fresh
+                found[n, other.root == cls] = slot
+    return found
 
 
-def _at_nodes(names: _Numbers, classes: Tensor, size: int, *, conditioned: bool) -> Distributions:
+def _fresh(names: _Numbers, classes: Tensor, size: int) -> Distributions:
     rows, nodes = (torch.tensor(column) for column in zip(*names, strict=True))
-    of_event = classes[nodes]
-    allowed = of_event < size if conditioned else torch.ones_like(of_event, dtype=torch.bool)
-    return Distributions(rows, allowed, of_event, size)
+    everything, none = torch.ones(1, classes.shape[1], dtype=torch.bool), torch.zeros_like(rows)
+    return Distributions(rows, everything, none, none - 1, classes, nodes, size)

@@ -83,9 +83,9 @@ def _flat(entries: list[tuple[float, Sides, Sides]], side: int) -> tuple[Tensor,
     return owner, row, token
 
 
-def chain(world: World, tables: ChainTables, options: ChainOptions) -> Loss:
-    """Sum the chain divergence's terms."""
-    terms = chain_terms(world, logits_of(world.sides[1].truth), tables, options)
+def chain(world: World, tables: ChainTables, options: ChainOptions, *, by_class: bool = True) -> Loss:
+    """Sum the chain divergence's terms; arguments as for `chain_terms`."""
+    terms = chain_terms(world, logits_of(world.sides[1].truth), tables, options, by_class=by_class)
 
     def loss(logits: Tensor) -> dict[Key, Tensor]:
         return {key: torch.stack([term(logits) for term in own]).sum() for key, own in terms.items()}
