@@ -30,7 +30,7 @@ from xtoken_core.losses.chain_events import PARTS, Inner, SideTokens, Starts, fi
 from xtoken_core.losses.chain_live import live_mask
 from xtoken_core.losses.chain_teacher import TeacherRows, TeacherSlice, TopKTeacher
 from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids, whole_chunks
-from xtoken_core.losses.ragged import ragged, ragged_softmax, ragged_sum
+from xtoken_core.losses.ragged import pick, ragged, ragged_softmax, ragged_sum
 
 BLOCK_BYTES = 1 << 28
 """Memory limit of the rows of one block, both sides together."""
@@ -287,9 +287,9 @@ def inner_values(
     # Padding reads what the last event has; its weights and those of its slots are 0.
     event, owner = (each.owner.clamp(max=E - 1) for each in (slots, members))
     of_slot = torch.where(members.owner < E, side.member_slot[members.source].to(to) - first_slot[owner], 0)
-    chosen = holder_logits[owner, side.member[members.source].to(to)]
+    chosen = pick(holder_logits, owner, side.member[members.source].to(to))
     shares = ragged_softmax(chosen, members.owner, E)
-    held = chosen.new_zeros(len(event)).index_add(0, slots.begin[owner] + of_slot, shares)
+    held = chosen.new_zeros(len(event)).scatter_add(0, slots.begin[owner] + of_slot, shares)
     by_root = torch.softmax(other_logits, dim=1) if tail is None else other_logits.exp()
     by_root = by_root.new_zeros(E, classes + 2).scatter_add(1, other.root.to(to).expand(by_root.shape), by_root)
     cls = side.slot_class[slots.source].to(to)
@@ -298,7 +298,8 @@ def inner_values(
     # The last column stands for "ends here" and is empty.
     named.view(-1).index_fill_(0, slots.owner * (classes + 2) + torch.where(ends, classes + 1, cls), True)
     rest = by_root.masked_fill(named[:E], 0.0).sum(1)
-    fresh = torch.where(ends, rest[event], by_root[event, cls.clamp(min=0)]).masked_fill(slots.owner == E, 0.0)
+    in_class = pick(by_root, event, cls.clamp(min=0))
+    fresh = torch.where(ends, rest.gather(0, event), in_class).masked_fill(slots.owner == E, 0.0)
     group = slots.owner
     if tail is not None:
         # Slots that may hold tokens of the tail are taken together as one more slot per event.

@@ -50,7 +50,7 @@ def ragged(counts: Int[Tensor, " groups"], start: Int[Tensor, " groups"], most: 
 
 def ragged_sum(values: Float[Tensor, " n"], owner: Int[Tensor, " n"], groups: int) -> Float[Tensor, " groups"]:
     """Return the sum of each group."""
-    return values.new_zeros(groups + 1).index_add(0, owner, values)[:groups]
+    return values.new_zeros(groups + 1).scatter_add(0, owner, values)[:groups]
 
 
 def ragged_softmax(values: Float[Tensor, " n"], owner: Int[Tensor, " n"], groups: int) -> Float[Tensor, " n"]:
@@ -58,5 +58,11 @@ def ragged_softmax(values: Float[Tensor, " n"], owner: Int[Tensor, " n"], groups
     tops = values.detach().new_full((groups + 1,), -torch.inf)
     top = tops.scatter_reduce(0, owner, values.detach(), "amax")
     weight = torch.exp(values - torch.where(torch.isfinite(top), top, 0.0)[owner])
-    total = weight.new_zeros(groups + 1).index_add(0, owner, weight)
-    return (weight / total.clamp(min=torch.finfo(values.dtype).tiny)[owner]).masked_fill(owner == groups, 0.0)
+    total = weight.new_zeros(groups + 1).scatter_add(0, owner, weight)
+    divisor = total.clamp(min=torch.finfo(values.dtype).tiny).gather(0, owner)
+    return (weight / divisor).masked_fill(owner == groups, 0.0)
+
+
+def pick(rows: Float[Tensor, "E V"], row: Int[Tensor, " n"], column: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return `rows[row, column]`, with a gradient that is fast on a GPU: that of indexing sorts the indices."""
+    return rows.reshape(-1).gather(0, row * rows.shape[1] + column)
