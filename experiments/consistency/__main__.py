@@ -27,7 +27,7 @@ from experiments.consistency.parallel import Task, measure_all
 from experiments.consistency.source import JOINED_LINES, SPLIT_NUMERALS, WHOLE_NUMERALS, make_source, train_tokenizer
 from xtoken_core.atomic import atomic_write
 from xtoken_core.chain import ChainTables, build_tables
-from xtoken_core.losses.chain import ChainOptions
+from xtoken_core.ops.chain.reference import ChainOptions
 
 RESULTS = Path(__file__).with_name("results")
 SCALES = {"full": (1750, 330, 800, 1300, 200), "reduced": (200, 60, 260, 360, 120), "tiny": (40, 30, 130, 170, 80)}

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from experiments.consistency.exact import Key, World
 from xtoken_core.chain import ChainTables
-from xtoken_core.losses.chain import ChainOptions, floored_log, xlogy
-from xtoken_core.losses.chain_live import live_mask
+from xtoken_core.ops.chain.live import live_mask
+from xtoken_core.ops.chain.reference import ChainOptions, floored_log, xlogy
 
 BLOCK = 4096
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from experiments.consistency.chain_terms import chain_terms
 from experiments.consistency.exact import Key, World
 from xtoken_core.chain import ChainTables
-from xtoken_core.losses.chain import ChainOptions
+from xtoken_core.ops.chain.reference import ChainOptions
 
 Loss = Callable[[Tensor], dict[Key, Tensor]]
 """Expected loss per unit of text by class of chunk, from the student's logits `[states, V_s]`."""

@@ -14,8 +14,8 @@ from experiments.consistency.measure import at_the_truth, descend, rate_of
 from experiments.consistency.source import SPLIT_NUMERALS, WHOLE_NUMERALS, make_source, sample_texts, train_tokenizer
 from xtoken_core.chain import ChainTables, build_tables
 from xtoken_core.losses.alm import ALMLoss
-from xtoken_core.losses.chain import ChainOptions, start_values
-from xtoken_core.losses.chain_events import Starts
+from xtoken_core.ops.chain.events import Starts
+from xtoken_core.ops.chain.reference import ChainOptions, start_values
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Tables of the chain-rule divergence for a pair of tokenizers: spellings, roots, paths and live sets.
 
-The divergence over them is `xtoken_core.losses.chain`, its `loss.mode` is "chain".
+The divergence over them is `xtoken_core.ops.chain`, its `loss.mode` is "chain".
 """
 
 from xtoken_core.chain.build import build_tables

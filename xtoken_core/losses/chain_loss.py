@@ -13,18 +13,18 @@ from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.base import ChunkLoss
-from xtoken_core.losses.chain import ChainOptions, chain_parts
-from xtoken_core.losses.chain_events import PARTS, SideTokens
 from xtoken_core.losses.common import ChunkView, Divergence, EvalOptions, LossTeacher, Pairing, ReadTokens
 from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.losses.masks import kept_chunk_ids, next_token_targets, predicted_ids
+from xtoken_core.ops.chain.events import PARTS, SideTokens
+from xtoken_core.ops.chain.reference import ChainOptions, chain_parts
 
 
 class ChainLoss(ChunkLoss):
     """KL of a chunk as the sum of the KLs of its decisions: at its start, inside its tokens, after its last one.
 
-    The formula is in `losses.chain`, the static data of the two tokenizers in `xtoken_core.chain`. Compared are correct
-    chunks whose tokens are all predicted: none is the first of its sample.
+    The formula is in `ops.chain.reference`, the static data of the two tokenizers in `xtoken_core.chain`. Compared are
+    correct chunks whose tokens are all predicted: none is the first of its sample.
     """
 
     mode: ClassVar[LossMode] = "chain"

@@ -21,7 +21,7 @@ from xtoken_core.losses import (
     kd_chunk_counts,
 )
 from xtoken_core.losses.chain import ChainOptions, chain_divergence
-from xtoken_core.losses.chain_events import PARTS
+from xtoken_core.ops.chain.events import PARTS
 from xtoken_core.schema import with_numbers
 
 DOCUMENTS = ["ab 111 ab", "1 éab é 11", "a", "", "ab 1"]

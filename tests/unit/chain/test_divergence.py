@@ -11,7 +11,7 @@ from xtoken_core.alignment import TokenAligner
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
-from xtoken_core.losses.chain_teacher import TopKTeacher
+from xtoken_core.ops.chain.teacher_rows import TopKTeacher
 
 CHARACTERS = "ab1 éあ"
 ALPHABET = CHARACTERS.encode()

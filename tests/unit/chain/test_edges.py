@@ -9,8 +9,8 @@ from tests.unit.chain.test_divergence import batch_of, random_logits
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.losses import chain_events, ragged
 from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
+from xtoken_core.ops.chain import events, ragged
 
 ALPHABET = "ab1 é".encode()
 WHOLE = TinyTokenizer(ALPHABET, [(b"1", b"1"), (b"11", b"1"), (b"a", b"b"), (b" ", b"ab"), (b"\xc3", b"\xa9")], "words")
@@ -146,7 +146,7 @@ def test_end_terms_and_conditioning_can_be_left_out(case, tables):
 def test_padded_sizes_give_the_same(monkeypatch, case, tables, options):
     batch, student, teacher = case
     values = chain_divergence(student, teacher, batch, tables, options)
-    for module in (ragged, chain_events):
+    for module in (ragged, events):
         monkeypatch.setattr(module, "sizes_are_readable", lambda x: False)
     padded = chain_divergence(student, teacher, batch, tables, options, block_bytes=1 << 14)
     torch.testing.assert_close(padded, values, rtol=1e-12, atol=1e-12)

@@ -17,7 +17,7 @@ from xtoken_core.chain import ChainTables, build_tables, cached_tables
 from xtoken_core.chain.files import write_tables
 from xtoken_core.chain.live_sets import live_rows
 from xtoken_core.chain.spelling import NO_TEXT, UNKNOWN
-from xtoken_core.losses.chain_live import live_mask
+from xtoken_core.ops.chain.live import live_mask
 from xtoken_core.projection.retokenize import Retokenizer
 
 FAMILIES = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xtoken_core.chain.tables import LiveTable
 from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
-from xtoken_core.losses.ragged import ragged
+from xtoken_core.ops.chain.ragged import ragged
 
 
 def live_mask(live: LiveTable, before: Int[Tensor, " E"]) -> Bool[Tensor, "E V_x"]:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from xtoken_core.chain.tables import SideTable
-from xtoken_core.losses.ragged import sizes_are_readable
+from xtoken_core.ops.chain.ragged import sizes_are_readable
 
 T = TypeVar("T", bound="Events")
 

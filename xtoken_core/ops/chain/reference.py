@@ -1,0 +1,303 @@
+"""The chain-rule divergence: every chunk's KL, as a sum over the decisions that its tokens make.
+
+For tokens v of the student and w of the teacher, `spell` gives the other tokenizer's pieces of a token's bytes, and
+`root` a class that both vocabularies share (see `xtoken_core.chain`).
+
+- At the start of a chunk both sides begin a token: the KL of the two next-token distributions by root. Each side is
+  conditioned on what the other knows: that it has just ended a token (its *live* tokens).
+- Inside, one side has one token x and the other tokens y1..yn. After each of y1..yn, both sides decide what comes
+  next: the other side by its next-token distribution, x's side by those of its tokens that begin with y1..yj; their
+  classes are the root of the next piece, or "ends here". After yn, this is the *end term*; a chunk of one token on
+  both sides has one in each direction if longer tokens share its path.
+
+The sum is the KL of the chunk by the chain rule where both tokenizers' cuts are decided by the tokens so far.
+The term of a node weighs 1 because the text, drawn from the source, visits it as often as the source does; this holds
+for the forward KL alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from xtoken_core.chain.tables import ChainTables, SideTable
+from xtoken_core.ops.chain.events import PARTS, Inner, SideTokens, Starts, find_inner, find_starts, lay_out
+from xtoken_core.ops.chain.live import live_mask
+from xtoken_core.ops.chain.ragged import pick, ragged, ragged_softmax, ragged_sum
+from xtoken_core.ops.chain.teacher_rows import TeacherRows, TeacherSlice, TopKTeacher
+
+BLOCK_BYTES = 1 << 28
+"""Memory limit of the rows of one block, both sides together."""
+
+
+@dataclass(frozen=True)
+class ChainOptions:
+    """Options of the divergence: which terms it includes and whether start terms are conditioned.
+
+    Attributes:
+        conditioning: Start terms are conditioned on the other side's cut.
+        end_terms: Include the terms after the last token of a chunk.
+        bare_space: Include the terms at a node whose path is a single space. False by default: whether that token ends
+            is often decided by digits that come later, which the other side cannot know.
+    """
+
+    conditioning: bool = True
+    end_terms: bool = True
+    bare_space: bool = False
+
+
+def chain_parts(
+    student_logits: Float[Tensor, "B T_s V_s"],
+    teacher_logits: Float[Tensor, "B T_t V_t"] | TopKTeacher,
+    sides: tuple[SideTokens, SideTokens],
+    max_chunks: int,
+    tables: ChainTables,
+    options: ChainOptions | None = None,
+    *,
+    temperature: float = 1.0,
+    block_bytes: int = BLOCK_BYTES,
+) -> Float[Tensor, "3 B P"]:
+    """Compute the parts of every chunk's divergence (`PARTS`), with a gradient for the student.
+
+    Args:
+        student_logits: Cut to the student's vocabulary.
+        teacher_logits: Cut to the teacher's vocabulary, or its largest probabilities; no gradient.
+        sides: The student's and the teacher's tokens.
+        max_chunks: `P`.
+        tables: Tables of the two tokenizers, on the logits' device.
+        options: Terms to include; None: the defaults.
+        temperature: Divides both sides' logits; not the log-probabilities of a top-k teacher.
+        block_bytes: Memory limit of the rows that are computed together, in bytes.
+
+    Returns:
+        float32, or float64 for such logits.
+    """
+    terms = find_terms(sides, max_chunks, tables, options or ChainOptions())
+    student, teacher = student_logits.flatten(0, 1), TeacherRows(teacher_logits, temperature)
+    dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
+    # Both sides' rows, and as much again for their sums by class; on a GPU every node takes the room of the largest.
+    ragged_sizes = (
+        8 * max(each.most_members + each.most_slots, each.live.most_rules) for each in (tables.student, tables.teacher)
+    )
+    width = student.shape[1] + teacher.width + 2 * tables.classes + (max(ragged_sizes) if student.is_cuda else 0)
+    size = max(1, block_bytes // (8 * width))
+    chunks = student_logits.shape[0] * max_chunks
+    blocks: list[_Block] = []
+    for events, term in terms:
+        parts = [events.part(slice(at, at + size)) for at in range(0, len(events.chunk), size)]
+        blocks += [_Block(part, _index(part, chunks), term, teacher, temperature, dtype) for part in parts]
+    # Padding adds to the last entry, which is dropped and so has no gradient.
+    values: Tensor = _Sum.apply(student, blocks, len(PARTS) * chunks + 1, dtype)  # type: ignore[no-untyped-call]
+    return values[:-1].view(len(PARTS), student_logits.shape[0], max_chunks)
+
+
+def _index(events: Starts | Inner, chunks: int) -> Int[Tensor, " E"]:
+    """Return each event's index in the flattened `[3, B, P]`, and the index behind it for padding."""
+    return torch.where(events.chunk < 0, len(PARTS) * chunks, events.part_number() * chunks + events.chunk)
+
+
+Term = Callable[[Any, Tensor, TeacherSlice], Tensor]
+"""Values `[E]` of `E` events from the student's logits `[E, V_s]` and the teacher's rows."""
+
+
+def find_terms(
+    sides: tuple[SideTokens, SideTokens], max_chunks: int, tables: ChainTables, options: ChainOptions
+) -> Sequence[tuple[Starts | Inner, Term]]:
+    """List what is to be compared: the starts, then the nodes inside the student's and inside the teacher's tokens."""
+    layouts = lay_out(sides[0], max_chunks), lay_out(sides[1], max_chunks)
+    starts = find_starts(*layouts).without_padding()
+    flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
+    inside_student = find_inner(layouts[0], layouts[1], tables.student, **flags, learns=True).without_padding()
+    inside_teacher = find_inner(layouts[1], layouts[0], tables.teacher, **flags, learns=False)
+    inside_teacher = inside_teacher.swapped().without_padding()
+    return (
+        (starts, lambda block, s, t: start_values(s, t.logits, block, tables, options.conditioning, t.tail)),
+        (
+            inside_student,
+            lambda block, s, t: inner_values(
+                s, t.logits, block, tables.student, tables.teacher, tables.classes, True, t.tail
+            ),
+        ),
+        (
+            inside_teacher,
+            lambda block, s, t: inner_values(t.logits, s, block, tables.teacher, tables.student, tables.classes, False),
+        ),
+    )
+
+
+def start_values(
+    student_logits: Float[Tensor, "E V_s"],
+    teacher_logits: Float[Tensor, "E V_t"],
+    starts: Starts,
+    tables: ChainTables,
+    conditioning: bool,
+    tail: Float[Tensor, " E"] | None = None,
+) -> Float[Tensor, " E"]:
+    """Compute the KL of the next-token distributions by root, each over the tokens that can follow the other's cut.
+
+    Args:
+        student_logits: The student's rows.
+        teacher_logits: The teacher's rows; log-probabilities if there is a tail.
+        starts: The events.
+        tables: Tables of the two tokenizers.
+        conditioning: Leave out tokens that cannot follow the other side's cut.
+        tail: Mass of the teacher's tokens that are not listed (-inf). It is compared with the classes of which no token
+            is listed, and taken to be able to follow.
+    """
+    C = tables.classes
+    sums, reached = [], []
+    sides = (
+        (student_logits, tables.student, starts.student_token, starts.teacher_before),
+        (teacher_logits, tables.teacher, starts.teacher_token, starts.student_before),
+    )
+    for logits, side, token, before in sides:
+        root = side.root.long().expand(logits.shape)
+        live = torch.ones_like(logits, dtype=torch.bool)
+        if conditioning:
+            live = live_mask(side.live, before) | ~starts.at_cut.unsqueeze(1)
+            live.scatter_(1, token.unsqueeze(1), True)  # the text's own token can follow: it does
+        if tail is not None and side is tables.teacher:
+            live = live & torch.isfinite(logits)
+            probabilities = torch.where(live, logits.exp(), 0.0)
+            total = (probabilities.sum(1) + tail).clamp(min=torch.finfo(tail.dtype).tiny)
+            probabilities = probabilities / total.unsqueeze(1)
+        else:
+            probabilities = torch.softmax(logits.masked_fill(~live, -torch.inf), dim=1)  # [E, V]
+            probabilities = torch.where(live, probabilities, 0.0)
+        sums.append(probabilities.new_zeros(len(logits), C + 1).scatter_add(1, root, probabilities))
+        reached.append(torch.zeros_like(sums[-1]).scatter_add_(1, root, live.to(logits.dtype)) > 0)
+    if tail is None:
+        return restricted_kl(sums[1], sums[0], reached[0])
+    unlisted = ~reached[1]
+    p = torch.cat([sums[1], (1 - sums[1].sum(1, keepdim=True)).clamp(min=0.0)], 1)
+    q = torch.cat([sums[0], (sums[0] * unlisted).sum(1, keepdim=True)], 1)
+    alive = torch.cat([reached[0] & reached[1], (reached[0] & unlisted).any(1, keepdim=True)], 1)
+    return restricted_kl(p, q, alive)
+
+
+def inner_values(
+    holder_logits: Float[Tensor, "E V_k"],
+    other_logits: Float[Tensor, "E V_o"],
+    inner: Inner,
+    side: SideTable,
+    other: SideTable,
+    classes: int,
+    holder_is_student: bool,
+    tail: Float[Tensor, " E"] | None = None,
+) -> Float[Tensor, " E"]:
+    """Compute the KL at nodes inside tokens of one side, the holder; the other side is at its fresh token.
+
+    Args:
+        holder_logits: Where the token begins.
+        other_logits: After the last of its tokens that the node's path has.
+        inner: The nodes.
+        side: The holder's tables.
+        other: The other side's.
+        classes: Root classes.
+        holder_is_student: Whether the holder is the side that learns.
+        tail: Mass of the other side's tokens that are not listed (-inf), which holds log-probabilities then. It is
+            compared with "ends here" and the classes of which no token is listed.
+    """
+    E, to = len(inner.node), torch.int64
+    first_slot, first_member = side.slot_start[inner.node].to(to), side.member_start[inner.node].to(to)
+    slots = ragged(side.slot_start[inner.node + 1] - first_slot, first_slot, E * side.most_slots)
+    members = ragged(side.member_start[inner.node + 1] - first_member, first_member, E * side.most_members)
+    # Padding reads what the last event has; its weights and those of its slots are 0.
+    event, owner = (each.owner.clamp(max=E - 1) for each in (slots, members))
+    of_slot = torch.where(members.owner < E, side.member_slot[members.source].to(to) - first_slot[owner], 0)
+    chosen = pick(holder_logits, owner, side.member[members.source].to(to))
+    shares = ragged_softmax(chosen, members.owner, E)
+    held = chosen.new_zeros(len(event)).scatter_add(0, slots.begin[owner] + of_slot, shares)
+    by_root = torch.softmax(other_logits, dim=1) if tail is None else other_logits.exp()
+    by_root = by_root.new_zeros(E, classes + 2).scatter_add(1, other.root.to(to).expand(by_root.shape), by_root)
+    cls = side.slot_class[slots.source].to(to)
+    ends = cls < 0
+    named = torch.zeros(E + 1, classes + 2, dtype=torch.bool, device=cls.device)
+    # The last column stands for "ends here" and is empty.
+    named.view(-1).index_fill_(0, slots.owner * (classes + 2) + torch.where(ends, classes + 1, cls), True)
+    rest = by_root.masked_fill(named[:E], 0.0).sum(1)
+    in_class = pick(by_root, event, cls.clamp(min=0))
+    fresh = torch.where(ends, rest.gather(0, event), in_class).masked_fill(slots.owner == E, 0.0)
+    group = slots.owner
+    if tail is not None:
+        # Slots that may hold tokens of the tail are taken together as one more slot per event.
+        open_ = (ends | (fresh == 0)) & (group < E)
+        together = [ragged_sum(torch.where(open_, each, 0.0), group, E) for each in (fresh, held)]
+        some = ragged_sum(open_.to(tail.dtype), group, E) > 0
+        fresh = torch.cat([torch.where(open_, 0.0, fresh), together[0] + torch.where(some, tail, 0.0)])
+        held = torch.cat([torch.where(open_, 0.0, held), together[1]])
+        group = torch.cat([group, torch.arange(E, device=group.device)])
+    return _ragged_kl(fresh, held, group, E) if holder_is_student else _ragged_kl(held, fresh, group, E)
+
+
+def restricted_kl(p: Float[Tensor, "E C"], q: Float[Tensor, "E C"], alive: Bool[Tensor, "E C"]) -> Float[Tensor, " E"]:
+    """Compute `m KL(p / m || q)` over the classes that q can have, m being the mass of p on them.
+
+    A class that no token of the student can be in is beyond any gradient; its infinite term would hide the others.
+    """
+    p = torch.where(alive, p, 0.0)
+    mass = p.sum(1)
+    return (xlogy(p) - p * floored_log(q)).sum(1) - xlogy(mass)
+
+
+def floored_log(q: Tensor) -> Tensor:
+    """Return the logarithm, that of the smallest normal number for smaller ones: finite, and exact down to e^-87."""
+    return q.clamp(min=torch.finfo(q.dtype).tiny).log()
+
+
+def xlogy(p: Tensor) -> Tensor:
+    """Return `p log p`, 0 for 0."""
+    return torch.xlogy(p, p)
+
+
+def _ragged_kl(p: Tensor, q: Tensor, event: Tensor, count: int) -> Tensor:
+    return ragged_sum(xlogy(p) - p * floored_log(q), event, count) - xlogy(ragged_sum(p, event, count))
+
+
+class _Block:
+    """Some events of one kind, and their values as a function of the student's rows alone."""
+
+    def __init__(
+        self,
+        events: Starts | Inner,
+        index: Tensor,
+        term: Term,
+        teacher: TeacherRows,
+        temperature: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.events, self.index, self._term, self._teacher = events, index, term, teacher
+        self._temperature, self._dtype = temperature, dtype
+
+    def __call__(self, student_rows: Float[Tensor, "E V_s"]) -> Float[Tensor, " E"]:
+        teacher_rows = self._teacher.at(self.events.teacher_row, self._dtype)
+        return self._term(self.events, student_rows.to(self._dtype) / self._temperature, teacher_rows)
+
+
+class _Sum(torch.autograd.Function):
+    """Sums of terms by index. Every block is computed again for the gradient, and nothing of it is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, blocks: Sequence[_Block], size: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(student)
+        ctx.blocks = blocks
+        values = torch.zeros(size, dtype=dtype, device=student.device)
+        for block in blocks:
+            values.index_add_(0, block.index, block(student[block.events.student_row]))
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (student,) = ctx.saved_tensors
+        total = torch.zeros_like(student)
+        for block in ctx.blocks:
+            with torch.enable_grad():
+                rows = student[block.events.student_row].detach().requires_grad_()
+                (found,) = torch.autograd.grad(block(rows), rows, grad[block.index])
+            total.index_add_(0, block.events.student_row, found)
+        return total, None, None, None
