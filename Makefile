@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs mutants fuzz attack bench-checkpoint bench-queue bench-queue-peer bench-collate bench-padding bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-queue bench-queue-peer bench-collate bench-padding bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -74,6 +74,10 @@ mutants: $(STAMP)  ## small faults drawn by seed from six packages, and whether 
 
 fuzz: $(STAMP)  ## a million malformed frame lists against a queue
 	$(BIN)/python -m tests.contract.fuzz --lists 1000000 --seconds 900 --out benchmarks/results/fuzz.json
+
+fuzz-parsers: $(STAMP)  ## five parsers fuzzed with coverage guidance, FUZZ_S seconds of processor time each
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz all --seconds $(or $(FUZZ_S),1200) --out benchmarks/results/fuzz_parsers.json
 
 attack: $(STAMP)  ## attack a queue and a control plane that serve a real run, for five minutes (ATTACK_S)
 	$(BIN)/python -m tests.attack --seconds $(or $(ATTACK_S),300) --out benchmarks/results/attack.json

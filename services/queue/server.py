@@ -199,7 +199,8 @@ class Server:
             self.metrics.handled(request, time.monotonic() - now)
             if type(request) not in READS:
                 self.waiting.wake(request)
-                self.waiting.run(RETRY_S)
+                if self.waiting.is_due:
+                    self.waiting.run(RETRY_S)
             return
         try:
             wait_s = float(getattr(request, "wait_s", 0.0))

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from xtoken_core.queue.budget import (
     ENTRY_BYTES,
@@ -36,6 +37,7 @@ ENDED_AT_ONCE = 64
 """Silent sessions that one tick ends at most, so that no tick takes long."""
 SPARE_PART = 16
 """A client that waits for room gets it once a sixteenth of the account of samples is free."""
+NO_LEASE = PriorLease()
 NBYTES_OF = attrgetter("store.nbytes")
 
 
@@ -99,10 +101,20 @@ class Engine:
         cached = self._replies.get(session.id, request.id)
         if cached is not None:
             return self._repeated(request, cached)
-        prior = PriorLease() if self.on_change is None else self._prior_lease(request)
-        response = self._dispatch(request, session, buffers)
-        if response is not None:
-            self._record(request, response, session, buffers, prior)
+        prior = NO_LEASE if self.on_change is None else self._prior_lease(request)
+        kind = type(request)
+        call = CALLS.get(kind)
+        if call is not None:
+            response = call(self, request, session, buffers)
+        else:
+            assert isinstance(request, m.PartitionRequest)
+            response = self._partition(request.partition).handle(request)
+        if response is None:
+            return None
+        tag = TAGS[kind]
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        if kind not in READS:
+            self._record_change(request, response, session, buffers, prior)
         return response
 
     def tick(self) -> None:
@@ -118,83 +130,77 @@ class Engine:
             live = {(name, lease) for name, part in self.partitions.items() for lease in part.lease_ids()}
             self.leased_at = {key: since for key, since in self.leased_at.items() if key in live}
 
-    def _record(
+    def _record_change(
         self, request: m.AnyRequest, response: Response, session: Session, buffers: Sequence[Buffer], prior: PriorLease
     ) -> None:
-        """Count an answered request; log and cache it if it has changed something."""
-        kind = type(request)
-        tag = str(kind.__struct_config__.tag)
-        self.counts[tag] = self.counts.get(tag, 0) + 1
-        if kind in READS:
-            return
+        """Log and cache an answered request that has changed something."""
         self.changes += 1
-        self._drop_stale()
+        if isinstance(request, m.PartitionRequest):
+            self.partitions[request.partition].drop_stale()
+        else:
+            self._drop_stale()
         if self.on_change is not None:
             self.on_change(request, buffers, prior)
-        self._note_lease(request, response)
-        if kind not in NATURALLY_IDEMPOTENT and not session.ended:
+        if type(response.reply) in LEASING:
+            self._note_lease(request, response)
+        if type(request) not in NATURALLY_IDEMPOTENT and not session.ended:
             self._replies.put(session.id, request.id, response)
 
     def _drop_stale(self) -> None:
         for part in self.partitions.values():
-            if isinstance(part, RunPartition):
-                part.drop_stale()
+            part.drop_stale()
 
     def _prior_lease(self, request: m.AnyRequest) -> PriorLease:
         part = self.partitions.get(getattr(request, "partition", ""))
         if part is None or not isinstance(request, (m.Ack, m.Complete, m.Nack)):
-            return PriorLease()
+            return NO_LEASE
         return part.prior_lease(request)
 
     def _note_lease(self, request: m.AnyRequest, response: Response) -> None:
         """Record when a lease was given, for its age in the statistics."""
         reply = response.reply
-        if isinstance(reply, (m.Claimed, m.Block)) and isinstance(request, m.PartitionRequest) and reply.lease:
+        if isinstance(reply, LEASING) and isinstance(request, m.PartitionRequest) and reply.lease:
             self.leased_at.setdefault((request.partition, reply.lease), self.clock())
 
-    def _dispatch(self, request: m.AnyRequest, session: Session, buffers: Sequence[Buffer]) -> Response | None:
-        match request:
-            case m.Heartbeat():
-                return self._heartbeat(request, session)
-            case m.Bye():
-                self.sessions.end(session.id, "bye")
-                return Response(m.Ok())
-            case m.OpenPartition():
-                return self._open(request)
-            case m.Stats():
-                return Response(m.StatsReply(document=stats_document(self)))
-        assert isinstance(request, m.PartitionRequest)
-        part = self._partition(request.partition)
-        match request:
-            case m.Put():
-                self._require_put(part, request)
-                return part.put(request, unpack_columns(request.columns, buffers), self.memory_limit - self.nbytes)
-            case m.Complete():
-                if request.columns:
-                    cost = cost_of_put(0, len(request.columns), 0) + request.columns[0].rows * ENTRY_BYTES
-                    self._require(part, cost, "a result", RESULTS_FACTOR)
-                # Results have room of their own, or inputs could lock them out.
-                room = 2 * self.memory_limit - self.nbytes
-                return part.complete(request, unpack_columns(request.columns, buffers), room)
-            case m.Room():
-                return self._room(request)
-            case m.Rewind():
-                texts = {*request.skipped.values(), *request.dead.values()}
-                cost = cost_of_reasons(len(request.skipped) + len(request.dead), sum(map(len, texts)))
-                self._require(part, cost, "a rewind", RESULTS_FACTOR)
-            case m.AnnounceRing():
-                slots = part.definition.run.slots if part.definition.run is not None else 0
-                self._require(part, slots * SLOT_BYTES, "a ring", RESULTS_FACTOR)
-        return part.handle(request)
+    def _bye(self, _request: m.Bye, session: Session, _buffers: Sequence[Buffer]) -> Response:
+        self.sessions.end(session.id, "bye")
+        return Response(m.Ok())
 
-    def _require_put(self, part: Partition, request: m.Put) -> None:
-        cost = cost_of_put(len(request.ids), len(request.columns), part.ordered_tasks)
+    def _stats(self, _request: m.Stats, _session: Session, _buffers: Sequence[Buffer]) -> Response:
+        return Response(m.StatsReply(document=stats_document(self)))
+
+    def _put(self, request: m.Put, _session: Session, buffers: Sequence[Buffer]) -> Response:
+        part = self._partition(request.partition)
+        rows = len(request.ids)
+        cost = cost_of_put(rows, len(request.columns), part.ordered_tasks)
         if request.tombstones:
             cost += cost_of_reasons(len(request.tombstones), sum(map(len, set(request.tombstones.values()))))
-        what = f"a put of {len(request.ids)} samples"
-        self._require(part, cost, what, 1.0 if request.lease is None else RESULTS_FACTOR)
+        self._require(part, cost, "a put", 1.0 if request.lease is None else RESULTS_FACTOR, rows)
+        return part.put(request, unpack_columns(request.columns, buffers), self.memory_limit - self.nbytes)
 
-    def _require(self, part: Partition, cost: int, what: str, factor: float) -> None:
+    def _complete(self, request: m.Complete, _session: Session, buffers: Sequence[Buffer]) -> Response:
+        part = self._partition(request.partition)
+        if request.columns:
+            rows = request.columns[0].rows
+            cost = cost_of_put(0, len(request.columns), 0) + rows * ENTRY_BYTES
+            self._require(part, cost, "a result", RESULTS_FACTOR, rows)
+        # Results have room of their own, or inputs could lock them out.
+        room = 2 * self.memory_limit - self.nbytes
+        return part.complete(request, unpack_columns(request.columns, buffers), room)
+
+    def _rewind(self, request: m.Rewind, _session: Session, _buffers: Sequence[Buffer]) -> Response | None:
+        part = self._partition(request.partition)
+        count, texts = len(request.skipped) + len(request.dead), {*request.skipped.values(), *request.dead.values()}
+        self._require(part, cost_of_reasons(count, sum(map(len, texts))), "a rewind", RESULTS_FACTOR, count)
+        return part.handle(request)
+
+    def _announce_ring(self, request: m.AnnounceRing, _session: Session, _buffers: Sequence[Buffer]) -> Response | None:
+        part = self._partition(request.partition)
+        slots = part.definition.run.slots if part.definition.run is not None else 0
+        self._require(part, slots * SLOT_BYTES, "a ring", RESULTS_FACTOR, slots)
+        return part.handle(request)
+
+    def _require(self, part: Partition, cost: int, what: str, factor: float, rows: int) -> None:
         """Charge a partition for what a request adds at most.
 
         Raises:
@@ -202,11 +208,12 @@ class Engine:
         """
         if self.budget.excess("samples", cost) > 0:
             self.charge_partitions()
-            self.budget.require("samples", cost, what, factor=factor)
+            self.budget.require("samples", cost, f"{what} of {rows}", factor=factor)
         self.budget.add("samples", cost)
         part.charged += cost
 
-    def _room(self, request: m.Room) -> Response | None:
+    def _room(self, request: m.Room, _session: Session, _buffers: Sequence[Buffer]) -> Response | None:
+        self._partition(request.partition)
         if request.bytes > self.memory_limit:
             raise QueueError("too_large", f"{request.bytes} bytes exceed the limit of {self.memory_limit}")
         spare = self.budget.limits["samples"] // SPARE_PART
@@ -248,19 +255,20 @@ class Engine:
             id=secrets.token_hex(16), name=request.name, role=request.role, incarnation=request.incarnation,
             rank=request.rank, silence=request.silence_s, last_seen=now, progress_at=now, version=version,
         )  # fmt: skip
-        self.sessions.open(session)
+        if self.sessions.open(session):
+            self._drop_stale()
         self.budget.add("sessions", SESSION_BYTES)
         self._hellos[session.id] = request.id
         self.changes += 1
         return session
 
-    def _heartbeat(self, request: m.Heartbeat, session: Session) -> Response:
+    def _heartbeat(self, request: m.Heartbeat, session: Session, _buffers: Sequence[Buffer]) -> Response:
         session.phase = request.phase
         if request.progress != session.progress:
             session.progress, session.progress_at = request.progress, self.clock()
         return Response(m.Ok())
 
-    def _open(self, request: m.OpenPartition) -> Response:
+    def _open(self, request: m.OpenPartition, _session: Session, _buffers: Sequence[Buffer]) -> Response:
         known = self.partitions.get(request.partition)
         if known is not None and not known.same_as(request):
             raise QueueError("conflict", f"partition {request.partition!r} is open with another definition")
@@ -305,6 +313,19 @@ READS: frozenset[type[m.Request]] = frozenset(
     }
 )  # fmt: skip
 """Requests that change nothing."""
+
+LEASING = (m.Claimed, m.Block)
+"""Replies that may name a lease."""
+
+CALLS: dict[type[m.Request], Callable[[Engine, Any, Session, Sequence[Buffer]], Response | None]] = {
+    m.Heartbeat: Engine._heartbeat, m.Bye: Engine._bye, m.OpenPartition: Engine._open, m.Stats: Engine._stats,
+    m.Put: Engine._put, m.Complete: Engine._complete, m.Room: Engine._room, m.Rewind: Engine._rewind,
+    m.AnnounceRing: Engine._announce_ring,
+}  # fmt: skip
+"""Requests that the engine answers or charges itself; all others go straight to their partition."""
+
+TAGS = {kind: str(kind.__struct_config__.tag) for kind in m.AnyRequest.__args__}
+"""Name of every type of request."""
 
 NATURALLY_IDEMPOTENT: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})
 """Requests whose repetition returns what the first one made, so that their replies need no cache."""

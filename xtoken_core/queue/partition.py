@@ -147,6 +147,10 @@ class Partition(ABC):
         """Return the number of every current lease."""
         return list(self.samples.leases)
 
+    def drop_stale(self) -> None:
+        """Drop columns that the last change has made useless; the generic queue keeps none."""
+        return
+
     def statistics(self) -> dict[str, Any]:
         """Return what this kind of partition adds to the statistics."""
         return {}

@@ -38,12 +38,15 @@ class ReplyCache:
 
     def put(self, session: str, request: str, response: Response) -> None:
         """Replace the lane's reply; columns are not kept."""
-        lanes = self._lanes.setdefault(session, OrderedDict())
+        lanes = self._lanes.get(session)
+        if lanes is None:
+            lanes = self._lanes[session] = OrderedDict()
         lane, cost = lane_of(request), cost_of_reply(response.reply)
         old = lanes.pop(lane, None)
         lanes[lane] = (request, Response(response.reply), cost)
-        if old is None or old[2] != cost:
-            self._charge(session, cost - (0 if old is None else old[2]))
+        if old is not None and old[2] == cost:
+            return
+        self._charge(session, cost - (0 if old is None else old[2]))
         if len(lanes) > MAX_LANES:
             self._drop_oldest(session)
         while self._budget.excess("replies") > 0:

@@ -51,7 +51,7 @@ class Samples:
         self._puts = 0
         self.last_lease = 0
         self._leases_of: dict[str, dict[int, Lease]] = {}
-        self._statuses: dict[tuple[Status, ...], Mapping[str, Status]] = {}
+        self._statuses: dict[bytes, Mapping[str, Status]] = {}
         self._lease_of: dict[str, dict[int, int]] = {name: {} for name in self.tasks}
 
     # Producers
@@ -247,12 +247,12 @@ class Samples:
 
     def _shared(self, status: Mapping[str, Status]) -> Mapping[str, Status]:
         """Return the one mapping of these states, which all samples in them share."""
-        return self._statuses.setdefault(tuple(status.values()), status)
+        return self._statuses.setdefault(bytes(status.values()), status)  # the hash of an enum is slow
 
     def prune_statuses(self) -> None:
         """Remove mappings of states in which no sample is."""
         if len(self._statuses) > SPARE_STATUSES:
-            self._statuses = {tuple(s.status.values()): s.status for s in self.samples.values()}
+            self._statuses = {bytes(s.status.values()): s.status for s in self.samples.values()}
 
     def _admit(self, ids: Sequence[int], fields: frozenset[str]) -> None:
         """Register new samples in put order."""
@@ -270,9 +270,11 @@ class Samples:
         """Take `ids` out of a task's leases, and remove leases that are empty by it."""
         for lease_id in {lease_of.pop(i) for i in ids if i in lease_of}:
             lease = self.leases[lease_id]
-            lease.ids = tuple(i for i in lease.ids if i not in ids)
-            if not lease.ids:
+            if ids.issuperset(lease.ids):
+                lease.ids = ()
                 self._remove_lease(lease_id)
+            else:
+                lease.ids = tuple(i for i in lease.ids if i not in ids)
 
     def _remove_lease(self, lease_id: int) -> Lease | None:
         lease = self.leases.pop(lease_id, None)

@@ -64,11 +64,16 @@ class Store:
     def put(self, ids: Sequence[int], columns: dict[str, Column], wanted: Iterable[int]) -> None:
         """Store the rows of the `wanted` ids; a field that a sample has already is left unchanged."""
         keep = set(wanted)
+        if not keep:
+            return
         held = {
             names: table.keys() & keep
             for names, table in self._tables.items()
             if not columns.keys().isdisjoint(names) and not table.keys().isdisjoint(keep)
         }
+        if columns and not held and len(keep) == len(ids):
+            self._add(Batch(dict(columns), len(ids), dict(zip(ids, range(len(ids)), strict=True))))
+            return
         # Columns that are new for the same samples stay one batch; a repeated put may bring only some of them.
         together: dict[frozenset[int], list[str]] = {}
         for name in columns:
@@ -170,12 +175,13 @@ class Store:
     def _remove(self, names: tuple[str, ...], ids: Sequence[int]) -> None:
         table = self._tables.get(names, {})
         touched = {}
+        before, pop = len(table), table.pop
         for sample_id in ids:
-            batch = table.pop(sample_id, None)
+            batch = pop(sample_id, None)
             if batch is not None:
                 del batch.row_of[sample_id]
-                self._entry_count -= 1
                 touched[id(batch)] = batch
+        self._entry_count -= before - len(table)
         for batch in touched.values():
             if batch.row_of:
                 self._compact(batch)

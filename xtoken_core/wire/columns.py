@@ -20,6 +20,9 @@ import msgspec
 from xtoken_core.wire.bounds import MAX_DIMS, MAX_EXTENT, MAX_NAME, MAX_ROWS, MAX_UNIT_BYTES
 from xtoken_core.wire.errors import QueueError
 
+if sys.byteorder != "little":
+    raise RuntimeError("the wire format is little-endian, and so must this machine be")
+
 Buffer = bytes | bytearray | memoryview
 Kind = Literal["dense", "jagged", "object"]
 
@@ -113,13 +116,6 @@ def bytes_view(buffer: Buffer) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def int64_view(buffer: Buffer) -> memoryview:
-    """Return a view of little-endian int64 values; big-endian machines are refused."""
-    if sys.byteorder != "little":
-        raise RuntimeError("the wire format is little-endian, and so must this machine be")
-    return bytes_view(buffer).cast("q")
-
-
 def offsets_from_lengths(lengths: Sequence[int]) -> memoryview:
     """Return `rows + 1` offsets of rows with these lengths."""
     return memoryview(array("q", itertools.accumulate(lengths, initial=0)))
@@ -184,7 +180,7 @@ def _checked_offsets(head: ColumnHead, offsets: Buffer, unit: int, nbytes: int) 
     counts = bytes_view(offsets)
     if counts.nbytes != OFFSET_BYTES * (head.rows + 1):
         raise _misfit(head, f"{head.rows} rows need {head.rows + 1} int64 offsets")
-    bounds = int64_view(counts)
+    bounds = counts.cast("q")
     flat = bounds.tolist()  # compared in C with its sorted copy instead of by a Python loop
     if flat[0] != 0 or flat != sorted(flat) or flat[-1] * unit != nbytes:
         raise _misfit(head, "offsets must start at 0, never fall and end with the values")

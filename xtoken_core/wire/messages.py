@@ -567,7 +567,7 @@ def decode_reply(frame: bytes | memoryview) -> AnyReply:
     """
     try:
         return _replies.decode(frame)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise QueueError("bad_frame", f"the peer's reply is no message of version {VERSION}: {error}") from error
 
 

@@ -31,6 +31,7 @@ class OrderedSamples(Samples):
             QueueError: `unknown_sample` if one of them lacks one of `fields`; nothing is leased then.
         """
         queue, strict, needed = self._queues[task], self.tasks[task].order == "strict", frozenset(fields)
+        checked: frozenset[str] | None = None  # samples of one put share their fields
         popped: list[tuple[int, int]] = []
         taken: list[int] = []
         try:
@@ -45,7 +46,9 @@ class OrderedSamples(Samples):
                     break
                 popped.append(entry)
                 if status == Status.READY:
-                    check_fields(sample, needed)
+                    if sample.fields is not checked:
+                        check_fields(sample, needed)
+                        checked = sample.fields
                     taken.append(sample_id)
         except QueueError:
             for key, sample_id in popped:
