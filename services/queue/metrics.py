@@ -19,7 +19,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 
 from xtoken_core.errors import XtokenError
-from xtoken_core.queue.engine import TAGS
 from xtoken_core.wire import messages as m
 
 BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -78,11 +77,11 @@ class Metrics:
 
     def handled(self, request: m.Request, seconds: float) -> None:
         """Record the latency of a request that was answered at once."""
-        self._handled.observe(TAGS[type(request)], seconds)
+        self._handled.observe(m.TAGS[type(request)], seconds)
 
     def waited(self, request: m.Request, seconds: float) -> None:
         """Record how long an answered request had waited."""
-        self._waited.observe(TAGS[type(request)], seconds)
+        self._waited.observe(m.TAGS[type(request)], seconds)
 
     def refused(self, code: str) -> None:
         """Count a refused request."""

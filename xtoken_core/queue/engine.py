@@ -111,7 +111,7 @@ class Engine:
             response = self._partition(request.partition).handle(request)
         if response is None:
             return None
-        tag = TAGS[kind]
+        tag = m.TAGS[kind]
         self.counts[tag] = self.counts.get(tag, 0) + 1
         if kind not in READS:
             self._record_change(request, response, session, buffers, prior)
@@ -323,9 +323,6 @@ CALLS: dict[type[m.Request], Callable[[Engine, Any, Session, Sequence[Buffer]], 
     m.AnnounceRing: Engine._announce_ring,
 }  # fmt: skip
 """Requests that the engine answers or charges itself; all others go straight to their partition."""
-
-TAGS = {kind: str(kind.__struct_config__.tag) for kind in m.AnyRequest.__args__}
-"""Name of every type of request."""
 
 NATURALLY_IDEMPOTENT: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})
 """Requests whose repetition returns what the first one made, so that their replies need no cache."""
