@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.queue.test_run import ack_window, lease_block, make_run, put_block, rewind, rows
+from tests.unit.queue.run_calls import ack_window, lease_block, make_run, put_block, rewind, rows
 from xtoken_core.wire import QueueError
 
 
