@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from math import inf
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -16,13 +15,12 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
 
 from xtoken_core.errors import XtokenError
 from xtoken_core.wire import messages as m
 
 BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-BOUNDS = tuple(floatToGoString(bound) for bound in (*BUCKETS_S, inf))
+BOUNDS = (*map(str, BUCKETS_S), "+Inf")
 """Upper bounds of the buckets as Prometheus spells them."""
 PATIENCE_S = 5.0
 PREFIX = "xtoken_queue_"
