@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-queue bench-queue-peer bench-collate bench-padding bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-queue bench-queue-peer bench-collate bench-padding bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -47,6 +47,9 @@ test-all: $(STAMP)  ## the slow ones too
 
 test-docker: $(STAMP)  ## build the images' CPU profile and run it; DOCKER_HOST, XTOKEN_BASE and TORCH_INDEX are respected
 	$(BIN)/pytest -m docker tests/docker
+
+check-gpu-service: $(STAMP)  ## what compose starts on a GPU node, without a container engine: a run by REST; two minutes
+	$(BIN)/python -m tests.docker.by_hand
 
 test-deploy: $(STAMP)  ## the Kubernetes manifests against their API's schemas
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[deploy]'
