@@ -1,11 +1,13 @@
-"""The control plane: `python -m benchmarks.control list first-step readers windows` (all four if none is named).
+"""The control plane: `python -m benchmarks.control list first-step readers windows crowd` (all five if none is named).
 
-They take half a minute, a minute, ten minutes, seven minutes; `python -m benchmarks.pages` then renders the pages.
+They take half a minute, a minute, ten minutes, seven minutes, two minutes; `python -m benchmarks.pages` then renders
+the pages.
 
 `list`: `GET /v1/runs` with 10,000 stored runs. `first-step`: from `POST /v1/runs` to the first optimiser step of a
 tiny run of two tokenizers. `readers` and `windows`: how much 200 readers, each asking every 2 s, slow
 that run's training, every worker of the run on one core, control plane, readers and this process on
-another; by alternating runs without and with them, and by one run whose readers come and go. Results go to
+another; by alternating runs without and with them, and by one run whose readers come and go. `crowd`: waiting times of
+500 readers, of whom 200 follow a run's logs, with 10,000 stored runs. Results go to
 `benchmarks/results/control.json`, each part replacing its last one.
 """
 
@@ -17,8 +19,10 @@ import os
 import platform
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
+from benchmarks.control.crowd import bench_crowd
 from benchmarks.control.plane import ROOT, plane, quantile, start_tiny, wait
 from benchmarks.control.readers import bench_readers, bench_windows
 
@@ -64,19 +68,23 @@ def bench_first_step() -> dict[str, Any]:
 def main() -> None:
     """Run the parts that are named and keep their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"list": bench_list, "first-step": bench_first_step, "readers": bench_readers, "windows": bench_windows}
+    parts = {
+        "list": bench_list, "first-step": bench_first_step, "readers": bench_readers, "windows": bench_windows,
+        "crowd": bench_crowd,
+    }  # fmt: skip
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="result file, of which other parts are kept")
     options = parser.parse_args()
     if set(options.parts) - set(parts):
         parser.error(f"the parts are {', '.join(parts)}")
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name in options.parts or parts:
         known[name] = parts[name]() | {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "at": time.strftime("%F"),
         }
         print(json.dumps({name: known[name]}, indent=2), flush=True)
-        RESULTS.write_text(json.dumps(known, indent=2) + "\n")
+        options.out.write_text(json.dumps(known, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def show_everything(target: Target, what: str) -> None:
     """
     with target.http(timeout=PATIENCE_S) as http:
         for route in ROUTES:
-            path, began = route.format(id=target.victim), time.monotonic()
+            path, began = route.format(id=target.victim), target.clock.now()
             try:
                 with http.stream("GET", path) as response:
                     text = next(response.iter_raw(MOST_BYTES), b"")  # a file of any length may be downloaded
@@ -42,7 +42,7 @@ def show_everything(target: Target, what: str) -> None:
                 raise FaultError(f"{what}: no answer to GET {path} within {PATIENCE_S:g} s") from error
             if response.status_code >= 500:
                 raise FaultError(f"{what}: HTTP {response.status_code} for GET {path}: {text[:200]!r}")
-            if (waited := time.monotonic() - began) > SLOW_S:
+            if (waited := target.clock.since(began)) > SLOW_S:
                 raise FaultError(f"{what}: GET {path} took {waited:.1f} s")
             if b"root:x:" in text:
                 raise FaultError(f"{what}: GET {path} returned {SECRET}")

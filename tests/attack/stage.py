@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from tests.attack.free_time import FreeTime
 from tests.attack.target import Target
 from tests.contract.processes import ROOT, free_port, start_queue
 from tests.support.tiny_run import TinyAssets, documents, make_assets, tiny_spec, write_jsonl
@@ -73,7 +74,7 @@ class Stage:
             self.queue = start_queue(other, "--memory-limit", str(QUEUE_MEMORY), stderr=log)
         plain = Target(
             url, token.read_text().strip(), other, (other, other),
-            directory / "readable", directory / "runs", self._spec("plain", records=64), "",
+            directory / "readable", directory / "runs", self._spec("plain", records=64), FreeTime(), "",
             directory / "runs" / "victim",
         )  # fmt: skip
         victim = self._start(plain, self._spec("victim", records=64))

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from tests.attack.free_time import FreeTime
 from tests.contract.reference_client import Client
 from xtoken_core.data_plane.address import Address
 
@@ -32,6 +33,7 @@ class Target:
         directory: Directory that runs may read, where an attack may write files.
         runs: Directory of the control plane's runs.
         spec: A run file as JSON that the control plane accepts.
+        clock: Clock of the time that the machine had for the stage.
         victim: Id of a run that is over, whose files an attack may replace.
         victim_output: Directory of that run.
     """
@@ -43,6 +45,7 @@ class Target:
     directory: Path
     runs: Path
     spec: dict[str, Any]
+    clock: FreeTime
     victim: str
     victim_output: Path
 

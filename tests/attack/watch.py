@@ -33,7 +33,9 @@ class Watched:
     Attributes:
         faults: One text for each, without repetition.
         requests: Honest requests that were answered.
-        longest_s: Longest wait of an honest request, by what was asked.
+        longest_s: Longest wait of an honest request by the clock of `tests.attack.free_time`, by what was asked.
+        longest_wall_s: The same by the wall clock.
+        foreign_load: Fractions of the machine that other processes took, one per sample.
         most_bytes: Greatest memory above the beginning, by process.
         longest_pause_s: Longest delay of a thread that sleeps: how long this machine gave no time to anything.
     """
@@ -41,6 +43,8 @@ class Watched:
     faults: list[str] = field(default_factory=list)
     requests: int = 0
     longest_s: dict[str, float] = field(default_factory=dict)
+    longest_wall_s: dict[str, float] = field(default_factory=dict)
+    foreign_load: list[float] = field(default_factory=list)
     most_bytes: dict[str, int] = field(default_factory=dict)
     longest_pause_s: float = 0.0
 
@@ -61,6 +65,7 @@ class Watch:
                 self._use_control,
                 self._watch_processes,
                 self._watch_pauses,
+                lambda: stage.target.clock.follow(self._over),
             )
         ]
         for thread in self._threads:
@@ -88,15 +93,17 @@ class Watch:
 
     def _timed(self, what: str, request: Callable[[], object]) -> None:
         """Send a request; a fault if it fails or waits too long."""
-        began = time.monotonic()
+        clock = self.stage.target.clock
+        began = clock.now()
         try:
             request()
         except Exception as error:
             self._fault(f"{what} failed: {type(error).__name__}: {str(error)[:200]}")
-        seconds = time.monotonic() - began
+        seconds, wall = clock.since(began), time.monotonic() - began[1]
         with self._lock:
             self._seen.requests += 1
-            self._seen.longest_s[what] = max(self._seen.longest_s.get(what, 0.0), round(seconds, 3))
+            for longest, waited in ((self._seen.longest_s, seconds), (self._seen.longest_wall_s, wall)):
+                longest[what] = max(longest.get(what, 0.0), round(waited, 3))
         if seconds > LONGEST_WAIT_S:
             self._fault(f"{what} waited over {LONGEST_WAIT_S:g} s")
 
@@ -127,7 +134,7 @@ class Watch:
                 time.sleep(EVERY_S)
 
     def _watch_processes(self) -> None:
-        bounds = {name: CONTROL_BOUND if name == "control" else QUEUE_BOUND for name in self._watched()}
+        bounds = {name: bound_of(name) for name in self._watched()}
         while not self._over.is_set():
             for name, process in self._processes.items():
                 if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
@@ -149,6 +156,12 @@ class Watch:
             time.sleep(0.01)
             with self._lock:
                 self._seen.longest_pause_s = max(self._seen.longest_pause_s, round(time.monotonic() - began - 0.01, 3))
+                self._seen.foreign_load.append(self.stage.target.clock.foreign_load())
+
+
+def bound_of(name: str) -> int:
+    """Return the bytes above its beginning that a process may take, without the margin."""
+    return CONTROL_BOUND if name == "control" else QUEUE_BOUND
 
 
 def one_sample(client: Client, number: int) -> None:
