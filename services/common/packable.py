@@ -38,7 +38,7 @@ def why_not_packed(config: Mapping[str, Any], context_length: int) -> str | None
         context_length: Maximum of tokens per sample.
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         return f'the model type "{kind}" is not known to keep packed samples apart'
     if config.get("attn_logit_softcapping") is not None:
         return "it caps its attention's logits (attn_logit_softcapping)"

@@ -99,6 +99,9 @@ def hostile(kind, path, built):
         torch.save(
             {"indices": narrow.long().expand(1 << 20, 1 << 12), "likelihoods": narrow.expand(1 << 20, 1 << 12)}, path
         )
+    elif kind == "meta":
+        meta = torch.ones(1, 1, device="meta")
+        torch.save({"indices": meta.long(), "likelihoods": meta}, path)
     elif kind == "shape":
         torch.save({"indices": torch.zeros(3, 2, dtype=torch.long), "likelihoods": torch.zeros(2, 2)}, path)
     elif kind == "nan":
@@ -118,7 +121,7 @@ def hostile(kind, path, built):
         path.write_bytes((2**62).to_bytes(8, "little") + b"{" + b"[" * 5000)
 
 
-KINDS = "pickle code garbage empty cut zip wide shape nan ids|sparse ids|sparse values|list safetensors header"
+KINDS = "pickle code garbage empty cut zip wide meta shape nan ids|sparse ids|sparse values|list safetensors header"
 KINDS = [kind for part in KINDS.split("|") for kind in ([part] if part.startswith("sparse") else part.split())]
 
 

@@ -1,0 +1,36 @@
+"""Configurations of models that no library has written: whatever their values, the answer is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common import resolve
+from services.common.packable import why_not_packed
+from tests.unit.control.stored_runs import spec
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import XtokenError
+
+ODD: list[Any] = [None, True, -1, 10**30, 1e999, "x" * 1000, [], [[]], {}, {"vocab_size": []}]
+KEYS = ("model_type", "vocab_size", "text_config", "n_positions", "max_position_embeddings", "rope_scaling",
+        "attn_logit_softcapping", "hidden_size", "original_max_position_embeddings")  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: json.dumps(odd)[:20])
+@pytest.mark.parametrize("key", KEYS)
+def test_odd_value(tmp_path: Path, key: str, odd: Any) -> None:
+    model = RunSpec.model_validate(spec(tmp_path)).student
+    model.model.mkdir(parents=True)
+    config = {"model_type": "llama", "vocab_size": 8, "max_position_embeddings": 64, "rope_scaling": {"type": odd}}
+    (model.model / "config.json").write_text(json.dumps({**config, key: odd}))
+    assert "\n" not in str(why_not_packed({**config, key: odd}, 64))
+    with pytest.raises(XtokenError) as refused:  # there are neither weights nor a tokenizer
+        resolve._model("student", model)
+    assert "\n" not in str(refused.value)
+    try:
+        assert resolve._max_length("student", model, {**config, key: odd}) is not None
+    except XtokenError as error:
+        assert "\n" not in str(error)
