@@ -111,8 +111,18 @@ def control_bounds(result: dict[str, Any]) -> list[Bound]:
     """Return the bounds of the control plane."""
     slowest = max(times["p99_ms"] for times in result["list"].values() if isinstance(times, dict))
     slower = {name: result[name]["slower"] if name in result else None for name in ("readers", "windows")}
+    crowd = result.get("crowd")
+    listing = ("first page", "page in the middle", "page of runs")
+    longest = max(crowd["requests"][name]["max_ms"] for name in listing) if crowd else None
     return [
         at_most("`GET /v1/runs`, slowest p99, ms", slowest, 20),
+        at_most("500 readers: longest wait for a page of 10,000 runs, ms", longest, 1000),
+        at_most("500 readers: longest delay of a followed line, ms", crowd and crowd["followed"]["max_ms"], 2000),
+        at_most(
+            "500 readers: slowest followed log, relative to the median",
+            crowd and crowd["followed"]["slowest_to_median"],
+            2,
+        ),
         at_most("`POST /v1/runs` to the first step, slowest, s", max(result["first-step"]["seconds"]), 20),
         at_most("slow-down of training by readers, whole runs", slower["readers"], 0.03),
         at_most("slow-down of training by readers, windows of one run", slower["windows"], 0.03),

@@ -59,6 +59,14 @@ class View:
             "summary": read_json(self.output / SUMMARY) if state == RunState.COMPLETED else None,
         }  # fmt: skip
 
+    def is_over(self) -> bool:
+        """Return True if the run is over or has been removed; unlike `status`, it reads no file."""
+        run = self._runs.get(self.run_id)
+        if run is not None:
+            return run.over.is_set()
+        row = self._runs.store.run(self.run_id)
+        return row is None or RunState(row.state).over
+
     def _checkpoint(self) -> int | None:
         try:
             newest = newest_checkpoint(self.output / CHECKPOINTS)

@@ -19,7 +19,6 @@ from services.control.api.models import Artifacts, LogFile, Note, RunMetrics
 from services.control.artifacts import list_files, open_file
 from services.control.logs import Follower, last_attempts, logs_in, merged, tail
 from services.control.views import View
-from services.supervisor.run_record import RunState
 
 MAX_POINTS = 10_000
 MAX_LINES = 10_000
@@ -94,11 +93,13 @@ def show_logs(
 
 
 async def _followed(view: View, first: bytes, follower: Follower) -> AsyncIterator[bytes]:
+    def read() -> tuple[bool, bytes]:
+        over = view.is_over()  # first, so that the last lines are read after the end
+        return over, follower.read()
+
     yield first
     while True:
-        status = await run_in_threadpool(view.status)
-        over = status is None or RunState(status["state"]).over
-        added = await run_in_threadpool(follower.read)
+        over, added = await run_in_threadpool(read)
         if added:
             yield added
         if over:
