@@ -37,7 +37,6 @@ COLUMNS = (
     ("numerals", "numerals.all", ".3f"),
     ("right numeral", "numerals.right", ".3f"),
     ("misled", "numerals.misled", ".3f"),
-    ("tokens/s", "tokens_per_second", ",.0f"),
 )
 KINDS = {
     "answer": "answers of several digits",
@@ -71,6 +70,8 @@ def page(full: Summary) -> str:
         theory=theory(), outcomes=list(outcomes(full)) if full else [],
         remarks=REMARKS.read_text(encoding="utf-8").rstrip(),
         signs=list(signs(reduced)) if reduced else [],
+        missing=[(title, *brief[1:]) for title, *brief in briefly(summary("third"), without=full)],
+        choice=summary("choice"), chosen=list(briefly(summary("choice"))),
         problems=sum(map(len, held_out_problems(scale).values())) if scale else 0,
     )  # fmt: skip
 
@@ -83,6 +84,23 @@ def rows(results: Summary) -> list[tuple[str, list[Measured]]]:
         ("first students", results.students()),
     ]
     return [row for row in models if row[1]] + [(m.title, results.runs(name)) for name, m in METHODS.items()]
+
+
+def briefly(results: Summary, *, without: Summary | None = None) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield title, number of first students, gain, right answers and bits per byte of what has run.
+
+    Args:
+        results: The measurements.
+        without: Methods that have run here are left out.
+    """
+    for name, method in METHODS.items():
+        runs = results.runs(name) if results else []
+        if runs and not (without and without.runs(name)):
+            right, bits = (
+                spread([number(run, path) for run in runs], form)
+                for path, form in (("exact_match.all", "%"), ("bits_per_byte.code", ".3f"))
+            )
+            yield method.title, str(len(runs)), gain(results, method.title), right, bits
 
 
 def cells(runs: list[Measured]) -> list[str]:
