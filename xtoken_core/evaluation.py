@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,7 @@ def evaluate(
     progress: Callable[[], None] = lambda: None,
     outputs: Callable[[Tensor], Logits] | None = None,
     packed_outputs: Callable[[Tensor, PackedRow], Logits] | None = None,
+    on_fraction: Callable[[float], None] = lambda _: None,
 ) -> EvalResult:
     """Measure a causal language model on text, every document in full.
 
@@ -83,6 +85,7 @@ def evaluate(
             that is then multiplied out for 1024 positions at a time. It sees rows padded on the right without a mask.
         packed_outputs: The same for the windows of a batch packed into one row `[1, T]`, with the row's layout; it
             takes precedence.
+        on_fraction: Called after every batch with the fraction of the tokens that has been scored.
 
     Raises:
         InputError: There is no text, the tokenizer has neither BOS nor EOS, or the head has fewer rows than the
@@ -91,12 +94,19 @@ def evaluate(
     read = _up_to(documents, max_bytes)
     windows, sizes = _windows(tokenizer, read, context_length=context_length, progress=progress)
     target = torch.device(device)
-    if packed_outputs is not None:
-        batches = (_packed(batch, target, packed_outputs) for batch in _packed_batches(windows, batch_tokens))
-    else:
-        batches = (_padded(batch, target, model, outputs) for batch in _batches(windows, batch_tokens))
-    nll, hits = _score(model, batches, len(tokenizer), target, progress)
     tokens = sum(len(window.targets) for window in windows)
+    cut = list((_batches if packed_outputs is None else _packed_batches)(windows, batch_tokens))
+    if packed_outputs is not None:
+        batches = (_packed(batch, target, packed_outputs) for batch in cut)
+    else:
+        batches = (_padded(batch, target, model, outputs) for batch in cut)
+    ends = accumulate(sum(len(window.targets) for window in batch) for batch in cut)
+
+    def after_batch() -> None:
+        on_fraction(next(ends) / tokens)
+        progress()
+
+    nll, hits = _score(model, batches, len(tokenizer), target, after_batch)
     return EvalResult(
         bits_per_byte=nll / math.log(2) / sum(sizes),
         nll_nats=nll,

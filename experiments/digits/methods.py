@@ -43,7 +43,7 @@ METHODS = {
     "p_kl_prob": Method("P-KL, `prob` average", {"teacher_chunk_average": "prob"}, seeds=3),
     "p_kl_full": Method("P-KL over the full vocabulary", full=True),
     "uld": Method("ULD", {"mode": "uld"}),
-    "alm": Method("ALM", {"mode": "alm"}),
+    "alm": Method("ALM", {"mode": "alm", "alm_temperature": 100.0}),
     "alm1": Method("ALM, tau 1", {"mode": "alm", "alm_temperature": 1.0}, seeds=3),
     "alm1_ce1": Method("ALM, tau 1, CE weight 1", {"mode": "alm", "alm_temperature": 1.0}, seeds=3, ce=1.0),
     "chain": Method("chain", {"mode": "chain"}, seeds=3),

@@ -29,6 +29,7 @@ def work(link: QueueLink, *, name: str | None) -> None:
             `on_bad_record` is "fail".
     """
     with worker_session(link, role=COLLATOR, name=name or "collator-0") as worker:
+        worker.activity("loading tokenizers")
         loop = CollatorLoop(worker, make_collator(worker), open_data(worker))
         worker.phase("run")
         loop.serve()

@@ -56,6 +56,7 @@ class Worker:
         self._phase = "load"
         self._limit = self.run.spec.workers.load_timeout_s
         self._units = 0
+        self._activity = "loading"
         self._alive_at = time.monotonic()
         self._done = threading.Event()
 
@@ -63,7 +64,17 @@ class Worker:
         """Enter a phase: `load`, then `run`; each has its own limit for going without progress."""
         workers = self.run.spec.workers
         self._phase, self._limit = name, workers.load_timeout_s if name == "load" else workers.step_timeout_s
+        self._activity = ""
         self.beat()
+
+    def activity(self, text: str, fraction: float | None = None) -> None:
+        """Report work that takes long, in words; an empty text: steps again.
+
+        Args:
+            text: What is done, such as `evaluating`.
+            fraction: Part of it that is done; None: unknown.
+        """
+        self._activity = text if fraction is None else f"{text}: {fraction:.0%}"
 
     def alive(self, units: int = 0) -> None:
         """Report progress from a point at which the main loop may stop.
@@ -100,7 +111,7 @@ class Worker:
                 log.error("no progress for %g s in phase %s: heartbeats stop", self._limit, self._phase)
                 return
             try:
-                self.client.heartbeat(self._phase, self._units)
+                self.client.heartbeat(self._phase, self._units, self._activity)
             except StaleSessionError as error:
                 self._stale = error
                 return

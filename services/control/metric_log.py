@@ -32,7 +32,8 @@ class MetricLog:
     A resumed run truncates its file to the checkpoint's step; the file is then read again from the beginning.
 
     Attributes:
-        recent: The last lines, without lists of sample ids.
+        first: The first line, without lists of sample ids; None if the file is empty.
+        recent: The last lines likewise.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,6 +48,7 @@ class MetricLog:
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         self._whole: set[str] = set()
+        self.first: dict[str, Any] | None = None
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     @property
@@ -118,6 +120,7 @@ class MetricLog:
             return
         if self._steps and line["step"] < self._steps[-1]:
             return
+        self.first = self.first or line
         self.recent.append(line)
         numbers = {k: v for k, v in line.items() if _is_number(v)}
         for name in numbers.keys() - self._columns.keys() - {"step"}:

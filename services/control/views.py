@@ -55,6 +55,7 @@ class View:
             "spec": row.spec,
             "last": self.steps.last,
             "evaluation": self.eval.last,
+            "first_evaluation": self.eval.first,
             "checkpoint": self._checkpoint(),
             "summary": read_json(self.output / SUMMARY) if state == RunState.COMPLETED else None,
         }  # fmt: skip

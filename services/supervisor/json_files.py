@@ -40,6 +40,16 @@ def last_line(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def first_line(path: Path) -> dict[str, Any] | None:
+    """Return the first line of a JSON lines file as `last_line` returns the last."""
+    try:
+        with os.fdopen(open_below(path.parent, path.name), "rb") as file:
+            line = file.readline(MAX_LINE_BYTES)
+            return parse_line(line) if line.endswith(b"\n") else None
+    except OSError:
+        return None
+
+
 def parse_line(raw: bytes) -> dict[str, Any] | None:
     """Return the scalars of a line of metrics: numbers, those that are not finite as None, and short texts.
 

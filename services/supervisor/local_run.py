@@ -11,7 +11,7 @@ from typing import Any
 from services.common.custom_loss import check_custom_loss, check_importable
 from services.common.resume import CHECKPOINTS, newest_checkpoint
 from services.supervisor.interrupts import POLL_S, Interrupts
-from services.supervisor.json_files import last_line, read_json
+from services.supervisor.json_files import first_line, last_line, read_json
 from services.supervisor.launch_check import check_launch
 from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
 from services.supervisor.run_record import SUMMARY, RunResult, RunState
@@ -24,7 +24,7 @@ QUIET_S = 1.0
 """Time for the check of a run's files before anything is displayed: most errors are reported within it."""
 SUMMARY_FIELDS = (
     "id", "name", "output", "created", "began", "ended", "launch", "state", "error", "exit_code", "step", "steps",
-    "text_read", "skipped", "dead", "queue",
+    "text_read", "checking", "skipped", "dead", "queue",
 )  # fmt: skip
 
 
@@ -93,6 +93,7 @@ class LocalRun(SupervisedRun):
             "workers": known.get("workers", []),
             "last": last_line(output / "steps.jsonl"),
             "evaluation": last_line(output / "eval.jsonl"),
+            "first_evaluation": first_line(output / "eval.jsonl"),
             "checkpoint": int(checkpoint.name.removeprefix("step-")) if checkpoint is not None else None,
             "summary": read_json(output / SUMMARY) if completed else None,
             "spec": self._spec_document,

@@ -18,6 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.common.run_warnings import change_since_start, warnings_of
+from services.supervisor.remaining import duration, remaining_s
 from services.supervisor.run_record import RunState
 
 log = logging.getLogger("xtoken.supervisor")
@@ -26,6 +28,7 @@ LINE_EVERY_S = 5.0
 STOPPING = "Shutting down gracefully; press Ctrl+C again to force quit"
 STOPPING_NOW = "Force quit: progress since the last checkpoint is lost"
 LOADING, READY = "load", "run"
+LOADING_ACTIVITY = "loading"
 MOST_NAMES = 4
 BAR_WIDTH = 24
 LOSSES = ("loss", "ce_loss", "kl_loss")
@@ -128,7 +131,11 @@ class ChangeDetector:
     def changed(self, status: dict[str, Any]) -> bool:
         """Return whether the status is worth a line since the last one that was."""
         state = (status["state"], [(w["name"], w["state"], w["restarts"]) for w in status["workers"]])
-        progress = (status["step"], status.get("text_read"), _unready(status))
+        progress = (
+            status["step"],
+            status.get("text_read"),
+            [*_unready(status), *(w["activity"] for w in _busy(status))],
+        )
         due = time.monotonic() - self._last_at >= LINE_EVERY_S and progress != self._last[2:]
         if state == self._last[:2] and not due:
             return False
@@ -162,11 +169,16 @@ class LineView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._changes = ChangeDetector()
+        self._warned: set[str] = set()
 
     def show(self, status: dict[str, Any]) -> None:
-        """Print a line if the status has changed."""
+        """Print a line if the status has changed, and every warning once."""
         if self._changes.changed(status):
             self._print(status_line(status))
+        warnings = warnings_of(status)
+        for name in warnings.keys() - self._warned:
+            self._print(f"warning: {warnings[name]}")
+        self._warned |= warnings.keys()
 
     def stopping(self, *, now: bool) -> None:
         """Print that the run is being stopped."""
@@ -189,8 +201,17 @@ def status_line(status: dict[str, Any]) -> str:
     if names := _unready(status):
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         parts.append(f"waiting for {', '.join(names[:MOST_NAMES])}{more} to load")
+    parts += [f"{w['name']} {w['activity']}" for w in _busy(status)]
+    if left := remaining_s(status):
+        parts.append(f"about {duration(left)} left")
     workers = [f"{w['name']} {w['state']}{_restarts(w)}" for w in status["workers"] if _is_notable(w)]
     return ", ".join(parts + workers)
+
+
+def _busy(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the workers that do something other than steps for long, such as evaluating."""
+    active = [w for w in status["workers"] if w["state"] == "running" and w.get("activity")]
+    return [w for w in active if w["phase"] != LOADING or w["activity"].startswith("evaluating")]
 
 
 def _unready(status: dict[str, Any]) -> list[str]:
@@ -198,19 +219,27 @@ def _unready(status: dict[str, Any]) -> list[str]:
     if status["state"] not in (RunState.STARTING, RunState.RUNNING) or status["step"] == status["steps"]:
         return []
     workers = [w for w in status["workers"] if w["kind"] != "queue" and w["state"] == "running"]
+    workers = [w for w in workers if w not in _busy(status)]
     if any(
-        w["kind"] == "trainer" and w["phase"] == READY for w in workers
+        w["kind"] == "trainer" and w["phase"] == READY for w in status["workers"]
     ):  # all were ready once: one without a phase is exiting
         return [w["name"] for w in workers if w["phase"] == LOADING and w["restarts"]]
     if status["last"] and status["last"].get("step", 0) >= (status["step"] or 0):  # it has trained since the last poll
         return []
     filled = bool(status["queue"] and status["queue"]["samples"])
-    return [w["name"] for w in workers if w["phase"] != READY and not (filled and w["kind"] == "collator")]
+    return [_loading(w) for w in workers if w["phase"] != READY and not (filled and w["kind"] == "collator")]
+
+
+def _loading(worker: dict[str, Any]) -> str:
+    activity = worker.get("activity", "")
+    return f"{worker['name']} ({activity})" if activity and activity != LOADING_ACTIVITY else worker["name"]
 
 
 def _progress(status: dict[str, Any]) -> str:
     """Return a run's steps, or before them what is being checked."""
     if status["steps"] is None and not RunState(status["state"]).over:
+        if status.get("checking"):
+            return str(status["checking"])
         read = status.get("text_read")
         return "checking models, tokenizers and text" if read is None else f"{read:.0%} of the text read"
     return f"step {status['step'] or 0}/{status['steps'] or '?'}"
@@ -231,8 +260,16 @@ def final_line(status: dict[str, Any]) -> str:
         f"{summary[name]} {name}" for name in ("trained", "skipped", "dead", "truncated") if name in summary
     )
     bits = (status["evaluation"] or {}).get("bits_per_byte")
-    held_out = f"; {bits:.4f} bits per byte on held-out text" if _is_number(bits) else ""
+    held_out = f"; {bits:.4f} bits per byte on held-out text{_change(status)}" if _is_number(bits) else ""
     return f"{where}: {counts} of {summary.get('positions')} samples{held_out}; model in {status['output']}/model"
+
+
+def _change(status: dict[str, Any]) -> str:
+    """Return the change of the held-out result since step 0, in brackets; empty before a second evaluation."""
+    change = change_since_start(status)
+    if change is None:
+        return ""
+    return f" ({abs(change):.4f} {'worse' if change > 0 else 'better'} than at step 0)"
 
 
 def _resume_hint(status: dict[str, Any]) -> str:
@@ -273,7 +310,8 @@ def render_status(status: dict[str, Any], note: str) -> RenderableType:
     bar = ProgressBar(total=steps or 1, completed=completed, width=BAR_WIDTH)
     head.add_row(Text(status["name"], style="bold", overflow="fold"), status["state"], bar, _progress(status))
     parts = [head, _metrics(status), _workers(status)]
-    return Group(*parts, Text(note, style="yellow")) if note else Group(*parts)
+    notes = [f"warning: {line}" for line in warnings_of(status).values()] + ([note] if note else [])
+    return Group(*parts, *(Text(line, style="yellow") for line in notes))
 
 
 def _metrics(status: dict[str, Any]) -> RenderableType:
@@ -317,6 +355,7 @@ def _worker(worker: dict[str, Any]) -> dict[str, Text]:
         "state": worker["state"],
         "pid": str(worker["pid"] or ""),
         "phase": worker["phase"],
+        "activity": worker.get("activity", ""),
         "work": str(worker["progress"] or ""),
         "heartbeat": "" if age is None else f"{age:.0f} s ago",
         "restarts": str(worker["restarts"] or ""),

@@ -48,6 +48,7 @@ def _worker_status(group: ProcessGroup, process: ManagedProcess, stats: dict[str
         "restarts": group.restarts,
         "exit_code": process.exit_code,
         "phase": session.get("phase", ""),
+        "activity": session.get("activity", ""),
         "progress": session.get("progress", 0),
         "heartbeat_age_s": session.get("seen_age_s"),
     }

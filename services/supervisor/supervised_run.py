@@ -37,6 +37,7 @@ from xtoken_core.transports import sweep
 log = logging.getLogger("xtoken.supervisor")
 
 JOIN_POLL_S = 0.1
+BUILDING = "building what the loss needs about the two tokenizers"
 NOTHING_LEFT = "every step is trained and the model is written: nothing is left to do"
 
 LauncherFactory = Callable[[RunSpec, Path], Launcher]
@@ -104,6 +105,7 @@ class SupervisedRun:
         self._supervisor: Supervisor | None = None
         self._stop_requested = self._leave_requested = False
         self._text_read: float | None = None
+        self._checking = ""
         self._known: dict[str, Any] = {}
         self._over_at = 0.0
         self._lock = threading.Lock()
@@ -149,7 +151,7 @@ class SupervisedRun:
 
     def status(self) -> dict[str, Any]:
         """Return its supervisor's last status; ask no other process."""
-        status: dict[str, Any] = {"text_read": self._text_read, **self._known}
+        status: dict[str, Any] = {"text_read": self._text_read, "checking": self._checking, **self._known}
         if self._supervisor is not None:
             status = dict(self._supervisor.status())
         if self.result is not None:
@@ -221,6 +223,7 @@ class SupervisedRun:
 
     def _note_text_read(self, done: int, total: int) -> None:
         self._text_read = done / total if total else None
+        self._checking = "" if total else BUILDING
         if self._stop_requested:  # reading a large text for the first time takes minutes
             raise StoppedEarly
 

@@ -45,6 +45,7 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
             log.warning("removed %s, left behind by a process that is gone", leftover)
         device = device_of(spec, teacher, rank)
         transport = pick_transport(spec.workers.signal, device)
+        worker.activity("loading the model")
         model = prepared_model(worker.run, teacher, device, transport)
         worker.alive()
         tokenizer = load_tokenizer(settings.tokenizer_dir, f"teacher {teacher}")

@@ -26,7 +26,7 @@ from xtoken_core.wire import Column
 
 REPORTED = (
     *("loss", "kl_loss", "ce_loss", "accuracy", "kl_common", "l1_uncommon", "proj_accuracy", "chunk_mass"),
-    *("chain_start", "chain_inner", "chain_end"),
+    *("chain_start", "chain_inner", "chain_end", "unreachable_mass"),
 )
 BY_CLASS = tuple(f"{prefix}{name}_" for prefix in (MEAN, COUNT) for name in CLASSES)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -55,16 +56,19 @@ class Evaluator:
             The line; None on a rank that does not write.
         """
         assert self.spec.eval is not None
+        began = time.monotonic()
+        self.worker.activity("evaluating: reading the text")
         index = self._index(self.spec.eval.paths)
         student.eval()
         try:
             with torch.compiler.set_stance("force_eager"):  # many widths, each seldom: compiling them would take longer
-                result = self._measure(student, index)
+                result = self._measure(student, index, "evaluating")
                 row = {"step": step, **asdict(result), "loss": result.nll_nats / max(result.tokens, 1)}
                 for name, path in self.spec.eval.also_by_name.items():
-                    other = self._measure(student, self._index([path]))
+                    other = self._measure(student, self._index([path]), f"evaluating on {name}")
                     row |= {f"{metric}_{name}": getattr(other, metric) for metric in OF_EVERY_TEXT}
                 if self.spec.eval.teacher_kl:
+                    self.worker.activity("evaluating with the teachers")
                     self._heartbeat()
                     if self._eval_loss is None:
                         self._eval_loss = EvalLoss(
@@ -73,6 +77,8 @@ class Evaluator:
                     row |= self._eval_loss.measure(student, progress=self._heartbeat)
         finally:
             student.train()
+            self.worker.activity("")
+        row["seconds"] = round(time.monotonic() - began, 3)
         self._heartbeat()
         if not writes:
             return None
@@ -84,7 +90,7 @@ class Evaluator:
         assert self.spec.eval is not None
         return open_index(self.spec, paths, self.spec.eval.field, progress=lambda _done, _all: self._heartbeat())
 
-    def _measure(self, student: Student, index: DataIndex) -> EvalResult:
+    def _measure(self, student: Student, index: DataIndex, activity: str) -> EvalResult:
         assert self.spec.eval is not None
         return evaluate(
             student,
@@ -97,4 +103,5 @@ class Evaluator:
             progress=self._heartbeat,
             outputs=student.outputs if student.blockwise else None,
             packed_outputs=student.outputs if self.packed else None,
+            on_fraction=lambda fraction: self.worker.activity(activity, fraction),
         )

@@ -170,7 +170,10 @@ def train_line(row: Row) -> str:
     'loss 2.5000, kl_loss 2.2500, chunk_mass 0.981, 30,000 tokens/s, mfu 41.0%'
     """
     parts = [f"{name} {row[name]:.4f}{_by_teacher(row, name)}" for name in LOSSES if _has(row, name)]
+    if _has(row, "kl_fraction"):
+        parts.append(f"kl_fraction {row['kl_fraction']:.1%}")
     parts += _chunk_mass(row)
+    parts += [f"{name} {row[name]:.1%}" for name in row if name.startswith("unreachable_mass") and _has(row, name)]
     if _has(row, "grad_norm"):
         parts.append(f"grad_norm {row['grad_norm']:.4f}")
     if _has(row, "tokens_per_second"):

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from services.common.resume import CHECKPOINTS, RESOLVED
+from services.common.run_warnings import unreachable_warnings
 from services.common.step_plan import StepPlan, plan_fields, plan_step
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.checkpoint import Checkpoints, Cursor
@@ -19,7 +20,7 @@ from services.trainer.distributed import RankGroup
 from services.trainer.evaluate import Evaluator
 from services.trainer.jsonl import JsonLines, replace_file
 from services.trainer.loggers import MetricLogger, make_loggers
-from services.trainer.metrics import flops_per_token, peak_flops, peak_memory, to_floats
+from services.trainer.metrics import flops_per_token, kl_fraction, peak_flops, peak_memory, to_floats
 from services.trainer.node_reduce import StepOutcome, own_positions, reduce_plan, step_outcome
 from services.trainer.optimizer import StudentOptimizer
 from services.trainer.step import StepRunner
@@ -58,6 +59,7 @@ class TrainerLoop:
         self.cursor = Cursor()
         self.rewinds = 0
         self._saved = -1
+        self._warned: set[str] = set()
         self._flops_per_token = flops_per_token(student)
         self._peak_flops = peak_flops(student.device, spec.report.peak_tflops)
         self._optimizer_timer = DeviceTimer(student.device)
@@ -174,6 +176,7 @@ class TrainerLoop:
             self.group.all_reduce_gradients(self.optimizer.weights.values())
         *parts, last = to_floats([*metrics, {"grad_norm": self.optimizer.clip()}])
         row = combine_metrics(part for of_rank in self.group.all_gather(parts) for part in of_rank) | last
+        row |= kl_fraction(row, self.run.spec.loss)
         if not (math.isfinite(row.get("loss", 0.0)) and math.isfinite(row["grad_norm"])):
             self._skip_nonfinite(step, row)
             return {**row, "nonfinite": True}
@@ -246,6 +249,10 @@ class TrainerLoop:
             flops = self._flops_per_token * step.tokens
             line["mfu"] = round(flops / (seconds * self._peak_flops * self.group.size), 6)
         self.lines.append(line)
+        warnings = unreachable_warnings(row)
+        for name in warnings.keys() - self._warned:
+            log.warning("%s", warnings[name])
+        self._warned |= warnings.keys()
         for logger in self.loggers:
             logger.log("train", step.step, line)
 

@@ -19,7 +19,7 @@ from services.common.worker import QueueLink, Worker, worker_session
 from services.trainer.checkpoint import Cursor
 from services.trainer.distributed import RankGroup
 from services.trainer.evaluate import Evaluator
-from services.trainer.export import account_of_positions, export_student
+from services.trainer.export import account_of_positions, export_student, lines_below
 from services.trainer.jsonl import replace_file
 from services.trainer.loop import TrainerLoop
 from services.trainer.rings import TeacherRings
@@ -108,18 +108,22 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
     else:
         torch.cuda.set_device(device)
     check_room(run, device)
+    worker.activity("loading the student")
     student = load_student(run.spec, device, ranks=group.size, packed=run.packed)
     tokenizer = load_tokenizer(run.spec.student.tokenizer_dir, "student")
     if head_width(student.model) < run.student.vocab_size:
         raise InputError(
             f"the student's head has {head_width(student.model)} rows, its tokenizer {run.student.vocab_size} ids"
         )
+    worker.activity("reading projections and tables")
     loss = make_loss(run, device, custom_loss, tokenizer)
+    worker.activity("")
     rings = TeacherRings(worker, device)
     try:
         runner = StepRunner(worker, student, loss, rings, group, rank=rank, pad_id=pad_id(tokenizer))
         evaluator = Evaluator(worker, tokenizer, loss) if run.spec.eval is not None else None
         cursor = TrainerLoop(worker, student, runner, group, evaluator).train()
+        worker.activity("exporting the model")
         finish(worker, cursor, student, tokenizer, writes=group.is_leader)
         group.barrier()
     finally:
@@ -199,6 +203,14 @@ def finish(worker: Worker, cursor: Cursor, student: Student, tokenizer: Any, *, 
             f"the counts of positions do not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead "
             f"positions are not {run.positions}"
         )
+    evaluations = list(lines_below(output / "eval.jsonl", run.steps + 1))
+    if len(evaluations) > 1:
+        first, last = evaluations[0], evaluations[-1]
+        summary["held_out"] = {
+            "bits_per_byte_at_start": first["bits_per_byte"],
+            "bits_per_byte": last["bits_per_byte"],
+            "worse_than_at_start": last["bits_per_byte"] > first["bits_per_byte"],
+        }
     export_student(output / "model", run, cursor, model, tokenizer, output=output)
     replace_file(output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
     log.info("done: %d trained, %d skipped, %d dead of %d", cursor.trained, skipped, dead, run.positions)

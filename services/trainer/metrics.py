@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.student import Student
+from xtoken_core.config import LossConfig
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -31,6 +33,19 @@ def to_floats(parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
     values = [value.double() for part in parts for value in part.values()]
     numbers = iter(torch.stack(values).tolist() if values else [])
     return [{name: next(numbers) for name in part} for part in parts]
+
+
+def kl_fraction(row: Mapping[str, float], loss: LossConfig) -> dict[str, float]:
+    """Return the weighted divergence's fraction of a step's loss as a metric; none without a teacher.
+
+    >>> kl_fraction({"loss": 1.25, "kl_loss": 1.0, "ce_loss": 2.5}, LossConfig())
+    {'kl_fraction': 0.8}
+    """
+    total = row.get("loss", 0.0)
+    if "kl_loss" not in row or not math.isfinite(total) or total <= 0:
+        return {}
+    weight = 1.0 if loss.dynamic_loss_scaling else loss.ce_loss_scale
+    return {"kl_fraction": round(1.0 - weight * row["ce_loss"] / total, 6)}
 
 
 def flops_per_token(student: Student) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import field_validator
+
 from xtoken_core.config.base import Part
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.train import LoraSpec
@@ -68,6 +70,14 @@ class RunIdentity(Part):
     lora: LoraSpec | None = None
     teacher: tuple[TeacherIdentity, ...]
     loss: LossConfig
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _without_unread_temperature(cls, loss: Any) -> Any:
+        """Drop the temperature of ALM that checkpoints of other modes have stored from an earlier default."""
+        if isinstance(loss, dict) and not {loss.get("mode"), *loss.get("teacher_modes", ())} & {"alm", "custom"}:
+            return {name: value for name, value in loss.items() if name != "alm_temperature"}
+        return loss
 
     def differences(self, other: RunIdentity) -> list[str]:
         """Return the paths of the values that differ, such as `teacher.0.weight`."""

@@ -75,8 +75,9 @@ class LossConfig(Part):
     teacher_chunk_average: Literal["log_prob", "prob"] = "log_prob"
     """P-KL: average over a chunk's teacher positions, of log-probabilities or of probabilities; `prob` keeps a true
     distribution."""
-    alm_temperature: Positive = 100.0
-    """ALM: `tau`; the `tau`-th roots of both chunk likelihoods are compared."""
+    alm_temperature: Positive = 1.0
+    """ALM: `tau`; the `tau`-th roots of both chunk likelihoods are compared. With 100, as published, the term is a few
+    percent of the loss at the default weights."""
     chain_conditioning: bool = True
     """Chain: at the start of a chunk, compare over the tokens that can follow the other side's last token only."""
     chain_end_terms: bool = True
@@ -231,7 +232,7 @@ class LossConfig(Part):
             return 'reverse_kl has no meaning for mode = "uld", which compares sorted probabilities: unset it'
         if self.modes == {"alm"} and self.temperature != 1.0:
             return 'mode = "alm" compares likelihoods at temperature 1: use alm_temperature'
-        if "alm" not in self.modes and self.alm_temperature != 100.0:
+        if "alm" not in self.modes and self.alm_temperature != type(self).model_fields["alm_temperature"].default:
             return 'alm_temperature belongs to ALM: set mode = "alm" or unset it'
         if "chain" not in self.modes:
             for name in ("chain_conditioning", "chain_end_terms", "chain_bare_space"):

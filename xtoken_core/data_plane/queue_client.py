@@ -19,6 +19,7 @@ from xtoken_core.data_plane.transport import Transport
 from xtoken_core.errors import StaleSessionError
 from xtoken_core.wire import Column, QueueError, unpack_columns
 from xtoken_core.wire import messages as m
+from xtoken_core.wire.bounds import MAX_NAME
 from xtoken_core.wire.columns import Buffer
 
 R = TypeVar("R", bound=m.Reply)
@@ -106,9 +107,12 @@ class QueueClient:
         self.session, self.partition, self.run_document = reply.session, reply.partition, reply.run
         return True
 
-    def heartbeat(self, phase: str, progress: int) -> None:
-        """Keep the session alive and report the units of work finished so far."""
-        self.ask(m.Heartbeat(id=new_id(), session=self.session, phase=phase, progress=progress), m.Ok)
+    def heartbeat(self, phase: str, progress: int, activity: str = "") -> None:
+        """Keep the session alive and report the units of work finished so far, and work that takes long."""
+        request = m.Heartbeat(
+            id=new_id(), session=self.session, phase=phase, progress=progress, activity=activity[:MAX_NAME]
+        )
+        self.ask(request, m.Ok)
 
     def bye(self) -> None:
         """End the session, if there is one."""

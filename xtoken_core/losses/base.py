@@ -233,4 +233,6 @@ class ChunkLoss(Loss):
             metrics["proj_accuracy"] = partial_mean(hits, counted.sum().float() if denominator is None else denominator)
         if divergence.mass is not None:
             metrics["chunk_mass"] = partial_mean(masked_sum(divergence.mass, chunks.valid), step)
+        if divergence.unreachable is not None:
+            metrics["unreachable_mass"] = partial_mean(masked_sum(divergence.unreachable, chunks.valid), step)
         return TeacherTerm(sum(means[1:], start=means[0]) * self.scale, count, metrics)

@@ -171,12 +171,13 @@ class ChunkedHead:
         for (teacher, side), pieces in zip(self._sides(), by_teacher, strict=True):
             indices, shape = self._indices(side), self._shape(teacher)
             parts = [_scattered(each, indices, shape) for each in zip(*(d.parts for d in pieces), strict=True)]
-            agrees, mass = ([getattr(d, name) for d in pieces] for name in ("agrees", "mass"))
+            agrees, mass, missed = ([getattr(d, name) for d in pieces] for name in ("agrees", "mass", "unreachable"))
             divergences.append(
                 Divergence(
                     tuple(parts),
                     None if agrees[0] is None else _scattered(agrees, indices, shape),
                     None if mass[0] is None else _scattered(mass, indices, shape),
+                    unreachable=None if missed[0] is None else _scattered(missed, indices, shape),
                 )
             )
         B, T = self.targets.shape
@@ -312,5 +313,5 @@ def _scattered(parts: Sequence[Tensor], indices: Tensor, shape: tuple[int, int])
 
 def _detached(values: Values) -> Values:
     """Return the values without their graph."""
-    divergences = [Divergence(tuple(p.detach() for p in d.parts), d.agrees, d.mass) for d in values.divergences]
+    divergences = [d._replace(parts=tuple(p.detach() for p in d.parts), tokens=None) for d in values.divergences]
     return Values(tuple(divergences), values.losses.detach(), values.hits)

@@ -188,12 +188,14 @@ class Divergence(NamedTuple):
         agrees: bool, True if both sides' first guess is the same; None: the loss has no guess.
         mass: The teacher's probability mass; None: the loss does not report it.
         tokens: The student's cross-entropy (nats) and hits (bool), `[B, T_s]` each; None unless asked for.
+        unreachable: The teacher's mass on tokens that the student cannot reach, `[B, P]`; None: it can reach all.
     """
 
     parts: tuple[Tensor, ...]
     agrees: Tensor | None = None
     mass: Tensor | None = None
     tokens: tuple[Tensor, Tensor] | None = None
+    unreachable: Tensor | None = None
 
 
 @dataclass(frozen=True)

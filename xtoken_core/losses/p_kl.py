@@ -16,6 +16,9 @@ from xtoken_core.ops import get_op
 from xtoken_core.ops.p_kl import PKLCrossEntropyResult, PKLOptions, PKLResult
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
 
+SLICE_ENTRIES = 1 << 25
+"""Probabilities that are in memory at once while unreachable mass is measured."""
+
 
 class PKLLoss(ChunkLoss):
     """KL over the `K` compared teacher tokens, per chunk: `sum_K exp(L) (L - log Q)`.
@@ -41,6 +44,7 @@ class PKLLoss(ChunkLoss):
             rows = teacher.rows()
             projection = ProjectionMatrix.from_topk(*rows, student_vocab_size=V_s, teacher_vocab_size=V_t)
         self.projection = projection.to(device)
+        self.unreachable = (self.projection.offsets.diff() == 0).float()  # [V_t], 1 where no row names the token
 
     @property
     def compares_subset(self) -> bool:
@@ -66,6 +70,7 @@ class PKLLoss(ChunkLoss):
         """
         config = self.config
         teacher = teacher_logits if options.gathered else cut(teacher_logits, self.vocab_size)
+        unreachable = self.unreachable_mass(teacher, columns, pairing, gathered=options.gathered)
         compared = teacher, self.projection, columns, *pairing.chunk_ids
         p_kl_options = PKLOptions(
             pairing.max_chunks,
@@ -78,7 +83,39 @@ class PKLLoss(ChunkLoss):
         if not options.with_tokens:
             student = cut(student_logits, self.student_vocab_size)
             result: PKLResult = get_op("p_kl", student.device)(student, *compared, p_kl_options)
-            return Divergence((result.kl,), result.agrees, result.mass)
+            return Divergence((result.kl,), result.agrees, result.mass, unreachable=unreachable)
         op = get_op("p_kl_cross_entropy", student_logits.device)
         both: PKLCrossEntropyResult = op(student_logits, *compared, pairing.student_targets, p_kl_options)
-        return Divergence((both.kl,), both.agrees, both.mass, (both.losses, both.hits))
+        return Divergence((both.kl,), both.agrees, both.mass, (both.losses, both.hits), unreachable)
+
+    @torch.no_grad()
+    def unreachable_mass(
+        self,
+        teacher: Float[Tensor, "B T_t W"],
+        columns: Int[Tensor, " K"] | None,
+        pairing: Pairing,
+        *,
+        gathered: bool,
+    ) -> Float[Tensor, "B P"]:
+        """Return each chunk's mean of the teacher's mass on compared tokens that no row of the projection names.
+
+        This mass has no gradient: whatever the student predicts, nothing is projected onto those tokens.
+
+        Args:
+            teacher: The teacher's logits, cut to its vocabulary or gathered.
+            columns: The compared tokens; None: all.
+            pairing: The chunk of each position.
+            gathered: True if `teacher` has the compared tokens only.
+        """
+        if not gathered and columns is not None and columns.shape[0] == teacher.shape[2]:
+            columns = None
+        missing = self.unreachable if columns is None else self.unreachable[columns]
+        taken = None if gathered else columns
+        parts = []
+        for rows in teacher.split(max(1, SLICE_ENTRIES // (teacher.shape[0] * len(missing))), dim=1):
+            compared = rows if taken is None else rows.index_select(2, taken)
+            parts.append(torch.softmax(compared.float() / self.config.temperature, dim=-1) @ missing)
+        mass = torch.cat(parts, dim=1)  # [B, T_t]
+        chunk_id, max_chunks = pairing.chunk_ids[1], pairing.max_chunks
+        means: Tensor = get_op("chunk_mean", mass.device)(mass.unsqueeze(-1), chunk_id, max_chunks)[0]
+        return means.squeeze(-1)

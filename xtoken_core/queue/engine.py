@@ -263,7 +263,7 @@ class Engine:
         return session
 
     def _heartbeat(self, request: m.Heartbeat, session: Session, _buffers: Sequence[Buffer]) -> Response:
-        session.phase = request.phase
+        session.phase, session.activity = request.phase, request.activity
         if request.progress != session.progress:
             session.progress, session.progress_at = request.progress, self.clock()
         return Response(m.Ok())

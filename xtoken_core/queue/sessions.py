@@ -23,6 +23,7 @@ class Session:
         last_seen: Time of its last request, on the server's clock.
         progress: Units of work it has reported.
         progress_at: Time at which that number last grew.
+        activity: Description of work that takes long; empty for steps.
         ended: Reason for which it ended; empty while it lives.
         version: Version of the protocol that its hello agreed on.
     """
@@ -37,6 +38,7 @@ class Session:
     phase: str = "start"
     progress: int = 0
     progress_at: float = 0.0
+    activity: str = ""
     ended: str = ""
     version: int = VERSION
     public_id: str = field(init=False)

@@ -56,6 +56,7 @@ def _session(session: Session, now: float) -> dict[str, Any]:
         "rank": session.rank,
         "incarnation": session.incarnation,
         "phase": session.phase,
+        "activity": session.activity,
         "progress": session.progress,
         "progress_age_s": now - session.progress_at,
         "seen_age_s": now - session.last_seen,

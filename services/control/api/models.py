@@ -32,6 +32,8 @@ class WorkerStatus(ApiModel):
     exit_code: int | None
     phase: str
     """Phase that it reports: `load` or `run`."""
+    activity: str = ""
+    """Work that takes long, such as `evaluating: 40%`; empty while it takes steps."""
     progress: int
     """Units of work finished by the current attempt."""
     heartbeat_age_s: float | None
@@ -77,6 +79,8 @@ class RunStatus(RunSummary):
 
     text_read: float | None = None
     """Fraction (0 to 1) of the text that has been read, while the run's files are validated."""
+    checking: str = ""
+    """What is built or read for long before any process is started."""
     skipped: int | None = None
     """Positions without a sample."""
     dead: int | None = None
@@ -87,6 +91,8 @@ class RunStatus(RunSummary):
     """Metrics of the last step."""
     evaluation: dict[str, Any] | None = None
     """Metrics of the last evaluation."""
+    first_evaluation: dict[str, Any] | None = None
+    """Metrics of the first evaluation, before any step."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
     summary: dict[str, Any] | None = None

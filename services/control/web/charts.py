@@ -92,6 +92,10 @@ CHARTS = (
         "chunk-mass", "Chunk mass", "steps", "mean per chunk",
         (Line("chunk_mass*", "teacher", single_label="mass"),), floor=0.0,
     ),
+    Chart(
+        "unreachable", "Unreachable mass", "steps", "% of the teacher",
+        (Line("unreachable_mass*", "teacher", single_label="without gradient"),), divisor=0.01, floor=0.0,
+    ),
     Chart("gradient", "Gradient norm", "steps", "norm", (Line("grad_norm", "before clipping"),), floor=0.0),
     Chart("queue", "Queue", "gauges", "samples", (Line("queue_samples", "held"),), floor=0.0),
     Chart(

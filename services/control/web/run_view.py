@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from services.common.run_warnings import change_since_start, warnings_of
 from services.control.web.formatting import number, percent, seconds_since, size
+from services.supervisor.comparison import comparison_line
+from services.supervisor.remaining import remaining_s
 from services.supervisor.run_record import RunState
 
-RECENT_STEPS = 20
-"""Steps whose mean duration gives the remaining time."""
 TONES = {
     RunState.STARTING: "busy",
     RunState.RUNNING: "good",
@@ -58,16 +60,30 @@ class RunView:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated remaining seconds from the duration of the last steps; None if unknown."""
-        durations = [line["seconds"] for line in self._steps[-RECENT_STEPS:] if line.get("seconds")]
-        if self.state != RunState.RUNNING or not durations or self.step is None or self.steps is None:
-            return None
-        return (self.steps - self.step) * float(sum(durations)) / len(durations)
+        """Estimated remaining seconds, evaluations included; None if unknown."""
+        return remaining_s(self._status, self._steps) if self._steps else None
+
+    @property
+    def activities(self) -> list[str]:
+        """Work of its workers that takes long, such as evaluating."""
+        busy = [w for w in self.workers if w.get("activity") and w["state"] == "running"] if self.active else []
+        checking = [str(self._status["checking"])] if self.active and self._status.get("checking") else []
+        return checking + [f"{w['name']}: {w['activity']}" for w in busy]
 
     @property
     def progress(self) -> float | None:
         """Fraction of the steps that are done."""
         return self.step / self.steps if self.step is not None and self.steps else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings that its metrics call for."""
+        return list(warnings_of(self._status).values())
+
+    @property
+    def comparison(self) -> str:
+        """Comparison with its baseline in one line; empty without an evaluation of both."""
+        return comparison_line(Path(self.output))
 
     @property
     def resumable(self) -> bool:
@@ -80,14 +96,15 @@ class RunView:
         last, evaluation = self._status.get("last") or {}, self._status.get("evaluation") or {}
         queue = (self._status.get("queue") or {}) if self.active else {}
         masses = _masses(last)
+        unreachable = [v for name, v in last.items() if name.startswith("unreachable_mass") and v is not None]
         waits = {name: last[key] for name, key in (("teacher", "teacher_wait"), ("data", "data_wait")) if key in last}
         tiles = [
             ("Loss", number(last.get("loss")), _parts(last)),
-            ("Evaluation", number(evaluation.get("bits_per_byte")), f"bits per byte at step {evaluation['step']:,}"
-             if "bits_per_byte" in evaluation else ""),
+            ("Evaluation", number(evaluation.get("bits_per_byte")), _evaluated(evaluation, self._status)),
             ("Evaluation KL", number(evaluation.get("held_out_kl_loss")), "nats"),
             ("Evaluation accuracy", percent(evaluation.get("next_token_accuracy")), "next token"),
             ("Throughput", number(last.get("tokens_per_second")), "tokens/s"),
+            ("Unreachable mass", percent(max(unreachable, default=None)), "of the teacher, without gradient"),
             ("Wait time", percent(max(waits.values(), default=None)), _waiting(waits)),
             ("Chunk mass", number(min(masses.values(), default=None)), _lowest(masses)),
             ("Queue", number(queue.get("samples")), f"samples, {size(queue['bytes'])}" if queue else "samples"),
@@ -96,9 +113,20 @@ class RunView:
         return [tile for tile in tiles if tile[1] != "–"]
 
 
+def _evaluated(evaluation: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    if "bits_per_byte" not in evaluation:
+        return ""
+    change = change_since_start(status)
+    since = f", {change:+.4f} since step 0" if change is not None else ""
+    return f"bits per byte at step {evaluation['step']:,}{since}"
+
+
 def _parts(last: Mapping[str, Any]) -> str:
     named = (("KL", last.get("kl_loss")), ("CE", last.get("ce_loss")))
-    return ", ".join(f"{name} {number(v)}" for name, v in named if v is not None and math.isfinite(v))
+    parts = [f"{name} {number(v)}" for name, v in named if v is not None and math.isfinite(v)]
+    if last.get("kl_fraction") is not None:
+        parts.append(f"{percent(last['kl_fraction'])} of it from KL")
+    return ", ".join(parts)
 
 
 def _waiting(waits: Mapping[str, float]) -> str:

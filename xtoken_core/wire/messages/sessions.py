@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from xtoken_core.wire.bounds import MAX_SILENCE_S
+from xtoken_core.wire.bounds import MAX_NAME, MAX_SILENCE_S
 from xtoken_core.wire.columns import Id, Name
 from xtoken_core.wire.messages.base import Document, Index, Reply, Request, Seconds, SessionId, SessionRequest, Text
 
@@ -34,10 +34,11 @@ class Welcome(Reply, tag="welcome", kw_only=True):
 
 
 class Heartbeat(SessionRequest, tag="heartbeat", kw_only=True):
-    """Keep a session alive; `progress` counts units of finished work."""
+    """Keep a session alive; `progress` counts units of finished work, `activity` describes work that takes long."""
 
     phase: Name
     progress: Id = 0
+    activity: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
 
 
 class Bye(SessionRequest, tag="bye", kw_only=True):

@@ -1,0 +1,72 @@
+"""Warnings that a run's metrics call for: mass that no gradient reaches, a term without effect, a worse student."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MOST_UNREACHABLE = 0.1
+LEAST_FRACTION = 0.05
+UNREACHABLE = "unreachable_mass"
+BITS = "bits_per_byte"
+
+
+def warnings_of(status: Mapping[str, Any]) -> dict[str, str]:
+    """Return the warnings of a run, one line each, by the metric that they are about.
+
+    Args:
+        status: The fields of `GET /v1/runs/{id}`.
+    """
+    last = status.get("last") or {}
+    return unreachable_warnings(last) | _without_effect(last) | _worse(status)
+
+
+def change_since_start(status: Mapping[str, Any]) -> float | None:
+    """Return the change of the held-out text's bits per byte since step 0; None before a second evaluation."""
+    first, last = status.get("first_evaluation") or {}, status.get("evaluation") or {}
+    before, after = first.get(BITS), last.get(BITS)
+    if first.get("step") != 0 or last.get("step") in (0, None) or not (_is_finite(before) and _is_finite(after)):
+        return None
+    return float(after) - float(before)
+
+
+def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
+    """Return a warning for every teacher of which too much mass has no gradient, from a step's metrics."""
+    masses = {name: value for name, value in last.items() if name.startswith(UNREACHABLE) and _is_finite(value)}
+    lines = {}
+    for name, mass in masses.items():
+        if mass > MOST_UNREACHABLE:
+            teacher = f"teacher {name.rpartition('_t')[2]}" if len(masses) > 1 else "the teacher"
+            lines[name] = (
+                f"{mass:.0%} of the probability of {teacher} is on tokens that no row of the projection names "
+                f'({name}): P-KL has no gradient for them; use loss.mode = "chain", "alm" or "gold"'
+            )
+    return lines
+
+
+def _without_effect(last: Mapping[str, Any]) -> dict[str, str]:
+    fraction = last.get("kl_fraction")
+    if not _is_finite(fraction) or fraction >= LEAST_FRACTION or last.get("kl_loss_scale") == 0:
+        return {}
+    text = (
+        f"the divergence from the teacher is {fraction:.1%} of the loss (kl_fraction), which is close to cross-entropy "
+        "alone: raise loss.kl_loss_weight or lower loss.ce_loss_scale"
+    )
+    return {"kl_fraction": text}
+
+
+def _worse(status: Mapping[str, Any]) -> dict[str, str]:
+    change = change_since_start(status)
+    if change is None or change <= 0:
+        return {}
+    last, first = status["evaluation"], status["first_evaluation"]
+    text = (
+        f"held-out text is worse than at step 0: {last[BITS]:.4f} bits per byte after {last['step']} steps, "
+        f"{first[BITS]:.4f} before"
+    )
+    return {BITS: text}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

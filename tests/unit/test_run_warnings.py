@@ -1,0 +1,48 @@
+"""Warnings about a run's metrics, on the console and as text."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from services.common.run_warnings import warnings_of
+from services.supervisor.progress import LineView, final_line
+
+EVALUATIONS = {
+    "first_evaluation": {"step": 0, "bits_per_byte": 2.329},
+    "evaluation": {"step": 100, "bits_per_byte": 2.38},
+}
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    last = {"step": 99, "unreachable_mass_t0": 0.44, "kl_fraction": 0.02, "kl_loss_scale": 1.0}
+    return {
+        "name": "tiny", "state": "completed", "output": "/runs/tiny", "step": 100, "steps": 100, "error": "",
+        "last": last, "queue": None, "workers": [], "summary": {"trained": 8, "positions": 8}, **EVALUATIONS, **changes,
+    }  # fmt: skip
+
+
+def test_each_kind_of_harm_is_named() -> None:
+    warnings = warnings_of(status())
+    assert warnings["unreachable_mass_t0"].startswith("44% of the probability of the teacher is on tokens")
+    assert warnings["kl_fraction"].startswith("the divergence from the teacher is 2.0% of the loss")
+    assert warnings["bits_per_byte"].startswith("held-out text is worse than at step 0: 2.3800")
+
+
+def test_harmless_metrics_are_not() -> None:
+    better = {"step": 100, "bits_per_byte": 2.1}
+    harmless = {"unreachable_mass_t0": 0.05, "kl_fraction": 0.6, "kl_loss_scale": 1.0}
+    assert warnings_of(status(last=harmless, evaluation=better)) == {}
+    assert warnings_of(status(last=None, evaluation=EVALUATIONS["first_evaluation"])) == {}
+    assert warnings_of(status(last={"kl_fraction": 0.0, "kl_loss_scale": 0.0}, evaluation=better)) == {}
+
+
+def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
+    file = io.StringIO()
+    view = LineView(Console(file=file, width=400))
+    for _ in range(3):
+        view.show(status(state="running"))
+    assert file.getvalue().count("worse than at step 0") == 1
+    assert "2.3800 bits per byte on held-out text (0.0510 worse than at step 0)" in final_line(status())
