@@ -100,13 +100,7 @@ def evaluate(
         batches = (_packed(batch, target, packed_outputs) for batch in cut)
     else:
         batches = (_padded(batch, target, model, outputs) for batch in cut)
-    ends = accumulate(sum(len(window.targets) for window in batch) for batch in cut)
-
-    def after_batch() -> None:
-        on_fraction(next(ends) / tokens)
-        progress()
-
-    nll, hits = _score(model, batches, len(tokenizer), target, after_batch)
+    nll, hits = _score(model, batches, len(tokenizer), target, _after_batch(cut, tokens, progress, on_fraction))
     return EvalResult(
         bits_per_byte=nll / math.log(2) / sum(sizes),
         nll_nats=nll,
@@ -115,6 +109,19 @@ def evaluate(
         next_token_accuracy=hits / max(tokens, 1),
         documents=len(sizes),
     )
+
+
+def _after_batch(
+    batches: list[list[Window]], tokens: int, progress: Callable[[], None], on_fraction: Callable[[float], None]
+) -> Callable[[], None]:
+    """Return a function that is called after every batch, and reports the fraction of the tokens that is scored."""
+    scored = accumulate(sum(len(window.targets) for window in batch) for batch in batches)
+
+    def report() -> None:
+        on_fraction(next(scored) / tokens)
+        progress()
+
+    return report
 
 
 def _windows(
