@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 MOST_UNREACHABLE = 0.1
 LEAST_FRACTION = 0.05
@@ -26,9 +26,9 @@ def change_since_start(status: Mapping[str, Any]) -> float | None:
     """Return the change of the held-out text's bits per byte since step 0; None before a second evaluation."""
     first, last = status.get("first_evaluation") or {}, status.get("evaluation") or {}
     before, after = first.get(BITS), last.get(BITS)
-    if first.get("step") != 0 or last.get("step") in (0, None) or not (_is_finite(before) and _is_finite(after)):
+    if first.get("step") != 0 or last.get("step") in (0, None):
         return None
-    return float(after) - float(before)
+    return after - before if _is_finite(before) and _is_finite(after) else None
 
 
 def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
@@ -68,5 +68,5 @@ def _worse(status: Mapping[str, Any]) -> dict[str, str]:
     return {BITS: text}
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)

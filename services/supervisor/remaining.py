@@ -24,7 +24,8 @@ def remaining_s(status: Mapping[str, Any], steps: Sequence[Mapping[str, Any]] = 
         return None
     per_step = float(sum(durations)) / len(durations)
     evaluation = (status.get("evaluation") or {}).get("seconds") or 0.0
-    return (total - step) * per_step + evaluations_left(status, step, total) * float(evaluation)
+    left: int = total - step
+    return left * per_step + evaluations_left(status, step, total) * float(evaluation)
 
 
 def evaluations_left(status: Mapping[str, Any], step: int, steps: int) -> int:

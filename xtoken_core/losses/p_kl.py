@@ -112,7 +112,7 @@ class PKLLoss(ChunkLoss):
         missing = self.unreachable if columns is None else self.unreachable[columns]
         taken = None if gathered else columns
         parts = []
-        for rows in teacher.split(max(1, SLICE_ENTRIES // (teacher.shape[0] * len(missing))), dim=1):
+        for rows in torch.split(teacher, max(1, SLICE_ENTRIES // (teacher.shape[0] * len(missing))), dim=1):
             compared = rows if taken is None else rows.index_select(2, taken)
             parts.append(torch.softmax(compared.float() / self.config.temperature, dim=-1) @ missing)
         mass = torch.cat(parts, dim=1)  # [B, T_t]
