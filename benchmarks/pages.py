@@ -157,6 +157,7 @@ PARTS = [
     Part("end_to_end", PERFORMANCE, _end_to_end),
     Part("kills", PERFORMANCE, _kills),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
+    Part("images", ROOT / "docs" / "operations.md", lambda: {"r": result("images")}),
     Part("bounds", ROOT / "benchmarks" / "README.md", _bounds),
     Part(
         "hidden_states",
