@@ -11,6 +11,7 @@ import time
 
 import msgpack
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 ITEM_SIZES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 ITEM_SIZES |= {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -26,7 +27,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(Exception):
-    """Nobody answered within the client's patience."""
+    """No reply came within the client's patience."""
 
 
 class Client:
@@ -90,15 +91,18 @@ class Client:
             if reply is not None:
                 return reply
             self.drop()
-        raise UnreachableError(f"nobody answers at {self.url}")
+            time.sleep(0.05)
+        raise UnreachableError(f"no reply from {self.url}")
 
     def receive(self, request_id, deadline):
-        """The reply to a request, or None; replies to older ones are dropped."""
+        """The reply to a request, or None if the connection or the time is over; replies to older ones are dropped."""
         poller = zmq.Poller()
-        for source in (self.socket, self.refusals):
+        for source in (self.socket, self.monitor):
             poller.register(source, zmq.POLLIN)
         while ready := dict(poller.poll(max(0, int((deadline - time.monotonic()) * 1000)))):
-            if self.refusals in ready:
+            if self.socket not in ready:
+                if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                    return None
                 raise UnreachableError(f"the queue at {self.url} refuses the token or key")
             header, *buffers = self.socket.recv_multipart()
             reply = msgpack.unpackb(header, raw=False, strict_map_key=False)
@@ -114,14 +118,14 @@ class Client:
             self.socket.plain_username, self.socket.plain_password = b"xtoken", self.token.encode()
         if self.curve is not None:
             self.socket.curve_serverkey, self.socket.curve_publickey, self.socket.curve_secretkey = self.curve
-        self.refusals = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
         self.socket.connect(self.url)
 
     def drop(self):
         """Close the socket, if there is one."""
         if self.socket is not None:
             self.socket.disable_monitor()
-            self.refusals.close(linger=0)
+            self.monitor.close(linger=0)
             self.socket.close(linger=0)
         self.socket = None
 

@@ -65,9 +65,9 @@ def honest_client(peer: Any) -> Iterator[list[float]]:
 def test_a_message_of_too_many_frames_is_dropped(short_tmp: Path, frames: int) -> None:
     address = ipc_address(short_tmp / f"frames-{frames}")
     with queue_process(address) as started:
-        place = Place("library", address=address)
+        place, other = Place("library", address=address), Place("reference", address=address)
         before = psutil.Process(started.pid).memory_info().rss
-        with honest_client(place.worker()) as waits:
+        with honest_client(other.worker()) as other_waits, honest_client(place.worker()) as waits:
             attacker = Attacker(address)
             with suppress(OSError):
                 attacker.socket.sendall(b"\x01\x00" * (frames - 1) + b"\x00\x00")
@@ -77,10 +77,11 @@ def test_a_message_of_too_many_frames_is_dropped(short_tmp: Path, frames: int) -
             while len(waits) < count + 20:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-        assert max(waits) < LONGEST_WAIT_S
+        assert max(*waits, *other_waits) < LONGEST_WAIT_S
         assert psutil.Process(started.pid).memory_info().rss - before < 400 << 20
         attacker.close()
         place.leave()
+        other.leave()
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -79,19 +80,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Fuzz parsers with coverage guidance (needs the extra fuzz).")
     parser.add_argument("target", nargs="+", choices=[*SEEDS, "all"])
     parser.add_argument("--seconds", type=float, default=1200.0, help="processor time per target")
+    parser.add_argument("--jobs", type=int, default=1, help="targets side by side")
     parser.add_argument("--out", type=Path, help="add the counts to this result file")
     options = parser.parse_args()
     try:
         version("atheris")
     except PackageNotFoundError:
         parser.error("atheris is not installed: pip install -e '.[fuzz]'")
+    targets = list(SEEDS) if "all" in options.target else options.target
     failed = False
-    for target in SEEDS if "all" in options.target else options.target:
-        found = fuzz(target, options.seconds)
-        print(json.dumps({"target": target, **found}))
-        failed |= bool(found["broken_inputs"])
-        if options.out is not None:
-            add_to(options.out, target, found)
+    with ThreadPoolExecutor(options.jobs) as threads:
+        for target, found in zip(targets, threads.map(lambda t: fuzz(t, options.seconds), targets), strict=True):
+            print(json.dumps({"target": target, **found}), flush=True)
+            failed |= bool(found["broken_inputs"])
+            if options.out is not None:
+                add_to(options.out, target, found)
     return int(failed)
 
 

@@ -16,20 +16,28 @@ import atheris
 with atheris.instrument_imports(include=["xtoken_core", "services", "tomllib", "tests.fuzz.targets"]):
     from tests.fuzz.targets import TARGETS
 
-CHECK_EVERY = 256
+CHECK_EVERY = 64
+REPORT_S = 5.0
 
 
 def main() -> None:
     """Fuzz until the processor time is used up, then write a report and end."""
     target, seconds, report = TARGETS[sys.argv[1]], float(sys.argv[2]), Path(sys.argv[3])
-    executions = 0
+    executions, next_report = 0, 0.0
 
     def run(data: bytes) -> None:
-        nonlocal executions
+        nonlocal executions, next_report
         target(data)
         executions += 1
-        if executions % CHECK_EVERY == 0 and time.process_time() >= seconds > 0:
-            report.write_text(json.dumps({"executions": executions, "cpu_s": time.process_time()}))
+        if executions % CHECK_EVERY:
+            return
+        used = time.process_time()
+        if used >= min(next_report, seconds):
+            next_report = used + REPORT_S
+            unfinished = report.with_suffix(".tmp")
+            unfinished.write_text(json.dumps({"executions": executions, "cpu_s": used}))
+            unfinished.replace(report)
+        if used >= seconds:
             os._exit(0)  # libFuzzer has no way to end by processor time; its corpus is on disk already
 
     atheris.Setup([sys.argv[0], *sys.argv[4:]], run)
