@@ -25,7 +25,7 @@ from tests.contract.peers import Place
 from tests.contract.processes import ROOT, UP_S, ipc_address, start_queue
 
 MEMORY = 256 << 20
-TORN = "is torn and left out"
+TORN = "is torn and ignored"
 ROLES = ("producer-0", "producer-1", "consumer-0", "consumer-1", "run")
 
 
