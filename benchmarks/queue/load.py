@@ -1,9 +1,9 @@
 """Traffic of whole runs on one queue: `python -m benchmarks.queue.load --runs 100 --steps 200 --out RESULT.json`.
 
 Every run has ten connections: eight collators, a teacher and a trainer, which send what real workers send, with columns
-of a few bytes. 100 runs are 1,000 connections; `--runs 1 --steps 86400` is a day at one step a second. Each trainer checks
-the ids of every step. The queue's memory is sampled by the steps done; the exit status is 1 if an id was wrong, or the
-memory of a single run's queue grew by more than 5% after the first tenth.
+of a few bytes. 100 runs are 1,000 connections; `--runs 1 --steps 86400` is a day at one step a second. Trainers check the
+ids of every step. The queue's memory is sampled by the steps done; the exit status is 1 if an id was wrong, or the memory
+of a single run's queue grew by more than 5% after the first tenth.
 """
 
 from __future__ import annotations
