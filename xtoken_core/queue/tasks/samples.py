@@ -31,7 +31,7 @@ class OrderedSamples(Samples):
             QueueError: `unknown_sample` if one of them lacks one of `fields`; nothing is leased then.
         """
         queue, strict, needed = self._queues[task], self.tasks[task].order == "strict", frozenset(fields)
-        checked: frozenset[str] | None = None  # samples of one put share their fields
+        checked: frozenset[str] | None = None  # samples of one put have one set of fields
         popped: list[tuple[int, int]] = []
         taken: list[int] = []
         try:
