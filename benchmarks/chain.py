@@ -14,15 +14,16 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.chain_tables import draw_tables, draw_text
+from benchmarks.chain_tables import DrawnText, draw_tables, draw_text
 from benchmarks.gpu_tests import machine
 from benchmarks.ops import copy_bandwidth, nbytes, timed_by_events, timed_by_graph
+from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
@@ -41,6 +42,8 @@ class Shape:
 
 
 SMALL = Shape(48, 1024, 1536)
+ORDERS = "vocabulary", "class"
+"""Orders of the teacher's logits: its tokens' ids, or `xtoken_core.chain.class_order`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class Row:
     share_of_copy: float
 
 
-def chain_loss(tables: ChainTables, shape: Shape, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+def chain_loss(
+    tables: ChainTables, text: DrawnText, shape: Shape, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of both sides' logits that gives the loss of one sample."""
     loss = CrossTokenizerDistillationLoss(
         LossConfig(mode="chain"),
@@ -64,7 +69,6 @@ def chain_loss(tables: ChainTables, shape: Shape, device: torch.device) -> Calla
         teachers=[LossTeacher(shape.teacher_vocab, tables=tables)],
         device=device,
     )
-    text = draw_text(tables, shape.tokens)
     pairs = torch.ones(1, text.chunks, dtype=torch.bool)
     batch = {
         "input_ids": text.ids[0],
@@ -110,11 +114,24 @@ def measure(
     return Row(name, timed_by, forward_ms, both_ms, peak, least, least / bandwidth / both_ms * 1e3)
 
 
+def print_kernels(loss: Callable[[Tensor, Tensor], Tensor], student: Tensor, teacher: Tensor) -> None:
+    """Print the kernels of one forward and backward, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        torch.autograd.grad(loss(student, teacher), student)
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
+    for event in events[:14]:
+        print(f"    {event.device_time_total / 1e3:9.3f} ms  {event.count:4}  {event.key[:90]}", flush=True)
+
+
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chain.json")
     parser.add_argument("--backends", default="reference,triton", help="names, separated by commas")
+    parser.add_argument("--profile", action="store_true", help="print the time of every kernel of each row")
     parser.add_argument("--small", action="store_true", help="a shape that takes no time, to try this file")
     arguments = parser.parse_args()
     device, shape = torch.device("cuda"), SMALL if arguments.small else Shape()
@@ -127,16 +144,28 @@ def main() -> int:
     )
     student.requires_grad_()
     rows = []
-    for backend in arguments.backends.split(","):
+    text = draw_text(tables, shape.tokens)
+    order = class_order(tables)
+    new = torch.empty_like(order)
+    new[order] = torch.arange(len(order))
+    ordered = in_class_order(tables, order), replace(text, ids=(text.ids[0], new[text.ids[1]]))
+    runs = [(f"{name} in {how} order", name, how) for name in arguments.backends.split(",") for how in ORDERS]
+    for label, backend, how in runs:
+        if backend == "reference" and how == "class":
+            continue
         ops = ("chain", "cross_entropy")
         os.environ[ENVIRONMENT] = ",".join(f"{op}={backend}" for op in ops if backend in BACKENDS.get(op, {}))
-        row = measure(backend, chain_loss(tables, shape, device), student, teacher, bandwidth)
+        given = ordered if how == "class" else (tables, text)
+        loss = chain_loss(*given, shape, device)
+        row = measure(label, loss, student, teacher, bandwidth)
         rows.append(row)
         print(
-            f"{row.name:24} forward {row.forward_ms:8.3f} ms  both {row.both_ms:8.3f} ms  ({row.timed_by})  "
+            f"{row.name:32} forward {row.forward_ms:8.3f} ms  both {row.both_ms:8.3f} ms  ({row.timed_by})  "
             f"peak {row.peak_bytes / 2**30:6.2f} GiB  {row.share_of_copy:5.1%} of a copy",
             flush=True,
         )
+        if arguments.profile:
+            print_kernels(loss, student, teacher)
         torch.cuda.empty_cache()
     report = {
         **machine(),

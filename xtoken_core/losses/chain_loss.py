@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -14,10 +14,10 @@ from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import ChunkView, Divergence, EvalOptions, LossTeacher, Pairing, ReadTokens
-from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.losses.masks import kept_chunk_ids, next_token_targets, predicted_ids
+from xtoken_core.ops import get_op
 from xtoken_core.ops.chain.events import PARTS, SideTokens
-from xtoken_core.ops.chain.reference import ChainOptions, chain_parts
+from xtoken_core.ops.chain.reference import ChainOptions, ChainResult, ChainSettings
 
 
 class ChainLoss(ChunkLoss):
@@ -44,7 +44,9 @@ class ChainLoss(ChunkLoss):
         if teacher.tables is None:
             raise ConfigError('mode = "chain" takes the chain tables of student and teacher (LossTeacher.tables)')
         self.tables = teacher.tables.to(device)
-        self.tables.read_sizes()  # no step waits for the device
+        op: Any = get_op("chain", device)
+        op.prepare(self.tables)
+        self.op = op
         self.widths = len(self.tables.student.root), len(self.tables.teacher.root)
         if self.widths[0] > student_vocab_size or self.widths[1] > teacher.vocab_size:
             raise ConfigError(
@@ -52,6 +54,11 @@ class ChainLoss(ChunkLoss):
                 f"{index} have {student_vocab_size} and {teacher.vocab_size}: delete the tables, they are built again"
             )
         self.options = ChainOptions(config.chain_conditioning, config.chain_end_terms, config.chain_bare_space)
+
+    @property
+    def with_cross_entropy(self) -> bool:  # type: ignore[override]  # here it depends on the backend
+        """True if the backend computes the cross-entropy from the same reading of the logits."""
+        return bool(self.op.reads_once)
 
     def chunks(self, batch: Mapping[str, Tensor]) -> ChunkView:
         """Return the teacher's alignment at predicting positions; chunks that are not compared have no position."""
@@ -82,7 +89,7 @@ class ChainLoss(ChunkLoss):
         columns: Int[Tensor, " K"] | None,
         options: EvalOptions,
     ) -> Divergence:
-        """Compute the parts of every chunk's KL.
+        """Compute the parts of every chunk's KL; with `options.with_tokens` the cross-entropy too.
 
         Raises:
             ValueError: The pairing lacks the tokens that positions have read, or those that the teacher's predict.
@@ -95,13 +102,9 @@ class ChainLoss(ChunkLoss):
             SideTokens(chunk_ids[0], pairing.student_targets, read.student_ids, read.student_chunk_id),
             SideTokens(chunk_ids[1], pairing.teacher_targets, read.teacher_ids, read.teacher_chunk_id),
         )
-        parts = chain_parts(
-            cut(student_logits, self.widths[0]),
-            cut(teacher_logits, self.widths[1]),
-            sides,
-            pairing.max_chunks,
-            self.tables,
-            self.options,
-            temperature=self.config.temperature,
+        settings = ChainSettings(
+            pairing.max_chunks, self.options, self.config.temperature, with_cross_entropy=options.with_tokens
         )
-        return Divergence(tuple(parts.unbind()))
+        result: ChainResult = self.op(student_logits, teacher_logits, *sides, self.tables, settings)
+        tokens = None if result.losses is None or result.hits is None else (result.losses, result.hits)
+        return Divergence((result.start, result.inner, result.end), tokens=tokens)

@@ -33,6 +33,7 @@ class OpBackend(Enum):
     PYTORCH_NATIVE_P_KL = "xtoken_core.ops.p_kl.reference:NativePKLOp"
     PYTORCH_NATIVE_P_KL_CROSS_ENTROPY = "xtoken_core.ops.p_kl.reference:NativePKLCrossEntropyOp"
     PYTORCH_NATIVE_GOLD = "xtoken_core.ops.gold.reference:NativeGoldOp"
+    PYTORCH_NATIVE_CHAIN = "xtoken_core.ops.chain.reference:NativeChainOp"
     TRITON_EMBEDDING = "xtoken_core.ops.embedding.triton:TritonEmbeddingOp"
     TRITON_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.triton:TritonIndicesToMultihotOp"
     TRITON_SPARSE_PROJECTION = "xtoken_core.ops.sparse_projection.triton:TritonSparseProjectionOp"
@@ -71,6 +72,7 @@ BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
         "reference": OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY,
         "triton": OpBackend.TRITON_P_KL_CROSS_ENTROPY,
     },
+    "chain": {"reference": OpBackend.PYTORCH_NATIVE_CHAIN},
     "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD, "triton": OpBackend.TRITON_GOLD},
 }
 """Every op's backends by the short name that `XTOKEN_OPS` uses."""

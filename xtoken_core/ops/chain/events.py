@@ -34,6 +34,10 @@ class SideTokens:
     read: Int[Tensor, "B T"]
     read_chunk: Int[Tensor, "B T"]
 
+    def __getitem__(self, samples: slice) -> SideTokens:
+        """Return those of some samples."""
+        return SideTokens(self.chunk[samples], self.predicted[samples], self.read[samples], self.read_chunk[samples])
+
 
 @dataclass(frozen=True)
 class Layout:

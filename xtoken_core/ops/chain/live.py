@@ -26,9 +26,9 @@ def live_mask(live: LiveTable, before: Int[Tensor, " E"]) -> Bool[Tensor, "E V_x
     rules = ragged(counts.flatten(), starts.flatten(), E * live.most_rules)
     rule, row = rules.source, rules.owner // D  # the padding is that of row E
     change = torch.zeros(E + 1, live.width + 1, dtype=torch.int32, device=before.device)
-    places, ones = row * (live.width + 1), torch.ones_like(row, dtype=torch.int32)
+    offsets, ones = row * (live.width + 1), torch.ones_like(row, dtype=torch.int32)
     for low, high in ((live.point[rule], live.point[rule] + 1), (live.low[rule], live.high[rule])):
-        change.view(-1).scatter_add_(0, places + low, ones).scatter_add_(0, places + high, -ones)
+        change.view(-1).scatter_add_(0, offsets + low, ones).scatter_add_(0, offsets + high, -ones)
     change = change[:E]
     blocked = (change.cumsum(1, dtype=torch.int32) > 0).index_select(1, live.position.long())
     return (state == KEPT) | ((state == JOINED) & ~blocked)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,6 +30,8 @@ from xtoken_core.ops.chain.events import PARTS, Inner, SideTokens, Starts, find_
 from xtoken_core.ops.chain.live import live_mask
 from xtoken_core.ops.chain.ragged import pick, ragged, ragged_softmax, ragged_sum
 from xtoken_core.ops.chain.teacher_rows import TeacherRows, TeacherSlice, TopKTeacher
+from xtoken_core.ops.cross_entropy.reference import cross_entropy
+from xtoken_core.ops.numerics import ComparesLogits
 
 BLOCK_BYTES = 1 << 28
 """Memory limit of the rows of one block, both sides together."""
@@ -49,6 +51,88 @@ class ChainOptions:
     conditioning: bool = True
     end_terms: bool = True
     bare_space: bool = False
+
+
+@dataclass(frozen=True)
+class ChainSettings:
+    """Settings of a call.
+
+    Attributes:
+        max_chunks: `P`.
+        options: Terms to include.
+        temperature: Divides both sides' logits.
+        with_cross_entropy: True to return the student's cross-entropy on its whole head, too.
+    """
+
+    max_chunks: int
+    options: ChainOptions = ChainOptions()
+    temperature: float = 1.0
+    with_cross_entropy: bool = True
+
+
+class ChainResult(NamedTuple):
+    """The divergence and the cross-entropy.
+
+    Attributes:
+        start: `[B, P]`, KL at the chunk's start, in nats.
+        inner: `[B, P]`, that of the nodes inside its tokens.
+        end: `[B, P]`, that of the node after its last token.
+        losses: `[B, T_s]` cross-entropy in nats; None unless asked for.
+        hits: `[B, T_s]`, True where the first guess is right; None unless asked for.
+    """
+
+    start: Tensor
+    inner: Tensor
+    end: Tensor
+    losses: Tensor | None = None
+    hits: Tensor | None = None
+
+
+def chain(
+    student_logits: Float[Tensor, "B T_s V_head"],
+    teacher_logits: Float[Tensor, "B T_t V_m"],
+    student: SideTokens,
+    teacher: SideTokens,
+    tables: ChainTables,
+    settings: ChainSettings,
+) -> ChainResult:
+    """Compute the parts of every chunk's divergence, and `cross_entropy` on the student's whole head.
+
+    Args:
+        student_logits: The whole head; the divergence cuts it to the tables' tokens.
+        teacher_logits: Likewise; no gradient.
+        student: The student's tokens.
+        teacher: The teacher's tokens.
+        tables: Tables of the two tokenizers, on the logits' device.
+        settings: Settings of the call.
+    """
+    parts = chain_parts(
+        student_logits[..., : len(tables.student.root)],
+        teacher_logits[..., : len(tables.teacher.root)],
+        (student, teacher),
+        settings.max_chunks,
+        tables,
+        settings.options,
+        temperature=settings.temperature,
+    )
+    start, inner, end = parts.unbind()
+    if not settings.with_cross_entropy:
+        return ChainResult(start, inner, end)
+    losses, hits = cross_entropy(student_logits, student.predicted)
+    return ChainResult(start, inner, end, losses, hits)
+
+
+class NativeChainOp(ComparesLogits):
+    """Reference backend: blocks of rows, computed again for the gradient."""
+
+    reads_once = False
+    """True if divergence and cross-entropy share one reading of the student's rows and one gradient."""
+
+    forward = staticmethod(chain)
+
+    def prepare(self, tables: ChainTables) -> None:
+        """Derive from the tables what a call needs, so that no call waits for the device."""
+        tables.read_sizes()
 
 
 def chain_parts(
@@ -211,8 +295,8 @@ def inner_values(
     event, owner = (each.owner.clamp(max=E - 1) for each in (slots, members))
     of_slot = torch.where(members.owner < E, side.member_slot[members.source].to(to) - first_slot[owner], 0)
     chosen = pick(holder_logits, owner, side.member[members.source].to(to))
-    shares = ragged_softmax(chosen, members.owner, E)
-    held = chosen.new_zeros(len(event)).scatter_add(0, slots.begin[owner] + of_slot, shares)
+    weights = ragged_softmax(chosen, members.owner, E)
+    held = chosen.new_zeros(len(event)).scatter_add(0, slots.begin[owner] + of_slot, weights)
     by_root = torch.softmax(other_logits, dim=1) if tail is None else other_logits.exp()
     by_root = by_root.new_zeros(E, classes + 2).scatter_add(1, other.root.to(to).expand(by_root.shape), by_root)
     cls = side.slot_class[slots.source].to(to)

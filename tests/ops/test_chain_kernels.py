@@ -1,0 +1,139 @@
+"""The kernels of the chain divergence beside the reference, with several blocks, slices and segments each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.unit.chain.test_divergence import batch_of
+from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
+from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.losses.chain import side_tokens
+from xtoken_core.losses.masks import whole_chunks
+from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeChainOp
+
+pytest.importorskip("triton")
+launches = pytest.importorskip("xtoken_core.ops.chain.launches")
+from xtoken_core.ops.chain import layout  # noqa: E402
+from xtoken_core.ops.chain.fused import TritonChainOp  # noqa: E402
+
+slow = pytest.mark.slow
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES = {"BLOCK": 16, "GRADIENT_BLOCK": 8, "WORDS": 2, "RULES": 4, "TOKENS": 2, "SLOTS": 2}
+SEGMENTS = {"SLICE": 4, "SEGMENT": 2, "NODE_SEGMENT": 2}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for module, sizes in ((launches, SIZES), (layout, SEGMENTS)):
+        for name, size in sizes.items():
+            monkeypatch.setattr(module, name, size)
+
+
+def inputs(pair, device, dtype=torch.float32):
+    batch = batch_of(*pair, DOCUMENTS)
+    generator = torch.Generator().manual_seed(3)
+    logits = [
+        (3 * torch.randn(*ids.shape, len(side.vocab) + wider, generator=generator)).to(device, dtype)
+        for ids, side, wider in ((batch.student_ids, pair[0], 3), (batch.teacher_ids, pair[1], 2))
+    ]
+    P = batch.usable.shape[1]
+    chunk_ids = batch.student_chunk_id, batch.teacher_chunk_id
+    usable = batch.usable & whole_chunks(chunk_ids[0], P) & whole_chunks(chunk_ids[1], P)
+    sides = [
+        side_tokens(ids.to(device), chunk.to(device), usable.to(device))
+        for ids, chunk in zip((batch.student_ids, batch.teacher_ids), chunk_ids, strict=True)
+    ]
+    tables = ChainTables.of(build_tables(*(side.fast for side in pair))).to(device)
+    return *logits, *sides, tables, P
+
+
+def results(op, given, options, temperature, upcast=False):
+    student, teacher, *sides, tables, P = given
+    leaf = (student.float() if upcast else student).clone().requires_grad_()
+    found = op(leaf, teacher.float() if upcast else teacher, *sides, tables, ChainSettings(P, options, temperature))
+    generator = torch.Generator().manual_seed(5)
+    total = sum((part * torch.rand(part.shape, generator=generator).to(part)).sum() for part in found[:4])
+    return found, torch.autograd.grad(total, leaf)[0]
+
+
+def check(given, options, temperature=1.0):
+    dtype = given[0].dtype
+    found, gradient = results(TritonChainOp(), given, options, temperature)
+    expected, truth = results(NativeChainOp(), given, options, temperature, upcast=True)
+    slack = 2.0 if dtype == torch.bfloat16 and given[0].device.type == "cpu" else 1.0
+    for name, actual, wanted in zip(found._fields, found, expected, strict=True):
+        assert_within(actual, wanted, OUTPUT["chunk", dtype], name, slack=slack)
+    assert_within(gradient, truth, GRADIENT["chunk", dtype], "gradient", slack=slack)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("pair", "options", "temperature"),
+    [
+        pytest.param((WHOLE, SPLIT), ChainOptions(), 1.0, id="student_is_whole"),
+        pytest.param((SPLIT, WHOLE), ChainOptions(), 2.0, id="teacher_is_whole", marks=slow),
+        pytest.param((WHOLE, SPLIT), ChainOptions(False, True, True), 1.0, id="unconditioned", marks=slow),
+        pytest.param((SPLIT, WHOLE), ChainOptions(True, False, True), 1.0, id="no_end_terms", marks=slow),
+        pytest.param((WHOLE, WHOLE), ChainOptions(), 1.0, id="one_tokenizer", marks=slow),
+    ],
+)
+def test_values_and_gradient_are_the_references(device, pair, options, temperature):
+    check(inputs(pair, device), options, temperature)
+
+
+@slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_sizes_as_shipped(device, dtype):
+    check(inputs((WHOLE, SPLIT), device, dtype), ChainOptions())
+
+
+@slow
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+def test_missing_probability_is_finite(device):
+    given = inputs((WHOLE, SPLIT), device)
+    given[0][..., ::3] = -torch.inf
+    given[1][..., 1::3] = -torch.inf
+    found, _ = results(TritonChainOp(), given, ChainOptions(), 1.0)
+    assert all(part.isfinite().all() for part in found[:3])
+    expected, _ = results(NativeChainOp(), given, ChainOptions(), 1.0)
+    for actual, wanted in zip(found[:3], expected[:3], strict=True):
+        assert_within(actual, wanted, OUTPUT["chunk", torch.float32], "part")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_vocabularies_of_thousands(dtype):
+    from benchmarks.chain_tables import draw_tables, draw_text
+
+    device = torch.device("cuda")
+    tables = draw_tables(9001, 12007)
+    text = draw_text(tables, 300)
+    ids, chunks = ([x.to(device) for x in each] for each in (text.ids, text.chunk_id))
+    usable = torch.ones(1, text.chunks, dtype=torch.bool, device=device)
+    sides = [side_tokens(i, c, usable & whole_chunks(c, text.chunks)) for i, c in zip(ids, chunks, strict=True)]
+    logits = [
+        (3 * torch.randn(1, 300, width, generator=torch.Generator().manual_seed(width))).to(device, dtype)
+        for width in (9001, 12007)
+    ]
+    tables = tables.to(device)
+    given = *logits, *sides, tables, text.chunks
+    check(given, ChainOptions())
+    TritonChainOp().prepare(tables)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        leaf = logits[0].clone().requires_grad_()
+        runs = []
+        for _ in range(2):
+            found = TritonChainOp()(leaf, logits[1], *sides, tables, ChainSettings(text.chunks))
+            total = found.start.sum() + found.inner.sum() + found.end.sum() + found.losses.sum()
+            runs.append((*found, *torch.autograd.grad(total, leaf)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
