@@ -27,8 +27,8 @@ class Pair:
     @cache  # noqa: B019 - lives as long as a test
     def spell(self, k, token):
         text = self.sides[k].bytes_of(token)
-        ids = self.sides[1 - k].encode(text) if text else []
-        return tuple(ids) if b"".join(map(self.sides[1 - k].bytes_of, ids)) == text else ()
+        other = self.sides[1 - k]
+        return tuple(other.encode(text)) if all(bytes([byte]) in other.ids for byte in text) else ()
 
     @cache  # noqa: B019
     def root(self, k, token):

@@ -65,3 +65,24 @@ def test_records_of_every_kind(name):
     torch.testing.assert_close(sum(each[0] for each in alone), loss, rtol=1e-9, atol=0)
     torch.testing.assert_close(torch.cat([each[1] for each in alone]), gradient, rtol=1e-7, atol=1e-12)
     assert combine_metrics(each[2] for each in alone) == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+
+
+def test_a_truncated_document_has_no_end_of_text():
+    student, teacher = vocabularies.byte_level(300), vocabularies.byte_level(400)
+    tables = ChainTables.of(build_tables(student, teacher))
+    collator = CrossTokenizerCollator(
+        student_tokenizer=student, teacher_tokenizer=teacher, aligner=None, ctx_length_student=24, ctx_length_teacher=24
+    )
+    texts = ["ab\n", "lowest " * 30, "one 12\n    if x:\n" * 9]
+    batch = schema.with_numbers(dict(collator.padded([{"text": text} for text in texts])))
+    (loss,) = CrossTokenizerDistillationLoss(
+        CONFIG,
+        student_vocab_size=len(tables.student.root),
+        teachers=[LossTeacher(len(tables.teacher.root), tables=tables)],
+    ).losses
+    pairing = loss.pairing(batch)
+    for ids, chunk_id, tokenizer in zip(
+        (pairing.student_targets, pairing.teacher_targets), pairing.chunk_ids, (student, teacher), strict=True
+    ):
+        compared = (ids == tokenizer.eos_token_id) & (chunk_id >= 0)
+        assert compared.any(1).tolist() == [True, False, False]

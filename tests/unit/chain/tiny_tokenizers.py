@@ -46,7 +46,8 @@ class TinyTokenizer:
         self.fast = self._fast()
 
     def __repr__(self) -> str:
-        return f"TinyTokenizer(ALPHABET, {self.merges}, {self.pattern!r})"
+        alphabet = b"".join(piece for piece in self.vocab if len(piece) == 1)
+        return f"TinyTokenizer({alphabet}, {self.merges}, {self.pattern!r})"
 
     def bytes_of(self, token: int) -> bytes:
         return self.vocab[token]
