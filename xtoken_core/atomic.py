@@ -45,7 +45,9 @@ def atomic_write(path: Path, content: str | bytes) -> None:
         OSError: It cannot be written; what was there stays.
     """
     with atomic_path(path) as scratch:
-        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+        scratch.unlink(missing_ok=True)
+        with scratch.open("xb") as file:  # a new file: a link of this name would lead the bytes elsewhere
+            file.write(content.encode() if isinstance(content, str) else content)
 
 
 def atomic_rename(source: Path, target: Path) -> None:

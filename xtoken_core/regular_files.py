@@ -23,6 +23,7 @@ TOKENIZER_LIMIT = 256 * MIB
 MAX_NAMES = 100_000
 """Largest number of names that are listed from one directory."""
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -72,6 +73,33 @@ def open_below(root: Path, name: str) -> int:
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise IrregularFileError("not a path below its directory", root / name.replace("\0", "?"))
     return _open(root, parts, root / name)
+
+
+def append_regular(path: Path) -> int:
+    """Open a file to append to it; create it if it is missing. Neither it nor its directory may be a symbolic link.
+
+    Args:
+        path: The file.
+
+    Returns:
+        A file descriptor for writing.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+    directory = os.open(path.parent, _STEP)
+    try:
+        file = os.open(path.name, _APPEND, 0o666, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO that nothing reads
+            raise IrregularFileError("not a regular file", path) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(directory)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise IrregularFileError("not a regular file", path)
+    return file
 
 
 def read_regular(path: Path, limit: int, *, within: Sequence[Path] | None = None) -> bytes:

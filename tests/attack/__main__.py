@@ -38,6 +38,10 @@ from xtoken_core.atomic import atomic_write
 ATTACK_S = 8.0
 OVERTIME_S = 60.0
 CALM_S = 2.0
+POLL_S = 0.2
+UNENDED = "the attack did not end"
+STAGE_IS_SPENT = ("has ended", NO_ANSWER, UNENDED)
+"""Faults after which the next attack has a fresh stage: the last one may not restore the files that an attack replaces."""
 
 
 def attack(name: str, stage: Stage, watch: Watch, seed: int, seconds: float) -> dict[str, Any]:
@@ -50,10 +54,12 @@ def attack(name: str, stage: Stage, watch: Watch, seed: int, seconds: float) -> 
     process = context.Process(target=run_attack, args=(name, target, seed, seconds, theirs), daemon=True)
     process.start()
     theirs.close()
-    faults = []
+    faults, started = [], target.clock.now()
     try:
-        if not ours.poll(seconds + OVERTIME_S):
-            faults.append(f"the attack did not end within {seconds + OVERTIME_S:g} s")
+        while not ours.poll(POLL_S) and target.clock.since(started) < seconds + OVERTIME_S:
+            pass
+        if not ours.poll():
+            faults.append(f"{UNENDED} within {seconds + OVERTIME_S:g} s")
         elif text := ours.recv():
             faults.append(text)
     except EOFError:
@@ -110,7 +116,7 @@ def attack_for(
                     rows.append(row)
                     keep(rows)
                     print(json.dumps(row), flush=True)
-                    ended = any("has ended" in fault or NO_ANSWER in fault for fault in row["faults"])
+                    ended = any(reason in fault for fault in row["faults"] for reason in STAGE_IS_SPENT)
             finally:
                 watch.close()
                 closed = stage.close()

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from xtoken_core.atomic import atomic_write
 from xtoken_core.regular_files import (
     IrregularFileError,
+    append_regular,
     descriptor_path,
     names_below,
     open_below,
@@ -57,6 +59,40 @@ def test_links_are_followed_only_for_names_of_users(root: Path, tmp_path: Path) 
             open_below(root, name)
     with pytest.raises(OSError):
         open_regular(root / "loop")
+
+
+def test_append(root: Path) -> None:
+    for text in (b"one ", b"two"):
+        with os.fdopen(append_regular(root / "log"), "ab") as file:
+            file.write(text)
+    assert (root / "log").read_bytes() == b"one two"
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "read fifo", "directory", "linked directory"])
+def test_append_to_what_is_no_file(root: Path, tmp_path: Path, kind: str) -> None:
+    path, reader = root / "log", None
+    if kind == "link":
+        path.symlink_to(tmp_path / "secret")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "linked directory":
+        (root / "logs").symlink_to(tmp_path)
+        path = root / "logs" / "secret"
+    else:
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if kind == "read fifo" else None
+    with pytest.raises(OSError):
+        append_regular(path)
+    assert (tmp_path / "secret").read_text() == "secret"
+    if reader is not None:
+        os.close(reader)
+
+
+def test_atomic_write_follows_no_link(root: Path, tmp_path: Path) -> None:
+    (root / f".new.{os.getpid()}.tmp").symlink_to(tmp_path / "secret")
+    atomic_write(root / "new", "text")
+    assert (root / "new").read_text() == "text" and not (root / "new").is_symlink()
+    assert (tmp_path / "secret").read_text() == "secret"
 
 
 def test_confinement(root: Path, tmp_path: Path) -> None:

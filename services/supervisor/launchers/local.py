@@ -18,6 +18,7 @@ from services.supervisor.launchers.base import read_status
 from services.supervisor.orphan_reaper import DETACH
 from services.supervisor.os_process import Identity
 from xtoken_core.data_plane.address import Address
+from xtoken_core.regular_files import append_regular
 
 LOOPBACK = "127.0.0.1"
 
@@ -159,9 +160,9 @@ class LocalLauncher:
         """Start a command.
 
         Raises:
-            OSError: The program or the log's directory is missing.
+            OSError: The program or the log's directory is missing, or the log is no regular file.
         """
-        with log.open("ab") as output:
+        with os.fdopen(append_regular(log), "ab") as output:
             process = subprocess.Popen(
                 list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
