@@ -41,7 +41,7 @@ CALM_S = 2.0
 POLL_S = 0.2
 UNENDED = "the attack did not end"
 STAGE_IS_SPENT = ("has ended", NO_ANSWER, UNENDED)
-"""Faults after which the next attack has a fresh stage: the last one may not restore the files that an attack replaces."""
+"""Faults after which the next attack has a fresh stage: files that an attack replaced may be left."""
 
 
 def attack(name: str, stage: Stage, watch: Watch, seed: int, seconds: float) -> dict[str, Any]:
