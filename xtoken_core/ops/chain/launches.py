@@ -25,7 +25,7 @@ INTERPRETED_PROGRAMS = 3
 
 
 class StartResults(NamedTuple):
-    """What the gradient needs of the starts, by event."""
+    """Values of the starts that their gradient needs, by event."""
 
     student_bits: Tensor
     teacher_bits: Tensor
@@ -37,7 +37,7 @@ class StartResults(NamedTuple):
 
 
 class NodeResults(NamedTuple):
-    """The values of nodes and what their gradient needs, by event."""
+    """Values of nodes, and sums that their gradient needs, by event."""
 
     value: Tensor
     mass: Tensor

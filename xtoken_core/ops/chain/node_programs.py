@@ -137,11 +137,12 @@ def chain_node_kernel(
             unclipped = tl.zeros((SLOTS,), dtype=tl.float32)
             for begin in range(0, slots, SLOTS):
                 k = begin + tl.arange(0, SLOTS)
-                _, held, own = slot_values(
+                _, q, p = slot_values(
                     slot + k, k < slots, slot_class_ptr, segment_start_ptr, node_sums_ptr, first, fresh, scale, lse,
                     rest, lookup_ptr, sums_ptr, c_index_ptr, c_start_ptr, c_count_ptr
                 )  # fmt: skip
-                p, q = (own, held) if HOLDER_LEARNS else (held, own)
+                if not HOLDER_LEARNS:
+                    p, q = q, p
                 kl += xlogx(p) - p * floored_log(q)
                 mass += p
                 unclipped += tl.where(q >= TINY, p, 0.0)
