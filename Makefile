@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-queue bench-queue-peer bench-collate bench-padding bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -68,6 +68,14 @@ docs: $(STAMP)  ## generate the reference pages and the measured figures, build 
 bench-queue: $(STAMP)  ## the queue beside raw pyzmq and TransferQueue; eight minutes
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.pages
+
+bench-queue-compare: $(STAMP)  ## the same ratios here and at COMMIT, in turn; half an hour on an idle machine
+	$(BIN)/python -m benchmarks.queue.compare $(COMMIT)
+
+bench-queue-load: $(STAMP)  ## 1,000 connections of 100 runs, a day's steps of one run, 500 kills of a queue; two hours
+	$(BIN)/python -m benchmarks.queue.load --runs 100 --steps 200 --out benchmarks/results/queue_runs.json
+	$(BIN)/python -m benchmarks.queue.load --runs 1 --steps 86400 --out benchmarks/results/queue_day.json
+	$(BIN)/python -m tests.contract.killing 500 benchmarks/results/queue_kills.json
 
 bench-queue-peer:  ## install TransferQueue and Ray, in an environment of their own, for bench-queue
 	benchmarks/queue/transferqueue/install.sh .venv-transferqueue $(PYTHON)

@@ -125,6 +125,14 @@ def _bounds() -> dict[str, Any]:
     return {"tables": tables}
 
 
+def _fuzz_parsers() -> dict[str, Any]:
+    names = {
+        "frames": "messages, and the engine behind them", "columns": "columns", "journal": "write-ahead log",
+        "index": "index of a model's weights", "run_file": "run file",
+    }  # fmt: skip
+    return {"r": result("fuzz_parsers"), "names": names}
+
+
 def _comparison() -> dict[str, Any]:
     files = {name: result(name) for name in ("end_to_end", "ops", "queue", "collate")}
     queue, calls = files["queue"], ("put", "get")
@@ -158,6 +166,7 @@ PARTS = [
     Part("kills", PERFORMANCE, _kills),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
     Part("images", ROOT / "docs" / "operations.md", lambda: {"r": result("images")}),
+    Part("fuzz_parsers", ROOT / "docs" / "operations.md", _fuzz_parsers),
     Part("bounds", ROOT / "benchmarks" / "README.md", _bounds),
     Part(
         "hidden_states",

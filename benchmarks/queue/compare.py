@@ -64,7 +64,7 @@ def benchmark(tree: Path, out: Path) -> dict[str, Any]:
         "--out",
         str(out),
         "--transferqueue",
-        os.devnull,
+        str(out.with_name("none")),
     ]
     subprocess.run(command, cwd=tree, env=environment(tree), stdout=subprocess.DEVNULL, check=False)
     result: dict[str, Any] = json.loads(out.read_text())

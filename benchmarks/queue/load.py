@@ -253,7 +253,7 @@ def _memory(memory: list[tuple[int, int]]) -> dict[str, Any]:
     total = memory[-1][0]
     first = next((rss for steps, rss in memory if steps >= total / 10), memory[-1][1])
     later = [rss for steps, rss in memory if steps >= total / 10]
-    kept = memory[:: max(len(memory) // 100, 1)]
+    kept = memory[:: max(len(memory) // 20, 1)]
     return {
         "rss_mib_after_a_tenth": first / 2**20, "rss_mib_at_the_end": memory[-1][1] / 2**20,
         "rss_most_over_a_tenth": max(later, default=first) / first,

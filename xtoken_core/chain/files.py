@@ -14,6 +14,7 @@ from xtoken_core.errors import InputError, OutputError
 from xtoken_core.projection.fingerprint import FORMAT_KEY, STUDENT_KEY, TEACHER_KEY, tokenizer_fingerprint
 from xtoken_core.projection.pair_cache import CHAIN_FORMAT, PairCache
 from xtoken_core.projection.stored_tensors import safetensors_bytes
+from xtoken_core.regular_files import descriptor_path
 
 
 def cached_tables(student_tokenizer: Any, teacher_tokenizer: Any, directory: Path | None = None) -> ChainTables:
@@ -65,7 +66,7 @@ def read_tables(path: Path) -> ChainTables:
         InputError: There are none, or of another version, or they are damaged.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with descriptor_path(path) as opened, safe_open(opened, framework="pt") as file:
             if (version := (file.metadata() or {}).get(FORMAT_KEY, "no format")) != CHAIN_FORMAT:
                 raise InputError(
                     f"the chain tables {path} have {version}, this version reads {CHAIN_FORMAT}: delete the file, it "

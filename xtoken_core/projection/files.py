@@ -25,6 +25,7 @@ from xtoken_core.projection.fingerprint import (
     projection_header,
 )
 from xtoken_core.projection.stored_tensors import safetensors_bytes
+from xtoken_core.regular_files import descriptor_path
 
 MAX_ID = 1 << 26
 """A token id beyond this is taken for a damaged or hostile file."""
@@ -162,7 +163,8 @@ def _read(path: Path) -> TopKProjection | tuple[Tensor, Tensor]:
         return _own(path, metadata)
     try:
         check_archive(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with descriptor_path(path) as opened:
+            content = torch.load(opened, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ProjectionFileError(
             f"{path} holds more than tensors and numbers and is not read: {_line(error)}"
@@ -184,7 +186,7 @@ def _own(path: Path, metadata: Mapping[str, str]) -> TopKProjection:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
+        with descriptor_path(path) as opened, safe_open(opened, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in ("indices", "likelihoods")}
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise ProjectionFileError(f"the projection {path} is damaged: {_line(error)}") from error

@@ -14,6 +14,7 @@ from typing import Literal
 from safetensors import SafetensorError, safe_open
 
 from xtoken_core.projection.fingerprint import FORMAT, FORMAT_KEY, STUDENT_KEY, TEACHER_KEY, safetensors_metadata
+from xtoken_core.regular_files import descriptor_path
 
 PairKind = Literal["projection", "chain"]
 """Contents of a file: the projection that P-KL and gold read, or the chain tables."""
@@ -74,7 +75,7 @@ def outdated(path: Path, kind: PairKind, fingerprints: tuple[str, str]) -> str |
             return f"has {version}, this version reads {FORMATS[kind]}"
         if (metadata.get(STUDENT_KEY), metadata.get(TEACHER_KEY)) != fingerprints:
             return "belongs to other tokenizers"
-        with safe_open(path, framework="numpy"):  # checks the size of every tensor
+        with descriptor_path(path) as opened, safe_open(opened, framework="numpy"):  # checks the size of every tensor
             return None
     except (SafetensorError, OSError) as error:
         return f"is damaged ({error})"

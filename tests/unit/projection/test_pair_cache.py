@@ -1,6 +1,7 @@
 """Files about pairs of tokenizers: built once, and again where they cannot be used."""
 
 import logging
+import os
 
 import pytest
 import torch
@@ -54,3 +55,12 @@ def test_a_file_that_cannot_be_used_is_built_again_and_reported_once(tmp_path, c
     assert build.calls == 2
     (record,) = caplog.records
     assert reason in record.getMessage()
+
+
+def test_a_pipe_in_the_cache_is_replaced(tmp_path):
+    build, cache = Builder(), PairCache(tmp_path)
+    path = cache.file("projection", PRINTS, build)
+    path.unlink()
+    os.mkfifo(path)
+    assert cache.file("projection", PRINTS, build).read_bytes() == content()
+    assert path.is_file()
