@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from xtoken_core.atomic import atomic_write
 from xtoken_core.projection.fingerprint import FORMAT, FORMAT_KEY, STUDENT_KEY, TEACHER_KEY
 from xtoken_core.projection.pair_cache import PairCache
 from xtoken_core.projection.stored_tensors import safetensors_bytes
@@ -25,7 +26,7 @@ class Builder:
     def __call__(self, path):
         self.calls += 1
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content())
+        atomic_write(path, content())
 
 
 def test_a_file_is_built_once(tmp_path):
