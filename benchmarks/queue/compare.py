@@ -67,6 +67,8 @@ def benchmark(tree: Path, out: Path) -> dict[str, Any]:
         str(out.with_name("none")),
     ]
     subprocess.run(command, cwd=tree, env=environment(tree), stdout=subprocess.DEVNULL, check=False)
+    if not out.exists():
+        raise SystemExit(f"the benchmark of {tree} failed, see above")
     result: dict[str, Any] = json.loads(out.read_text())
     out.unlink()
     return result

@@ -18,6 +18,7 @@ from benchmarks.queue.workload import (
     BATCHES,
     FIELDS,
     PASSES,
+    PATIENCE_S,
     Phase,
     alone,
     batch,
@@ -63,7 +64,7 @@ def server(address: Address, *extra: str) -> Iterator[psutil.Process]:
 
 def connect(address: Address, name: str) -> TaskClient:
     """A client with a session, and the partition open."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + PATIENCE_S
     while address.token_file is not None and not address.token_file.exists() and time.monotonic() < deadline:
         time.sleep(0.005)
     client = TaskClient(ZmqTransport(address))
