@@ -126,8 +126,9 @@ def test_an_unknown_field_is_named(saved: ResolvedRun) -> None:
         check_output(saved)
 
 
-def test_a_checkpoint_that_says_nothing_is_named(saved: ResolvedRun) -> None:
-    run_document(saved).write_text("{}")
+@pytest.mark.parametrize("text", ["{}", "", "null", '{"a":' * 50_000, '{"identity": [], "cursor": 1}'])
+def test_a_checkpoint_that_says_nothing_is_named(saved: ResolvedRun, text: str) -> None:
+    run_document(saved).write_text(text)
     with pytest.raises(InputError, match=r"step-00000001.*remove it"):
         check_output(saved)
 

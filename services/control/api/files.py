@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,9 @@ from services.control.views import View
 MAX_POINTS = 10_000
 MAX_LINES = 10_000
 MAX_FILES = 10_000
-FOLLOW_POLL_S = 0.5
+FOLLOW_POLL_S, MAX_FOLLOW_POLL_S = 0.5, 5.0
+LOAD_FACTOR = 4
+"""Pause of a followed log, in durations of its last read: many of them leave an overloaded server time for requests."""
 MAX_STEP = 2**62
 FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -99,12 +102,19 @@ async def _followed(view: View, first: bytes, follower: Follower) -> AsyncIterat
 
     yield first
     while True:
+        began = time.monotonic()
         over, added = await run_in_threadpool(read)
+        pause = pause_after(time.monotonic() - began)
         if added:
             yield added
         if over:
             return
-        await anyio.sleep(FOLLOW_POLL_S)
+        await anyio.sleep(pause)
+
+
+def pause_after(seconds: float) -> float:
+    """Return the seconds until a log is read again, after a read that took so long, including the wait for a thread."""
+    return min(MAX_FOLLOW_POLL_S, max(FOLLOW_POLL_S, LOAD_FACTOR * seconds))
 
 
 @router.get("/artifacts", responses=problems_of(404, 422))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.control import logs
+from services.control.api.files import pause_after
 from services.control.logs import Follower, last_attempts, logs_in, merged
 
 
@@ -47,3 +48,7 @@ def test_follower_of_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(len(part) < 300 for part in parts) and b"b | other\n" in parts[0]
     lines = b"".join(parts).splitlines()
     assert lines.count(b"a | line") == 20 and sum(line.count(b"x") for line in lines) == 120
+
+
+def test_pause_of_a_followed_log_under_load() -> None:
+    assert [pause_after(seconds) for seconds in (0.001, 0.5, 60)] == [0.5, 2.0, 5.0]
