@@ -101,6 +101,7 @@ def complete(spec: dict[str, Any], assets: Assets, output: Path) -> dict[str, An
     """A RunSpec as plain values, with models, text and output."""
     teacher = {"model": str(assets.teacher), "projection": str(assets.projection), **spec.get("teacher", {})}
     return {
+        "eval": "none",
         **spec,
         "output": str(output),
         "student": {"model": str(assets.student), **spec.get("student", {})},

@@ -90,7 +90,7 @@ def run_file(scale: Scale, name: str, seed: int) -> str:
     else:
         loss |= {"kl_loss_weight": method.kl, "ce_loss_scale": method.ce}
     tables: list[tuple[str, dict[str, Any]]] = [
-        ("[student]", {"model": f"student-{seed}", "context_length": 160}),
+        ("[student]", {"model": f"student-{seed}", "context_length": 160, "dtype": "float32"}),
         *(("[[teacher]]", _teacher(teacher)) for teacher in method.teachers),
         ("[data]", {"path": "text/more.jsonl", "epochs": 8}),
         ("[eval]", {"path": "text/heldout-code.jsonl", "every": train.evaluate_every, "max_bytes": 60_000}),
@@ -119,5 +119,5 @@ def run_file(scale: Scale, name: str, seed: int) -> str:
 
 
 def _teacher(directory: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": directory, "context_length": 192}
+    found: dict[str, Any] = {"model": directory, "context_length": 192, "dtype": "float32"}
     return found if directory == SAME else {**found, "projection": "projection.safetensors"}

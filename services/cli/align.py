@@ -39,12 +39,15 @@ def show(
     html: Annotated[Path | None, typer.Option("--html", help="Write a page too.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print both tokenizations of a text, every chunk in one colour; grey is in no chunk, red does not agree."""
+    """Print both tokenizations of a text, every chunk in one colour; grey is in no chunk, red does not agree.
+
+    On a pipe it prints a line per chunk: the student's tokens, the teacher's, and what is wrong with it.
+    """
     from dataclasses import asdict
 
     from rich.console import Console
 
-    from xtoken_core.alignment.report import alignment_html, shown_sides
+    from xtoken_core.alignment.report import alignment_html, plain_chunks, shown_sides
     from xtoken_core.errors import InputError
 
     source = read_text(text, file)
@@ -55,7 +58,9 @@ def show(
         typer.echo(json.dumps({"sides": shown, "notes": list(aligner.notes)}))
     else:
         console = Console()
-        for name, tokens in sides:
+        if not console.is_terminal:
+            typer.echo("\n".join(plain_chunks(*(tokens for _, tokens in sides))))
+        for name, tokens in sides if console.is_terminal else ():
             console.print(f"{name}: {len(tokens)} tokens, {len({t.chunk for t in tokens} - {-1})} chunks", style="bold")
             console.print(_coloured(tokens))
         for note in aligner.notes:

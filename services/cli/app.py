@@ -18,6 +18,7 @@ from services.cli.control import control
 from services.cli.demo import demo
 from services.cli.export import export
 from services.cli.gradients import gradients
+from services.cli.init import init
 from services.cli.options import DEBUG_VARIABLE
 from services.cli.projection import projection_app
 from services.cli.queue import queue_app
@@ -39,7 +40,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (demo, run, collator, teacher, trainer, export, gradients, control, version):
+for command in (demo, init, run, collator, teacher, trainer, export, gradients, control, version):
     app.command()(command)
 app.add_typer(runs_app, name="runs")
 app.add_typer(queue_app, name="queue")

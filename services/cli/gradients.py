@@ -27,11 +27,11 @@ def gradients(
 ) -> None:
     """Measure gradients by class of chunk on held-out text: norms, and cosines between them. Nothing is trained."""
     from services.common.custom_loss import check_custom_loss
+    from services.common.defaults import load_run
     from services.common.input_files import check_input_files
     from xtoken_core.atomic import atomic_write
-    from xtoken_core.config import load_run_spec
 
-    spec = load_run_spec(run_file)
+    spec, _ = load_run(run_file)
     if model is not None:
         tokenizer = spec.student.tokenizer or spec.student.model
         spec = spec.model_copy(

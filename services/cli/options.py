@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -17,6 +18,7 @@ from xtoken_core.errors import ConfigError
 if TYPE_CHECKING:
     from services.common.worker import QueueLink
     from services.control.client import ControlClient
+    from xtoken_core.config import RunSpec
 
 DEBUG_VARIABLE = "XTOKEN_DEBUG"
 DEFAULT_URL = "http://127.0.0.1:8400"
@@ -67,6 +69,12 @@ LossOption = Annotated[
         metavar="MODULE:CLASS",
         help='The class of loss.mode = "custom", which is imported and run.',
         show_default=False,
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="TABLE.KEY=VALUE", help="Replace a setting of the run file; repeatable.", show_default=False
     ),
 ]
 RankOption = Annotated[int, typer.Option("--rank", min=0, help="The trainer's rank.")]
@@ -154,6 +162,21 @@ def queue_link(
     if address.token_file is not None and address.token_file.exists():  # a queue that starts later creates it
         read_token(address.token_file)
     return QueueLink(queue, token_file, keys, incarnation, patience)
+
+
+def resolved_text(spec: RunSpec, notes: Sequence[str], *, as_json: bool) -> str:
+    """Return a specification as the text of a run file, the defaults that were filled in as comments; or as JSON."""
+    if as_json:
+        return json.dumps({"spec": spec.model_dump(mode="json"), "defaults": list(notes)}, indent=2)
+    import tomli_w
+
+    def without_none(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_none(item) for key, item in value.items() if item is not None}
+        return [without_none(item) for item in value] if isinstance(value, list) else value
+
+    comments = "".join(f"# default: {note}\n" for note in notes)
+    return comments + tomli_w.dumps(without_none(spec.model_dump(mode="json"))).rstrip("\n")
 
 
 def set_up_logging() -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli.options import ControlTokenOption, JsonOption, LossOption, read_control_token
+from services.cli.options import (
+    ControlTokenOption,
+    JsonOption,
+    LossOption,
+    SetOption,
+    read_control_token,
+    resolved_text,
+)
+
+if TYPE_CHECKING:
+    from xtoken_core.config import RunSpec
 
 
 def run(
@@ -18,6 +29,10 @@ def run(
     ] = None,
     token_file: ControlTokenOption = None,
     loss: LossOption = None,
+    settings: SetOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved run file, defaults included, and start nothing.")
+    ] = False,
     baseline: Annotated[
         bool,
         typer.Option(
@@ -32,38 +47,66 @@ def run(
     checkpoint. Without --control no process outlives this command.
     """
     from services.common.custom_loss import check_custom_loss
-    from xtoken_core.config import RunSpec, load_run_spec
+    from services.common.defaults import load_run
     from xtoken_core.errors import ConfigError
 
-    spec = load_run_spec(run_file)
+    spec, notes = load_run(run_file, settings or (), writes=not dry_run)
+    if dry_run:
+        from services.common.input_files import check_input_files
+
+        check_input_files(spec)
+        typer.echo(resolved_text(spec, notes, as_json=as_json))
+        return
     if control and loss is not None:
         raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
     if baseline and not spec.teacher:
         raise ConfigError("--baseline: this run has no teacher, so it is its own baseline: leave out --baseline")
     if not control:
         check_custom_loss(spec.loss, loss)
-
-    def run_to_end(one: RunSpec, loss: str | None) -> None:
-        if control:
-            from services.control.client import run_at
-
-            result = run_at(control, one, token=read_control_token(token_file), as_json=as_json)
-        else:
-            from services.supervisor.local_run import run_locally
-
-            result = run_locally(one, as_json=as_json, loss=loss)
-        if result.error:
-            typer.echo(f"error: {result.error}", err=True)
-        if result.exit_code:
-            raise typer.Exit(result.exit_code)
-
-    run_to_end(spec, loss)
+    for note in notes:
+        typer.echo(f"default: {note}", err=True)
+    executor = Executor(control, token_file, as_json)
+    executor.run_to_end(spec, loss)
     if baseline:
         from services.common.baseline import baseline_of
         from services.supervisor.comparison import comparison_line
 
-        run_to_end(baseline_of(spec), None)
+        executor.run_to_end(baseline_of(spec), None)
         line = comparison_line(spec.output)
         if line and not as_json:
             typer.echo(line)
     raise typer.Exit(0)
+
+
+@dataclass(frozen=True)
+class Executor:
+    """The machine that runs are executed on: a control plane, or this process.
+
+    Attributes:
+        control: URL of the control plane; None: this process.
+        token_file: File with its token.
+        as_json: Statuses are printed as JSON.
+    """
+
+    control: str | None
+    token_file: Path | None
+    as_json: bool
+
+    def run_to_end(self, spec: RunSpec, loss: str | None) -> None:
+        """Run one specification to its end.
+
+        Raises:
+            typer.Exit: It did not complete.
+        """
+        if self.control:
+            from services.control.client import run_at
+
+            result = run_at(self.control, spec, token=read_control_token(self.token_file), as_json=self.as_json)
+        else:
+            from services.supervisor.local_run import run_locally
+
+            result = run_locally(spec, as_json=self.as_json, loss=loss)
+        if result.error:
+            typer.echo(f"error: {result.error}", err=True)
+        if result.exit_code:
+            raise typer.Exit(result.exit_code)

@@ -55,9 +55,9 @@ def start(
     as_json: bool = False,
 ) -> None:
     """Start a run on the control plane and return."""
-    from xtoken_core.config import load_run_spec
+    from services.common.defaults import load_run
 
-    spec = load_run_spec(run_file)
+    spec, _ = load_run(run_file)
     if dry_run:
         with spinner(f"checking {spec.name}", quiet=as_json):
             plan = client.check(spec)
@@ -93,7 +93,7 @@ def ls(
         table.add_column(name, overflow="fold")
     for run in runs:
         progress = f"{run['step'] or 0}/{run['steps'] or '?'}"
-        table.add_row(run["id"], run["state"], progress, (run["began"] or "")[:19], run["error"])
+        table.add_row(run["id"], run["state"], progress, _local_time(run["began"]), run["error"])
     Console(soft_wrap=not sys.stdout.isatty()).print(table, markup=False)
 
 
@@ -112,6 +112,10 @@ def show(client: ControlClient, run: RunArgument, watch: WatchOption = False, as
         from services.supervisor.progress import render_status
 
         console = Console()
+        began, ended = (_local_time(status.get(name)) for name in ("began", "ended"))
+        times = f"began {began}" if began else ""
+        times += f", ended {ended}" if ended else ""
+        console.print(f"{status['id']}  {times}".rstrip(), style="dim", markup=False, highlight=False)
         console.print(render_status(status, ""))
         if status["error"]:
             console.print(status["error"], style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -218,6 +222,13 @@ def _pages(client: ControlClient, states: list[str], limit: int) -> Iterator[dic
         cursor, left = page["next"], left - len(page["runs"])
         if cursor is None:
             return
+
+
+def _local_time(at: str | None) -> str:
+    """Return a time of the control plane, which is UTC, as this machine's; empty for None."""
+    from datetime import datetime
+
+    return datetime.fromisoformat(at).astimezone().strftime("%Y-%m-%d %H:%M:%S") if at else ""
 
 
 def _resolve_id(client: ControlClient, run: str) -> str:

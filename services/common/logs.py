@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+import warnings
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "huggingface_hub")
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+"""Variables that libraries read when they are imported, which is later."""
 
 
 def set_up(*, debug: bool = False) -> None:
@@ -14,8 +21,18 @@ def set_up(*, debug: bool = False) -> None:
     formatter = logging.Formatter(FORMAT, datefmt="%Y-%m-%dT%H:%M:%SZ")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
-    logging.getLogger("torch").setLevel(logging.ERROR)  # hides advice that is no use to a user
+    if not debug:
+        _quiet_libraries()
     root = logging.getLogger("xtoken")
     root.handlers = [handler]
     root.propagate = False
     root.setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+def _quiet_libraries() -> None:
+    """Hide advice and progress bars of libraries, which name functions that no user of this program calls."""
+    for name in LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module=rf"{name}(\..*)?$")
+    for variable, value in QUIET.items():
+        os.environ.setdefault(variable, value)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+import shutil
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from services.common.custom_loss import check_custom_loss, check_importable
@@ -14,7 +16,7 @@ from services.supervisor.interrupts import POLL_S, Interrupts
 from services.supervisor.json_files import first_line, last_line, read_json
 from services.supervisor.launch_check import check_launch
 from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
-from services.supervisor.run_record import SUMMARY, RunResult, RunState
+from services.supervisor.run_record import SPEC, SUMMARY, RunResult, RunState
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
 from xtoken_core.config.spec import RunSpec
 
@@ -66,6 +68,7 @@ def run_locally(
     result = run.result
     assert result is not None, "a local run is never left"
     if run.refusal is not None:
+        run.discard_if_new()
         raise run.refusal
     if result.state == RunState.STOPPED:  # what the stop has lost is in the view's last line
         return dataclasses.replace(result, error="", exit_code=interrupts.status or result.exit_code)
@@ -78,7 +81,13 @@ class LocalRun(SupervisedRun):
     def __init__(self, spec: RunSpec, launchers: LauncherFactory, loss: str | None = None) -> None:
         super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", launchers, loss=loss)
         self._began = _now()
+        self._is_new = is_unused(self.spec.output)
         self._spec_document = spec.model_dump(mode="json")
+
+    def discard_if_new(self) -> None:
+        """Remove the output directory of a refused run, unless it was there before."""
+        if self._is_new and not (self.spec.output / SPEC).exists():
+            shutil.rmtree(self.spec.output, ignore_errors=True)
 
     def document(self) -> dict[str, Any]:
         """Return the status with the fields of the control plane's `GET /v1/runs/{id}`."""
@@ -98,6 +107,14 @@ class LocalRun(SupervisedRun):
             "summary": read_json(output / SUMMARY) if completed else None,
             "spec": self._spec_document,
         }
+
+
+def is_unused(output: Path) -> bool:
+    """Return True for a directory that does not exist, or has only what can be made again."""
+    try:
+        return {path.name for path in output.iterdir()} <= {"cache"}
+    except OSError:
+        return not output.exists()
 
 
 def follow(run: LocalRun, view: ProgressView, interrupts: Interrupts) -> None:

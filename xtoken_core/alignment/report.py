@@ -139,6 +139,32 @@ def shown_sides(
     ]
 
 
+def plain_chunks(student: Sequence[ShownToken], teacher: Sequence[ShownToken]) -> list[str]:
+    r"""Return a line per chunk, in order, and one per token in none: both sides' tokens and a remark, tabs between.
+
+    >>> one, two = ShownToken("20", 0, True), ShownToken("24", 0, True)
+    >>> plain_chunks([one, two], [ShownToken("2024", 0, True), ShownToken("!", -1, True)])
+    ['20|24\t2024', '\t!\tin no chunk']
+    """
+    lines, ours, theirs = [], list(student), list(teacher)
+    while ours or theirs:
+        for side, columns in ((ours, "{}\t"), (theirs, "\t{}")):
+            while side and side[0].chunk < 0:
+                lines.append(columns.format(side.pop(0).text) + "\tin no chunk")
+        if not (ours or theirs):
+            break
+        number = min(side[0].chunk for side in (ours, theirs) if side)
+        parts = []
+        correct = True
+        for side in (ours, theirs):
+            size = next((i for i, token in enumerate(side) if token.chunk != number), len(side))
+            parts.append("|".join(token.text for token in side[:size]))
+            correct = correct and all(token.correct for token in side[:size])
+            del side[:size]
+        lines.append("\t".join(parts) + ("" if correct else "\tthe two sides differ"))
+    return lines
+
+
 COLOURS = ("#b3e2cd", "#fdcdac", "#cbd5e8", "#f4cae4", "#e6f5c9", "#fff2ae")
 UNCHUNKED, WRONG = "#dddddd", "#ff6961"
 

@@ -1,0 +1,116 @@
+"""Models and text below a directory, and a commented run file for them. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from xtoken_core.errors import InputError
+
+DEPTH = 4
+SKIPPED = frozenset({"runs", "node_modules", "checkpoints", "__pycache__", "cache"})
+TEXT = (".jsonl", ".parquet", ".txt")
+SMALLEST_TEXT = 1 << 10
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Models and text of a run, as its file names them."""
+
+    student: str
+    teacher: str
+    data: str
+
+
+def find_inputs(base: Path, *, student: Path | None, teacher: Path | None, data: Path | None) -> Inputs:
+    """Return the inputs of a run: those that are given, and the others from the files below a directory.
+
+    Args:
+        base: Directory of the run file, which is searched.
+        student: The student's directory; None: the model with the fewest bytes of weights.
+        teacher: The teacher's directory; None: the model with the most.
+        data: The text; None: the largest file of text.
+
+    Raises:
+        InputError: There is none.
+    """
+    models, texts = _search(base)
+    for given in (student, teacher):
+        if given is not None and not (given / "config.json").is_file():
+            raise InputError(f"{given} is no Hugging Face directory: it has no config.json")
+    missing = (student is None) + (teacher is None)
+    named = {path.resolve() for path in (student, teacher) if path is not None}
+    free = [model for model in models if model.resolve() not in named]
+    if missing > len(free):
+        raise InputError(
+            f"{base} has {len(free)} Hugging Face directories with .safetensors weights besides those that are named, "
+            f"{missing} are needed: name them with --student and --teacher"
+        )
+    if data is None and not texts:
+        raise InputError(f"{base} has no text ({', '.join(TEXT)}): name it with --data")
+    return Inputs(
+        student=_relative(student or free[0], base),
+        teacher=_relative(teacher or free[-1], base),
+        data=_relative(data or texts[-1], base),
+    )
+
+
+def starter_text(inputs: Inputs) -> str:
+    """Return a commented run file."""
+    return f"""# A run of xtoken. Paths are relative to this file. What is left out gets a default, which
+# `xtoken run FILE --dry-run` prints; docs/configuration.md has every setting.
+
+student = {json.dumps(inputs.student, ensure_ascii=False)}
+teacher = {json.dumps(inputs.teacher, ensure_ascii=False)}   # leave it out to train by cross-entropy only
+data = {json.dumps(inputs.data, ensure_ascii=False)}   # .jsonl (field `text`), .parquet, .txt
+
+# output = "runs/my-run"
+
+# [eval]                        # without it, 2% of the text are held back
+# path = "heldout.jsonl"
+
+# [loss]
+# mode = "p_kl"                 # p_kl, gold, h_kl, uld, alm, chain
+# kl_loss_weight = 1.0
+# ce_loss_scale = 0.1
+
+# [train]
+# max_steps = 1000
+# samples_per_step = 32
+# learning_rate = 1e-4
+"""
+
+
+def _search(base: Path) -> tuple[list[Path], list[Path]]:
+    """Return the models by bytes of weights, and the texts by size, both ascending."""
+    models: dict[Path, int] = {}
+    texts: dict[Path, int] = {}
+    for directory, files in _directories(base):
+        weights = sum((directory / name).stat().st_size for name in files if name.endswith(".safetensors"))
+        if "config.json" in files:
+            if weights:
+                models[directory] = weights
+            continue
+        for name in files:
+            path = directory / name
+            if path.suffix.lower() in TEXT and path.is_file() and path.stat().st_size >= SMALLEST_TEXT:
+                texts[path] = path.stat().st_size
+    return sorted(models, key=lambda path: (models[path], path)), sorted(texts, key=lambda path: (texts[path], path))
+
+
+def _directories(base: Path) -> Iterator[tuple[Path, list[str]]]:
+    for root, directories, files in os.walk(base):
+        depth = len(Path(root).relative_to(base).parts)
+        hidden = (name for name in directories if name.startswith(".") or name in SKIPPED)
+        kept = set(directories) - set(hidden) if depth < DEPTH else set()
+        directories[:] = sorted(kept)
+        yield Path(root), files
+
+
+def _relative(path: Path, base: Path) -> str:
+    """Return a path relative to a directory if it lies below it."""
+    absolute = Path.cwd() / path
+    return str(absolute.relative_to(base) if absolute.is_relative_to(base) else absolute)

@@ -1,0 +1,105 @@
+"""The shortest run file, what it leaves out, and what a resume reads back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from services.common.defaults import load_run
+from services.common.held_out import is_held_out
+from services.common.machine import Machine
+from services.common.starter import find_inputs, starter_text
+from services.supervisor.run_record import SPEC, write_json
+from xtoken_core.errors import ConfigError, InputError
+
+CPU, GPU_24 = Machine(cores=2), Machine(cores=16, gpu_bytes=24 << 30)
+SHORT = 'student = "small"\nteacher = "large"\ndata = "text.jsonl"\n'
+LLAMA_1B = {"vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16, "max_position_embeddings": 131072}
+QWEN3_4B = {"vocab_size": 151936, "hidden_size": 2560, "num_hidden_layers": 36, "max_position_embeddings": 40960}
+
+
+def make_model(directory: Path, config: dict[str, Any], weights: int = 64) -> None:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({"weight": torch.zeros(weights)}, directory / "model.safetensors")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    make_model(tmp_path / "small", {"vocab_size": 90, "hidden_size": 4, "max_position_embeddings": 516})
+    make_model(tmp_path / "large", {"vocab_size": 99, "hidden_size": 8, "max_position_embeddings": 4096}, weights=128)
+    lines = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(400))
+    (tmp_path / "text.jsonl").write_text(lines)
+    (tmp_path / "short.toml").write_text(SHORT)
+    return tmp_path
+
+
+def test_three_lines_are_a_run(workspace: Path) -> None:
+    spec, notes = load_run(workspace / "short.toml", machine=CPU)
+    assert (spec.name, spec.output) == ("short", workspace / "runs" / "short")
+    assert (spec.student.context_length, spec.teacher[0].context_length) == (512, 640)
+    assert spec.student.dtype == spec.teacher[0].dtype == "float32"
+    assert spec.eval is not None and spec.eval.max_bytes == 1 << 20
+    held_out = spec.eval.paths[0].read_bytes().splitlines()
+    trained = spec.data.paths[0].read_bytes().splitlines()
+    assert 0 < len(held_out) < 40 and len(held_out) + len(trained) == 400
+    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, trained))
+    assert any(note.startswith("student.context_length = 512") for note in notes)
+
+
+def test_named_settings_stay(workspace: Path) -> None:
+    file = workspace / "full.toml"
+    file.write_text(
+        'output = "there"\neval = "none"\ndata = "text.jsonl"\n'
+        '[student]\nmodel = "small"\ncontext_length = 64\ndtype = "bfloat16"\n'
+    )
+    spec, notes = load_run(file, machine=GPU_24)
+    assert (spec.output, spec.eval, spec.data.paths) == (workspace / "there", None, (workspace / "text.jsonl",))
+    assert (spec.student.context_length, spec.student.dtype, spec.teacher) == (64, "bfloat16", ())
+    assert not any("student" in note for note in notes if "micro" not in note)
+
+
+def test_a_resume_reads_the_first_starts_defaults(workspace: Path) -> None:
+    first, _ = load_run(workspace / "short.toml", machine=CPU)
+    first.output.mkdir(parents=True, exist_ok=True)
+    write_json(first.output / SPEC, first.model_dump(mode="json"))
+    assert load_run(workspace / "short.toml", machine=GPU_24)[0] == first
+
+
+def test_settings_of_the_command_line(workspace: Path) -> None:
+    settings = ["train.learning_rate=1e-5", "teacher.weight=2", "student.context_length=32", "loss.mode=chain"]
+    spec, _ = load_run(workspace / "short.toml", settings, machine=CPU, writes=False)
+    assert (spec.train.learning_rate, spec.student.context_length, spec.loss.mode) == (1e-5, 32, "chain")
+    assert not (workspace / "runs").exists()
+    for wrong, reason in (("seed", "takes table.key=value"), ("name.x=1", "is no table"), ("train.rate=1", "no such")):
+        with pytest.raises(ConfigError, match=reason):
+            load_run(workspace / "short.toml", ["name=other", wrong], machine=CPU, writes=False)
+
+
+def test_llama_1b_from_qwen3_4b_fits_24_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "small", LLAMA_1B)
+    make_model(tmp_path / "large", QWEN3_4B)
+    (tmp_path / "text.jsonl").write_text('{"text": "x"}\n' * 9)
+    (tmp_path / "run.toml").write_text(SHORT)
+    counts = {"small": 1_235_814_400, "large": 4_022_468_096}
+    monkeypatch.setattr("services.common.weights.weight_count", lambda directory: counts[directory.name])
+    spec, _ = load_run(tmp_path / "run.toml", machine=GPU_24)
+    assert not spec.train.master_weights and spec.student.blockwise_head
+    assert spec.workers.signal == "cuda_ipc_hidden"
+    assert 1280 <= spec.train.micro_batch_tokens < 16384
+    roomy, _ = load_run(tmp_path / "run.toml", machine=Machine(16, 80 << 30))
+    assert roomy.train.master_weights and roomy.train.micro_batch_tokens >= 1280
+
+
+def test_init_finds_models_and_text(workspace: Path) -> None:
+    inputs = find_inputs(workspace, student=None, teacher=None, data=None)
+    assert (inputs.student, inputs.teacher, inputs.data) == ("small", "large", "text.jsonl")
+    (workspace / "run.toml").write_text(starter_text(inputs))
+    assert load_run(workspace / "run.toml", machine=CPU)[0].teacher[0].model == workspace / "large"
+    with pytest.raises(InputError, match="name them with --student and --teacher"):
+        find_inputs(workspace / "small", student=None, teacher=None, data=None)
