@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from services.cli.options import JsonOption
 
 
 def init(
@@ -17,6 +21,7 @@ def init(
     ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="The text to train on.", show_default=False)] = None,
     out: Annotated[Path, typer.Option("--out", help="The run file; it must not exist.")] = Path("run.toml"),
+    as_json: JsonOption = False,
 ) -> None:
     """Write a commented run file from the models and the text below this directory.
 
@@ -33,6 +38,9 @@ def init(
         out.write_text(starter_text(inputs), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+    if as_json:
+        typer.echo(json.dumps({"file": str(out), **asdict(inputs)}, indent=2))
+        return
     for name, path in (("student", inputs.student), ("teacher", inputs.teacher), ("data", inputs.data)):
         typer.echo(f"{name}: {path}")
     typer.echo(

@@ -63,8 +63,8 @@ def run(
         raise ConfigError("--baseline: this run has no teacher, so it is its own baseline: leave out --baseline")
     if not control:
         check_custom_loss(spec.loss, loss)
-    for note in notes:
-        typer.echo(f"default: {note}", err=True)
+    for note in notes if not as_json else ():
+        typer.echo(f"default: {note}")
     executor = Executor(control, token_file, as_json)
     executor.run_to_end(spec, loss)
     if baseline:
