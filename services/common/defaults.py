@@ -173,7 +173,7 @@ def _stored(output: Path) -> dict[str, Any]:
 
 def _complete(completion: Completion, base: Path, output: Path, *, writes: bool) -> None:
     document, machine = completion.document, completion.machine
-    models = [("student", document.get("student"))]
+    models: list[tuple[str, Any]] = [("student", document.get("student"))]
     models += [(f"teacher.{number}", each) for number, each in enumerate(document.get("teacher", ()))]
     if any(not isinstance(model, dict) for _, model in models) or not isinstance(document.get("data"), dict):
         return  # the specification names what is missing
