@@ -36,6 +36,9 @@ class Method:
 WEIGHTS = {"even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0)}
 """Weights of the KD term and of the cross-entropy."""
 
+CHAIN = {"mode": "chain", "chain_bare_space": False}
+"""Without the nodes at a single space, as all of these runs were planned; the library's default has them."""
+
 METHODS = {
     "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}),
     "p_kl": Method("P-KL", {"mode": "p_kl"}, projects=True),
@@ -43,19 +46,19 @@ METHODS = {
     "uld": Method("ULD", {"mode": "uld"}, projects=True),
     "alm1": Method("ALM, tau 1", {"mode": "alm", "alm_temperature": 1.0}, projects=True),
     "alm100": Method("ALM, tau 100", {"mode": "alm", "alm_temperature": 100.0}, projects=True),
-    "chain": Method("chain", {"mode": "chain"}),
+    "chain": Method("chain", CHAIN),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
-        {"mode": "chain", "teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},
+        CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},
         projects=True,
         teachers=2,
     ),
-    "chain_bare_space": Method("chain with the bare space", {"mode": "chain", "chain_bare_space": True}),
-    "chain_unconditioned": Method("chain, not conditioned", {"mode": "chain", "chain_conditioning": False}),
-    "chain_no_end": Method("chain without end terms", {"mode": "chain", "chain_end_terms": False}),
+    "chain_bare_space": Method("chain with the bare space", CHAIN | {"chain_bare_space": True}),
+    "chain_unconditioned": Method("chain, not conditioned", CHAIN | {"chain_conditioning": False}),
+    "chain_no_end": Method("chain without end terms", CHAIN | {"chain_end_terms": False}),
     "chain_uncorrected": Method(
         "chain without corrections",
-        {"mode": "chain", "chain_conditioning": False, "chain_end_terms": False, "chain_bare_space": True},
+        CHAIN | {"chain_conditioning": False, "chain_end_terms": False, "chain_bare_space": True},
     ),
 }
 

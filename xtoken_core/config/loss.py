@@ -82,8 +82,8 @@ class LossConfig(Part):
     """Chain: at the start of a chunk, compare over the tokens that can follow the other side's last token only."""
     chain_end_terms: bool = True
     """Chain: compare whether a token ends after the last token of a chunk, too."""
-    chain_bare_space: bool = False
-    """Chain: compare after a single space inside a token, too, where digits that come later decide."""
+    chain_bare_space: bool = True
+    """Chain: compare after a single space inside a token, too, although digits that come later may decide there."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
     ce_loss_scale: NonNegative = 0.1

@@ -59,7 +59,7 @@ class Pair:
 class Options:
     conditioning: bool = True
     end_terms: bool = True
-    bare_space: bool = False
+    bare_space: bool = True
 
 
 def classes(pair, k, probabilities, tokens):

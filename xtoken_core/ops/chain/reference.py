@@ -44,13 +44,14 @@ class ChainOptions:
     Attributes:
         conditioning: Start terms are conditioned on the other side's cut.
         end_terms: Include the terms after the last token of a chunk.
-        bare_space: Include the terms at a node whose path is a single space. False by default: whether that token ends
-            is often decided by digits that come later, which the other side cannot know.
+        bare_space: Include the terms at a node whose path is a single space. Whether that token ends is often decided
+            by digits that come later, which the other side cannot know; a tokenizer that writes the space before a word
+            alone decides the word there.
     """
 
     conditioning: bool = True
     end_terms: bool = True
-    bare_space: bool = False
+    bare_space: bool = True
 
 
 @dataclass(frozen=True)
