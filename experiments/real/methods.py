@@ -22,7 +22,7 @@ class Method:
         weights: Pairs of `kl_loss_weight` and `ce_loss_scale` that are tried, by name.
         projects: Takes a projection file.
         custom: `MODULE:CLASS` of a loss outside the product; empty for a mode of the product.
-        teachers: How often the teacher is listed: once for each of `teacher_modes`.
+        teachers: How often the teacher is listed: once for each of `teacher_modes`; 0 trains without it.
     """
 
     title: str
@@ -39,8 +39,10 @@ WEIGHTS = {"even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0)}
 CHAIN = {"mode": "chain", "chain_bare_space": False}
 """Without the nodes at a single space, as all of these runs were planned; the library's default has them."""
 
+_CUSTOM = {"mode": "custom"}
+
 METHODS = {
-    "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}),
+    "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}, teachers=0),
     "p_kl": Method("P-KL", {"mode": "p_kl"}, projects=True),
     "gold": Method("gold", {"mode": "gold"}, projects=True),
     "uld": Method("ULD", {"mode": "uld"}, projects=True),
@@ -60,6 +62,14 @@ METHODS = {
         "chain without corrections",
         CHAIN | {"chain_conditioning": False, "chain_end_terms": False, "chain_bare_space": True},
     ),
+    "bpm": Method("BPM", _CUSTOM, custom="experiments.losses.bpm:BPMLoss"),
+    "escd": Method("ESCD", _CUSTOM, custom="experiments.losses.escd:ESCDLoss"),
+    "simct": Method("SimCT", _CUSTOM, custom="experiments.losses.simct:SimCTLoss"),
+    "x_token_v6": Method("X-Token v6", _CUSTOM, custom="experiments.losses.x_token_v6:XTokenV6Loss"),
+    "gold_bayesian": Method(
+        "GOLD, bayesian merge", _CUSTOM, custom="experiments.losses.gold_bayesian:GoldBayesianLoss"
+    ),
+    "strict_top": Method("strict 1:1, top 16", _CUSTOM, custom="experiments.losses.strict_top:StrictTopLoss"),
 }
 
 
@@ -151,7 +161,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
     kl, ce = method.weights[cell.weight]
     dtype = "bfloat16" if device != "cpu" else "float32"
     teacher = {"model": f"models/{condition.teacher}", "context_length": TEACHER_CONTEXT, "dtype": dtype}
-    if method.projects or cell.method == "ce":
+    if method.projects:
         teacher["projection"] = projection_file(condition)
     evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]
     tables: list[tuple[str, dict[str, Any]]] = [
