@@ -60,11 +60,13 @@ class Package(NamedTuple):
 PACKAGES = {
     "alignment": Package(("xtoken_core/alignment",), ("tests/unit/alignment", "tests/unit/test_collate.py")),
     "losses": Package(
-        ("xtoken_core/losses",), ("tests/unit/losses", "tests/ops/test_losses_from_hidden_states.py")
+        ("xtoken_core/losses",),
+        ("tests/unit/losses", "tests/unit/chain", "tests/ops/test_losses_from_hidden_states.py"),
     ),
     "plan": Package(("xtoken_core/plan.py",), ("tests/unit/test_plan.py",)),
     "projection": Package(
-        ("xtoken_core/projection",), ("tests/unit/projection", "tests/unit/losses/test_utilities.py")
+        ("xtoken_core/projection",),
+        ("tests/unit/projection", "tests/unit/test_pair_files.py", "tests/unit/losses/test_utilities.py"),
     ),
     "queue": Package(
         ("xtoken_core/queue",),
@@ -72,7 +74,7 @@ PACKAGES = {
             "tests/unit/queue", "tests/contract/test_tasks.py", "tests/contract/test_samples.py",
             "tests/contract/test_sessions.py", "tests/contract/test_run_calls.py",
             "tests/contract/test_signal_columns.py", "tests/contract/test_unfinished.py",
-            "tests/contract/test_stateful.py", "tests/contract/test_stateful_run.py",
+            "tests/contract/test_stateful.py", "tests/contract/test_stateful_run.py", "tests/contract/test_budget.py",
         ),
     ),
     "wire": Package(

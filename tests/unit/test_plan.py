@@ -148,6 +148,19 @@ def test_packed_rows_go_to_the_emptiest_micro_batch():
     assert [[batch.ids for batch in own] for own in made.ranks] == [[(0,)], [(1,)]]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sides", "batches"),
+    [
+        pytest.param([(6,), (6,), (6,), (6,), (4,)], 1, 4, id="one more than the sum asks for"),
+        pytest.param([(9, 3), (1, 9), (1, 5), (2, 1)], 2, 2, id="without room for one row, with room for the next"),
+    ],
+)
+def test_packed_rows_fill_the_fewest_micro_batches(lengths, sides, batches):
+    rows = [RowLengths(number, row) for number, row in enumerate(lengths)]
+    made = plan(rows, ranks=1, token_budget=10, pad_multiple=1, max_widths=(10,) * sides, packed=True)
+    assert len(made.ranks[0]) == batches
+
+
 def test_a_single_node_group_owns_the_whole_window():
     assert window_positions(2, samples_per_step=4, positions=100) == range(8, 12)
 

@@ -1,0 +1,101 @@
+"""Limits and edges of building, reading and writing projections."""
+
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import vocabularies as v
+from xtoken_core.errors import InputError
+from xtoken_core.projection.build import ROW_LIMIT, BuildOptions, _reference_last_slot, build_projection
+from xtoken_core.projection.files import TopKProjection, check_entries
+from xtoken_core.projection.fingerprint import ProjectionFileError, is_sparse, tokenizer_fingerprint
+from xtoken_core.projection.pair_cache import user_cache
+from xtoken_core.projection.report import draw_projection
+from xtoken_core.projection.retokenize import _without_prepend
+from xtoken_core.projection.specials import similarity, special_entries
+from xtoken_core.projection.stored_tensors import safetensors_bytes
+
+
+def test_rows_of_the_limit_are_built():
+    tokenizers = v.byte_level(300), v.byte_level(280)
+    assert build_projection(*tokenizers, BuildOptions(top_k=ROW_LIMIT)).indices.shape[1] == ROW_LIMIT
+
+
+def test_the_last_slot_of_the_reference_takes_the_lowest_free_id():
+    indices = np.full((3, 4), -1, dtype=np.int64)
+    weights = np.zeros((3, 4))
+    indices[0, :2], weights[0, :2] = (0, 1), (0.5, 0.5)
+    indices[1], weights[1] = (5, 3, 2, 0), 0.25
+    indices, weights = _reference_last_slot(indices, weights)
+    assert indices[:, -1].tolist() == [2, 0, -1]
+    assert weights[0, -1] == pytest.approx(0.2 / 1.2) and not weights[2].any()
+
+
+@pytest.mark.parametrize(("lowest", "refused"), [(-1, False), (-2, True)])
+def test_teacher_ids_begin_at_the_empty_slots_sign(lowest, refused):
+    def check():
+        check_entries("p.pt", torch.tensor([lowest, 3]), torch.ones(2))
+
+    if refused:
+        with pytest.raises(ProjectionFileError, match="teacher ids must be from -1"):
+            check()
+    else:
+        check()
+
+
+def test_an_archive_without_a_pickle_is_not_sparse(tmp_path: Path):
+    with zipfile.ZipFile(tmp_path / "p.pt", "w") as archive:
+        archive.writestr("p/other", b"")
+    assert not is_sparse(tmp_path / "p.pt")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"model": 3}'])
+def test_a_tokenizer_file_without_a_model_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(InputError, match="it must be an object with a model"):
+        tokenizer_fingerprint(tmp_path)
+
+
+def test_the_users_cache(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/user")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert user_cache() == Path("/elsewhere/xtoken")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert user_cache() == Path("/home/user/.cache/xtoken")
+
+
+def test_a_picture_names_the_program(tmp_path: Path):
+    projection = TopKProjection(torch.tensor([[0, 1], [1, -1]]), torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+    draw_projection(projection, tmp_path / "p.png")
+    assert b"Software\0xtoken" in (tmp_path / "p.png").read_bytes()
+
+
+def test_only_added_spaces_are_taken_from_a_normalizer():
+    prepend, form = {"type": "Prepend", "prepend": "_"}, {"type": "NFC"}
+    assert _without_prepend(prepend) is None and _without_prepend(None) is None
+    assert _without_prepend(form) == form
+    both = {"type": "Sequence", "normalizers": [prepend, form]}
+    assert _without_prepend(both) == {"type": "Sequence", "normalizers": [form]}
+
+
+def test_long_names_are_compared_letter_by_letter():
+    name = f"<{'tool ' * 60}>"
+    assert similarity(name, name) == 1.0
+
+
+def test_the_most_similar_special_is_kept_among_many():
+    theirs = {0: b"<tool_call>"} | {n: f"<tool_call_{n:02}>".encode() for n in range(1, ROW_LIMIT + 8)}
+    _, teachers, weights = special_entries({7: b"<tool_call>"}, theirs)
+    assert len(teachers) == ROW_LIMIT
+    assert weights[teachers == 0] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("note", ["", "1", "12345"])
+def test_a_files_header_ends_at_a_multiple_of_eight(note: str):
+    data = safetensors_bytes({"x": torch.arange(3)}, {"note": note})
+    (size,) = struct.unpack("<Q", data[:8])
+    assert size % 8 == 0 and data[8 + size :] == torch.arange(3).numpy().tobytes()
