@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.chain_tables import draw_tables, draw_text
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.ops.chain.events import SideTokens
+from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings
 from xtoken_core.ops.gold import GoldOptions, TokenPartition
 from xtoken_core.ops.p_kl import PKLOptions
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
@@ -150,6 +155,51 @@ def _chunked(make: Callable[[torch.dtype, torch.device], Inputs]) -> OpCase:
     return OpCase(make, batched, _pad_chunked, lambda out: out[:B], "student_logits")
 
 
+@cache
+def drawn_tables() -> ChainTables:
+    return draw_tables(V_S, V_T)
+
+
+def _chain(**settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
+    """Three drawn texts; the student's head is wider than its vocabulary."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
+        tables, T = drawn_tables(), T_T
+        texts = [draw_text(tables, T, seed) for seed in range(B)]
+        sides = []
+        for k in (0, 1):
+            ids = torch.cat([text.ids[k] for text in texts])
+            chunk = torch.cat([text.chunk_id[k] for text in texts])
+            # Position i predicts token i + 1: the first token of a text is predicted by none, nor is its chunk.
+            shifted = extend(chunk[:, 1:], 1, 1, -1)
+            shifted = torch.where(shifted == 0, -1, shifted)
+            columns = shifted, extend(ids[:, 1:], 1, 1, 0), ids, chunk
+            sides.append(SideTokens(*(x.to(device) for x in columns)))
+        logits = {
+            "student_logits": rand(B, T, V_S + 3, dtype=dtype, device=device, seed=1),
+            "teacher_logits": rand(B, T, V_T + 2, dtype=dtype, device=device, seed=2),
+        }
+        rest = {"tables": drawn_tables().to(device), "settings": ChainSettings(T, **settings)}
+        return logits | {"student": sides[0], "teacher": sides[1]} | rest
+
+    return make
+
+
+def _pad_chain(inputs: Inputs) -> Inputs:
+    padded = _pad_chunked(inputs)
+    for name in ("student", "teacher"):
+        side = inputs[name]
+        columns = (side.chunk, -1), (side.predicted, 0), (side.read, 0), (side.read_chunk, -1)
+        longer = [extend(x, 4, 1, fill) for x, fill in columns]
+        padded[name] = SideTokens(*(extend(x, 2, 0, int(x[0, -1])) for x in longer))
+    return padded
+
+
+def _chain_case(**settings: Any) -> OpCase:
+    batched = ("student_logits", "teacher_logits", "student", "teacher")
+    return OpCase(_chain(**settings), batched, _pad_chain, lambda out: out[:B, :T_T], "student_logits")
+
+
 CASES: dict[str, dict[str, OpCase]] = {
     "embedding": {
         "": OpCase(
@@ -221,6 +271,10 @@ CASES: dict[str, dict[str, OpCase]] = {
     "p_kl_cross_entropy": {
         "": _with_targets(_p_kl_cross_entropy(0)),
         "wide_head_T2": _with_targets(_p_kl_cross_entropy(5, temperature=2.0)),
+    },
+    "chain": {
+        "": _chain_case(),
+        "T2": _chain_case(temperature=2.0, options=ChainOptions(False, True, True)),
     },
     "gold": {
         "cut": _chunked(_gold(uncommon_topk=6)),

@@ -21,8 +21,8 @@ from xtoken_core.ops.chain.fused import TritonChainOp  # noqa: E402
 
 slow = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SIZES = {"BLOCK": 16, "GRADIENT_BLOCK": 8, "WORDS": 2, "RULES": 4, "TOKENS": 2, "SLOTS": 2}
-SEGMENTS = {"SLICE": 4, "SEGMENT": 2, "NODE_SEGMENT": 2}
+SIZES = {"BLOCK": 16, "START_BLOCK": 16, "GRADIENT_BLOCK": 8, "WORDS": 2, "RULES": 4, "TOKENS": 2, "SLOTS": 2, "FEW": 2}
+SEGMENTS = {"SLICE": 4, "SEGMENT": 4, "NARROW": 1, "WIDE_ROWS": 2, "NODE_SEGMENT": 2}
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ FAMILY = {
     "chunk_mean": "chunk",
     "p_kl": "chunk",
     "p_kl_cross_entropy": "chunk",
+    "chain": "chunk",
     "gold": "chunk",
 }
 

@@ -16,11 +16,12 @@ from xtoken_core.ops.chain.events import Inner, Layout, SideTokens, Starts, find
 from xtoken_core.ops.chain.layout import ChainLayout, Live, Nodes, Segments, SideLayout, chain_layout
 from xtoken_core.ops.chain.reference import ChainOptions
 
-BLOCK, WORDS, RULES, TOKENS, SLOTS = 2048, 1024, 16, 32, 256
-"""Logits, words of a live set, rules and tokens of a rule's interval, and slots of a node that are read at once."""
-GRADIENT_BLOCK = 2048
-START_WARPS, GRADIENT_WARPS, NODE_WARPS, LIVE_WARPS = 8, 4, 8, 4
-PROGRAMS_PER_PROCESSOR, NODE_PROGRAMS_PER_PROCESSOR = 2, 1
+BLOCK, WORDS, RULES, TOKENS, SLOTS, FEW = 2048, 1024, 16, 32, 512, 64
+"""Logits, words of a live set, rules and tokens of a rule's interval, and slots of a node that are read at once;
+and the most slots of a node that are summed one after the other."""
+START_BLOCK, GRADIENT_BLOCK = 4096, 1024
+START_WARPS, GRADIENT_WARPS, NODE_WARPS, LIVE_WARPS = 32, 8, 16, 4
+PROGRAMS_PER_PROCESSOR, NODE_PROGRAMS_PER_PROCESSOR = 1, 2
 INTERPRETED_PROGRAMS = 3
 
 
@@ -93,6 +94,7 @@ class Comparison:
         flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
         self.in_student: Inner = find_inner(self.layouts[0], self.layouts[1], tables.student, **flags, learns=True)
         self.in_teacher: Inner = find_inner(self.layouts[1], self.layouts[0], tables.teacher, **flags, learns=False)
+        self.valid = {True: _valid_first(self.in_student), False: _valid_first(self.in_teacher)}
         R = len(self.layouts[0].group)
         spare = torch.full((R + 1,), -1, dtype=torch.int32, device=self.device)
         valid = self.starts.chunk >= 0
@@ -137,15 +139,15 @@ class Comparison:
         losses = None if targets is None else self._float(B, T_s)
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
         programs = self._programs(PROGRAMS_PER_PROCESSOR, B * T_s)
-        sizes = [side.segments.slices * layout.SLICE for side in (plan.student, plan.teacher)]
+        sizes = [side.segments.capacity for side in (plan.student, plan.teacher)]
         sums = [self._float(programs, size) for size in sizes]
         start_programs.chain_start_kernel[(programs,)](
             student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, *bits, plan.partner,
-            *_segments(plan.student.segments), *_segments(plan.teacher.segments), *sums, *sizes, ratio,
+            *_segments(plan.student.segments)[:9], *_segments(plan.teacher.segments)[:9], *sums, *sizes, ratio,
             losses, hits, head_lse, values, mass, s_lse, t_lse,
             B * T_s, T_s, teacher.positions, V_head, student.width, teacher.width, M, plan.student.live.words,
             plan.teacher.live.words, *student.strides, *teacher.strides, self.scale,
-            TARGETS=targets is not None, BLOCK=BLOCK, SLICE=layout.SLICE, num_warps=START_WARPS,
+            TARGETS=targets is not None, BLOCK=START_BLOCK, **_tiles(), num_warps=START_WARPS,
         )  # fmt: skip
         return StartResults(*bits, ratio, head_lse, mass, s_lse, t_lse), losses, hits
 
@@ -179,12 +181,12 @@ class Comparison:
         if E:
             buffers = _Buffers(self, side.nodes, other.segments, E)
             node_programs.chain_node_kernel[(buffers.programs,)](
-                holder.logits, fresh.logits, inner.chunk, inner.student_row, inner.teacher_row, inner.node,
+                holder.logits, fresh.logits, *self.valid[learns], inner.student_row, inner.teacher_row, inner.node,
                 *_nodes(side.nodes), other.root, other.lookup, *_segments(other.segments),
                 buffers.flags(), buffers.sums, buffers.node_sums, *buffers.capacities,
-                value, mass, held_lse, fresh_lse, rest, E, holder.positions, fresh.positions, fresh.width,
+                value, mass, held_lse, fresh_lse, rest, holder.positions, fresh.positions, fresh.width,
                 self.plan.classes, *holder.strides, *fresh.strides, self.scale,
-                HOLDER_LEARNS=learns, BLOCK=BLOCK, SLICE=layout.SLICE, SLOTS=SLOTS, num_warps=NODE_WARPS,
+                HOLDER_LEARNS=learns, BLOCK=BLOCK, SLOTS=SLOTS, FEW=FEW, **_tiles(), num_warps=NODE_WARPS,
             )  # fmt: skip
         return NodeResults(value, mass, held_lse, fresh_lse, rest)
 
@@ -203,7 +205,7 @@ class Comparison:
                 other.lookup, *_segments(other.segments), ratio, buffers.sums, buffers.node_sums,
                 *buffers.capacities, side.nodes.most_slots, kept.mass, kept.held_lse, kept.fresh_lse, kept.rest,
                 of_values, chunks, E, holder.positions, fresh.positions, gradient.shape[2], *holder.strides,
-                *fresh.strides, self.scale, SLICE=layout.SLICE, SLOTS=SLOTS, num_warps=NODE_WARPS,
+                *fresh.strides, self.scale, SLOTS=SLOTS, FEW=FEW, **_tiles(), num_warps=NODE_WARPS,
             )  # fmt: skip
 
     def add_gradient_of_teachers_nodes(
@@ -214,14 +216,14 @@ class Comparison:
         E, C = len(inner.chunk), self.plan.classes
         if E:
             buffers = _Buffers(self, side.nodes, other.segments, E)
-            ratio = self._float(buffers.programs, C + 1)
+            ratio = self._float(buffers.programs, side.nodes.most_slots)
             node_programs.chain_fresh_bwd_kernel[(buffers.programs,)](
-                holder.logits, fresh.logits, gradient, inner.chunk, inner.student_row, inner.teacher_row, inner.node,
-                *_nodes(side.nodes), other.root, other.lookup, *_segments(other.segments),
-                buffers.flags(), ratio, buffers.sums, buffers.node_sums, *buffers.capacities,
-                kept.mass, kept.held_lse, kept.fresh_lse, kept.rest, of_values, E, holder.positions, fresh.positions,
+                holder.logits, fresh.logits, gradient, *self.valid[False], inner.student_row, inner.teacher_row,
+                inner.node, *_nodes(side.nodes), other.root, other.lookup, *_segments(other.segments),
+                buffers.flags(), ratio, buffers.sums, buffers.node_sums, *buffers.capacities, side.nodes.most_slots,
+                kept.mass, kept.held_lse, kept.fresh_lse, kept.rest, of_values, holder.positions, fresh.positions,
                 fresh.width, gradient.shape[2], C, *holder.strides, *fresh.strides, self.scale,
-                BLOCK=BLOCK, SLICE=layout.SLICE, SLOTS=SLOTS, num_warps=NODE_WARPS,
+                BLOCK=BLOCK, SLOTS=SLOTS, FEW=FEW, **_tiles(), num_warps=NODE_WARPS,
             )  # fmt: skip
 
     def sums_of_nodes(self, student: Tensor, teacher: Tensor) -> Tensor:
@@ -257,18 +259,31 @@ class _Buffers:
 
     def __init__(self, comparison: Comparison, nodes: Nodes, segments: Segments, most: int) -> None:
         self.programs = comparison._programs(NODE_PROGRAMS_PER_PROCESSOR, most)
-        self.capacities = segments.slices * layout.SLICE, nodes.most_segments
+        self.capacities = segments.capacity, nodes.most_segments
         self.sums, self.node_sums = (comparison._float(self.programs, max(n, 1)) for n in self.capacities)
         self._classes, self._device = comparison.plan.classes, comparison.device
+        self._dtype = torch.int16 if nodes.most_slots < 1 << 15 else torch.int32
 
     def flags(self) -> Tensor:
-        """Return flags that are not set, by program and class."""
-        return torch.zeros((self.programs, self._classes + 1), dtype=torch.uint8, device=self._device)
+        """Return marks that are not set, by program and class."""
+        return torch.zeros((self.programs, self._classes + 1), dtype=self._dtype, device=self._device)
+
+
+def _valid_first(inner: Inner) -> tuple[Tensor, Tensor]:
+    """Return the nodes' indices, int32, those that are not padding first, and how many these are."""
+    padding = inner.chunk < 0
+    return torch.argsort(padding.to(torch.uint8), stable=True).to(torch.int32), (~padding).sum().to(torch.int32)
 
 
 def _segments(segments: Segments) -> tuple[Any, ...]:
     s = segments
-    return s.member, s.offset, s.height, s.start, s.count, s.index, s.slices
+    return (
+        s.wide, s.rows, s.member, s.offset, s.height, s.slices, s.start, s.count, s.index, s.token_start, s.token
+    )  # fmt: skip
+
+
+def _tiles() -> dict[str, int]:
+    return {"SEGMENT": layout.SEGMENT, "ROWS": layout.WIDE_ROWS, "SLICE": layout.SLICE}
 
 
 def _nodes(nodes: Nodes) -> tuple[Tensor, ...]:

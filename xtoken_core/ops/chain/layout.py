@@ -1,8 +1,8 @@
 """Static tables of the chain kernels, derived once from the chain tables of a pair of tokenizers.
 
 A class is *plain* if it has one token on each side: it is compared element by element. All others are numbered from 0
-to `M - 1`; their members are listed in segments of at most `SEGMENT` tokens, and segments of similar size lie side by
-side in slices of `SLICE`, so that neighbouring lanes of a kernel read neighbouring entries.
+to `M - 1`; their members are listed in segments of at most `SEGMENT` tokens. Segments of more than `NARROW` are rows of
+a table; the others lie in slices of `SLICE`, by size, so that neighbouring lanes read neighbouring entries.
 """
 
 from __future__ import annotations
@@ -16,37 +16,52 @@ from torch import Tensor
 from xtoken_core.chain.tables import ChainTables, LiveTable, SideTable
 from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
 
-SEGMENT = 64
-"""Most members of a segment of a class."""
+SEGMENT, NARROW = 128, 8
+"""Most members of a segment of a class; and of a narrow one, of which a lane of a kernel takes one each."""
+WIDE_ROWS = 16
+"""Wide segments that are read at once."""
 NODE_SEGMENT = 32
 """Most tokens of a segment of a node's slot."""
-SLICE = 1024
-"""Segments of a slice."""
+SLICE = 2048
+"""Narrow segments of a slice."""
 HEAVY, MOST_HEAVY = 400, 1024
 """A preceding token whose intervals take more steps than this has its live set stored whole; and how many may."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The members of classes that are not plain, on one side.
+    """The members of classes that are not plain, on one side. Segments are numbered: wide ones, then slice by slice.
 
     Attributes:
+        wide: `[rows, SEGMENT]` int32 tokens of wide segments, -1 = none.
         member: `[n]` int32 tokens, slice by slice, a slice's entries as `[height, SLICE]`; -1 = none.
         offset: `[slices]` int32, where a slice begins.
         height: `[slices]` int32.
         start: `[M]` int32, where a class's entries in `index` begin.
         count: `[M]` int32, its number of segments.
-        index: `[segments]` int32, numbers of segments, counted over all slices.
+        index: `[segments]` int32, numbers of segments by class.
+        token_start: `[M + 1]` int32, where a class's tokens begin.
+        token: `[n]` int32 tokens by class.
+        rows: Number of wide segments, rounded up to a multiple of `WIDE_ROWS`.
         slices: Number of slices.
     """
 
+    wide: Tensor
     member: Tensor
     offset: Tensor
     height: Tensor
     start: Tensor
     count: Tensor
     index: Tensor
+    token_start: Tensor
+    token: Tensor
+    rows: int
     slices: int
+
+    @property
+    def capacity(self) -> int:
+        """Number of segments, those that fill the last row and slice included."""
+        return self.rows + self.slices * SLICE
 
 
 @dataclass(frozen=True)
@@ -195,8 +210,14 @@ def _segments(root: np.ndarray, number: np.ndarray, M: int, device: torch.device
     # Long segments first; among equals in the order of their first tokens, which is nearly that of the classes.
     key = np.where(length > 0, tokens[np.minimum(first, max(len(tokens) - 1, 0))] if len(tokens) else 0, 0)
     order = np.lexsort((key, -length))
-    numbered = np.empty_like(order)
-    numbered[order] = np.arange(len(order))
+    wide = order[length[order] > NARROW]
+    rows = -(-len(wide) // WIDE_ROWS) * WIDE_ROWS
+    table = np.full((max(rows, 1), SEGMENT), -1)
+    for row, segment in enumerate(wide.tolist()):
+        table[row, : length[segment]] = tokens[first[segment] : first[segment] + length[segment]]
+    order = order[len(wide) :]
+    numbered = np.empty(len(length), np.int64)
+    numbered[wide], numbered[order] = np.arange(len(wide)), rows + np.arange(len(order))
     slices = -(-len(order) // SLICE)
     height = np.array([length[order[k * SLICE]] for k in range(slices)], dtype=np.int64)
     offset = np.concatenate([[0], np.cumsum(height * SLICE)])
@@ -207,8 +228,9 @@ def _segments(root: np.ndarray, number: np.ndarray, M: int, device: torch.device
             there = chosen[length[chosen] > j]
             lanes = np.arange(len(there))  # sorted by length, so those that are long enough come first
             member[offset[k] + j * SLICE + lanes] = tokens[first[there] + j]
-    m, o, h, s, c, i = (_int32(each, device) for each in (member, offset[:-1], height, start, count, numbered))
-    return Segments(m, o, h, s, c, i, slices)
+    arrays = (table, member, offset[:-1], height, start, count, numbered, np.append(begin, len(tokens)), tokens)
+    t, m, o, h, s, c, i, b, own_tokens = (_int32(each, device) for each in arrays)
+    return Segments(t, m, o, h, s, c, i, b, own_tokens, rows=rows, slices=slices)
 
 
 def _nodes(side: SideTable, device: torch.device) -> Nodes:

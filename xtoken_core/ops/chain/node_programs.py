@@ -20,12 +20,45 @@ from xtoken_core.ops.chain.start_programs import (
 
 
 @triton.jit
-def marked(flag_ptr, slot_class_ptr, slot, slots, value, SLOTS: tl.constexpr):
-    """Set the flags of a node's classes to a value."""
+def marked(flag_ptr, slot_class_ptr, slot, slots, SET: tl.constexpr, SLOTS: tl.constexpr):
+    """Set the marks of a node's classes to the numbers of their slots, from 1, or back to 0."""
     for begin in range(0, slots, SLOTS):
         k = begin + tl.arange(0, SLOTS)
         cls = tl.load(slot_class_ptr + slot + k, mask=k < slots, other=-1)
-        tl.store(flag_ptr + cls, tl.full((SLOTS,), value, dtype=tl.uint8), mask=cls >= 0)
+        value = k + 1 if SET else k * 0
+        tl.store(flag_ptr + cls, value.to(flag_ptr.dtype.element_ty), mask=cls >= 0)
+
+
+@triton.jit
+def fresh_segment_sums(
+    base, scale, lse, slot, slots, slot_class_ptr, lookup_ptr, wide_ptr, rows, member_ptr, offset_ptr, height_ptr,
+    slices, start_ptr, count_ptr, index_ptr, token_start_ptr, token_ptr, sums_ptr, FEW: tl.constexpr,
+    SLOTS: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr
+):  # fmt: skip
+    """Store the sums that a node's slots read: class by class if they are few, else those of all classes."""
+    if slots <= FEW:
+        for k in range(slots):
+            cls = tl.load(slot_class_ptr + slot + k)
+            if cls >= 0:
+                code = tl.load(lookup_ptr + cls)
+                if code < 0:
+                    m = -1 - code
+                    first, last = tl.load(token_start_ptr + m), tl.load(token_start_ptr + m + 1)
+                    total = tl.zeros((SLOTS,), dtype=tl.float32)
+                    for begin in range(first, last, SLOTS):
+                        at = begin + tl.arange(0, SLOTS)
+                        x = tl.load(token_ptr + at, mask=at < last, other=0)
+                        z = tl.load(base + x, mask=at < last, other=float("-inf")).to(tl.float32) * scale
+                        total += tl.exp(z - lse)
+                    start = tl.load(start_ptr + m)
+                    tl.store(sums_ptr + tl.load(index_ptr + start), tl.sum(total, axis=0))
+                    for i in range(1, tl.load(count_ptr + m)):
+                        tl.store(sums_ptr + tl.load(index_ptr + start + i), -1.0)
+    else:
+        segment_sums(
+            base, scale, lse, wide_ptr, wide_ptr, rows, member_ptr, offset_ptr, height_ptr, slices, sums_ptr, False,
+            SEGMENT, ROWS, SLICE
+        )  # fmt: skip
 
 
 @triton.jit
@@ -99,33 +132,37 @@ def slot_values(
 
 @triton.jit
 def chain_node_kernel(
-    holder_ptr, fresh_ptr, chunk_ptr, holder_row_ptr, fresh_row_ptr, node_ptr,
+    holder_ptr, fresh_ptr, order_ptr, count_ptr, holder_row_ptr, fresh_row_ptr, node_ptr,
     slot_start_ptr, slot_class_ptr, segment_start_ptr, member_start_ptr, member_ptr,
-    root_ptr, lookup_ptr, c_member_ptr, c_offset_ptr, c_height_ptr, c_start_ptr, c_count_ptr, c_index_ptr, c_slices,
+    root_ptr, lookup_ptr, wide_ptr, rows, c_member_ptr, c_offset_ptr, c_height_ptr, c_slices, c_start_ptr, c_count_ptr,
+    c_index_ptr, c_token_start_ptr, c_token_ptr,
     flag_ptr, sums_ptr, node_sums_ptr, capacity, node_capacity,
     value_ptr, mass_ptr, held_lse_ptr, fresh_lse_ptr, rest_ptr,
-    E, T_h, T_f, V_f, C, h_stride_b, h_stride_t, f_stride_b, f_stride_t, scale,
-    HOLDER_LEARNS: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, SLOTS: tl.constexpr
+    T_h, T_f, V_f, C, h_stride_b, h_stride_t, f_stride_b, f_stride_t, scale,
+    HOLDER_LEARNS: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, SLOTS: tl.constexpr,
+    FEW: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Compute the KL of one node after the other."""
     program = tl.program_id(0).to(tl.int64)
     flag_ptr += program * (C + 1)
     sums_ptr += program * capacity
     node_sums_ptr += program * node_capacity
-    for event in range(tl.program_id(0), E, tl.num_programs(0)):
-        if tl.load(chunk_ptr + event) >= 0:
+    for i in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
+        event = tl.load(order_ptr + i)
+        if event >= 0:
             node = tl.load(node_ptr + event)
             slot = tl.load(slot_start_ptr + node)
             slots = tl.load(slot_start_ptr + node + 1) - slot
             holder = row_of(holder_ptr, tl.load(holder_row_ptr + event), T_h, h_stride_b, h_stride_t)
             fresh = row_of(fresh_ptr, tl.load(fresh_row_ptr + event), T_f, f_stride_b, f_stride_t)
-            marked(flag_ptr, slot_class_ptr, slot, slots, 1, SLOTS)
+            marked(flag_ptr, slot_class_ptr, slot, slots, True, SLOTS)
             tl.debug_barrier()
             lse, rest_lse = fresh_sums(fresh, root_ptr, flag_ptr, V_f, scale, BLOCK)
             rest = tl.exp(rest_lse - lse)
-            segment_sums(
-                fresh, scale, lse, c_member_ptr, c_member_ptr, c_offset_ptr, c_height_ptr, c_slices, sums_ptr, False,
-                SLICE
+            fresh_segment_sums(
+                fresh, scale, lse, slot, slots, slot_class_ptr, lookup_ptr, wide_ptr, rows, c_member_ptr, c_offset_ptr,
+                c_height_ptr, c_slices, c_start_ptr, c_count_ptr, c_index_ptr, c_token_start_ptr, c_token_ptr, sums_ptr,
+                FEW, SLOTS, SEGMENT, ROWS, SLICE
             )  # fmt: skip
             first, last = tl.load(segment_start_ptr + slot), tl.load(segment_start_ptr + slot + slots)
             members, end = tl.load(member_start_ptr + first), tl.load(member_start_ptr + last)
@@ -151,7 +188,7 @@ def chain_node_kernel(
             tl.store(held_lse_ptr + event, held_lse)
             tl.store(fresh_lse_ptr + event, lse)
             tl.store(rest_ptr + event, rest)
-            marked(flag_ptr, slot_class_ptr, slot, slots, 0, SLOTS)
+            marked(flag_ptr, slot_class_ptr, slot, slots, False, SLOTS)
             tl.debug_barrier()
 
 
@@ -159,11 +196,12 @@ def chain_node_kernel(
 def chain_holder_bwd_kernel(
     holder_ptr, fresh_ptr, grad_ptr, chunk_ptr, first_ptr, size_ptr, holder_row_ptr, fresh_row_ptr, node_ptr,
     slot_start_ptr, slot_class_ptr, segment_start_ptr, member_start_ptr, member_ptr, member_slot_ptr,
-    lookup_ptr, c_member_ptr, c_offset_ptr, c_height_ptr, c_start_ptr, c_count_ptr, c_index_ptr, c_slices,
+    lookup_ptr, wide_ptr, rows, c_member_ptr, c_offset_ptr, c_height_ptr, c_slices, c_start_ptr, c_count_ptr,
+    c_index_ptr, c_token_start_ptr, c_token_ptr,
     ratio_ptr, sums_ptr, node_sums_ptr, capacity, node_capacity, ratio_capacity,
     mass_ptr, held_lse_ptr, fresh_lse_ptr, rest_ptr, of_values_ptr,
     chunks, E, T_h, T_f, V_head, h_stride_b, h_stride_t, f_stride_b, f_stride_t, scale,
-    SLICE: tl.constexpr, SLOTS: tl.constexpr
+    SLICE: tl.constexpr, SLOTS: tl.constexpr, FEW: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Add the gradients of the nodes inside the student's token of a chunk to its row, one node after the other."""
     program = tl.program_id(0).to(tl.int64)
@@ -182,9 +220,10 @@ def chain_holder_bwd_kernel(
                 holder = row_of(holder_ptr, row, T_h, h_stride_b, h_stride_t)
                 fresh = row_of(fresh_ptr, tl.load(fresh_row_ptr + event), T_f, f_stride_b, f_stride_t)
                 lse, held_lse = tl.load(fresh_lse_ptr + event), tl.load(held_lse_ptr + event)
-                segment_sums(
-                    fresh, scale, lse, c_member_ptr, c_member_ptr, c_offset_ptr, c_height_ptr, c_slices, sums_ptr,
-                    False, SLICE
+                fresh_segment_sums(
+                    fresh, scale, lse, slot, slots, slot_class_ptr, lookup_ptr, wide_ptr, rows, c_member_ptr,
+                    c_offset_ptr, c_height_ptr, c_slices, c_start_ptr, c_count_ptr, c_index_ptr, c_token_start_ptr,
+                    c_token_ptr, sums_ptr, FEW, SLOTS, SEGMENT, ROWS, SLICE
                 )  # fmt: skip
                 first, last = tl.load(segment_start_ptr + slot), tl.load(segment_start_ptr + slot + slots)
                 members, end = tl.load(member_start_ptr + first), tl.load(member_start_ptr + last)
@@ -216,22 +255,25 @@ def chain_holder_bwd_kernel(
 
 @triton.jit
 def chain_fresh_bwd_kernel(
-    holder_ptr, fresh_ptr, grad_ptr, chunk_ptr, holder_row_ptr, fresh_row_ptr, node_ptr,
+    holder_ptr, fresh_ptr, grad_ptr, order_ptr, count_ptr, holder_row_ptr, fresh_row_ptr, node_ptr,
     slot_start_ptr, slot_class_ptr, segment_start_ptr, member_start_ptr, member_ptr,
-    root_ptr, lookup_ptr, c_member_ptr, c_offset_ptr, c_height_ptr, c_start_ptr, c_count_ptr, c_index_ptr, c_slices,
-    flag_ptr, ratio_ptr, sums_ptr, node_sums_ptr, capacity, node_capacity,
+    root_ptr, lookup_ptr, wide_ptr, rows, c_member_ptr, c_offset_ptr, c_height_ptr, c_slices, c_start_ptr, c_count_ptr,
+    c_index_ptr, c_token_start_ptr, c_token_ptr,
+    flag_ptr, ratio_ptr, sums_ptr, node_sums_ptr, capacity, node_capacity, ratio_capacity,
     mass_ptr, held_lse_ptr, fresh_lse_ptr, rest_ptr, of_values_ptr,
-    E, T_h, T_f, V_f, V_head, C, h_stride_b, h_stride_t, f_stride_b, f_stride_t, scale,
-    BLOCK: tl.constexpr, SLICE: tl.constexpr, SLOTS: tl.constexpr
+    T_h, T_f, V_f, V_head, C, h_stride_b, h_stride_t, f_stride_b, f_stride_t, scale,
+    BLOCK: tl.constexpr, SLICE: tl.constexpr, SLOTS: tl.constexpr,
+    FEW: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Add the gradient of one node inside a token of the teacher after the other; no two have the same row."""
     program = tl.program_id(0).to(tl.int64)
     flag_ptr += program * (C + 1)
-    ratio_ptr += program * (C + 1)
+    ratio_ptr += program * ratio_capacity
     sums_ptr += program * capacity
     node_sums_ptr += program * node_capacity
-    for event in range(tl.program_id(0), E, tl.num_programs(0)):
-        if tl.load(chunk_ptr + event) >= 0:
+    for i in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
+        event = tl.load(order_ptr + i)
+        if event >= 0:
             of_value = tl.load(of_values_ptr + event)
             node = tl.load(node_ptr + event)
             slot = tl.load(slot_start_ptr + node)
@@ -240,10 +282,11 @@ def chain_fresh_bwd_kernel(
             holder = row_of(holder_ptr, tl.load(holder_row_ptr + event), T_h, h_stride_b, h_stride_t)
             fresh = row_of(fresh_ptr, row, T_f, f_stride_b, f_stride_t)
             lse, held_lse = tl.load(fresh_lse_ptr + event), tl.load(held_lse_ptr + event)
-            marked(flag_ptr, slot_class_ptr, slot, slots, 1, SLOTS)
-            segment_sums(
-                fresh, scale, lse, c_member_ptr, c_member_ptr, c_offset_ptr, c_height_ptr, c_slices, sums_ptr, False,
-                SLICE
+            marked(flag_ptr, slot_class_ptr, slot, slots, True, SLOTS)
+            fresh_segment_sums(
+                fresh, scale, lse, slot, slots, slot_class_ptr, lookup_ptr, wide_ptr, rows, c_member_ptr, c_offset_ptr,
+                c_height_ptr, c_slices, c_start_ptr, c_count_ptr, c_index_ptr, c_token_start_ptr, c_token_ptr, sums_ptr,
+                FEW, SLOTS, SEGMENT, ROWS, SLICE
             )  # fmt: skip
             first, last = tl.load(segment_start_ptr + slot), tl.load(segment_start_ptr + slot + slots)
             node_sums(holder, member_ptr, member_start_ptr, first, last, scale, held_lse, node_sums_ptr, SLOTS)
@@ -256,7 +299,7 @@ def chain_fresh_bwd_kernel(
                     tl.load(rest_ptr + event), lookup_ptr, sums_ptr, c_index_ptr, c_start_ptr, c_count_ptr
                 )  # fmt: skip
                 ratio = tl.where(q >= TINY, p / tl.maximum(q, TINY), 0.0)
-                tl.store(ratio_ptr + cls, ratio, mask=(k < slots) & (cls >= 0))
+                tl.store(ratio_ptr + k, ratio, mask=k < slots)
                 of_rest += tl.where((k < slots) & (cls < 0), ratio, 0.0)
             tl.debug_barrier()
             mass, rest_ratio = tl.load(mass_ptr + event), tl.sum(of_rest, axis=0)
@@ -266,13 +309,14 @@ def chain_fresh_bwd_kernel(
                 there = x < V_f
                 z = tl.load(fresh + x, mask=there, other=float("-inf")).to(tl.float32) * scale
                 cls = tl.load(root_ptr + x, mask=there, other=0)
-                named = tl.load(flag_ptr + cls, mask=there, other=0) != 0
-                ratio = tl.where(named, tl.load(ratio_ptr + cls, mask=there & named, other=0.0), rest_ratio)
+                number = tl.load(flag_ptr + cls, mask=there, other=0).to(tl.int32)
+                ratio = tl.load(ratio_ptr + number - 1, mask=number > 0, other=0.0)
+                ratio = tl.where(number > 0, ratio, rest_ratio)
                 before = tl.load(own + x, mask=there, other=0.0).to(tl.float32)
                 after = before + of_value * scale * tl.exp(z - lse) * (mass - ratio)
                 tl.store(own + x, after.to(grad_ptr.dtype.element_ty), mask=there)
             tl.debug_barrier()
-            marked(flag_ptr, slot_class_ptr, slot, slots, 0, SLOTS)
+            marked(flag_ptr, slot_class_ptr, slot, slots, False, SLOTS)
             tl.debug_barrier()
 
 

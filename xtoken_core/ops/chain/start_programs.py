@@ -55,10 +55,19 @@ def floored_log(q):
 
 @triton.jit
 def segment_sums(
-    base, scale, lse, bits_ptr, member_ptr, offset_ptr, height_ptr, slices, sums_ptr,
-    MASKED: tl.constexpr, SLICE: tl.constexpr
+    base, scale, lse, bits_ptr, wide_ptr, rows, member_ptr, offset_ptr, height_ptr, slices, sums_ptr,
+    MASKED: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr
 ):  # fmt: skip
     """Store the probability of every segment of classes that are not plain; -1 where no member is live."""
+    for begin in range(0, rows, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        y = tl.load(wide_ptr + row[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :])
+        inside = y >= 0
+        if MASKED:
+            inside = inside & is_live(bits_ptr, y, inside)
+        values = tl.load(base + y, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        sums = tl.sum(tl.where(inside, tl.exp(values - lse), 0.0), axis=1)
+        tl.store(sums_ptr + row, tl.where(tl.max(inside.to(tl.int32), axis=1) > 0, sums, -1.0))
     lanes = tl.arange(0, SLICE)
     for k in range(slices):
         from_ptr = member_ptr + tl.load(offset_ptr + k)
@@ -72,7 +81,7 @@ def segment_sums(
             z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32) * scale
             total += tl.where(there, tl.exp(z - lse), 0.0)
             reached = reached | there.to(tl.int32)
-        tl.store(sums_ptr + k * SLICE + lanes, tl.where(reached > 0, total, -1.0))
+        tl.store(sums_ptr + rows + k * SLICE + lanes, tl.where(reached > 0, total, -1.0))
 
 
 @triton.jit
@@ -175,12 +184,14 @@ def clear(
 @triton.jit
 def chain_start_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, student_bits_ptr, teacher_bits_ptr, partner_ptr,
-    s_member_ptr, s_offset_ptr, s_height_ptr, s_start_ptr, s_count_ptr, s_index_ptr, s_slices,
-    t_member_ptr, t_offset_ptr, t_height_ptr, t_start_ptr, t_count_ptr, t_index_ptr, t_slices,
+    s_wide_ptr, s_rows, s_member_ptr, s_offset_ptr, s_height_ptr, s_slices, s_start_ptr, s_count_ptr,
+    s_index_ptr,
+    t_wide_ptr, t_rows, t_member_ptr, t_offset_ptr, t_height_ptr, t_slices, t_start_ptr, t_count_ptr,
+    t_index_ptr,
     s_sums_ptr, t_sums_ptr, s_capacity, t_capacity, ratio_ptr,
     losses_ptr, hits_ptr, head_lse_ptr, value_ptr, mass_ptr, s_lse_ptr, t_lse_ptr,
     R, T_s, T_t, V_head, V_s, V_t, M, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    TARGETS: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr
+    TARGETS: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr
 ):  # fmt: skip
     """Compute one student row after the other: cross-entropy, and the KL by class where a chunk starts."""
     columns = tl.arange(0, BLOCK)
@@ -215,8 +226,9 @@ def chain_start_kernel(
         if starts:
             s_lse = log_of_sums(top, total)
             segment_sums(
-                base, scale, s_lse, bits, s_member_ptr, s_offset_ptr, s_height_ptr, s_slices, own_s, True, SLICE
-            )
+                base, scale, s_lse, bits, s_wide_ptr, s_rows, s_member_ptr, s_offset_ptr, s_height_ptr, s_slices, own_s,
+                True, SEGMENT, ROWS, SLICE
+            )  # fmt: skip
             t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + event), T_t, t_stride_b, t_stride_t)
             t_bits = teacher_bits_ptr + event.to(tl.int64) * W_t
             t_top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
@@ -228,8 +240,9 @@ def chain_start_kernel(
                 t_top, t_total = added(t_top, t_total, z)
             t_lse = log_of_sums(t_top, t_total)
             segment_sums(
-                t_base, scale, t_lse, t_bits, t_member_ptr, t_offset_ptr, t_height_ptr, t_slices, own_t, True, SLICE
-            )
+                t_base, scale, t_lse, t_bits, t_wide_ptr, t_rows, t_member_ptr, t_offset_ptr, t_height_ptr, t_slices,
+                own_t, True, SEGMENT, ROWS, SLICE
+            )  # fmt: skip
             kl = tl.zeros((BLOCK,), dtype=tl.float32)
             mass = tl.zeros((BLOCK,), dtype=tl.float32)
             unclipped = tl.zeros((BLOCK,), dtype=tl.float32)
