@@ -58,11 +58,12 @@ def show(
         typer.echo(json.dumps({"sides": shown, "notes": list(aligner.notes)}))
     else:
         console = Console()
+        for name, tokens in sides:
+            console.print(f"{name}: {len(tokens)} tokens, {len({t.chunk for t in tokens} - {-1})} chunks", style="bold")
+            if console.is_terminal:
+                console.print(_coloured(tokens))
         if not console.is_terminal:
             typer.echo("\n".join(plain_chunks(*(tokens for _, tokens in sides))))
-        for name, tokens in sides if console.is_terminal else ():
-            console.print(f"{name}: {len(tokens)} tokens, {len({t.chunk for t in tokens} - {-1})} chunks", style="bold")
-            console.print(_coloured(tokens))
         for note in aligner.notes:
             console.print(f"note: {note}")
     if html is not None:

@@ -18,6 +18,15 @@ FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A projection
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+WINDOW, MOST_WINDOWS = 256, 16
+MOST_UNREACHABLE = 0.1
+COVERAGE = {"unnamed_tokens_of_text": "of text, unnamed", "unreachable_mass": "unreachable mass"}
+UNREACHABLE = (
+    "more than 10% of the teacher on this text is on tokens that no row names: P-KL has no gradient for them; use "
+    'loss.mode = "chain", "alm" or "gold"'
+)
+
+
 @projection_app.command()
 def build(
     student: StudentOption,
@@ -57,6 +66,14 @@ def inspect(
     student: StudentOption,
     teacher: TeacherOption,
     samples: Annotated[int, typer.Option(min=0, help="Rows shown of each kind.")] = 5,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", help="Measure the coverage of this text.", show_default=False),
+    ] = None,
+    mass: Annotated[
+        bool,
+        typer.Option("--mass", help="With --text: the teacher's probability on uncovered tokens."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a projection covers, and warn where it is thin."""
@@ -66,12 +83,13 @@ def inspect(
     from xtoken_core.projection.fingerprint import check_projection_pair
 
     check_projection_pair(file, student, teacher)
+    coverage = _coverage(file, teacher, text, mass=mass, quiet=as_json)
     with spinner("reading both vocabularies", quiet=as_json):
         summary = report.inspect_projection(
             read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
         )
     if as_json:
-        typer.echo(json.dumps(report.as_json(summary), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(report.as_json(summary) | coverage, ensure_ascii=False, indent=2))
         return
     typer.echo(f"rows               {summary.rows} of up to {summary.top_k} teacher tokens")
     typer.echo(f"  one counterpart  {summary.exact}")
@@ -79,6 +97,9 @@ def inspect(
     beyond = f", {summary.padding} of them rows of the head beyond the vocabulary" if summary.padding else ""
     typer.echo(f"  none             {summary.empty}{beyond}")
     typer.echo(f"teacher tokens     {summary.teacher_covered} named by some row")
+    for name, words in COVERAGE.items():
+        if name in coverage:
+            typer.echo(f"  {words:<16} {coverage[name]:.1%}")
     typer.echo(
         f"common tokens      {summary.common_strict} strict, {summary.common_relaxed} relaxed "
         "(paired by the projection, specials too; overlap counts equal spellings, no specials)"
@@ -91,8 +112,46 @@ def inspect(
             typer.echo(f"{kind}:")
         for name, row in rows:
             typer.echo(f"  {_quoted(name)} -> " + (", ".join(f"{_quoted(t)} {w:.3f}" for t, w in row) or "nothing"))
-    for warning in summary.warnings:
+    warnings = [*summary.warnings]
+    if max(coverage.values(), default=0.0) > MOST_UNREACHABLE:
+        warnings.append(UNREACHABLE)
+    for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
+
+
+def _coverage(file: Path, teacher: Path, text: Path | None, *, mass: bool, quiet: bool) -> dict[str, float]:
+    """Return what of a text's teacher tokens, and of the teacher's probability on it, no row names; empty without text.
+
+    Raises:
+        ConfigError: The probability is wanted without a text.
+    """
+    import torch
+
+    from services.cli.align import read_text
+    from services.common.progress import spinner
+    from xtoken_core.errors import ConfigError
+    from xtoken_core.projection.coverage import named_tokens, unnamed_fraction, unreachable_mass
+    from xtoken_core.projection.files import read_topk
+
+    if text is None:
+        if mass:
+            raise ConfigError("--mass measures the teacher on a text: name one with --text")
+        return {}
+    tokenizer = _tokenizer(teacher, "teacher")
+    ids = torch.tensor(tokenizer(read_text(None, text), add_special_tokens=False, verbose=False)["input_ids"])
+    named = named_tokens(read_topk(file), len(tokenizer))
+    result = {"unnamed_tokens_of_text": unnamed_fraction(named, ids)}
+    if mass:
+        from services.common.models import load_model
+        from xtoken_core.config import ModelSpec
+
+        with spinner("measuring the teacher on the text", quiet=quiet), torch.inference_mode():
+            spec = ModelSpec(model=teacher, context_length=WINDOW)
+            model = load_model(spec, "teacher", torch.device("cpu")).eval()  # type: ignore[no-untyped-call]
+            windows = ids[: WINDOW * MOST_WINDOWS].split(WINDOW)  # type: ignore[no-untyped-call]
+            logits = (model(input_ids=window[None], use_cache=False).logits[0] for window in windows)
+            result["unreachable_mass"] = unreachable_mass(named, logits)
+    return result
 
 
 @projection_app.command()

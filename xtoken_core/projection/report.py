@@ -177,7 +177,8 @@ def _warnings(categories: Mapping[str, tuple[int, int]]) -> tuple[str, ...]:
         if total and uncommon / total > CRITICAL_SHARE:
             warnings.append(
                 f"{uncommon} of {total} student tokens of the category {name} have no exact counterpart: "
-                'gold and H-KL compare them by sorted probabilities only; P-KL (loss.mode = "p_kl") suits better'
+                'gold and H-KL compare them by sorted probabilities only; chain (loss.mode = "chain") suits better, or '
+                "P-KL where `xtoken projection inspect --text FILE --mass` finds little unreachable mass"
             )
     return tuple(warnings)
 

@@ -52,7 +52,7 @@ def test_numbers_that_a_teacher_splits_are_warned_about():
     assert (report.common_strict, report.common_relaxed, report.teacher_covered) == (2, 3, 5)
     assert report.categories["multi-digit numbers"] == (2, 2)
     (warning,) = report.warnings
-    assert "multi-digit numbers" in warning and 'loss.mode = "p_kl"' in warning
+    assert "multi-digit numbers" in warning and 'loss.mode = "chain"' in warning
     assert dict(report.samples["numerals"])["12"] == [("1", pytest.approx(0.9)), ("2", pytest.approx(0.1))]
 
 
