@@ -79,7 +79,7 @@ class RunStatus(RunSummary):
 
     text_read: float | None = None
     """Fraction (0 to 1) of the text that has been read, while the run's files are validated."""
-    checking: str = ""
+    checking: str | None = None
     """What is built or read for long before any process is started."""
     skipped: int | None = None
     """Positions without a sample."""
