@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -95,22 +96,24 @@ def attack_for(
     """Attack for so long, or every attack once, and return one row per attack, and one for the run's end.
 
     Args:
-        seconds: Time in all.
+        seconds: Time from the first attack, also for preparing further stages.
         seed: Seed of the order and of every attack.
         names: Attacks to run.
         once: End after one round, however long it takes.
         keep: Called with all rows after every attack.
     """
-    rng, rows, began = random.Random(seed), [], time.monotonic()
+    rng, rows, end = random.Random(seed), [], math.inf
     left = len(names) if once else 1 << 30
     sequence = order(rng, names)
-    while left > 0 and (once or time.monotonic() < began + seconds):
+    while left > 0 and time.monotonic() < end:
         with tempfile.TemporaryDirectory(prefix="xa-") as name:
             stage = Stage(Path(name))
+            if not once and not rows:
+                end = time.monotonic() + seconds
             watch = Watch(stage)
             ended, closed = False, ""
             try:
-                while left > 0 and not ended and (once or time.monotonic() < began + seconds):
+                while left > 0 and not ended and time.monotonic() < end:
                     row = attack(next(sequence), stage, watch, rng.randrange(1 << 32), ATTACK_S)
                     left -= 1
                     rows.append(row)
@@ -146,7 +149,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for name in sorted({name for row in attacks for name in row["memory_above_start_mib"]})
     }
     return {
-        "passed": not failed, "failed": failed, "attacks": len(attacks),
+        "passed": bool(attacks) and not failed, "failed": failed, "attacks": len(attacks),
         "attacks_by_name": dict(sorted(Counter(row["attack"] for row in attacks).items())),
         "honest_requests": sum(row["honest_requests"] for row in attacks),
         "slowest_honest_request": {"seconds": slowest, "bound_s": LONGEST_WAIT_S, "request": what, "during": during},

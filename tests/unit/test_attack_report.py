@@ -62,5 +62,6 @@ def test_summary() -> None:
     assert seen["attacks_by_name"] == {"a": 2, "b": 1}
     assert (seen["slowest_honest_request"]["seconds"], seen["slowest_honest_request"]["during"]) == (0.4, "b")
     assert seen["memory_above_start"]["control"]["most_mib"] == 4
+    assert not summary([end])["passed"]
     seen = summary([row("a", 0.1, "no answer", ids_exact=False)])
     assert (seen["passed"], seen["failed"], seen["ids_exact"]) == (False, ["a"], False)
