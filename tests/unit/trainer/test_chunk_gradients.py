@@ -33,7 +33,7 @@ def test_norms_and_cosines_of_known_sums() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["p_kl", "alm"])
+@pytest.mark.parametrize("mode", ["p_kl", "alm", "chain"])
 def test_the_command_measures_a_run(tmp_path: Path, mode: str) -> None:
     held_out = write_jsonl(tmp_path / "held-out.jsonl", documents(6, seed=9))
     assets = make_assets(tmp_path / "assets")
