@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from xtoken_core.wire.columns import Column, ColumnHead, offsets_from_lengths
 from xtoken_core.wire.objects import object_column
 
 ROOT = Path(__file__).parents[2]
-SESSION = b"5f1c0a2b3c4d5e6f708192a3b4c5d6e7"
+BREAKING = {"frames": ["OwCDpHR5cGWjo2EuOadzZXNzaW9u2SA1ZgEAAAAyYjNjNDJhM2I0YzVRNmU3"]}
+"""Inputs that broke a target before it was mended, in base64."""
 
 
 def packed(columns: dict[str, Column]) -> tuple[list[ColumnHead], list[bytes]]:
@@ -46,7 +48,7 @@ def frames() -> list[bytes]:
         joined([piece.replace(b"train", name) for message in requests for piece in (*message, b"")])
         for name in (b"plain", b"a_run")
     ]
-    return [*alone, *together, *pipelines()]
+    return [*alone, *together, *pipelines(), *map(base64.b64decode, BREAKING["frames"])]
 
 
 def pipelines() -> list[bytes]:
