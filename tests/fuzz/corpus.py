@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
-MAX_INPUTS, MAX_INPUT_BYTES, MAX_CORPUS_BYTES = 400, 2048, 128 << 10
+MAX_INPUTS, MAX_INPUT_BYTES, MAX_CORPUS_BYTES = 300, 2048, 48 << 10
 
 
 def load(target: str) -> list[bytes]:
