@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 
 import pytest
 
 from benchmarks import pages
-from benchmarks.queue import workload
+from benchmarks.queue import compare, load, workload
 from benchmarks.queue.bounds import queue_bounds
+from xtoken_core.data_plane.address import Address
 
 
 def test_a_slower_queue_fails_its_bounds() -> None:
@@ -42,3 +44,20 @@ def test_a_failure_in_flight_ends_the_measurement() -> None:
 
     with pytest.raises(ValueError, match="0"):
         workload.rate(fail, in_flight=1, batches=3)
+
+
+def test_ratios_of_a_result_grow_with_speed() -> None:
+    result = pages.result("queue")
+    before = compare.ratios(result)
+    for calls in result["ours"].values():
+        calls["put"] *= 2
+    after = compare.ratios(result)
+    changed = {name for name in before if after[name] != pytest.approx(before[name])}
+    assert changed and all(name.startswith("put") for name in changed)
+    assert all(after[name] == pytest.approx(2 * before[name]) for name in changed)
+
+
+def test_load_of_two_runs() -> None:
+    with tempfile.TemporaryDirectory(prefix="xq-") as name:
+        found = load.measure(Address.parse(f"ipc://{name}/q"), 2, 3, 1)
+    assert (found["errors"], found["steps_done"]) == ([], 6)
