@@ -183,7 +183,14 @@ class ComposeService:
         own = {key: self.inside(value) for key, value in self._image["env"].items()}
         own["PATH"] = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         passed = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
-        return own | passed | self.service.get("environment", {}) | {"PYTHONPATH": str(self._program)}
+        paths = {"PYTHONPATH": os.pathsep.join([str(self._program), *self._packages()])}
+        return own | passed | self.service.get("environment", {}) | paths
+
+    @staticmethod
+    def _packages() -> list[str]:
+        """Return the directories of packages that only this process's PYTHONPATH names: an image has them installed."""
+        named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        return [path for path in named if path and Path(path).is_dir() and not (Path(path) / "services").is_dir()]
 
     def command(self) -> list[str]:
         """Return the service's command line, its program being `python -m services.cli`."""
