@@ -19,6 +19,7 @@ from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, P
 from services.supervisor.run_record import SPEC, SUMMARY, RunResult, RunState
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import XtokenError
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -52,10 +53,15 @@ def run_locally(
     Raises:
         XtokenError: The run's files or settings were refused before any process was started.
     """
-    check_launch(spec)
-    check_custom_loss(spec.loss, loss)
-    if loss is not None:
-        check_importable(loss)
+    try:
+        check_launch(spec)
+        check_custom_loss(spec.loss, loss)
+        if loss is not None:
+            check_importable(loss)
+    except XtokenError:
+        if is_unused(spec.output):
+            shutil.rmtree(spec.output, ignore_errors=True)
+        raise
     run = LocalRun(spec, launchers or launcher_factory(tied=True), loss)
     with Interrupts() as interrupts:
         run.start()
