@@ -110,6 +110,7 @@ bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references bes
 	$(BIN)/python -m benchmarks.gpu_tests
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.hidden_states
+	$(BIN)/python -m benchmarks.chain
 	$(BIN)/python -m benchmarks.pages
 
 bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twenty minutes

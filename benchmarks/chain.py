@@ -130,7 +130,7 @@ def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chain.json")
-    parser.add_argument("--backends", default="reference,triton", help="names, separated by commas")
+    parser.add_argument("--backends", default=",".join(sorted(BACKENDS["chain"])), help="names, separated by commas")
     parser.add_argument("--profile", action="store_true", help="print the time of every kernel of each row")
     parser.add_argument("--small", action="store_true", help="a shape that takes no time, to try this file")
     arguments = parser.parse_args()
@@ -143,6 +143,8 @@ def main() -> int:
         for vocab in (shape.student_vocab, shape.teacher_vocab)
     )
     student.requires_grad_()
+    if unknown := set(arguments.backends.split(",")) - set(BACKENDS["chain"]):
+        parser.error(f"chain has no backend {', '.join(sorted(unknown))}")
     rows = []
     text = draw_text(tables, shape.tokens)
     order = class_order(tables)

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 SIDE_BY_SIDE = (
     "tests/ops",
+    "tests/unit/chain",
     "tests/unit/losses",
     "tests/unit/test_event_callbacks.py",
     "tests/unit/test_packed_attention.py",

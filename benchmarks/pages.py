@@ -173,10 +173,11 @@ PARTS = [
         OPERATORS / "hidden_states.md",
         lambda: operators.hidden_states(result("gpu_tests"), result("hidden_states")),
     ),
+    Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain")}),
     *(
         Part("operator", page, _operator(page.stem))
         for page in sorted(OPERATORS.glob("*.md"))
-        if page.stem not in ("README", "hidden_states")
+        if page.stem not in ("README", "hidden_states", "chain")
     ),
 ]
 

@@ -15,9 +15,9 @@ from xtoken_core.losses.masks import whole_chunks
 from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeChainOp
 
 pytest.importorskip("triton")
-launches = pytest.importorskip("xtoken_core.ops.chain.launches")
+launch = pytest.importorskip("xtoken_core.ops.chain.launch")
 from xtoken_core.ops.chain import layout  # noqa: E402
-from xtoken_core.ops.chain.fused import TritonChainOp  # noqa: E402
+from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
 slow = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -27,7 +27,7 @@ SEGMENTS = {"SLICE": 4, "SEGMENT": 4, "NARROW": 1, "WIDE_ROWS": 2, "NODE_SEGMENT
 
 @pytest.fixture
 def small(monkeypatch):
-    for module, sizes in ((launches, SIZES), (layout, SEGMENTS)):
+    for module, sizes in ((launch, SIZES), (layout, SEGMENTS)):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
 

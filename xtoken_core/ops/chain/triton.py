@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.ops.chain.events import SideTokens
-from xtoken_core.ops.chain.launches import Comparison, NodeResults, Rows, StartResults
+from xtoken_core.ops.chain.launch import Comparison, NodeResults, Rows, StartResults
 from xtoken_core.ops.chain.layout import chain_layout
 from xtoken_core.ops.chain.reference import ChainResult, ChainSettings, chain
 from xtoken_core.ops.numerics import ComparesLogits

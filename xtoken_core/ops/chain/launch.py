@@ -11,7 +11,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.ops.chain import layout, node_programs, start_programs
+from xtoken_core.ops.chain import layout, node_kernels, start_kernels
 from xtoken_core.ops.chain.events import Inner, Layout, SideTokens, Starts, find_inner, find_starts, lay_out
 from xtoken_core.ops.chain.layout import ChainLayout, Live, Nodes, Segments, SideLayout, chain_layout
 from xtoken_core.ops.chain.reference import ChainOptions
@@ -113,7 +113,7 @@ class Comparison:
         bits = torch.empty((len(before), live.words), dtype=torch.int32, device=self.device)
         table = live.table
         conditioned = (self.starts.at_cut & self.options.conditioning).to(torch.uint8)
-        start_programs.chain_live_kernel[(len(before),)](
+        start_kernels.chain_live_kernel[(len(before),)](
             before, token, self.starts.chunk, conditioned, bits, live.base, live.heavy,
             live.stored, table.tail, table.head, live.joined, live.position_start, live.by_position, table.point,
             table.low, table.high, table.rule_start, table.tail_start, table.tail_count, table.right, live.heads,
@@ -141,7 +141,7 @@ class Comparison:
         programs = self._programs(PROGRAMS_PER_PROCESSOR, B * T_s)
         sizes = [side.segments.capacity for side in (plan.student, plan.teacher)]
         sums = [self._float(programs, size) for size in sizes]
-        start_programs.chain_start_kernel[(programs,)](
+        start_kernels.chain_start_kernel[(programs,)](
             student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, *bits, plan.partner,
             *_segments(plan.student.segments)[:9], *_segments(plan.teacher.segments)[:9], *sums, *sizes, ratio,
             losses, hits, head_lse, values, mass, s_lse, t_lse,
@@ -164,7 +164,7 @@ class Comparison:
         plan = self.plan
         B, T_s, V_head = student.logits.shape
         gradient = torch.empty((B, T_s, V_head), dtype=student.logits.dtype, device=self.device)
-        start_programs.chain_start_bwd_kernel[(B * T_s, triton.cdiv(V_head, GRADIENT_BLOCK))](
+        start_kernels.chain_start_bwd_kernel[(B * T_s, triton.cdiv(V_head, GRADIENT_BLOCK))](
             student.logits, teacher.logits, targets, self.event_of_row, self.starts.teacher_row, kept.student_bits,
             kept.teacher_bits, plan.partner, kept.ratio, kept.head_lse, kept.mass, kept.student_lse, kept.teacher_lse,
             of_losses, of_values, gradient, T_s, teacher.positions, V_head, student.width, plan.others,
@@ -180,7 +180,7 @@ class Comparison:
         value, mass, held_lse, fresh_lse, rest = (self._float(E) for _ in range(5))
         if E:
             buffers = _Buffers(self, side.nodes, other.segments, E)
-            node_programs.chain_node_kernel[(buffers.programs,)](
+            node_kernels.chain_node_kernel[(buffers.programs,)](
                 holder.logits, fresh.logits, *self.valid[learns], inner.student_row, inner.teacher_row, inner.node,
                 *_nodes(side.nodes), other.root, other.lookup, *_segments(other.segments),
                 buffers.flags(), buffers.sums, buffers.node_sums, *buffers.capacities,
@@ -199,7 +199,7 @@ class Comparison:
         if E and chunks:
             buffers = _Buffers(self, side.nodes, other.segments, chunks)
             ratio = self._float(buffers.programs, side.nodes.most_slots)
-            node_programs.chain_holder_bwd_kernel[(buffers.programs,)](
+            node_kernels.chain_holder_bwd_kernel[(buffers.programs,)](
                 holder.logits, fresh.logits, gradient, inner.chunk, self.layouts[1].first, self.layouts[1].size,
                 inner.student_row, inner.teacher_row, inner.node, *_nodes(side.nodes), side.nodes.member_slot,
                 other.lookup, *_segments(other.segments), ratio, buffers.sums, buffers.node_sums,
@@ -217,7 +217,7 @@ class Comparison:
         if E:
             buffers = _Buffers(self, side.nodes, other.segments, E)
             ratio = self._float(buffers.programs, side.nodes.most_slots)
-            node_programs.chain_fresh_bwd_kernel[(buffers.programs,)](
+            node_kernels.chain_fresh_bwd_kernel[(buffers.programs,)](
                 holder.logits, fresh.logits, gradient, *self.valid[False], inner.student_row, inner.teacher_row,
                 inner.node, *_nodes(side.nodes), other.root, other.lookup, *_segments(other.segments),
                 buffers.flags(), ratio, buffers.sums, buffers.node_sums, *buffers.capacities, side.nodes.most_slots,
@@ -231,7 +231,7 @@ class Comparison:
         chunks = self.shape[0] * self.shape[1]
         sums = self._float(2, chunks)
         block = 128
-        node_programs.chain_node_sums_kernel[(triton.cdiv(max(chunks, 1), block),)](
+        node_kernels.chain_node_sums_kernel[(triton.cdiv(max(chunks, 1), block),)](
             student, self.in_student.chunk, self.in_student.at_end.to(torch.uint8), self.layouts[1].first,
             self.layouts[1].size, len(student), teacher, self.in_teacher.chunk, self.in_teacher.at_end.to(torch.uint8),
             self.layouts[0].first, self.layouts[0].size, len(teacher), sums, chunks, BLOCK=block,

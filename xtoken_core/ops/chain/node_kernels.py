@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_programs import (
+from xtoken_core.ops.chain.start_kernels import (
     TINY,
     added,
     class_totals,
