@@ -115,7 +115,9 @@ def run_tests(folder: Path, tests: Sequence[str], plugins: Sequence[object], *op
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
-    os.environ["PYTHONPATH"] = str(folder)
+    # Processes that the tests start read the copy, and packages where this process has them.
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *others])
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "xtoken_core", "services")]:
         del sys.modules[name]
