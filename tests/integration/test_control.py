@@ -57,7 +57,10 @@ class Command:
 
 
 def run_file(spec: RunSpec, directory: Path) -> Path:
-    """The specification as TOML: every value of JSON is one of TOML, but for null and for objects in lists."""
+    """The specification as TOML: every value of JSON is one of TOML, but for null and for objects in lists.
+
+    Without an evaluation none is added: all of the text is trained.
+    """
 
     def lines(table: dict[str, Any], name: str) -> Iterator[str]:
         yield from (
@@ -70,7 +73,8 @@ def run_file(spec: RunSpec, directory: Path) -> Path:
             yield from ("[[teacher]]", *lines(teacher, "teacher."))
 
     path = directory / "run.toml"
-    path.write_text("\n".join(lines(spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True), "")) + "\n")
+    table = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    path.write_text("\n".join(lines({"eval": "none"} | table, "")) + "\n")
     return path
 
 

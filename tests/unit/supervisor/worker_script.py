@@ -121,6 +121,9 @@ class Script:
         cursor = self.state / "cursor"
         step = int(cursor.read_text()) if cursor.exists() else 0
         rewinds = self.run.rewind(step, {}, {}) if self.options.rank == 0 else 0
+        done = self.state / "steps"
+        if self.options.rank == 0 and done.exists():  # one killed before its cursor moved has written a line too many
+            done.write_text("".join(done.read_text().splitlines(keepends=True)[:step]))
         if self.options.rows:
             self.open_rings()
         while self.options.rank == 0:
@@ -132,11 +135,11 @@ class Script:
             with contextlib.suppress(AlreadyDone):
                 self.run.ack_window(step, rewinds=rewinds)
             step += 1
+            with done.open("a") as file:
+                file.write(f"{step - 1}\n")
             scratch = cursor.with_suffix(f".{os.getpid()}")  # another rank may read it at any moment
             scratch.write_text(str(step))
             scratch.replace(cursor)
-            with (self.state / "steps").open("a") as file:
-                file.write(f"{step - 1}\n")
             time.sleep(SPEED_S)
         self.wait_for_end()
 
