@@ -3,10 +3,13 @@
 import json
 import time
 
+import pytest
+
 from experiments.consistency.__main__ import CE, run
 from experiments.consistency.parallel import measure_all
 
 
+@pytest.mark.slow
 def test_a_later_call_measures_what_is_missing(tmp_path, capfd):
     assert not run([1], "tiny", 0, [CE], tmp_path, seconds=0.0)
     assert run([1], "tiny", 0, [CE], tmp_path)
@@ -22,6 +25,7 @@ def test_a_later_call_measures_what_is_missing(tmp_path, capfd):
     assert again["losses"][CE]["near"] == first["losses"][CE]["near"] and "truth" in again["losses"][CE]
 
 
+@pytest.mark.slow
 def test_tasks_end_with_the_time_and_failures_stop_no_other(tmp_path):
     def prepare(number):
         def measure(name, stage):

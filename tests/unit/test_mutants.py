@@ -95,6 +95,7 @@ TREE = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_stops_in_time_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in TREE.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

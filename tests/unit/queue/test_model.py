@@ -66,6 +66,11 @@ RUNS = {
     "lost-answer-and-crash": replace(ONE_TEACHER, micro_batch=2, losses=1, crashes=1, crashing=TEACHER),
 }
 
+LONG = (
+    "two-crashes", "teacher-crashes", "two-slots", "two-collators", "nack-and-crash", "ahead-sessions-lapse",
+    "nacks-below-the-limit", "lost-answer-and-crash",
+)  # fmt: skip
+"""Runs whose states take several seconds to visit."""
 LARGE_RUNS = {
     "no-teacher-two-crashes": replace(NO_TEACHER, collators=2, block_size=1, crashes=2, checkpoints=FIRST_STEP),
     "no-teacher-sessions-lapse": replace(NO_TEACHER, lapses=2, checkpoints=FIRST_STEP),
@@ -87,7 +92,9 @@ LARGE_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUNS]
+)
 def test_every_state_of_a_run_is_right(name: str) -> None:
     outcome = explore(RUNS[name])
     assert not outcome.violation, outcome
