@@ -114,6 +114,8 @@ QUICK = settings(
 CASES = given(tokenizers("x"), tokenizers("y"), st.lists(texts, min_size=1, max_size=3), options, st.integers(0, 2**31))
 
 
+# The same cases every time: about one in 5,000 differs, seen with tokens that end inside a character.
+# It is not known which side is right; the slow test draws freely and meets it.
 @settings(QUICK, max_examples=100, derandomize=True)
 @CASES
 def test_equals_loops(student, teacher, documents, chosen, seed):
