@@ -20,8 +20,8 @@ install: $(STAMP)  ## create .venv and install xtoken with its development tools
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e ".[dev,triton,lora,tensorboard$$(test -e /proc/driver/nvidia/version && echo ,gpu)]"
+	@# Modules are compiled when they are first imported, most of them never: that saves a minute here.
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_INDEX) -c constraints.txt torch -e ".[dev,triton,lora,tensorboard$$(test -e /proc/driver/nvidia/version && echo ,gpu)]"
 	@touch $@
 
 demo: $(STAMP)  ## distil a small teacher into a smaller student, all processes real, on this machine
