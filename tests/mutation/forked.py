@@ -20,9 +20,10 @@ import pytest
 
 from tests.mutation.mutants import Mutant
 from tests.mutation.plugins import AbsentPackages, Limits
-from tests.mutation.pool import Job, Pool
+from tests.mutation.pool import CURRENT, Job, Pool
 from tests.mutation.progress import NOTICED, UNNOTICED, Events, fold
-from tests.mutation.selection import CallRecorder, callers, file_of, function_around
+from tests.mutation.selection import CallRecorder, Calls, callers, file_of, function_around
+from tests.mutation.trials import Trials
 
 RECORDING_S = 1800.0
 """Seconds that one test file may take without a mutant."""
@@ -65,29 +66,31 @@ class ForkedRuns:
             for file, items in files.items()
             if file not in progress.files
         ]
-        for file, outcome in self._pool.run(recordings):
-            if outcome != "passed":
+        for file, end in self._pool.run(recordings):
+            if end.outcome != "passed":
                 self._events.add(file=file, left_out=[file])
         progress = fold(self._events.read())
         if progress.files < files.keys():
             return True  # the deadline
-        jobs = []
+        targets, nodes = {}, {}
+        items = {item.nodeid: item for item in session.items}
         for number, mutant in self._mutants.items():
             target = function_of(self._root, mutant)
             if target is None or number in progress.outcomes:
                 continue
             source = (self._root / mutant.path).read_text(encoding="utf-8")
-            nodes = callers(progress.calls, function_around(mutant.path, source, mutant.line))
-            by_node = {item.nodeid: item for item in session.items}
-            items = [by_node[node] for node in nodes if node in by_node]
-            seconds = sum(progress.calls[item.nodeid].cpu_s for item in items)
-            waited = sum(progress.calls[item.nodeid].wall_s for item in items)
-            limits = Limits(progress.calls)
-            action = functools.partial(self._mutated, items, limits, *target)
-            jobs.append((seconds, Job(number, action, 10 + 2 * seconds, 60 + 5 * waited)))
-        jobs.sort(key=lambda entry: entry[0], reverse=True)  # the longest first: the last ones fill the gaps
-        for number, outcome in self._pool.run(job for _, job in jobs):
-            self._events.add(number=number, outcome=UNNOTICED if outcome == "passed" else NOTICED)
+            found = callers(progress.calls, function_around(mutant.path, source, mutant.line))
+            targets[number], nodes[number] = target, [node for node in found if node in items]
+
+        def run_mutant(number: int, chosen: Sequence[str], mutated: bool, folder: Path) -> int:
+            function, code = targets[number]
+            if mutated:
+                function.__code__ = code
+            return _run_limited([items[node] for node in chosen], progress.calls, folder)
+
+        trials = Trials(self._pool, progress.calls, self._events, run_mutant, start_s=30)
+        for number, noticed in trials.run(nodes):
+            self._events.add(number=number, outcome=NOTICED if noticed else UNNOTICED)
         return True
 
     def _record(self, file: str, items: Sequence[pytest.Item], folder: Path) -> int:
@@ -98,13 +101,15 @@ class ForkedRuns:
         self._events.add(file=file, calls=calls, left_out=sorted(failed))
         return 0
 
-    @staticmethod
-    def _mutated(items: Sequence[pytest.Item], limits: Limits, function: Any, code: CodeType, folder: Path) -> int:
-        function.__code__ = code
-        if items:
-            items[0].config.pluginmanager.register(limits)
-            _run_items(items, limits)
-        return int(limits.failed > 0)
+
+def _run_limited(items: Sequence[pytest.Item], calls: Calls, folder: Path) -> int:
+    """Run tests until one fails."""
+    if not items:
+        return 0
+    limits = Limits(calls, folder / CURRENT)
+    items[0].config.pluginmanager.register(limits)
+    _run_items(items, limits)
+    return int(limits.failed > 0)
 
 
 def _run_items(items: Sequence[pytest.Item], limits: Limits | None = None) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,17 +22,20 @@ class Limits:
     """Ends the process when a test takes far longer than it did without a mutant.
 
     Attributes:
+        calls: What the tests took.
+        current: File to which the node id of the running test is written.
         failed: Number of tests that have failed.
     """
 
-    def __init__(self, calls: Mapping[str, Test]) -> None:
-        self._calls = calls
+    def __init__(self, calls: Mapping[str, Test], current: Path) -> None:
+        self._calls, self._current = calls, current
         self._silent = os.open(os.devnull, os.O_WRONLY)
         self.failed = 0
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Set the limits of one test: five times what it took, and some seconds."""
+        self._current.write_text(item.nodeid, encoding="utf-8")
         test = self._calls.get(item.nodeid)
         if test is not None:
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]

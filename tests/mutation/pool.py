@@ -19,6 +19,11 @@ from typing import Any, NamedTuple, Protocol
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
+BROKEN = 70
+"""Exit status of a fork whose action raised."""
+
+CURRENT = "test"
+"""File of a fork's folder that names the test that is running or has failed."""
 
 
 class Slots(Protocol):
@@ -47,6 +52,18 @@ class Job(NamedTuple):
     wall_s: float
 
 
+class End(NamedTuple):
+    """How a fork has ended.
+
+    Attributes:
+        outcome: `passed` (the action returned 0), `failed`, `timeout`, or `broken` (it raised).
+        test: The node id in its file `CURRENT`; empty without one.
+    """
+
+    outcome: str
+    test: str
+
+
 @dataclass(frozen=True)
 class _Running:
     job: Job
@@ -66,12 +83,14 @@ class Pool:
     def __init__(self, slots: Slots, deadline: float, scratch: Path) -> None:
         self._slots, self._deadline, self._scratch = slots, deadline, scratch
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Any, str]]:
-        """Run jobs and yield the key and outcome of each that has ended by the deadline, in the order of their ends.
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Any, End]]:
+        """Run jobs and yield the key and the end of each that has ended by the deadline, in the order of their ends.
 
-        An outcome is `passed` (the action returned 0), `failed`, or `timeout`.
+        Args:
+            jobs: A deque may be extended while the results are read.
         """
-        pending, running = deque(jobs), dict[int, _Running]()
+        pending = jobs if isinstance(jobs, deque) else deque(jobs)
+        running = dict[int, _Running]()
         try:
             while (pending or running) and time.monotonic() < self._deadline:
                 while pending and self._slots.acquire(block=False):
@@ -81,8 +100,7 @@ class Pool:
                     outcome = _outcome(child, started)
                     if outcome:
                         del running[child]
-                        self._end(child, started)
-                        yield started.job.key, outcome
+                        yield started.job.key, End(outcome, self._end(child, started))
                 time.sleep(0.02)
         finally:
             for child, started in running.items():
@@ -105,13 +123,16 @@ class Pool:
         tempfile.tempdir = None
         return job.action(folder)
 
-    def _end(self, child: int, started: _Running) -> None:
-        """End what a fork has left; it may be gone already."""
+    def _end(self, child: int, started: _Running) -> str:
+        """End what a fork has left, which may be gone already; returns the test that it ran last."""
         for step in (lambda: os.killpg(child, signal.SIGKILL), lambda: os.waitpid(child, 0)):
             with contextlib.suppress(ProcessLookupError, ChildProcessError, PermissionError):
                 step()
+        current = started.folder / CURRENT
+        test = current.read_text(encoding="utf-8") if current.exists() else ""
         shutil.rmtree(started.folder, ignore_errors=True)
         self._slots.release()
+        return test
 
 
 def fork(action: Callable[[], int]) -> int:
@@ -120,7 +141,7 @@ def fork(action: Callable[[], int]) -> int:
     child = os.fork()
     if child:
         return child
-    status = 70
+    status = BROKEN
     try:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         status = action()
@@ -136,4 +157,6 @@ def _outcome(child: int, started: _Running) -> str:
         return "timeout" if time.monotonic() - started.began > started.job.wall_s else ""
     if os.WIFSIGNALED(status) and usage.ru_utime + usage.ru_stime >= started.job.cpu_s:
         return "timeout"
-    return "passed" if status == 0 else "failed"
+    if os.WIFEXITED(status):
+        return {0: "passed", BROKEN: "broken"}.get(os.WEXITSTATUS(status), "failed")
+    return "failed"

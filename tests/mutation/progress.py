@@ -47,6 +47,7 @@ class Progress:
         collected: Functions that the collection of the tests calls; None until it is recorded.
         files: Test files that were recorded.
         left_out: Tests and files that cannot be collected or fail without a mutant.
+        unsteady: Tests that failed with a mutant and did not count: without it they fail too, or they failed once only.
         outcomes: By number of the mutant.
     """
 
@@ -54,6 +55,7 @@ class Progress:
     collected: list[str] | None = None
     files: set[str] = field(default_factory=set)
     left_out: list[str] = field(default_factory=list)
+    unsteady: set[str] = field(default_factory=set)
     outcomes: dict[int, str] = field(default_factory=dict)
 
 
@@ -67,6 +69,8 @@ def fold(events: Iterable[Event]) -> Progress:
             progress.collected = event["collected"]
         if "file" in event:
             progress.files.add(event["file"])
+        if "unsteady" in event:
+            progress.unsteady.add(event["unsteady"])
         progress.calls |= {node: Test(*entry) for node, entry in event.get("calls", {}).items()}
         progress.left_out += event.get("left_out", [])
     return progress

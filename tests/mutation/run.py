@@ -5,12 +5,14 @@
 A mutant that cannot be told from the original is listed in `equivalent.toml` with the reason and not counted. The
 result file names every survivor. It is written as the work proceeds, and a later call resumes from it: a package that
 is complete is run again only if its source has changed, or, on the mutants that were not noticed, if its tests have.
-With `--seconds` the call ends after that time; its exit status is 3 if there is more to do.
+With `--seconds` the call ends after that time; its exit status is 3 if there is more to do. A mutant is noticed by a
+test that fails with it, fails with it again and passes without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import compileall
 import hashlib
 import json
@@ -32,9 +34,10 @@ from typing import Any, NamedTuple
 from tests.mutation.forked import ForkedRuns
 from tests.mutation.mutants import Mutant, draw
 from tests.mutation.plugins import AbsentPackages, Limits
-from tests.mutation.pool import Job, Pool, Slots, fork
+from tests.mutation.pool import CURRENT, Pool, Slots, fork
 from tests.mutation.progress import NOTICED, SURVIVED, UNNOTICED, Event, Events, Progress, fold
-from tests.mutation.selection import CallRecorder, Only, candidates, file_of, function_around
+from tests.mutation.selection import CallRecorder, Calls, Only, candidates, file_of, function_around
+from tests.mutation.trials import Trials
 from xtoken_core.atomic import atomic_write
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +49,9 @@ PRELOADED = (
     "torch", "transformers", "zmq",
 )  # fmt: skip
 """Imported once; each mutant's tests start in a fork of this process."""
+
+NO_TESTS_COLLECTED = 5
+"""Exit status of pytest."""
 
 WRITTEN_EVERY_S = 3.0
 
@@ -122,10 +128,12 @@ def run_tests(folder: Path, tests: Sequence[str], plugins: Sequence[object], *op
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "xtoken_core", "services")]:
         del sys.modules[name]
     import pytest
-    from hypothesis import Phase, settings
+    from hypothesis import HealthCheck, Phase, settings
 
     # A failure is all that counts: a smaller example of it is not searched for.
-    settings.register_profile("mutants", database=None, phases=(Phase.explicit, Phase.generate))
+    slow = list(HealthCheck)  # a busy machine is no failure
+    phases = (Phase.explicit, Phase.generate)
+    settings.register_profile("mutants", database=None, phases=phases, deadline=None, suppress_health_check=slow)
     settings.load_profile("mutants")
     quiet = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
     return int(pytest.main([*quiet, *options, *tests], plugins=list(plugins)))
@@ -167,23 +175,18 @@ class Work:
             return 1
         if time.monotonic() >= deadline:
             return 0
-        jobs = []
+        nodes = {}
         for number in self.waiting(progress):
             mutant = self.mutants[number]
             source = (self.root / mutant.path).read_text(encoding="utf-8")
             function = function_around(mutant.path, source, mutant.line)
-            nodes = candidates(progress.calls, function, progress.collected)
-            if not nodes:
+            nodes[number] = candidates(progress.calls, function, progress.collected)
+            if not nodes[number]:
                 self.events.add(number=number, outcome=SURVIVED)
-                continue
-            limits = Limits(progress.calls)
-            spent = sum(progress.calls[node].cpu_s for node in nodes)
-            waited = sum(progress.calls[node].wall_s for node in nodes)
-            action = partial(self._run_mutant, tree, mutant, nodes, limits)
-            jobs.append((spent, Job(number, action, 60 + 2 * spent, 120 + 5 * waited)))
-        jobs.sort(key=lambda entry: entry[0], reverse=True)
-        for number, outcome in pool.run(job for _, job in jobs):
-            self.events.add(number=number, outcome=SURVIVED if outcome == "passed" else NOTICED)
+                del nodes[number]
+        trials = Trials(pool, progress.calls, self.events, partial(self._run_mutant, tree, progress.calls), start_s=60)
+        for number, noticed in trials.run(nodes):
+            self.events.add(number=number, outcome=NOTICED if noticed else SURVIVED)
         return 0
 
     def _exchange(self, tree: Path, pool: Pool) -> int:
@@ -196,12 +199,18 @@ class Work:
         forked = ForkedRuns(tree, mutants, self.events, pool, recorder, absent)
         return run_tests(tree, self.package.tests, [recorder, absent, forked])
 
-    @staticmethod
-    def _run_mutant(tree: Path, mutant: Mutant, nodes: list[str], limits: Limits, folder: Path) -> int:
+    def _run_mutant(
+        self, tree: Path, calls: Calls, number: int, nodes: Sequence[str], mutated: bool, folder: Path
+    ) -> int:
         own = folder / "tree"
         shutil.copytree(tree, own)
-        (own / mutant.path).write_text(mutant.source, encoding="utf-8")
-        return run_tests(own, sorted({file_of(node) for node in nodes}), [Only(nodes), limits, AbsentPackages()], "-x")
+        file = own / self.mutants[number].path
+        # Without the mutant the file is written in the same form, so that the form alone is not noticed.
+        original = ast.unparse(ast.parse(file.read_text(encoding="utf-8")))
+        file.write_text(self.mutants[number].source if mutated else original, encoding="utf-8")
+        plugins = [Only(nodes), Limits(calls, folder / CURRENT), AbsentPackages()]
+        status = run_tests(own, sorted({file_of(node) for node in nodes}), plugins, "-x")
+        return 0 if status == NO_TESTS_COLLECTED else status
 
     def report(self, reasons: Mapping[str, str]) -> dict[str, Any]:
         """Return the entry of the result file.
@@ -213,7 +222,8 @@ class Work:
         progress = fold(events)
         waiting = self.waiting(progress)
         counts = Counter(SURVIVED if progress.outcomes.get(n) == SURVIVED else NOTICED for n in progress.outcomes)
-        entry = self.drawn | {"tests": source_hash(self.root, self.package.tests), "left_out": progress.left_out}
+        tests = source_hash(self.root, self.package.tests)
+        entry = self.drawn | {"tests": tests, "left_out": progress.left_out, "unsteady": sorted(progress.unsteady)}
         if waiting:
             done = len(self.mutants) - len(waiting)
             return entry | {"outcomes": {"done": done, "waiting": len(waiting)}, "progress": events}
@@ -241,6 +251,7 @@ def start_of(drawn: dict[str, Any], tests: str, earlier: Mapping[str, Any]) -> l
     final = earlier["tests"] == tests
     # Noticed once is noticed for good; the others may be noticed by tests that are new.
     known: list[Event] = [{"left_out": earlier["left_out"]}] if final else []
+    known += [{"unsteady": test} for test in earlier.get("unsteady", [])]
     return known + [
         {"number": number, "outcome": SURVIVED if number in unnoticed else NOTICED}
         for number in range(drawn["mutants"])

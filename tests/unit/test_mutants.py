@@ -87,6 +87,28 @@ def test_candidate_tests() -> None:
     assert candidates(calls, "m.py:11", []) == []
 
 
+UNSTEADY = """
+from pathlib import Path
+
+import package
+
+
+def test_alone():
+    # Fails once with every mutant, and no more.
+    mark = Path({folder!r}) / str(package.h())
+    before = mark.exists()
+    mark.touch()
+    assert before or package.h() == 7
+
+
+def test_without_folder():
+    # As on a busy machine: from the second run on it fails with and without a mutant.
+    mark = Path({folder!r}) / "second"
+    before = mark.exists()
+    package.h()
+    mark.touch()
+    assert not before
+"""
 TREE = {
     "package.py": "def f(a):\n    return a + 1\n\n\ndef g(a):\n    return a - 1\n\n\ndef h():\n    return 7\n",
     "tests/test_f.py": "from package import f, g\n\n\ndef test_f():\n    assert f(2) == 3\n    g(1)\n",
@@ -95,23 +117,27 @@ TREE = {
 }
 
 
+def results_of(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> dict[str, Any]:
+    """Run the tests of a tree on all mutants of its `package.py`; the entry of the result file."""
+    monkeypatch.setattr(run, "COPIED", ("package.py", "tests"))
+    monkeypatch.setattr(run, "WRITTEN_EVERY_S", 0.1)
+    arguments = argparse.Namespace(count=100, seed=1, out=folder / "results.json")
+    with tempfile.TemporaryDirectory(prefix="m-") as scratch:
+        work = run.prepare(folder, "package", run.Package(("package.py",), ("tests",)), arguments, Path(scratch))
+        complete = run.run_all([work], arguments.out, 2, time.monotonic() + seconds, Path(scratch))
+    found: dict[str, Any] = json.loads(arguments.out.read_text())["package"]
+    assert complete == ("progress" not in found)
+    return found
+
+
 @pytest.mark.slow
 def test_a_run_stops_in_time_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in TREE.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(run, "COPIED", ("package.py", "tests"))
-    monkeypatch.setattr(run, "WRITTEN_EVERY_S", 0.1)
-    package = run.Package(("package.py",), ("tests",))
-    arguments = argparse.Namespace(count=100, seed=1, out=tmp_path / "results.json")
 
     def results(seconds: float) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="m-") as scratch:
-            work = run.prepare(tmp_path, "package", package, arguments, Path(scratch))
-            complete = run.run_all([work], arguments.out, 2, time.monotonic() + seconds, Path(scratch))
-        found: dict[str, Any] = json.loads(arguments.out.read_text())["package"]
-        assert complete == ("progress" not in found)
-        return found
+        return results_of(tmp_path, monkeypatch, seconds)
 
     assert results(0.0)["outcomes"]["waiting"] == 8
     found = results(120.0)
@@ -120,3 +146,16 @@ def test_a_run_stops_in_time_and_resumes(tmp_path: Path, monkeypatch: pytest.Mon
     assert {entry["line"] for entry in found["survivors"]} == {6, 10}
     assert found["left_out"] == ["tests/test_absent.py", "tests/test_broken.py::test_broken"]
     assert results(0.0) == found
+
+
+@pytest.mark.slow
+def test_a_failure_that_the_mutant_did_not_cause_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tree"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "package.py").write_text("def h():\n    return 7\n")
+    (folder / "tests" / "test_h.py").write_text(UNSTEADY.format(folder=str(tmp_path)))
+    found = results_of(folder, monkeypatch, 120.0)
+    assert found["outcomes"] == {"survived": 2}
+    assert found["unsteady"] == ["tests/test_h.py::test_alone", "tests/test_h.py::test_without_folder"]
