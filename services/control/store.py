@@ -106,6 +106,10 @@ class Store:
         """Return the run with this idempotency key."""
         return self._one(RunRow.key == key)
 
+    def run_with_output(self, output: Path) -> RunRow | None:
+        """Return the run that writes to this directory."""
+        return self._one(RunRow.output == str(output))
+
     def run_around(self, output: Path) -> RunRow | None:
         """Return a run whose output is this directory, one below it, or one above it."""
         below = str(output).replace("\\", "\\\\").replace("%", r"\%").replace("_", r"\_") + "/%"
@@ -138,6 +142,11 @@ class Store:
             query = query.where(RunRow.name == name)
         with self._guard, self._errors(), self._engine.connect() as connection:
             return [dict(zip(SUMMARY_NAMES, row, strict=True)) for row in connection.execute(query)]
+
+    def specs(self, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the specifications of runs by id."""
+        with self._reading() as session:
+            return dict(session.execute(select(RunRow.id, RunRow.spec).where(RunRow.id.in_(run_ids))).all())
 
     def counts(self) -> dict[str, int]:
         """Return the number of runs by state."""

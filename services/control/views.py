@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.resume import CHECKPOINTS, newest_checkpoint
+from services.common.resume import CHECKPOINTS, RESOLVED, newest_checkpoint
 from services.control.metric_log import MetricLog
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow
@@ -35,11 +36,24 @@ class View:
         self._runs, self.run_id, self.output = runs, run_id, output
         self.steps = MetricLog(output / "steps.jsonl")
         self.eval = MetricLog(output / "eval.jsonl")
+        self._same_tokenizer: tuple[bool, ...] = ()
 
     def refresh(self) -> None:
         """Read the lines that the trainer has added to both curves."""
         self.steps.refresh()
         self.eval.refresh()
+
+    def results(self) -> dict[str, Any]:
+        """Return the first and the last evaluation, named as in `status`; reads no other file."""
+        self.eval.refresh()
+        return {"evaluation": self.eval.last, "first_evaluation": self.eval.first}
+
+    @property
+    def same_tokenizer(self) -> tuple[bool, ...]:
+        """Per teacher, True if it has the student's tokenizer; empty before the run's files are validated."""
+        if not self._same_tokenizer:
+            self._same_tokenizer = _same_tokenizer(read_json(self.output / RESOLVED) or {})
+        return self._same_tokenizer
 
     def status(self) -> dict[str, Any] | None:
         """Return the fields of `GET /v1/runs/{id}`, or None if the run has been removed."""
@@ -54,8 +68,7 @@ class View:
         return summary_of(row) | {name: value for name, value in live.items() if value is not None} | {
             "spec": row.spec,
             "last": self.steps.last,
-            "evaluation": self.eval.last,
-            "first_evaluation": self.eval.first,
+            **self.results(),
             "checkpoint": self._checkpoint(),
             "summary": read_json(self.output / SUMMARY) if state == RunState.COMPLETED else None,
         }  # fmt: skip
@@ -104,6 +117,16 @@ class Views:
         """Discard the view of a removed run."""
         with self._lock:
             self._views.pop(run_id, None)
+
+
+def _same_tokenizer(resolved: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which teachers of a resolved run have the student's tokenizer and no projection."""
+    try:
+        own = resolved["student"]["tokenizer_fingerprint"]
+        pairs = zip(resolved["teachers"], resolved["spec"]["teacher"], strict=True)
+        return tuple(files["tokenizer_fingerprint"] == own and not spec["projection"] for files, spec in pairs)
+    except (KeyError, TypeError, ValueError):  # another process may have written anything
+        return ()
 
 
 def summary_of(row: RunRow) -> dict[str, Any]:

@@ -102,3 +102,12 @@ def count(value: int | None) -> str:
     ['–', '12,345']
     """
     return "–" if value is None else f"{value:,}"
+
+
+def sentence(text: str) -> str:
+    """Return a text with a capital first letter.
+
+    >>> sentence("held-out text: 1.2 Bits")
+    'Held-out text: 1.2 Bits'
+    """
+    return text[:1].upper() + text[1:]

@@ -8,16 +8,17 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
+from services.common.baseline import baseline_of, baseline_output
 from services.control.api.dependencies import AppContext, Context, RunId
 from services.control.api.files import MAX_FILES
-from services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S
+from services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S, discard_if_invalid
 from services.control.artifacts import list_files
 from services.control.logs import last_attempts, logs_in, merged, tail
-from services.control.web.charts import CHARTS
+from services.control.web.charts import DETAIL, MAIN, SPEED, charts_of
 from services.control.web.form import to_toml
 from services.control.web.gauges import gauges_of
 from services.control.web.render import PageRoute, page
-from services.control.web.run_view import RunView
+from services.control.web.run_view import RunView, run_views
 from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
 
@@ -58,7 +59,7 @@ def list_runs(
     following = rows[PAGE_SIZE - 1]["seq"] if len(rows) > PAGE_SIZE else None
     part = "runs_table.html" if "hx-request" in request.headers else "runs.html"
     return page(
-        request, part, runs=[RunView(row) for row in rows[:PAGE_SIZE]], tabs=tabs, tab=tab, name=name, cursor=cursor,
+        request, part, runs=run_views(context, rows[:PAGE_SIZE]), tabs=tabs, tab=tab, name=name, cursor=cursor,
         following=following, any_run=bool(counts),
     )  # fmt: skip
 
@@ -73,7 +74,10 @@ def show_docs(request: Request) -> Response:
 def show_run(request: Request, run_id: RunId, context: Context) -> Response:
     """Show the charts, workers and history of a run."""
     gauges_of(request).watch(run_id)
-    return page(request, "run.html", tab="overview", charts=CHARTS, **_variables(context, run_id))
+    variables = _variables(context, run_id)
+    charts = charts_of(variables["run"].spec, variables["run"].same_tokenizer)
+    groups = [(name, [chart for chart in charts if chart.group == name]) for name in (MAIN, DETAIL, SPEED)]
+    return page(request, "run.html", tab="overview", groups=groups, **variables)
 
 
 @router.get("/runs/{run_id}/live")
@@ -154,6 +158,16 @@ def resume(run_id: RunId, context: Context) -> Response:
     return RedirectResponse(f"/runs/{run_id}", 303)
 
 
+@router.post("/runs/{run_id}/baseline")
+def start_baseline(run_id: RunId, context: Context) -> Response:
+    """Start the run's baseline, the same run with cross-entropy only, and show both side by side."""
+    spec = baseline_of(RunSpec.model_validate(context.status(run_id)["spec"]))
+    run, row = context.runs.start(spec)
+    if run is not None:
+        discard_if_invalid(context, run)
+    return RedirectResponse(f"/compare?run={run_id}&run={row.id}", 303)
+
+
 @router.post("/runs/{run_id}/remove")
 def remove(run_id: RunId, context: Context, files: bool = False) -> Response:
     """Remove a run that is over, with its files if requested, and show the list."""
@@ -167,4 +181,6 @@ def _variables(context: AppContext, run_id: str) -> dict[str, Any]:
     """Return the variables that all templates of a run's page use."""
     view = context.view(run_id)
     notes = context.runs.store.notes(run_id, limit=NOTES)
-    return {"run": RunView(context.status(run_id), list(view.steps.recent)), "notes": notes[::-1]}
+    run = RunView(context.status(run_id), list(view.steps.recent), view.same_tokenizer)
+    baseline = context.runs.store.run_with_output(baseline_output(view.output)) if run.has_teacher else None
+    return {"run": run, "notes": notes[::-1], "baseline": baseline.id if baseline is not None else None}

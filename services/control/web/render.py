@@ -85,6 +85,7 @@ def templates() -> Environment:
     environment.filters |= {
         "ago": formatting.ago, "span": formatting.span, "bytes": formatting.size, "number": formatting.number,
         "percent": formatting.percent, "count": formatting.count, "clock": formatting.clock, "code": formatting.code,
+        "sentence": formatting.sentence,
     }  # fmt: skip
     environment.globals |= {"worker_tones": WORKER_TONES}
     return environment

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.common.run_warnings import change_since_start, warnings_of
-from services.control.web.formatting import number, percent, seconds_since, size
+from services.control.api.dependencies import AppContext
+from services.control.web.formatting import number, percent, seconds_since
+from services.control.web.loss_terms import divergence_name, loss_in_words
 from services.supervisor.comparison import comparison_line
 from services.supervisor.remaining import remaining_s
 from services.supervisor.run_record import RunState
+
+TASK = "task_accuracy_"
 
 TONES = {
     RunState.STARTING: "busy",
@@ -30,9 +33,13 @@ class RunView:
     Args:
         status: Its status, or its summary in a list.
         steps: Metrics of its last steps.
+        same_tokenizer: True for each teacher with the student's tokenizer; empty if that is not known.
     """
 
-    def __init__(self, status: Mapping[str, Any], steps: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, status: Mapping[str, Any], steps: Sequence[Mapping[str, Any]] = (),
+        same_tokenizer: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
         self._status, self._steps = status, steps
         self.id: str = status["id"]
         self.name: str = status["name"]
@@ -50,6 +57,8 @@ class RunView:
         self.workers: list[dict[str, Any]] = status.get("workers") or []
         self.spec: dict[str, Any] = status.get("spec") or {}
         self.summary: dict[str, Any] | None = status.get("summary")
+        self.evaluation: dict[str, Any] = status.get("evaluation") or {}
+        self.same_tokenizer = same_tokenizer
 
     @property
     def seconds(self) -> float | None:
@@ -69,6 +78,16 @@ class RunView:
         busy = [w for w in self.workers if w.get("activity") and w["state"] == "running"] if self.active else []
         checking = [str(self._status["checking"])] if self.active and self._status.get("checking") else []
         return checking + [f"{w['name']}: {w['activity']}" for w in busy]
+
+    @property
+    def activity(self) -> tuple[str, float | None] | None:
+        """Work that the run waits for before its first step, and the fraction of it that is done."""
+        if not self.activities or self.step:
+            return None
+        text, _, percentage = self.activities[-1].rpartition(": ")
+        if percentage.endswith("%") and percentage[:-1].isdigit():
+            return text, int(percentage[:-1]) / 100
+        return self.activities[-1], None
 
     @property
     def progress(self) -> float | None:
@@ -91,57 +110,100 @@ class RunView:
         return self.state.over and self.state != RunState.COMPLETED
 
     @property
+    def student(self) -> str:
+        """Name of the student's directory."""
+        return _model_name(self.spec.get("student"))
+
+    @property
+    def teachers(self) -> str:
+        """Names of the teachers' directories; empty without a teacher."""
+        return ", ".join(_model_name(teacher) for teacher in self.spec.get("teacher") or ())
+
+    @property
+    def loss(self) -> str:
+        """The loss as a sum of weighted terms."""
+        return loss_in_words(self.spec, self.same_tokenizer)
+
+    @property
+    def divergence(self) -> str:
+        """Name of the divergence from the teachers, or of the loss without any."""
+        return divergence_name(self.spec, self.same_tokenizer) or self.loss
+
+    @property
+    def bits(self) -> float | None:
+        """Bits per byte of the held-out text at the last evaluation."""
+        bits = self.evaluation.get("bits_per_byte")
+        return bits if isinstance(bits, (int, float)) else None
+
+    @property
+    def change(self) -> float | None:
+        """Change of the bits per byte since step 0; negative is better."""
+        return change_since_start(self._status)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Throughput of the last step."""
+        return (self._status.get("last") or {}).get("tokens_per_second")
+
+    @property
+    def evaluation_step(self) -> int | None:
+        """Steps before the last evaluation."""
+        return self.evaluation.get("step")
+
+    @property
+    def tasks(self) -> list[tuple[str, float, float | None]]:
+        """Tasks with the accuracy at the last evaluation and its change since step 0."""
+        first, last = self._status.get("first_evaluation") or {}, self.evaluation
+        tasks = []
+        for key, value in last.items():
+            if key.startswith(TASK) and isinstance(value, (int, float)):
+                before = first.get(key) if first.get("step") == 0 and last.get("step") else None
+                change = value - before if isinstance(before, (int, float)) else None
+                tasks.append((key.removeprefix(TASK), value, change))
+        return tasks
+
+    @property
+    def has_teacher(self) -> bool:
+        """Return True if a baseline would be another run."""
+        return bool(self.spec.get("teacher"))
+
+    @property
+    def model_exported(self) -> bool:
+        """Return True if the run has ended with a model."""
+        return self.state == RunState.COMPLETED
+
+    @property
     def tiles(self) -> list[tuple[str, str, str]]:
-        """Latest metrics as title, value and unit or description."""
-        last, evaluation = self._status.get("last") or {}, self._status.get("evaluation") or {}
-        queue = (self._status.get("queue") or {}) if self.active else {}
-        masses = _masses(last)
+        """Latest metrics as title, value and unit or description, the most important first."""
+        last, evaluation = self._status.get("last") or {}, self.evaluation
         unreachable = [v for name, v in last.items() if name.startswith("unreachable_mass") and v is not None]
-        waits = {name: last[key] for name, key in (("teacher", "teacher_wait"), ("data", "data_wait")) if key in last}
         tiles = [
-            ("Loss", number(last.get("loss")), _parts(last)),
-            ("Evaluation", number(evaluation.get("bits_per_byte")), _evaluated(evaluation, self._status)),
-            ("Evaluation KL", number(evaluation.get("held_out_kl_loss")), "nats"),
-            ("Evaluation accuracy", percent(evaluation.get("next_token_accuracy")), "next token"),
+            ("Held-out accuracy", percent(evaluation.get("next_token_accuracy")), "next token"),
+            ("Loss", number(last.get("loss")), self._parts(last)),
+            ("Held-out loss", number(evaluation.get("held_out_loss")), "nats, weighted as in training"),
             ("Throughput", number(last.get("tokens_per_second")), "tokens/s"),
-            ("Unreachable mass", percent(max(unreachable, default=None)), "of the teacher, without gradient"),
-            ("Wait time", percent(max(waits.values(), default=None)), _waiting(waits)),
-            ("Chunk mass", number(min(masses.values(), default=None)), _lowest(masses)),
-            ("Queue", number(queue.get("samples")), f"samples, {size(queue['bytes'])}" if queue else "samples"),
-            ("Memory", size(last.get("memory_peak_bytes")), "trainer, peak per step"),
+            ("Without gradient", percent(max(unreachable, default=None)), "of the teacher's probability"),
         ]  # fmt: skip
         return [tile for tile in tiles if tile[1] != "–"]
 
-
-def _evaluated(evaluation: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    if "bits_per_byte" not in evaluation:
-        return ""
-    change = change_since_start(status)
-    since = f", {change:+.4f} since step 0" if change is not None else ""
-    return f"bits per byte at step {evaluation['step']:,}{since}"
+    def _parts(self, last: Mapping[str, Any]) -> str:
+        fraction = last.get("kl_fraction")
+        if fraction is None or not self.has_teacher:
+            return "nats"
+        return f"nats, {percent(fraction)} of it {divergence_name(self.spec, self.same_tokenizer)}"
 
 
-def _parts(last: Mapping[str, Any]) -> str:
-    named = (("KL", last.get("kl_loss")), ("CE", last.get("ce_loss")))
-    parts = [f"{name} {number(v)}" for name, v in named if v is not None and math.isfinite(v)]
-    if last.get("kl_fraction") is not None:
-        parts.append(f"{percent(last['kl_fraction'])} of it from KL")
-    return ", ".join(parts)
+def _model_name(model: Any) -> str:
+    path = Path(str((model or {}).get("model", ""))) if isinstance(model, Mapping) else Path()
+    return path.name or str(path)
 
 
-def _waiting(waits: Mapping[str, float]) -> str:
-    if not waits:
-        return ""
-    return f"of a step, for the {max(waits, key=lambda name: waits[name])}"
-
-
-def _masses(last: Mapping[str, Any]) -> dict[str, float]:
-    """Return the chunk mass by teacher; with averaged logits there is a single one."""
-    masses = {name: value for name, value in last.items() if name.startswith("chunk_mass") and value is not None}
-    return {name.removeprefix("chunk_mass_t"): value for name, value in masses.items()}
-
-
-def _lowest(masses: Mapping[str, float]) -> str:
-    if len(masses) < 2:
-        return "mean per chunk"
-    return f"per chunk, teacher {min(masses, key=lambda name: masses[name])}"
+def run_views(context: AppContext, rows: Sequence[dict[str, Any]]) -> list[RunView]:
+    """Return the view models of summaries, with each run's settings and held-out result."""
+    specs = context.runs.store.specs([row["id"] for row in rows])
+    views = []
+    for row in rows:
+        view = context.views.of(row["id"])
+        more = {"spec": specs.get(row["id"], {}), **view.results()} if view is not None else {}
+        views.append(RunView({**row, **more}, (), view.same_tokenizer if view is not None else ()))
+    return views

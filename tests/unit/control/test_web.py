@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -15,11 +19,11 @@ from services.control.app import create_app
 from services.control.auth import COOKIE, Auth
 from services.control.runs import Runs
 from services.control.web import form
-from services.control.web.charts import CHARTS
+from services.control.web.charts import charts_of
 from services.control.web.fields import EXCLUDED, field_names, sections
 from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, make_runs, put, spec
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.spec import CROSS_ENTROPY_ONLY, RunSpec
 
 TOKEN = "a-token-that-is-long-enough"
 
@@ -114,7 +118,15 @@ def test_errors_by_field(tmp_path: Path, change: dict[str, str], field: str, mes
 
 
 RUN_PAGES = ["", "/log", "/log?worker=trainer-0", "/configuration", "/files", "/live"]
-PAGES = ["/", "/runs/new", "/runs/new?from=odd-1", "/align", "/docs", *(f"/runs/odd-1{page}" for page in RUN_PAGES)]
+PAGES = [
+    "/",
+    "/compare?run=odd-1",
+    "/runs/new",
+    "/runs/new?from=odd-1",
+    "/align",
+    "/docs",
+    *(f"/runs/odd-1{page}" for page in RUN_PAGES),
+]
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -233,7 +245,7 @@ ONE_TEACHER = {
 }  # fmt: skip
 TWO_TEACHERS = ONE_TEACHER | {"kl_loss_t1": 3.0, "chunk_mass_t1": 0.875, "proj_accuracy_t1": 0.5, "weight_t1": 1.0}
 BITS = {"step": 4, "bits_per_byte": 1.5, "loss": 3.0, "nll_nats": 90.0, "tokens": 30, "next_token_accuracy": 0.3125}
-MEASURED = BITS | {f"held_out_{name}": value for name, value in ONE_TEACHER.items() if name.startswith("kl_loss")}
+MEASURED = BITS | {f"held_out_{name}": value for name, value in ONE_TEACHER.items() if "loss" in name}
 
 
 def page_of(client: TestClient, runs: Runs, name: str, step: dict[str, float], read: dict[str, float]) -> str:
@@ -246,62 +258,114 @@ def page_of(client: TestClient, runs: Runs, name: str, step: dict[str, float], r
 
 def tiles(page: str) -> dict[str, tuple[str, str]]:
     """Return the tiles of a run's page by title."""
-    found = re.findall(r"<dt>(.*?)</dt><dd><b>(.*?)</b><span>(.*?)</span>", page)
-    return {what: (figure, of) for what, figure, of in found}
+    shown = re.findall(r"<dt>(.*?)</dt><dd><b>(.*?)</b><span>(.*?)</span>", page)
+    return {title: (value, unit.replace("&#39;", "'")) for title, value, unit in shown}
 
 
 def test_tiles_show_available_metrics(client: TestClient, runs: Runs) -> None:
     bare = tiles(page_of(client, runs, "bare-1", {"step": 3, "loss": 2.5}, {"step": 4, "bits_per_byte": 1.5}))
-    assert {"Evaluation KL", "Evaluation accuracy", "Chunk mass"} & set(bare) == set()
-    assert bare["Evaluation"] == ("1.5", "bits per byte at step 4")
-    one = tiles(page_of(client, runs, "one-1", ONE_TEACHER, BITS))
-    assert one["Chunk mass"] == ("0.98", "mean per chunk")
-    assert one["Evaluation accuracy"] == ("31.2 %", "next token")
-    assert "Evaluation KL" not in one, "it was not measured"
-    two = tiles(page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED))
-    assert two["Chunk mass"] == ("0.875", "per chunk, teacher 1"), "the lowest"
-    assert two["Evaluation KL"] == ("2.25", "nats")
-    mean = tiles(page_of(client, runs, "mean-1", {"step": 3, "chunk_mass": 0.5}, BITS | {"next_token_accuracy": None}))
-    assert mean["Chunk mass"] == ("0.5", "mean per chunk")
-    assert "Evaluation accuracy" not in mean
+    assert bare == {"Loss": ("2.5", "nats")}
+    fraction = {"kl_fraction": 0.9, "unreachable_mass_t0": 0.25}
+    one = tiles(page_of(client, runs, "one-1", ONE_TEACHER | fraction, BITS))
+    assert one["Held-out accuracy"] == ("31.2 %", "next token")
+    assert one["Loss"] == ("2.5", "nats, 90.0 % of it P-KL")
+    assert one["Without gradient"][0] == "25.0 %"
+    assert "Held-out loss" not in one, "it was not measured"
+    assert tiles(page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED))["Held-out loss"][0] == "2.5"
+
+
+def test_result_stands_first_with_its_change(client: TestClient, runs: Runs) -> None:
+    output = put(runs, "better-1")
+    rows = [{"step": 0, "bits_per_byte": 2.0, "task_accuracy_sums": 0.25}, BITS | {"task_accuracy_sums": 0.5}]
+    (output / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = client.get("/runs/better-1").text
+    headline = page[page.index('id="held-out"') : page.index('id="tiles"')]
+    assert page.index('id="held-out"') < page.index('id="curves"')
+    assert "1.5000" in headline and "−0.5000" in headline and "better" in headline
+    assert "50.0" in headline and "+25.0" in headline
+    listed = client.get("/").text
+    assert all(text in listed for text in ("1.5000", "−0.5000", "from model", "P-KL"))
 
 
 def test_page_has_every_chart(client: TestClient, runs: Runs) -> None:
     page = page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED)
     figures = dict(re.findall(r'<figure [^>]*id="curve-([^"]+)"(.*?)</figure>', page, re.DOTALL))
-    assert list(figures) == [chart.name for chart in CHARTS]
-    for chart in CHARTS:
-        keys = re.findall(r'data-key="([^"]+)"', figures[chart.name])
-        assert keys == [line.key for line in chart.lines]
-        assert f'data-min-lines="{chart.min_lines}"' in figures[chart.name]
+    charts = {chart.name: chart for chart in charts_of(TWO)}
+    assert figures.keys() == charts.keys()
+    for name in figures.keys() - {"loss", "held-out-loss"}:  # the stored run has one teacher
+        keys = re.findall(r'data-key="([^"]+)"', figures[name])
+        assert keys == [line.key for line in charts[name].lines]
+        assert f'data-min-lines="{charts[name].min_lines}"' in figures[name]
 
 
-def drawn(source: str, row: dict[str, float]) -> dict[str, list[str]]:
-    """Return the metrics of a row by chart, as the page's script selects them."""
-    found: dict[str, list[str]] = {}
-    for chart in CHARTS:
-        if chart.source == source:
-            names = [
-                name
-                for line in chart.lines
-                for name in sorted(row)
-                if name == line.key or (line.key.endswith("*") and name.startswith(line.key[:-1]))
-            ]
-            found |= {chart.name: names} if len(names) >= chart.min_lines else {}
-    return found
+def drawn(source: str, row: dict[str, float], spec: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the lines of a row by chart and label, as the page's script selects and weighs them."""
+    shown: dict[str, dict[str, float]] = {}
+    for chart in charts_of(spec):
+        lines = {}
+        for line in chart.lines if chart.source == source else ():
+            for name in sorted(row):
+                if name == line.key or (line.key.endswith("*") and name.startswith(line.key[:-1])):
+                    factors = [row.get(key, 1.0) for key in line.factor_keys]
+                    lines[
+                        f"{line.label} {name.removeprefix(line.key[:-1])}" if line.key.endswith("*") else line.label
+                    ] = row[name] * line.factor * math.prod(factors)
+        shown |= {chart.name: lines} if len(lines) >= chart.min_lines else {}
+    return shown
 
 
-def test_charts_of_teachers_and_evaluations() -> None:
-    one, two = drawn("steps", ONE_TEACHER), drawn("steps", TWO_TEACHERS)
-    assert one["chunk-mass"] == ["chunk_mass_t0"] and "teachers" not in one, "a single one's KL is the loss's"
-    assert two["chunk-mass"] == ["chunk_mass_t0", "chunk_mass_t1"]
-    assert two["teachers"] == ["kl_loss_t0", "kl_loss_t1"]
-    assert one["loss"] == two["loss"] == ["loss", "kl_loss", "ce_loss"]
-    assert drawn("eval", BITS) == {"held-out": ["bits_per_byte"], "held-out-agreement": ["next_token_accuracy"]}
-    measured = drawn("eval", {f"held_out_{name}": value for name, value in TWO_TEACHERS.items()} | BITS)
-    assert measured["held-out-loss"] == ["held_out_loss", "held_out_kl_loss", "held_out_ce_loss"]
-    assert measured["held-out-teachers"] == ["held_out_kl_loss_t0", "held_out_kl_loss_t1"]
-    assert measured["held-out-agreement"][1:] == ["held_out_proj_accuracy_t0", "held_out_proj_accuracy_t1"]
+ONE = {"teacher": [{}], "loss": {"mode": "chain", "kl_loss_weight": 1.0, "ce_loss_scale": 0.1}}
+TWO = {"teacher": [{}, {"weight": 2.0}], "loss": {"mode": "gold", "teacher_modes": [None, "alm"], "ce_loss_scale": 0.1}}
+
+
+def test_losses_have_their_names_and_weights() -> None:
+    one = drawn("steps", ONE_TEACHER, ONE)["loss"]
+    assert one == pytest.approx({"total": 2.5, "chain": 2.25, "0.1 × cross-entropy": 0.15})
+    two = drawn("steps", TWO_TEACHERS | {"weight_t1": 2.0}, TWO)
+    assert list(two["loss"]) == ["total", "gold, teacher 0", "ALM, teacher 1", "0.1 × cross-entropy"]
+    assert two["loss"]["ALM, teacher 1"] == 6.0
+    assert "weights" in two and "weights" not in drawn("steps", ONE_TEACHER, ONE)
+    alone = {"teacher": [], "loss": {"kl_loss_weight": 0.0, "ce_loss_scale": 1.0}}
+    assert drawn("steps", {"step": 1, "loss": 1.5, "ce_loss": 1.5}, alone)["loss"] == {"cross-entropy": 1.5}
+    measured = {f"held_out_{name}": value for name, value in TWO_TEACHERS.items()} | BITS
+    assert drawn("eval", measured, TWO)["held-out-loss"]["ALM, teacher 1"] == 6.0
+    assert drawn("eval", BITS, ONE).keys() == {"held-out", "held-out-agreement"}
+
+
+def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -> None:
+    for name, bits, changes in (("a", 1.25, {}), ("a-baseline", 1.5, {"teacher": [], "loss": CROSS_ENTROPY_ONLY})):
+        output = put(runs, name)
+        (output / "eval.jsonl").write_text(json.dumps({"step": 4, "bits_per_byte": bits}) + "\n")
+        complete = RunSpec.model_validate({**spec(output.parents[1], output=str(output)), **changes})
+        runs.store.change(name, name=name, spec=complete.model_dump(mode="json"))
+    page = client.get("/compare", params={"run": ["a", "a-baseline"]}).text
+    assert "better by 0.2500" in page
+    differing = page[page.index('id="differing"') :]
+    assert "teacher.0.model" in differing and "loss.ce_loss_scale" in differing
+    assert "student.model" not in differing and "output" not in differing
+    assert 'href="/compare?run=a&amp;run=a-baseline"' in client.get("/runs/a").text
+    assert client.get("/compare").status_code == 200
+    assert client.get("/compare?run=nothing").status_code == 404
+    assert client.get("/compare", params={"run": [f"r-{i}" for i in range(7)]}).status_code == 400
+    fragment = client.get("/compare?run=a", headers={"HX-Request": "true"}).text
+    assert fragment.lstrip().startswith("<section")
+
+
+def test_download_of_the_model(client: TestClient, runs: Runs) -> None:
+    output = put(runs, "done-1")
+    assert client.get("/runs/done-1/download/model").status_code == 404
+    (output / "model").mkdir()
+    contents = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 9}
+    for name, content in contents.items():
+        (output / "model" / name).write_bytes(content)
+    (output / "model" / "link").symlink_to("/etc/passwd")
+    answer = client.get("/runs/done-1/download/model")
+    assert len(answer.content) == int(answer.headers["content-length"])
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        members = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+    assert members == {f"done-1/{name}": content for name, content in contents.items()}
+    text = client.get("/runs/done-1/download/run-file").text
+    assert tomllib.loads(text)["student"]["context_length"] == 8
 
 
 @pytest.mark.parametrize("action", ["start", "as-fields", "as-toml", "add", "remove-" + "9" * 5000])

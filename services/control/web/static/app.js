@@ -100,6 +100,27 @@ invalid?.focus({ preventScroll: true });
 document.getElementById("errors")?.scrollIntoView({ block: "center" });
 if (invalid?.id !== "toml") invalid?.closest(".field")?.scrollIntoView({ block: "nearest" });
 
+// Runs that are selected for a comparison stay selected when the list is updated.
+const MOST_COMPARED = 6;
+const selected = new Set();
+function showSelected() {
+  for (const box of document.querySelectorAll("#choose [type=checkbox]")) {
+    box.checked = selected.has(box.value);
+    box.disabled = !box.checked && selected.size >= MOST_COMPARED;
+  }
+  const bar = document.getElementById("choosing");
+  if (bar) bar.hidden = selected.size < 2;
+}
+document.addEventListener("change", (event) => {
+  if (!event.target.matches("#choose [type=checkbox]")) return;
+  if (event.target.checked) selected.add(event.target.value);
+  else selected.delete(event.target.value);
+  showSelected();
+});
+document.body.addEventListener("htmx:afterSettle", showSelected);
+for (const box of document.querySelectorAll("#choose :checked")) selected.add(box.value);
+showSelected();
+
 // Highlight a chunk on both sides while the pointer is on one of its tokens.
 document.addEventListener("pointerover", (event) => {
   const chunk = event.target.closest?.(".aligned .token")?.dataset.chunk;

@@ -1,10 +1,12 @@
-// Charts of a run: metrics are fetched once, then only new ones; drawn by uPlot.
+// Charts of one run, or of several over each other: metrics are fetched once, then only new ones; drawn by uPlot.
 "use strict";
 {
   const MAX_POINTS = 4000;
   const PAGE_POINTS = 1500;
   const SMOOTH_MIN = 80;
-  const head = () => document.getElementById("run-head").dataset;
+  const COLOURS = 6;
+  const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
+  const HEIGHTS = { main: 250, detail: 140, speed: 140 };
   const probe = document.createElement("i");
   probe.hidden = true;
   document.body.append(probe);
@@ -14,7 +16,6 @@
     probe.style.color = `var(${name})`;
     return getComputedStyle(probe).color;
   };
-  const sources = {};
 
   /** Columns of one source by metric; `x` is the step or time. */
   class Columns {
@@ -27,9 +28,12 @@
         for (const name in row) this.names.add(name);
       }
     }
-    column(name, divisor) { return this.rows.map((row) => (row[name] === undefined ? null : row[name] / divisor)); }
+    /** Return a metric times its factors. */
+    column({ key, factor, factorKeys }, divisor) {
+      const value = (row) => factorKeys.reduce((product, name) => product * (row[name] ?? 1), row[key] * factor / divisor);
+      return this.rows.map((row) => (row[key] === undefined || row[key] === null ? null : value(row)));
+    }
   }
-  for (const name of ["steps", "eval", "gauges"]) sources[name] = new Columns();
 
   const short = (value) => {
     if (value === null || value === undefined) return "–";
@@ -38,6 +42,7 @@
     if (size && size < 1e-3) return value.toExponential(1);
     return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
   };
+  const exact = (value) => (value === null || value === undefined || Math.abs(value) >= 1000 || Math.abs(value) < 1e-3 ? short(value) : String(Number(value.toPrecision(4))));
   /** Exponential moving average over about 1/40 of the points, bias-corrected. */
   const runningMean = (column) => {
     const keep = 1 - 1 / Math.max(5, column.length / 40);
@@ -52,6 +57,50 @@
   };
   const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 
+  async function getJson(path) {
+    const response = await fetch(path, { headers: { Accept: "application/json" } });
+    if (response.status === 401) location.reload();
+    if (!response.ok) throw new Error(`${path}: ${response.status}`);
+    return response.json();
+  }
+
+  /** Metrics of one run. */
+  class Run {
+    constructor(id, label, index, launch) {
+      Object.assign(this, { id, label, index, launch });
+      this.sources = { steps: new Columns(), eval: new Columns(), gauges: new Columns() };
+    }
+
+    /** Fetch new metrics; fetch all again after a rewind or if there are too many points. */
+    async read(gauges) {
+      const { steps, eval: held } = this.sources;
+      // An evaluation is written after the step before it, so new rows of both kinds are after the last step.
+      const metrics = await getJson(`/v1/runs/${this.id}/metrics?after=${steps.x.at(-1) ?? -1}&points=${PAGE_POINTS}`);
+      const launch = this.launch();
+      const cut = metrics.steps_total < steps.total || metrics.eval_total < held.total || launch !== this.seen;
+      this.seen = launch;
+      if (cut && steps.x.length) {
+        steps.clear();
+        held.clear();
+        await this.read(gauges);
+        return;
+      }
+      steps.add(metrics.steps.filter((row) => row.step > (steps.x.at(-1) ?? -1)), "step");
+      held.add(metrics.eval.filter((row) => row.step > (held.x.at(-1) ?? -1)), "step");
+      steps.total = metrics.steps_total;
+      held.total = metrics.eval_total;
+      if (steps.x.length > MAX_POINTS) steps.clear();
+      if (gauges) this.sources.gauges.add(await getJson(`/runs/${this.id}/gauges?after=${this.sources.gauges.x.at(-1) ?? 0}`), "time");
+    }
+  }
+
+  const tracks = [...document.querySelectorAll("#tracks [data-run]")];
+  const several = tracks.length > 0;
+  const head = document.getElementById("run-head");
+  const runs = several
+    ? tracks.map((item, index) => new Run(item.dataset.run, item.dataset.label, index, () => ""))
+    : [new Run(head.dataset.run, "", 0, () => document.getElementById("run-head").dataset.launch)];
+
   /** A chart: its plot, and a legend with the values under the pointer. */
   class Chart {
     constructor(figure) {
@@ -59,32 +108,44 @@
       this.plotElement = figure.querySelector(".plot");
       this.source = figure.dataset.source;
       this.divisor = Number(figure.dataset.divisor);
+      this.height = HEIGHTS[figure.dataset.group];
       this.floor = figure.dataset.floor === undefined ? null : Number(figure.dataset.floor);
       this.minLines = Number(figure.dataset.minLines);
-      this.requested = [...figure.querySelectorAll(".legend li")].map((item) => ({ ...item.dataset }));
+      this.requested = [...figure.querySelectorAll(".legend li")].map(({ dataset }) => ({
+        ...dataset, factor: Number(dataset.factor), factorKeys: dataset.factorKeys.split(" ").filter(Boolean),
+      }));
       this.drawn = "";
     }
 
     /** Return the lines that there are metrics for. */
     lines() {
-      const names = [...sources[this.source].names].sort((one, other) => one.localeCompare(other, "en", { numeric: true }));
-      return this.requested.flatMap(({ key, label, singleLabel }) => {
-        if (!key.endsWith("*")) return names.includes(key) ? [{ key, label }] : [];
+      const all = runs.flatMap((run) => this.linesOf(run));
+      return all.map((line, position) => ({ ...line, colour: (several ? line.run.index : position) % COLOURS }));
+    }
+
+    linesOf(run) {
+      const names = [...run.sources[this.source].names].sort((one, other) => one.localeCompare(other, "en", { numeric: true }));
+      const named = (label) => [run.label, label].filter(Boolean).join(" ");
+      return this.requested.flatMap((wanted) => {
+        const { key, label, singleLabel } = wanted;
+        if (!key.endsWith("*")) return names.includes(key) ? [{ ...wanted, run, label: named(label), dash: DASHES[0] }] : [];
         const matching = names.filter((name) => name.startsWith(key.slice(0, -1)));
         const which = (name) => name.slice(key.length - 1).replace(/^_t/, "");
-        return matching.map((name) => ({ key: name, label: matching.length > 1 || key.startsWith("gpu") ? `${label} ${which(name)}` : singleLabel }));
+        const text = (name) => (matching.length > 1 || key.startsWith("gpu") || key.startsWith("task") ? `${label} ${which(name)}`.trim() : singleLabel);
+        return matching.map((name, index) => ({ ...wanted, run, key: name, label: named(text(name)), dash: DASHES[several ? index % DASHES.length : 0] }));
       });
     }
+
+    folded() { return this.figure.closest("details")?.open === false; }
 
     draw() {
       const lines = this.lines();
       this.figure.hidden = lines.length < this.minLines;
-      if (this.figure.hidden) return;
-      const columns = sources[this.source];
-      const values = lines.map((line) => columns.column(line.key, this.divisor));
-      const smooth = this.source === "steps" && columns.x.length >= SMOOTH_MIN;
-      const data = [columns.x, ...values, ...(smooth ? values.map(runningMean) : [])];
-      const drawn = lines.map((line) => line.key).join() + smooth;
+      if (this.figure.hidden || this.folded()) return;
+      const columns = lines.map((line) => line.run.sources[this.source].column(line, this.divisor));
+      const smooth = this.source === "steps" && lines.some((line) => line.run.sources.steps.x.length >= SMOOTH_MIN);
+      const data = this.joined(lines, [...columns, ...(smooth ? columns.map(runningMean) : [])]);
+      const drawn = lines.map((line) => line.run.id + line.key).join() + smooth;
       this.smooth = smooth;
       if (drawn !== this.drawn) this.make(lines, data);
       else this.plot.setData(data);
@@ -92,13 +153,19 @@
       this.updateLegend();
     }
 
+    /** Return the columns over one x axis: that of all runs together. */
+    joined(lines, columns) {
+      if (runs.length === 1) return [runs[0].sources[this.source].x, ...columns];
+      return uPlot.join(columns.map((column, index) => [lines[index % lines.length].run.sources[this.source].x, column]));
+    }
+
     make(lines, data) {
       this.plot?.destroy();
       this.count = lines.length;
       const legend = this.figure.querySelector(".legend");
-      legend.replaceChildren(...lines.map((line, index) => {
+      legend.replaceChildren(...lines.map((line) => {
         const item = document.createElement("li");
-        item.className = `s${index % 6}`;
+        item.className = `s${line.colour}`;
         item.append(Object.assign(document.createElement("i"), { ariaHidden: "true" }), `${line.label} `, document.createElement("b"));
         return item;
       }));
@@ -113,16 +180,19 @@
       const font = `11px ${sans}`;
       const axis = { font, stroke: colour("--faint"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false } };
       const few = this.source === "eval";
-      const series = (index, alpha) => ({ stroke: colour(`--series-${index % 6}`), alpha, width: alpha < 1 ? 1 : 1.75, spanGaps: true, points: { show: few, size: 5 } });
+      const series = (line, alpha) => ({
+        stroke: colour(`--series-${line.colour}`), alpha, width: alpha < 1 ? 1 : 1.75, spanGaps: true, dash: line.dash, points: { show: few, size: 5 },
+      });
+      const whole = (_, all) => all.map((value) => (Number.isInteger(value) ? value.toLocaleString("en-US") : ""));
       return {
-        width: this.plotElement.clientWidth, height: 190, padding: [10, this.byTime() ? 30 : 10, 0, 0], legend: { show: false },
+        width: this.plotElement.clientWidth, height: this.height, padding: [10, this.byTime() ? 30 : 14, 0, 0], legend: { show: false },
         cursor: { sync: { key: this.byTime() ? "time" : "step" }, points: { size: 7, width: 2 }, drag: { x: true, y: false } },
         scales: { x: { time: this.byTime() }, y: { range: (_, low, high) => this.range(low, high) } },
         axes: [
-          { ...axis, grid: { show: false }, gap: 6, size: 28, ...(this.byTime() ? { gap: 11, size: 33, space: 90, values: (_, all) => all.map(clock) } : { values: (_, all) => all.map((v) => (Number.isInteger(v) ? v.toLocaleString("en-US") : "")) }) },
-          { ...axis, gap: 8, size: (_, values) => 20 + 6.4 * Math.max(2, ...(values ?? []).map((v) => v.length)), values: (_, all) => all.map(short) },
+          { ...axis, grid: { show: false }, gap: 6, size: 28, ...(this.byTime() ? { gap: 11, size: 33, space: 90, values: (_, all) => all.map(clock) } : { values: whole }) },
+          { ...axis, gap: 8, space: this.height > 200 ? 36 : 28, size: (_, values) => 20 + 6.4 * Math.max(2, ...(values ?? []).map((value) => value.length)), values: (_, all) => all.map(short) },
         ],
-        series: [{}, ...lines.map((line, index) => series(index, smooth ? 0.3 : 1)), ...(smooth ? lines.map((line, index) => series(index, 1)) : [])],
+        series: [{}, ...lines.map((line) => series(line, smooth ? 0.3 : 1)), ...(smooth ? lines.map((line) => series(line, 1)) : [])],
         hooks: { setCursor: [() => this.updateLegend()] },
       };
     }
@@ -133,16 +203,18 @@
       return [this.floor !== null ? Math.min(this.floor, low) : low - room, high + room];
     }
 
-    /** Show the values under the pointer in the legend, or else the last ones. */
+    /** Show the values at or before the pointer in the legend, or else the last ones. */
     updateLegend() {
       const index = this.plot.cursor.idx;
+      const known = (value) => value !== null && value !== undefined;
       const texts = this.plot.data.slice(1, this.count + 1).map((column) => {
-        const at = index ?? column.findLastIndex((value) => value !== null);
-        return short(column[at]);
+        const until = index === null || index === undefined ? column : column.slice(0, index + 1);
+        return exact(until.findLast(known));
       });
       this.figure.querySelectorAll(".legend b").forEach((item, number) => { item.textContent = texts[number]; });
       const x = index === null || index === undefined ? null : this.plot.data[0][index];
-      this.figure.dataset.at = x === null ? (this.smooth ? "bold: moving average" : "") : this.byTime() ? clock(x) : `step ${x.toLocaleString("en-US")}`;
+      const at = this.byTime() ? clock : (step) => `step ${step.toLocaleString("en-US")}`;
+      this.figure.dataset.at = x === null ? (this.smooth && this.height > 200 ? "bold: moving average" : "") : at(x);
     }
 
     /** Redraw in the current colours. */
@@ -153,44 +225,18 @@
   }
 
   const charts = [...document.querySelectorAll(".curve")].map((figure) => new Chart(figure));
-
-  async function getJson(path) {
-    const response = await fetch(path, { headers: { Accept: "application/json" } });
-    if (response.status === 401) location.reload();
-    if (!response.ok) throw new Error(`${path}: ${response.status}`);
-    return response.json();
-  }
-
-  /** Fetch new metrics; fetch all again after a rewind or if there are too many points. */
-  async function read() {
-    const { run, launch } = head();
-    const { steps, eval: held, gauges } = sources;
-    // An evaluation is written after the step before it, so new rows of both kinds are after the last step.
-    const metrics = await getJson(`/v1/runs/${run}/metrics?after=${steps.x.at(-1) ?? -1}&points=${PAGE_POINTS}`);
-    const cut = metrics.steps_total < steps.total || metrics.eval_total < held.total || launch !== read.launch;
-    if (cut && steps.x.length) {
-      steps.clear();
-      held.clear();
-      read.launch = launch;
-      return read();
-    }
-    read.launch = launch;
-    steps.add(metrics.steps.filter((row) => row.step > (steps.x.at(-1) ?? -1)), "step");
-    held.add(metrics.eval.filter((row) => row.step > (held.x.at(-1) ?? -1)), "step");
-    steps.total = metrics.steps_total;
-    held.total = metrics.eval_total;
-    if (steps.x.length > MAX_POINTS) steps.clear();
-    gauges.add(await getJson(`/runs/${run}/gauges?after=${gauges.x.at(-1) ?? 0}`), "time");
-  }
+  const drawAll = () => { for (const curve of charts) curve.draw(); };
 
   let reading = false;
   async function refresh() {
     if (reading) return;
     reading = true;
     try {
-      await read();
-      for (const curve of charts) curve.draw();
+      await Promise.all(runs.map((run) => run.read(!several)));
+      drawAll();
       document.getElementById("no-curves").hidden = charts.some((curve) => !curve.figure.hidden);
+      const speed = document.getElementById("speed");
+      if (speed) speed.hidden = !speed.querySelector(".curve:not([hidden])");
     } catch {
       document.getElementById("unreachable").hidden = false;
     } finally {
@@ -198,8 +244,10 @@
     }
   }
 
+  const fit = (curve) => curve.plot && curve.plotElement.clientWidth && curve.plot.setSize({ width: curve.plotElement.clientWidth, height: curve.height });
   document.body.addEventListener("tick", refresh);
   document.addEventListener("colours", () => charts.forEach((curve) => curve.redraw()));
-  new ResizeObserver(() => charts.forEach((curve) => curve.plot?.setSize({ width: curve.plotElement.clientWidth, height: 190 }))).observe(document.getElementById("curves"));
+  document.getElementById("speed")?.addEventListener("toggle", drawAll);
+  new ResizeObserver(() => charts.forEach(fit)).observe(document.getElementById("curves"));
   refresh();
 }

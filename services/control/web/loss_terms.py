@@ -1,0 +1,76 @@
+"""Names of a run's losses, and the weights with which they count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.control.web.formatting import number
+
+MODE_NAMES = {
+    "p_kl": "P-KL",
+    "gold": "gold",
+    "h_kl": "H-KL",
+    "uld": "ULD",
+    "alm": "ALM",
+    "chain": "chain",
+    "custom": "custom loss",
+}
+"""Names of the modes in text."""
+SAME_TOKENIZER = "KL"
+CROSS_ENTROPY = "cross-entropy"
+
+
+def names_by_teacher(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> list[str]:
+    """Return the name of the divergence from every teacher.
+
+    Args:
+        spec: A run's specification as JSON.
+        same_tokenizer: True for each teacher with the student's tokenizer; empty if that is not known yet.
+    """
+    loss = spec.get("loss") or {}
+    own = loss.get("teacher_modes") or ()
+    names = []
+    for teacher in range(len(spec.get("teacher") or ())):
+        mode = (own[teacher] if teacher < len(own) else None) or loss.get("mode", "p_kl")
+        same = teacher < len(same_tokenizer) and same_tokenizer[teacher]
+        names.append(SAME_TOKENIZER if same else MODE_NAMES.get(mode, str(mode)))
+    return names
+
+
+def divergence_name(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> str:
+    """Return the name of the divergence from all teachers; empty without any.
+
+    >>> divergence_name({"teacher": [{}, {}], "loss": {"mode": "alm", "teacher_modes": ["gold", None]}})
+    'gold + ALM'
+    """
+    return " + ".join(dict.fromkeys(names_by_teacher(spec, same_tokenizer)))
+
+
+def loss_in_words(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> str:
+    """Return a run's loss as a sum of weighted terms.
+
+    >>> loss_in_words({"teacher": [{}], "loss": {"mode": "chain", "kl_loss_weight": 1.0, "ce_loss_scale": 0.1}})
+    'chain + 0.1 × cross-entropy'
+    """
+    loss = spec.get("loss") or {}
+    divergence = divergence_name(spec, same_tokenizer)
+    if not divergence:
+        return CROSS_ENTROPY
+    if loss.get("dynamic_loss_scaling"):
+        return f"{divergence} scaled to {CROSS_ENTROPY}"
+    terms = (loss.get("kl_loss_weight", 1.0), divergence), (loss.get("ce_loss_scale", 0.1), CROSS_ENTROPY)
+    return " + ".join(weighted(name, weight) for weight, name in terms if weight) or "0"
+
+
+def ce_weight(spec: Mapping[str, Any]) -> float:
+    """Return the weight of the cross-entropy."""
+    loss = spec.get("loss") or {}
+    return 1.0 if loss.get("dynamic_loss_scaling") else float(loss.get("ce_loss_scale", 0.1))
+
+
+def weighted(name: str, weight: float) -> str:
+    """Return a term with its weight, which is left out if it is 1."""
+    if weight == 1:
+        return name
+    return f"({name}) × {number(weight)}" if " + " in name else f"{number(weight)} × {name}"
