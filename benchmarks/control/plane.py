@@ -37,7 +37,8 @@ class Plane:
             *pinned, sys.executable, "-m", "services.cli", "control", "--port", "0", "--runs-dir", str(self.runs),
             "--root", str(directory), "--on-exit", "stop",
         ]  # fmt: skip
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        packages = os.environ.get("PYTHONPATH", "")
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{packages}", "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         wait(lambda: "serving at" in self.log.read_text())

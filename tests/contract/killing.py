@@ -2,7 +2,7 @@
 
 The load are processes of their own, which write down what they were told: two producers and two consumers of a generic
 partition, and the collator, teacher and trainer of a run, whose trainer sometimes rewinds.
-`python -m tests.contract.killing KILLS RESULT.json` runs it by hand.
+`python -m tests.contract.killing KILLS RESULT.json [QUEUES]` runs it by hand, its kills spread over so many queues.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -153,15 +154,31 @@ def _events(directory: Path) -> Iterator[tuple[str, int, int | str]]:
             yield from (json.loads(line) for line in log.read_text().splitlines())
 
 
-def main(kills: int, result: Path) -> int:
+def sum_of(outcomes: list[Outcome]) -> Outcome:
+    """Add up several; the time is the longest."""
+    total = Outcome()
+    for one in outcomes:
+        for name, value in vars(one).items():
+            setattr(total, name, getattr(total, name) + value)
+    total.seconds = max(one.seconds for one in outcomes)
+    return total
+
+
+def main(kills: int, result: Path, queues: int = 1) -> int:
     """Run it, write the counts, and return 0 if nothing went wrong."""
     directory = Path(tempfile.mkdtemp(prefix="xk-"))
-    outcome = kill_repeatedly(directory, kills)
-    result.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+    parts = [kills // queues + (number < kills % queues) for number in range(queues)]
+
+    def one(number: int) -> Outcome:
+        return kill_repeatedly(directory / str(number), parts[number], seed=5 + number)
+
+    with ThreadPoolExecutor(queues) as threads:
+        outcome = sum_of(list(threads.map(one, range(queues))))
+    result.write_text(json.dumps({"queues": queues, **asdict(outcome)}, indent=2) + "\n")
     print(result.read_text())
     shutil.rmtree(directory)
     return 1 if outcome.lost or outcome.after_ack or outcome.errors else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])))
