@@ -18,7 +18,6 @@ from services.common.allowed_paths import OutsideError, Roots
 from services.control.api.dependencies import AppContext, Context
 from services.control.web.form import parse_form
 from services.control.web.render import PageRoute, page
-from services.control.web.suggestions import suggestions_under
 
 MAX_TEXT = 20_000
 TIMEOUT_S = 60.0
@@ -35,9 +34,7 @@ _slots = threading.BoundedSemaphore(MAX_PROCESSES)
 def show_form(request: Request, context: Context, student: str = "", teacher: str = "") -> Response:
     """Show the form."""
     values = {"student": student, "teacher": teacher, "text": EXAMPLE}
-    return page(
-        request, "align.html", values=values, suggestions=suggestions_under(context.runs.validator.roots), **EMPTY
-    )
+    return page(request, "align.html", values=values, **EMPTY)
 
 
 @router.post("/align")
@@ -49,7 +46,7 @@ async def align(request: Request, context: Context) -> Response:
         raise HTTPException(400, "Malformed form.") from error
     outcome = await run_in_threadpool(_aligned, context, values)
     part = "align_result.html" if "hx-request" in request.headers else "align.html"
-    return page(request, part, values=values, suggestions=suggestions_under(context.runs.validator.roots), **outcome)
+    return page(request, part, values=values, **outcome)
 
 
 def _aligned(context: AppContext, values: dict[str, str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 import types
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from services.control.web.loss_terms import MODES_OF_SETTING
 from xtoken_core.config.base import Part
 from xtoken_core.config.spec import RunSpec
 
 TEACHER = "teacher"
 EXCLUDED = ("queue.address", "ray.address")
 """Settings that the control plane assigns."""
+REFUSED_MODES = ("custom",)
+"""Modes of the loss that a control plane does not run."""
 SPELLING = {word: word.upper() for word in ("alm", "ce", "eos", "fp8", "gpu", "kl", "tflops", "uld")} | {
     "s": "(s)",
     "topk": "top k",
@@ -41,6 +45,7 @@ class Field:
         help: Description from the configuration model.
         required: True if the setting has no default.
         choices: Values of a `choice`.
+        modes: Modes of the loss that read the setting; empty if all do.
     """
 
     name: str
@@ -49,11 +54,24 @@ class Field:
     help: str
     required: bool
     choices: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def help_by_choice(self) -> dict[str, str]:
+        """Parts of the description that begin with a choice in backticks, by choice; empty if some choice has none."""
+        parts = re.split(r"`(\w+)`: ", self.help)
+        texts = dict(zip(parts[1::2], map(str.strip, parts[2::2]), strict=True))
+        return texts if self.choices and texts.keys() >= set(self.choices) else {}
 
     @property
     def label(self) -> str:
         """Label: the last part of the name, as words."""
-        words = [SPELLING.get(word, word) for word in self.name.rpartition(".")[2].split("_")]
+        words = [SPELLING.get(word, word) for word in self.key.split("_")]
         return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
 
 
@@ -105,7 +123,10 @@ def _collect(model: type[Part], name: str, optional: bool, collected: dict[str, 
 def _field(name: str, info: FieldInfo, doc: str) -> Field:
     kind, choices = _kind(info.annotation)
     default = "" if info.default is PydanticUndefined else format_value(info.default, kind)
-    return Field(name, kind, default, doc, info.is_required(), choices)
+    if name == "loss.mode":
+        choices = tuple(choice for choice in choices if choice not in REFUSED_MODES)
+    of = MODES_OF_SETTING.get(name.removeprefix("loss."), ()) if name.startswith("loss.") else ()
+    return Field(name, kind, default, doc, info.is_required(), choices, tuple(sorted(of)))
 
 
 def format_value(value: Any, kind: str) -> str:

@@ -43,14 +43,17 @@ def teachers_in(values: Mapping[str, str]) -> int:
 def document_of(values: Mapping[str, str]) -> dict[str, Any]:
     """Convert form values to a run file's document, without fields that are empty or have their default."""
     document: dict[str, Any] = {}
+    modes = {values.get("loss.mode", ""), *re.split(r"[,\s]+", values.get("loss.teacher_modes", ""))}
     for section in sections().values():
         if section.optional and values.get(section.name) != "on":
             continue
         if section.name == TEACHER:
             if count := teachers_in(values):
-                document[TEACHER] = [_part(values, section.fields, f"{TEACHER}.{number}") for number in range(count)]
+                document[TEACHER] = [
+                    _part(values, section.fields, f"{TEACHER}.{number}", modes) for number in range(count)
+                ]
             continue
-        part = _part(values, section.fields, section.name)
+        part = _part(values, section.fields, section.name, modes)
         required = any(field.required for field in section.fields)
         if part or required or section.optional:
             _subtable(document, section.name).update(part)
@@ -134,11 +137,13 @@ def _is_field(name: str) -> bool:
     return NUMBERED.sub(TEACHER, name) in field_names()
 
 
-def _part(values: Mapping[str, str], fields: tuple[Field, ...], prefix: str) -> dict[str, Any]:
+def _part(values: Mapping[str, str], fields: tuple[Field, ...], prefix: str, modes: set[str]) -> dict[str, Any]:
     part = {}
     for field in fields:
-        key = field.name.rpartition(".")[2]
+        key = field.key
         text = values.get(f"{prefix}.{key}" if prefix else key, "").strip()
+        if not text and field.modes and not modes & {*field.modes}:
+            continue  # a switch that the page does not send, because its mode is not chosen
         if (text or field.kind == "switch") and text != field.default:
             part[key] = _typed(text, field)
     return part
@@ -167,7 +172,7 @@ def _number(text: str, kinds: tuple[type, ...]) -> Any:
 
 def _values(part: Any, fields: tuple[Field, ...], prefix: str) -> dict[str, str]:
     values = part if isinstance(part, Mapping) else {}
-    names = ((field, field.name.rpartition(".")[2]) for field in fields)
+    names = ((field, field.key) for field in fields)
 
     def text(field: Field, key: str) -> str:
         if values.get(key, "") is None:

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
 from services.control.auth import Auth
-from services.control.web import align_page, compare_page, downloads, login, new_run, pages
+from services.control.web import align_page, compare_page, downloads, login, new_run, pages, suggestions
 from services.control.web.gauges import Gauges
 
 STATIC = Path(__file__).parent / "static"
@@ -24,14 +24,7 @@ def with_open_paths(auth: Auth) -> Auth:
 def install(app: FastAPI) -> None:
     """Add the pages, static files and the redirect to the login page."""
     app.state.gauges = Gauges(app.state.context)
-    for router in (
-        new_run.router,
-        pages.router,
-        compare_page.router,
-        downloads.router,
-        align_page.router,
-        login.router,
-    ):
-        app.include_router(router, include_in_schema=False)
+    for module in (new_run, pages, compare_page, downloads, align_page, suggestions, login):
+        app.include_router(module.router, include_in_schema=False)
     app.mount("/static", StaticFiles(directory=STATIC))
     app.add_middleware(login.LoginRedirect)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
@@ -15,9 +16,9 @@ from services.control.api.dependencies import AppContext, Context
 from services.control.api.models import DryRun
 from services.control.api.runs import discard_if_invalid, dry_run_of
 from services.control.web import form
-from services.control.web.fields import TEACHER, sections
+from services.control.web.fields import TEACHER, Field, sections
+from services.control.web.loss_terms import MODE_NAMES, OF_SEVERAL_TEACHERS
 from services.control.web.render import PageRoute, page
-from services.control.web.suggestions import suggestions_under
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 
@@ -26,6 +27,7 @@ MAIN_FIELDS = {
     "student": ("model", "context_length", "dtype"),
     TEACHER: ("model", "projection", "context_length", "dtype"),
     "data": ("path", "field", "epochs"),
+    "loss": ("mode",),
     "train": ("max_steps", "samples_per_step", "micro_batch_tokens", "learning_rate", "warmup_steps"),
     "workers": ("device", "collators", "ranks"),
 }
@@ -35,7 +37,10 @@ TITLES = {
     "train": "Training", "train.lora": "LoRA", "report": "Reporting", "queue": "Queue",
     "workers": "Workers", "ray": "Ray",
 }  # fmt: skip
-ORDER = ("", "student", TEACHER, "data", "train", "workers", "eval", "loss", "train.lora", "queue", "ray", "report")
+ORDER = ("", "student", TEACHER, "data", "loss", "train", "workers", "eval", "train.lora", "queue", "ray", "report")
+ADVANCED = ("temperature", "reverse_kl", "gradient_in_place", "exact_token_match_only", "teacher_chunk_average")
+"""Settings of some modes that are collapsed."""
+WEIGHTS = ("kl_loss_weight", "ce_loss_scale")
 REMOVED = re.compile(r"remove-([0-9]{1,4})")
 UNKNOWN_FIELD = "Extra inputs"
 
@@ -122,15 +127,29 @@ def _render(
     return page(
         request, "new.html", values=values, errors=errors, checked=checked,
         mode=values.get("mode", "fields"), blocks=_blocks(values, errors), first_wrong=next(iter(errors), None),
-        key=secrets.token_urlsafe(12), suggestions=suggestions_under(validator.roots), base=validator.base,
-        roots=validator.roots,
+        key=secrets.token_urlsafe(12), base=validator.base,
+        roots=validator.roots, mode_names=MODE_NAMES,
     )  # fmt: skip
+
+
+def _main_fields(section: str, fields: Sequence[Field]) -> tuple[str, ...]:
+    """Return the settings that are always visible; of the loss also the weights and all that belong to some modes."""
+    main = MAIN_FIELDS.get(section, ())
+    if section == "loss":
+        main += (*WEIGHTS, *(field.key for field in fields if field.modes and field.key not in ADVANCED))
+    return main
+
+
+def _loss_fields(named: list[tuple[str, Field]], teachers: int) -> list[tuple[str, Field]]:
+    return [pair for pair in named if teachers > 1 or pair[1].key not in OF_SEVERAL_TEACHERS]
 
 
 def _blocks(values: dict[str, str], errors: form.Errors) -> list[dict[str, Any]]:
     """Return the blocks of the form: a section's title, its visible fields and its collapsed ones."""
     blocks = []
     for name in ORDER:
+        if name == "loss" and not form.teachers_in(values):
+            continue
         section = sections()[name]
         count = form.teachers_in(values) if name == TEACHER else 1
         if not count:
@@ -140,7 +159,10 @@ def _blocks(values: dict[str, str], errors: form.Errors) -> list[dict[str, Any]]
         for number in range(count):
             prefix = f"{TEACHER}.{number}" if name == TEACHER else name
             named = [(f"{prefix}.{f.name.rpartition('.')[2]}" if prefix else f.name, f) for f in section.fields]
-            first = [(n, f) for main in MAIN_FIELDS.get(name, ()) for n, f in named if n.rpartition(".")[2] == main]
+            if name == "loss":
+                named = _loss_fields(named, form.teachers_in(values))
+            main = _main_fields(name, section.fields)
+            first = [(n, f) for key in main for n, f in named if f.key == key]
             rest = [pair for pair in named if pair not in first]
             used = values.get(name) == "on" if section.optional else False
             touched = any(n in errors or values.get(n, f.default) != f.default for n, f in rest)

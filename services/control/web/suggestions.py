@@ -1,4 +1,4 @@
-"""Suggestions for path fields: models, tokenizers and projections under the allowed roots."""
+"""Suggestions for path fields: models, tokenizers, projections and texts under the allowed roots."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse
 
 from services.common.allowed_paths import Roots
+from services.control.api.dependencies import Context
 
 MAX_DEPTH = 6
 MAX_ENTRIES = 20_000
 MAX_SUGGESTIONS = 200
+MAX_SHOWN = 12
 TIME_LIMIT_S = 1.0
 CACHE_S = 30.0
 PROJECTIONS = (".safetensors", ".pt")
+TEXTS = (".jsonl", ".parquet", ".txt")
+
+Kind = Literal["models", "tokenizers", "projections", "texts"]
+router = APIRouter()
 
 
 @dataclass
@@ -25,9 +35,22 @@ class Suggestions:
     models: list[str] = field(default_factory=list)
     tokenizers: list[str] = field(default_factory=list)
     projections: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
 
 _cache: dict[Roots | None, tuple[float, Suggestions]] = {}
+
+
+@router.get("/paths")
+def suggest(
+    context: Context, kind: Kind, text: Annotated[str, Query(max_length=4096)] = ""
+) -> JSONResponse:  # fmt: skip
+    """Return paths that a field may be completed to: usable ones with the text, then names that begin so."""
+    roots = context.runs.validator.roots
+    usable: list[str] = getattr(suggestions_under(roots), kind)
+    matching = [path for path in usable if text.casefold() in path.casefold()]
+    names = _names(roots, text) if roots is not None else []
+    return JSONResponse(list(dict.fromkeys([*matching[:MAX_SHOWN], *names]))[:MAX_SHOWN])
 
 
 def suggestions_under(roots: Roots | None) -> Suggestions:
@@ -39,6 +62,23 @@ def suggestions_under(roots: Roots | None) -> Suggestions:
     return suggestions
 
 
+def _names(roots: Roots, text: str) -> list[str]:
+    """Return the names in its directory that begin with a text, directories with a slash; without a text the roots."""
+    readable = [*roots.read, *roots.write]
+    if not text:
+        return [f"{root}/" for root in readable]
+    folder, _, beginning = text.rpartition("/")
+    if "\0" in text or not any(Path(folder or "/").resolve().is_relative_to(root) for root in readable):
+        return [f"{root}/" for root in readable if str(root).startswith(text)]
+    try:
+        with os.scandir(folder) as entries:
+            chosen = [e for e, _ in zip(entries, range(MAX_ENTRIES), strict=False) if e.name.startswith(beginning)]
+    except OSError:
+        return []
+    shown = [e for e in chosen if not e.name.startswith(".") and e.name.isprintable() and not e.is_symlink()]
+    return sorted(f"{folder}/{e.name}" + ("/" if e.is_dir() else "") for e in shown)
+
+
 def _search(roots: Roots) -> Suggestions:
     suggestions = Suggestions()
     for folder, names in _walk(roots):
@@ -46,11 +86,15 @@ def _search(roots: Roots) -> Suggestions:
             suggestions.models.append(folder)
         if "tokenizer_config.json" in names or "tokenizer.json" in names:
             suggestions.tokenizers.append(folder)
-        for name in () if "config.json" in names else names:
+        if "dataset_info.json" in names:
+            suggestions.texts.append(folder)
+        for name in () if names & {"config.json", "tokenizer.json", "dataset_info.json"} else sorted(names):
             path = os.path.join(folder, name)  # noqa: PTH118 - Path is slow for many names
             if name.endswith(PROJECTIONS):
                 suggestions.projections.append(path)
-    for kind in (suggestions.models, suggestions.tokenizers, suggestions.projections):
+            elif name.endswith(TEXTS):
+                suggestions.texts.append(path)
+    for kind in (suggestions.models, suggestions.tokenizers, suggestions.projections, suggestions.texts):
         del kind[MAX_SUGGESTIONS:]
     return suggestions
 

@@ -21,6 +21,7 @@ from services.control.runs import Runs
 from services.control.web import form
 from services.control.web.charts import charts_of
 from services.control.web.fields import EXCLUDED, field_names, sections
+from services.control.web.loss_terms import MODES_OF_SETTING, OF_SEVERAL_TEACHERS
 from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, make_runs, put, spec
 from xtoken_core.config.spec import CROSS_ENTROPY_ONLY, RunSpec
@@ -97,6 +98,44 @@ def test_form_of_a_run_without_a_teacher(client: TestClient, tmp_path: Path) -> 
     assert 'name="teacher.0.model"' not in removed.text and "cross-entropy alone" in removed.text
     added = client.post("/runs/new", data=values | {"action": "add"})
     assert 'name="teacher.0.model"' in added.text
+
+
+def test_form_shows_the_settings_of_one_loss(client: TestClient, tmp_path: Path) -> None:
+    names = {field.key for field in sections()["loss"].fields}
+    assert names.issuperset(MODES_OF_SETTING) and names.issuperset(OF_SEVERAL_TEACHERS)
+    values = form.values_of(spec(tmp_path, loss={"mode": "chain"}))
+    page = client.post("/runs/new", data=values | {"action": "as-fields"}).text
+    hidden = {
+        name
+        for opening, name in re.findall(r'<div class="field ([^>]*)>.*?name="loss\.(\w+)"', page, re.DOTALL)
+        if "hidden" in opening
+    }
+    assert {"vocab_topk", "alm_temperature"} <= hidden and not hidden & {"mode", "chain_end_terms", "ce_loss_scale"}
+    assert "teacher_aggregation" not in page, "there is one teacher"
+    unsent = {name: value for name, value in form.values_of(spec(tmp_path)).items() if "chain_" not in name}
+    assert RunSpec.model_validate(form.document_of(unsent)).loss.chain_bare_space, "a hidden switch keeps its default"
+
+
+def test_path_suggestions_stay_below_the_roots(client: TestClient, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "models" / "student").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", ".hidden"):
+        (data / "models" / "student" / name).touch()
+    (data / "german.jsonl").touch()
+    (data / "link").symlink_to("/etc")
+
+    def suggested(kind: str, text: str) -> list[str]:
+        return client.get("/paths", params={"kind": kind, "text": text}).json()  # type: ignore[no-any-return]
+
+    assert suggested("models", "stud") == [str(data / "models" / "student")]
+    assert suggested("texts", f"{data}/g") == [str(data / "german.jsonl")]
+    assert suggested("models", f"{data}/") == [
+        str(data / "models" / "student"),
+        f"{data}/german.jsonl",
+        f"{data}/models/",
+    ]
+    for outside in ("/etc/", f"{data}/link/", f"{data}/../../", "\0"):
+        assert not [path for path in suggested("texts", outside) if not path.startswith(str(tmp_path))]
 
 
 @pytest.mark.parametrize(
