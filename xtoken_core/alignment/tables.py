@@ -200,14 +200,24 @@ def _token_strings(tokenizer: Any) -> dict[int, str | bytes]:
 
 def _mistral_pieces(tokenizer: Any) -> dict[int, str | bytes] | None:
     """The vocabulary of a tokenizer that wraps mistral-common, which knows its tokens' bytes itself."""
-    inner = getattr(getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None), "tokenizer", None)
+    inner = _mistral_tokenizer(tokenizer)
     if inner is None:
         return None
-    if not hasattr(inner, "_tekken_token2id_nospecial"):
+    if tekkenizer(tokenizer) is None:
         return {index: inner.id_to_piece(index) for index in range(inner.n_words)}
     offset = inner.num_special_tokens
     pieces: dict[int, str | bytes] = {i + offset: p for p, i in inner._tekken_token2id_nospecial.items()}
     return pieces | {index: inner.id_to_piece(index) for index in range(offset)}
+
+
+def tekkenizer(tokenizer: Any) -> Any:
+    """Return mistral-common's byte-level tokenizer inside a wrapper; None for any other tokenizer."""
+    inner = _mistral_tokenizer(tokenizer)
+    return inner if hasattr(inner, "_tekken_token2id_nospecial") else None
+
+
+def _mistral_tokenizer(tokenizer: Any) -> Any:
+    return getattr(getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None), "tokenizer", None)
 
 
 def _length(tokenizer: Any) -> int:

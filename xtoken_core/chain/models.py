@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.tables import TokenTable
+from xtoken_core.alignment.tables import TokenTable, tekkenizer
 from xtoken_core.chain.merges import MergeForest, MergeRules, merge_forest
 from xtoken_core.chain.word_splits import Split
 from xtoken_core.projection.retokenize import Retokenizer
@@ -73,8 +73,8 @@ def backend_split(backend: Any) -> Split | None:
 
 def _tekken(tokenizer: Any, table: TokenTable) -> BpeModel | None:
     """Read mistral-common's byte-level BPE: any two tokens whose bytes together are a token have a rule of its rank."""
-    inner = getattr(getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None), "tokenizer", None)
-    if inner is None or not hasattr(inner, "_tekken_token2id_nospecial"):
+    inner = tekkenizer(tokenizer)
+    if inner is None:
         return None
     ids = {piece: index for index, piece in enumerate(table.pieces) if piece}
     rows = [

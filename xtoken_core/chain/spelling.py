@@ -92,13 +92,17 @@ def spellings(
 def _tokenized(texts: Sequence[bytes], target: Retokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Tokenize texts; one with parts of characters is cut into those bytes and the text between them if need be.
 
+    A byte-level tokenizer writes such bytes by its own merges, as it does where the rest of the character follows. One
+    that writes bytes one by one writes the whole characters beside them as text.
+
     Returns:
         int64 ids of all pieces, and `[n]` int64 how many each text became.
     """
     pieces, counts = target(texts)
     broken = [n for n, text in enumerate(texts) if not _is_text(text)]
     parts = {n: _parts(texts[n]) for n in broken}
-    mixed = [n for n in broken if any(len(part) > 1 and _is_text(part) for part in parts[n])]
+    by_byte = [n for n in broken if counts[n] in (0, len(texts[n]))]
+    mixed = [n for n in by_byte if any(len(part) > 1 and _is_text(part) for part in parts[n])]
     ends = np.cumsum(counts)
     redone: dict[int, list[int]] = {}
     if mixed:
@@ -109,8 +113,7 @@ def _tokenized(texts: Sequence[bytes], target: Retokenizer) -> tuple[np.ndarray,
             spans = [(at[cursor + i], at[cursor + i + 1]) for i in range(len(parts[n]))]
             cursor += len(parts[n])
             better = [int(i) for begin, end in spans for i in ids[begin:end]]
-            # Merges across the cut (byte-level vocabularies) make fewer tokens than the parts do.
-            if all(begin < end for begin, end in spans) and (counts[n] == 0 or len(better) < counts[n]):
+            if all(begin < end for begin, end in spans):
                 redone[n] = better
     if not redone:
         return pieces, counts

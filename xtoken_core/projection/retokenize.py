@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.tables import TEXT, TokenTable, encode_plain, spread
+from xtoken_core.alignment.tables import TEXT, TokenTable, encode_plain, spread, tekkenizer
 from xtoken_core.alignment.token_decoders import byte_alphabet, byte_level
 
 _SENTINELS = ("\n", ":", "x", "。")
@@ -30,6 +30,7 @@ class Retokenizer:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = _inside_text(backend) if backend is not None else None
+        self._tekken = tekkenizer(tokenizer)
         self._bytes = {piece: index for index, piece in enumerate(table.pieces) if len(piece) == 1}
         self._printable = {byte: char for char, byte in byte_alphabet().items()}
 
@@ -83,6 +84,9 @@ class Retokenizer:
         return encode_plain(self._tokenizer, text)
 
     def _broken(self, spelling: bytes) -> list[int]:
+        if self._tekken is not None:
+            offset = self._tekken.num_special_tokens
+            return [int(i) + offset for i in self._tekken._model._encode_single_piece(spelling)]
         if self._backend is not None:
             shown = "".join(self._printable[byte] for byte in spelling)
             ids = [token.id for token in self._backend.model.tokenize(shown)]

@@ -96,6 +96,18 @@ def test_parts_of_characters_have_roots(two_families):
     assert (built.roots.student[broken] < built.roots.count).all()
 
 
+def test_tekken_merges_parts_of_characters():
+    tokenizer = vocabularies.mistral_tekken()
+    table = token_table(tokenizer)
+    broken = [i for i, piece in enumerate(table.pieces) if not is_text(piece)]
+    writer = Retokenizer(tokenizer, table)
+    assert len(broken) > 1000
+    assert writer([table.pieces[i] for i in broken])[0].tolist() == broken
+    ids, counts = writer([b" caf\xc3", b"\x80\x93 x"])
+    assert table.spell(ids) == b" caf\xc3\x80\x93 x"
+    assert counts.tolist() == [2, 3]
+
+
 def test_specials_pair_by_role(two_families):
     student, teacher, roots = vocabularies.byte_level(), vocabularies.sentencepiece_bpe(), two_families.roots
     assert roots.student[student.eos_token_id] == roots.teacher[teacher.eos_token_id] < roots.count
