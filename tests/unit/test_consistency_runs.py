@@ -5,8 +5,16 @@ import time
 
 import pytest
 
-from experiments.consistency.__main__ import CE, run
+from experiments.consistency.__main__ import CE, VARIANTS, by_need, run, stages_of
 from experiments.consistency.parallel import measure_all
+
+
+def test_descents_of_the_default_and_the_uncorrected_form_begin_first():
+    tasks = [(name, stage) for name in (CE, *VARIANTS) for stage in stages_of(name)]
+    ordered = by_need(tasks)
+    assert sorted(ordered) == sorted(tasks)
+    assert {name for name, _ in ordered[:4]} == {"chain", "chain + end terms + conditioning"}
+    assert all(stage.startswith("near") for _, stage in ordered[:4])
 
 
 @pytest.mark.slow

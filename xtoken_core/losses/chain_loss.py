@@ -62,7 +62,7 @@ class ChainLoss(ChunkLoss):
 
     def chunks(self, batch: Mapping[str, Tensor]) -> ChunkView:
         """Return the teacher's alignment at predicting positions; chunks that are not compared have no position."""
-        view = super().chunks(batch)
+        view = ChunkView.of(batch, self.index, self.config, "chain")
         student, teacher = (kept_chunk_ids(ids, view.valid) for ids in (view.student_chunk_id, view.teacher_chunk_id))
         return ChunkView(student, teacher, view.valid, view.valid)
 
