@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.chain_tables import DrawnText, draw_tables, draw_text
 from benchmarks.gpu_tests import machine
-from benchmarks.ops import copy_bandwidth, nbytes, timed_by_events, timed_by_graph
+from benchmarks.ops import Shape, copy_bandwidth, nbytes, timed_by_events, timed_by_graph
 from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig
@@ -30,15 +30,6 @@ from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 from xtoken_core.ops.registry import BACKENDS, ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a run of this file."""
-
-    tokens: int = 2048
-    student_vocab: int = 128_256
-    teacher_vocab: int = 151_936
 
 
 SMALL = Shape(48, 1024, 1536)
@@ -172,7 +163,7 @@ def main() -> int:
     report = {
         **machine(),
         "copy_bytes_per_second": bandwidth,
-        "shape": asdict(shape),
+        "shape": {name: getattr(shape, name) for name in ("tokens", "student_vocab", "teacher_vocab")},
         "rows": [asdict(r) for r in rows],
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,19 @@ from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
 slow = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SIZES = {"BLOCK": 16, "START_BLOCK": 16, "GRADIENT_BLOCK": 8, "WORDS": 2, "RULES": 4, "TOKENS": 2, "SLOTS": 2, "FEW": 2}
-SEGMENTS = {"SLICE": 4, "SEGMENT": 4, "NARROW": 1, "WIDE_ROWS": 2, "NODE_SEGMENT": 2}
+SIZES = {
+    "TEACHER_BLOCK": 8, "STUDENT_BLOCK": 8, "GRADIENT_BLOCK": 8, "DEEP": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
+    "WORDS": 2, "RULES": 4, "TOKENS": 2,
+}  # fmt: skip
+BLOCKS = {
+    "NARROW": 1, "MEDIUM": 3, "NARROW_CLASSES": 4, "MEDIUM_CLASSES": 2, "WIDE_CLASSES": 2, "MEDIUM_LANES": 2,
+    "WIDE_LANES": 2, "NODE_SEGMENT": 2,
+}  # fmt: skip
 
 
 @pytest.fixture
 def small(monkeypatch):
-    for module, sizes in ((launch, SIZES), (layout, SEGMENTS)):
+    for module, sizes in ((launch, SIZES), (layout, BLOCKS)):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
 

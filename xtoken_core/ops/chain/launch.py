@@ -2,49 +2,83 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.ops.chain import layout, node_kernels, start_kernels
+from xtoken_core.ops.chain import (
+    class_kernels,
+    gradient_kernels,
+    layout,
+    live_kernels,
+    node_gradient_kernels,
+    node_kernels,
+    start_kernels,
+)
 from xtoken_core.ops.chain.events import Inner, Layout, SideTokens, Starts, find_inner, find_starts, lay_out
-from xtoken_core.ops.chain.layout import ChainLayout, Live, Nodes, Segments, SideLayout, chain_layout
+from xtoken_core.ops.chain.layout import ChainLayout, Live, SideLayout, chain_layout
 from xtoken_core.ops.chain.reference import ChainOptions
 
-BLOCK, WORDS, RULES, TOKENS, SLOTS, FEW = 2048, 1024, 16, 32, 512, 64
-"""Logits, words of a live set, rules and tokens of a rule's interval, and slots of a node that are read at once;
-and the most slots of a node that are summed one after the other."""
-START_BLOCK, GRADIENT_BLOCK = 4096, 1024
-START_WARPS, GRADIENT_WARPS, NODE_WARPS, LIVE_WARPS = 32, 8, 16, 4
-PROGRAMS_PER_PROCESSOR, NODE_PROGRAMS_PER_PROCESSOR = 1, 2
+WORDS, RULES, TOKENS = 1024, 16, 32
+"""Words of a live set, rules, and tokens of a rule's interval that are read at once."""
+TEACHER_BLOCK, STUDENT_BLOCK, GRADIENT_BLOCK, DEEP = 1024, 1024, 2048, 4
+"""Lanes over a row, and how many logits a lane reads before it changes its pivot."""
+BLOCK, SLOTS, CHUNKS = 1024, 256, 128
+"""Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 4, 4, 4, 4, 4
+NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 4, 8
 INTERPRETED_PROGRAMS = 3
 
 
 class StartResults(NamedTuple):
-    """Values of the starts that their gradient needs, by event."""
+    """Values of the rows and starts that their gradient needs.
+
+    Attributes:
+        student_bits: `[E, W_s]` int32 live sets.
+        teacher_bits: `[E, W_t]` int32.
+        ratio: `[E, M]`, the teacher's probability of a class over the student's.
+        head_lse: `[B * T_s]`.
+        top: `[B * T_s]` float32, largest logit of a student's row.
+        total: `[B * T_s]` float32, its sum of `exp(logit - top)`.
+        teacher_top: `[B * T_t]`, likewise.
+        teacher_total: `[B * T_t]`, likewise.
+        student_lse: `[E]`, of the live tokens.
+        teacher_lse: `[E]`, likewise.
+    """
 
     student_bits: Tensor
     teacher_bits: Tensor
     ratio: Tensor
     head_lse: Tensor
-    mass: Tensor
+    top: Tensor
+    total: Tensor
+    teacher_top: Tensor
+    teacher_total: Tensor
     student_lse: Tensor
     teacher_lse: Tensor
 
 
 class NodeResults(NamedTuple):
-    """Values of nodes, and sums that their gradient needs, by event."""
+    """Values of nodes, and what their gradient needs, by event.
+
+    Attributes:
+        value: `[E]`, the KL.
+        mass: `[E]`, the teacher's mass of the slots in which the student's is not below the floor.
+        level: `[E]`, `mass` less the ratio of the classes that no slot names.
+        held_lse: `[E]`, of the holder's tokens.
+        ratio: `[E, most_slots]`, the teacher's probability of a slot over the student's.
+    """
 
     value: Tensor
     mass: Tensor
+    level: Tensor
     held_lse: Tensor
-    fresh_lse: Tensor
-    rest: Tensor
+    ratio: Tensor
 
 
 @dataclass(frozen=True)
@@ -94,13 +128,15 @@ class Comparison:
         flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
         self.in_student: Inner = find_inner(self.layouts[0], self.layouts[1], tables.student, **flags, learns=True)
         self.in_teacher: Inner = find_inner(self.layouts[1], self.layouts[0], tables.teacher, **flags, learns=False)
-        self.valid = {True: _valid_first(self.in_student), False: _valid_first(self.in_teacher)}
-        R = len(self.layouts[0].group)
-        spare = torch.full((R + 1,), -1, dtype=torch.int32, device=self.device)
+        self.event_of_row = self._event_of_row(self.starts.student_row, len(self.layouts[0].group))
+        self.event_of_teacher_row = self._event_of_row(self.starts.teacher_row, len(self.layouts[1].group))
+
+    def _event_of_row(self, rows: Tensor, count: int) -> Tensor:
+        """Return the start at each of a side's rows, -1 = none."""
+        spare = torch.full((count + 1,), -1, dtype=torch.int32, device=self.device)
         valid = self.starts.chunk >= 0
         events = torch.arange(len(valid), dtype=torch.int32, device=self.device)
-        # The start that is at each of the student's rows; what is padding goes to a spare entry.
-        self.event_of_row = spare.scatter(0, torch.where(valid, self.starts.student_row, R), events)[:R]
+        return spare.scatter(0, torch.where(valid, rows, count), events)[:count]  # padding goes to the spare entry
 
     def _float(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -113,7 +149,7 @@ class Comparison:
         bits = torch.empty((len(before), live.words), dtype=torch.int32, device=self.device)
         table = live.table
         conditioned = (self.starts.at_cut & self.options.conditioning).to(torch.uint8)
-        start_kernels.chain_live_kernel[(len(before),)](
+        live_kernels.chain_live_kernel[(len(before),)](
             before, token, self.starts.chunk, conditioned, bits, live.base, live.heavy,
             live.stored, table.tail, table.head, live.joined, live.position_start, live.by_position, table.point,
             table.low, table.high, table.rule_start, table.tail_start, table.tail_count, table.right, live.heads,
@@ -123,120 +159,140 @@ class Comparison:
         return bits
 
     def start_values(
-        self, student: Rows, teacher: Rows, targets: Tensor | None, values: Tensor
-    ) -> tuple[StartResults, Tensor | None, Tensor | None]:
-        """Compute the starts' values into `values [B * P]`; with targets cross-entropy and hits, `[B, T_s]`."""
+        self, student: Rows, teacher: Rows, targets: Tensor | None
+    ) -> tuple[StartResults, Tensor, Tensor | None, Tensor | None]:
+        """Compute rows and starts; return also the starts' terms by block of classes, and losses and hits `[B, T_s]`.
+
+        The terms are `[1 + blocks, 3, E]`: KL without the mass's own, mass, and mass that is not below the floor.
+        """
         plan, starts = self.plan, self.starts
         B, T_s = student.logits.shape[:2]
-        E, M, V_head = len(starts.chunk), plan.others, student.logits.shape[2]
+        E, M, R_s, R_t, blocks = len(starts.chunk), plan.others, B * T_s, B * teacher.positions, len(plan.blocks)
         bits = (
             self.live_bits(plan.student.live, starts.teacher_before, starts.student_token),
             self.live_bits(plan.teacher.live, starts.student_before, starts.teacher_token),
         )
-        half = student.logits.dtype == torch.bfloat16  # float16 has not the range
-        ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
-        head_lse, mass, s_lse, t_lse = (self._float(n) for n in (B * T_s, E, E, E))
+        words = plan.student.live.words, plan.teacher.live.words
+        t_top, t_total, t_lse = self._float(R_t), self._float(R_t), self._float(E)
+        start_kernels.chain_teacher_kernel[(R_t,)](
+            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), bits[1],
+            t_top, t_total, t_lse, teacher.positions, teacher.width, words[1], *teacher.strides, self.scale,
+            BLOCK=TEACHER_BLOCK, DEEP=DEEP, num_warps=TEACHER_WARPS,
+        )  # fmt: skip
+        head_lse, top, total = (self._float(R_s) for _ in range(3))
+        s_lse, terms = self._float(E), self._float(1 + blocks, 3, E)
         losses = None if targets is None else self._float(B, T_s)
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
-        programs = self._programs(PROGRAMS_PER_PROCESSOR, B * T_s)
-        sizes = [side.segments.capacity for side in (plan.student, plan.teacher)]
-        sums = [self._float(programs, size) for size in sizes]
-        start_kernels.chain_start_kernel[(programs,)](
-            student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, *bits, plan.partner,
-            *_segments(plan.student.segments)[:9], *_segments(plan.teacher.segments)[:9], *sums, *sizes, ratio,
-            losses, hits, head_lse, values, mass, s_lse, t_lse,
-            B * T_s, T_s, teacher.positions, V_head, student.width, teacher.width, M, plan.student.live.words,
-            plan.teacher.live.words, *student.strides, *teacher.strides, self.scale,
-            TARGETS=targets is not None, BLOCK=START_BLOCK, **_tiles(), num_warps=START_WARPS,
+        start_kernels.chain_student_kernel[(R_s,)](
+            student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, *bits, plan.partner, t_lse,
+            losses, hits, head_lse, top, total, s_lse, terms, E, T_s, teacher.positions, student.logits.shape[2],
+            student.width, *words, *student.strides, *teacher.strides, self.scale, TARGETS=targets is not None,
+            UNSCALED=self.scale == 1.0, BLOCK=STUDENT_BLOCK, DEEP=DEEP, num_warps=STUDENT_WARPS,
         )  # fmt: skip
-        return StartResults(*bits, ratio, head_lse, mass, s_lse, t_lse), losses, hits
+        half = student.logits.dtype == torch.bfloat16  # float16 has not the range
+        ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
+        if blocks:
+            class_kernels.chain_class_kernel[(E * blocks,)](
+                student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, *bits, s_lse,
+                t_lse, plan.blocks, plan.student.members.start, plan.student.members.token, plan.teacher.members.start,
+                plan.teacher.members.token, ratio, terms, blocks, E, M, T_s, teacher.positions, *words,
+                *student.strides, *teacher.strides, self.scale, NARROW=layout.NARROW_CLASSES,
+                MEDIUM=layout.MEDIUM_CLASSES, WIDE=layout.WIDE_CLASSES, M_LANES=layout.MEDIUM_LANES,
+                W_LANES=layout.WIDE_LANES, num_warps=CLASS_WARPS,
+            )  # fmt: skip
+        return StartResults(*bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse), terms, losses, hits
 
-    def start_gradient(
+    def node_values(self, student: Rows, teacher: Rows, starts: StartResults, *, learns: bool) -> NodeResults:
+        """Compute the values of the nodes inside the student's tokens (`learns`) or the teacher's."""
+        inner, holder, fresh, side, other = self._roles(student, teacher, learns)
+        E, nodes = len(inner.chunk), side.nodes
+        sums = (starts.teacher_top, starts.teacher_total) if learns else (starts.top, starts.total)
+        value, mass, level, held_lse = (self._float(E) for _ in range(4))
+        ratio = self._float(E, nodes.most_slots)
+        if E:
+            programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
+            flags = torch.zeros((programs, self.plan.classes + 1), dtype=torch.int8, device=self.device)
+            held, named = nodes.held, nodes.fresh
+            node_kernels.chain_node_kernel[(programs,)](
+                holder.logits, fresh.logits, inner.chunk, inner.student_row, inner.teacher_row, inner.node,
+                nodes.slot_start, nodes.slot_class, held.segment_start, held.start, held.token, named.segment_start,
+                named.start, named.token, other.root, *sums, flags, self._float(programs, held.most_segments),
+                self._float(programs, named.most_segments), held.most_segments, named.most_segments, value, mass,
+                level, held_lse, ratio, nodes.most_slots, E, holder.positions, fresh.positions, fresh.width,
+                self.plan.classes, *holder.strides, *fresh.strides, self.scale, HOLDER_LEARNS=learns, BLOCK=BLOCK,
+                SLOTS=SLOTS, num_warps=NODE_WARPS,
+            )  # fmt: skip
+        return NodeResults(value, mass, level, held_lse, ratio)
+
+    def parts(self, terms: Tensor, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts `[3, B * P]`, and each start's mass that is not below the floor.
+
+        Args:
+            terms: The starts', `[blocks, 3, B * P]`.
+            student: Values of the nodes inside the student's tokens.
+            teacher: Likewise inside the teacher's.
+        """
+        chunks = self.shape[0] * self.shape[1]
+        parts, mass = self._float(3, chunks), self._float(chunks)
+        of_student, of_teacher = (
+            (inner.chunk, inner.at_end.to(torch.uint8)) for inner in (self.in_student, self.in_teacher)
+        )
+        node_kernels.chain_part_kernel[(triton.cdiv(chunks, CHUNKS),)](
+            self.starts.chunk, terms, len(terms), student, *of_student, self.layouts[1].first, self.layouts[1].size,
+            len(student), teacher, *of_teacher, self.layouts[0].first, self.layouts[0].size, len(teacher), parts, mass,
+            chunks, BLOCK=CHUNKS,
+        )  # fmt: skip
+        return parts, mass
+
+    def gradient(
         self,
         student: Rows,
         teacher: Rows,
         targets: Tensor | None,
-        kept: StartResults,
+        kept: tuple[StartResults, Tensor, NodeResults, NodeResults],
         of_losses: Tensor | None,
-        of_values: Tensor,
+        of_parts: Tensor,
     ) -> Tensor:
-        """Return the gradient of cross-entropy and starts, `[B, T_s, V_head]`."""
-        plan = self.plan
+        """Return the gradient, `[B, T_s, V_head]`.
+
+        Args:
+            student: Logits.
+            teacher: Logits.
+            targets: `[B, T_s]`, or None.
+            kept: Values of starts, their masses, values of nodes inside the student's and the teacher's tokens.
+            of_losses: `[B, T_s]` upstream gradient, or None.
+            of_parts: `[3, B * P]`, likewise.
+        """
+        starts, mass, inside, beside = kept
+        plan, words = self.plan, (self.plan.student.live.words, self.plan.teacher.live.words)
         B, T_s, V_head = student.logits.shape
         gradient = torch.empty((B, T_s, V_head), dtype=student.logits.dtype, device=self.device)
-        start_kernels.chain_start_bwd_kernel[(B * T_s, triton.cdiv(V_head, GRADIENT_BLOCK))](
-            student.logits, teacher.logits, targets, self.event_of_row, self.starts.teacher_row, kept.student_bits,
-            kept.teacher_bits, plan.partner, kept.ratio, kept.head_lse, kept.mass, kept.student_lse, kept.teacher_lse,
-            of_losses, of_values, gradient, T_s, teacher.positions, V_head, student.width, plan.others,
-            plan.student.live.words, plan.teacher.live.words, *student.strides, *teacher.strides, self.scale,
-            TARGETS=of_losses is not None, BLOCK=GRADIENT_BLOCK, num_warps=GRADIENT_WARPS,
+        of_inside, of_beside = (self.of_nodes(each, of_parts) for each in (self.in_student, self.in_teacher))
+        row = (
+            student.logits, teacher.logits, targets, self.event_of_row, self.starts.teacher_row, starts.student_bits,
+            starts.teacher_bits, plan.partner, starts.ratio, starts.head_lse, starts.top, starts.total, mass,
+            starts.student_lse, starts.teacher_lse, of_losses, of_parts, self.in_teacher.chunk, of_beside, beside.level,
+            len(beside.level), T_s, teacher.positions, student.width, plan.others, *words, *student.strides,
+            *teacher.strides, self.scale, gradient, V_head,
         )  # fmt: skip
+        blocks = triton.cdiv(V_head, GRADIENT_BLOCK)
+        has_targets = of_losses is not None
+        gradient_kernels.chain_row_bwd_kernel[(B * T_s * blocks,)](
+            *row, blocks, TARGETS=has_targets, BLOCK=GRADIENT_BLOCK, num_warps=GRADIENT_WARPS
+        )
+        if len(inside.value) or len(beside.value):
+            own, other = plan.student.nodes, plan.teacher.nodes
+            programs = self._programs(NODE_GRADIENT_PROGRAMS_PER_PROCESSOR, B * T_s)
+            capacity = own.held.most_tokens, other.fresh.most_tokens
+            node_gradient_kernels.chain_node_bwd_kernel[(programs,)](
+                *row, B * T_s, self.in_student.chunk, self.layouts[1].first, self.layouts[1].size, len(inside.value),
+                self.in_student.node, own.slot_start, own.held.node_start, own.held.token, inside.held_lse,
+                inside.mass, inside.ratio, own.most_slots, of_inside, own.spelling_start, own.spelled_node,
+                own.spelled_slot, self.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token,
+                other.fresh.slot, beside.mass, beside.ratio, other.most_slots, self._float(programs, sum(capacity)),
+                sum(capacity), capacity[0], TARGETS=has_targets, SLOTS=SLOTS, num_warps=NODE_WARPS,
+            )  # fmt: skip
         return gradient
-
-    def node_values(self, student: Rows, teacher: Rows, *, learns: bool) -> NodeResults:
-        """Compute the values of the nodes inside the student's tokens (`learns`) or the teacher's."""
-        inner, holder, fresh, side, other = self._roles(student, teacher, learns)
-        E = len(inner.chunk)
-        value, mass, held_lse, fresh_lse, rest = (self._float(E) for _ in range(5))
-        if E:
-            buffers = _Buffers(self, side.nodes, other.segments, E)
-            node_kernels.chain_node_kernel[(buffers.programs,)](
-                holder.logits, fresh.logits, *self.valid[learns], inner.student_row, inner.teacher_row, inner.node,
-                *_nodes(side.nodes), other.root, other.lookup, *_segments(other.segments),
-                buffers.flags(), buffers.sums, buffers.node_sums, *buffers.capacities,
-                value, mass, held_lse, fresh_lse, rest, holder.positions, fresh.positions, fresh.width,
-                self.plan.classes, *holder.strides, *fresh.strides, self.scale,
-                HOLDER_LEARNS=learns, BLOCK=BLOCK, SLOTS=SLOTS, FEW=FEW, **_tiles(), num_warps=NODE_WARPS,
-            )  # fmt: skip
-        return NodeResults(value, mass, held_lse, fresh_lse, rest)
-
-    def add_gradient_of_students_nodes(
-        self, student: Rows, teacher: Rows, kept: NodeResults, of_values: Tensor, gradient: Tensor
-    ) -> None:
-        """Add the gradients of the nodes inside the student's tokens."""
-        inner, holder, fresh, side, other = self._roles(student, teacher, True)
-        E, chunks = len(inner.chunk), len(self.layouts[1].first)
-        if E and chunks:
-            buffers = _Buffers(self, side.nodes, other.segments, chunks)
-            ratio = self._float(buffers.programs, side.nodes.most_slots)
-            node_kernels.chain_holder_bwd_kernel[(buffers.programs,)](
-                holder.logits, fresh.logits, gradient, inner.chunk, self.layouts[1].first, self.layouts[1].size,
-                inner.student_row, inner.teacher_row, inner.node, *_nodes(side.nodes), side.nodes.member_slot,
-                other.lookup, *_segments(other.segments), ratio, buffers.sums, buffers.node_sums,
-                *buffers.capacities, side.nodes.most_slots, kept.mass, kept.held_lse, kept.fresh_lse, kept.rest,
-                of_values, chunks, E, holder.positions, fresh.positions, gradient.shape[2], *holder.strides,
-                *fresh.strides, self.scale, SLOTS=SLOTS, FEW=FEW, **_tiles(), num_warps=NODE_WARPS,
-            )  # fmt: skip
-
-    def add_gradient_of_teachers_nodes(
-        self, student: Rows, teacher: Rows, kept: NodeResults, of_values: Tensor, gradient: Tensor
-    ) -> None:
-        """Add the gradients of the nodes inside the teacher's tokens."""
-        inner, holder, fresh, side, other = self._roles(student, teacher, False)
-        E, C = len(inner.chunk), self.plan.classes
-        if E:
-            buffers = _Buffers(self, side.nodes, other.segments, E)
-            ratio = self._float(buffers.programs, side.nodes.most_slots)
-            node_kernels.chain_fresh_bwd_kernel[(buffers.programs,)](
-                holder.logits, fresh.logits, gradient, *self.valid[False], inner.student_row, inner.teacher_row,
-                inner.node, *_nodes(side.nodes), other.root, other.lookup, *_segments(other.segments),
-                buffers.flags(), ratio, buffers.sums, buffers.node_sums, *buffers.capacities, side.nodes.most_slots,
-                kept.mass, kept.held_lse, kept.fresh_lse, kept.rest, of_values, holder.positions, fresh.positions,
-                fresh.width, gradient.shape[2], C, *holder.strides, *fresh.strides, self.scale,
-                BLOCK=BLOCK, SLOTS=SLOTS, FEW=FEW, **_tiles(), num_warps=NODE_WARPS,
-            )  # fmt: skip
-
-    def sums_of_nodes(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Return the sums of nodes by part and chunk, `[2, B * P]`, in a fixed order."""
-        chunks = self.shape[0] * self.shape[1]
-        sums = self._float(2, chunks)
-        block = 128
-        node_kernels.chain_node_sums_kernel[(triton.cdiv(max(chunks, 1), block),)](
-            student, self.in_student.chunk, self.in_student.at_end.to(torch.uint8), self.layouts[1].first,
-            self.layouts[1].size, len(student), teacher, self.in_teacher.chunk, self.in_teacher.at_end.to(torch.uint8),
-            self.layouts[0].first, self.layouts[0].size, len(teacher), sums, chunks, BLOCK=block,
-        )  # fmt: skip
-        return sums
 
     def of_nodes(self, inner: Inner, of_parts: Tensor) -> Tensor:
         """Return the upstream gradient of every node.
@@ -252,39 +308,3 @@ class Comparison:
         if learns:
             return self.in_student, student, teacher, self.plan.student, self.plan.teacher
         return self.in_teacher, teacher, student, self.plan.teacher, self.plan.student
-
-
-class _Buffers:
-    """Memory of the programs that go through nodes: flags by class, sums by segment of classes and of slots."""
-
-    def __init__(self, comparison: Comparison, nodes: Nodes, segments: Segments, most: int) -> None:
-        self.programs = comparison._programs(NODE_PROGRAMS_PER_PROCESSOR, most)
-        self.capacities = segments.capacity, nodes.most_segments
-        self.sums, self.node_sums = (comparison._float(self.programs, max(n, 1)) for n in self.capacities)
-        self._classes, self._device = comparison.plan.classes, comparison.device
-        self._dtype = torch.int16 if nodes.most_slots < 1 << 15 else torch.int32
-
-    def flags(self) -> Tensor:
-        """Return marks that are not set, by program and class."""
-        return torch.zeros((self.programs, self._classes + 1), dtype=self._dtype, device=self._device)
-
-
-def _valid_first(inner: Inner) -> tuple[Tensor, Tensor]:
-    """Return the nodes' indices, int32, those that are not padding first, and how many these are."""
-    padding = inner.chunk < 0
-    return torch.argsort(padding.to(torch.uint8), stable=True).to(torch.int32), (~padding).sum().to(torch.int32)
-
-
-def _segments(segments: Segments) -> tuple[Any, ...]:
-    s = segments
-    return (
-        s.wide, s.rows, s.member, s.offset, s.height, s.slices, s.start, s.count, s.index, s.token_start, s.token
-    )  # fmt: skip
-
-
-def _tiles() -> dict[str, int]:
-    return {"SEGMENT": layout.SEGMENT, "ROWS": layout.WIDE_ROWS, "SLICE": layout.SLICE}
-
-
-def _nodes(nodes: Nodes) -> tuple[Tensor, ...]:
-    return tuple(getattr(nodes, field.name) for field in fields(nodes))[:5]

@@ -1,8 +1,7 @@
 """Static tables of the chain kernels, derived once from the chain tables of a pair of tokenizers.
 
 A class is *plain* if it has one token on each side: it is compared element by element. All others are numbered from 0
-to `M - 1`; their members are listed in segments of at most `SEGMENT` tokens. Segments of more than `NARROW` are rows of
-a table; the others lie in slices of `SLICE`, by size, so that neighbouring lanes read neighbouring entries.
+to `M - 1`, and compared in blocks by the larger of their two sizes: a lane, a few lanes or many lanes for a class.
 """
 
 from __future__ import annotations
@@ -16,76 +15,76 @@ from torch import Tensor
 from xtoken_core.chain.tables import ChainTables, LiveTable, SideTable
 from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
 
-SEGMENT, NARROW = 128, 8
-"""Most members of a segment of a class; and of a narrow one, of which a lane of a kernel takes one each."""
-WIDE_ROWS = 16
-"""Wide segments that are read at once."""
+NARROW, MEDIUM = 8, 64
+"""Most tokens of a class that has one lane, and of one that has a few."""
+NARROW_CLASSES, MEDIUM_CLASSES, WIDE_CLASSES = 1024, 32, 4
+"""Classes of a block by kind."""
+MEDIUM_LANES, WIDE_LANES = 32, 256
+"""Lanes of a class."""
 NODE_SEGMENT = 32
 """Most tokens of a segment of a node's slot."""
-SLICE = 2048
-"""Narrow segments of a slice."""
 HEAVY, MOST_HEAVY = 400, 1024
 """A preceding token whose intervals take more steps than this has its live set stored whole; and how many may."""
 
 
 @dataclass(frozen=True)
-class Segments:
-    """The members of classes that are not plain, on one side. Segments are numbered: wide ones, then slice by slice.
+class Members:
+    """The tokens of classes that are not plain, on one side.
 
     Attributes:
-        wide: `[rows, SEGMENT]` int32 tokens of wide segments, -1 = none.
-        member: `[n]` int32 tokens, slice by slice, a slice's entries as `[height, SLICE]`; -1 = none.
-        offset: `[slices]` int32, where a slice begins.
-        height: `[slices]` int32.
-        start: `[M]` int32, where a class's entries in `index` begin.
-        count: `[M]` int32, its number of segments.
-        index: `[segments]` int32, numbers of segments by class.
-        token_start: `[M + 1]` int32, where a class's tokens begin.
+        start: `[M + 1]` int32, where a class's tokens begin.
         token: `[n]` int32 tokens by class.
-        rows: Number of wide segments, rounded up to a multiple of `WIDE_ROWS`.
-        slices: Number of slices.
     """
 
-    wide: Tensor
-    member: Tensor
-    offset: Tensor
-    height: Tensor
     start: Tensor
-    count: Tensor
-    index: Tensor
-    token_start: Tensor
     token: Tensor
-    rows: int
-    slices: int
 
-    @property
-    def capacity(self) -> int:
-        """Number of segments, those that fill the last row and slice included."""
-        return self.rows + self.slices * SLICE
+
+@dataclass(frozen=True)
+class SlotTokens:
+    """Tokens of one side by slot.
+
+    Attributes:
+        segment_start: `[S + 1]` int32, where a slot's segments begin.
+        start: `[segments + 1]` int32, where a segment's tokens begin.
+        token: `[m]` int32 tokens, by node and slot.
+        slot: `[m]` int32 slot of each.
+        node_start: `[N + 1]` int32, where a node's tokens begin.
+        most_segments: The most segments that a node has.
+        most_tokens: The most tokens that a node has.
+    """
+
+    segment_start: Tensor
+    start: Tensor
+    token: Tensor
+    slot: Tensor
+    node_start: Tensor
+    most_segments: int
+    most_tokens: int
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """One side's nodes: tokens by slot.
+    """One side's nodes.
 
     Attributes:
         slot_start: `[N + 1]` int32, where a node's slots begin.
         slot_class: `[S]` int32, -1 = "ends here".
-        segment_start: `[S + 1]` int32, where a slot's segments begin.
-        member_start: `[segments + 1]` int32, where a segment's tokens begin.
-        member: `[m]` int32 tokens, by node and slot.
-        member_slot: `[m]` int32 slot of each.
-        most_segments: The most segments that a node has.
+        held: The side's own tokens by slot.
+        fresh: The other side's tokens of each slot's class.
+        spelling_start: `[V + 1]` int32, where a token's pieces begin.
+        spelled_node: `[n]` int32, the node reached with each piece; -1 = none.
+        spelled_slot: `[n]` int32, the token's slot at that node.
         most_slots: The most slots that a node has.
     """
 
     slot_start: Tensor
     slot_class: Tensor
-    segment_start: Tensor
-    member_start: Tensor
-    member: Tensor
-    member_slot: Tensor
-    most_segments: int
+    held: SlotTokens
+    fresh: SlotTokens
+    spelling_start: Tensor
+    spelled_node: Tensor
+    spelled_slot: Tensor
     most_slots: int
 
 
@@ -122,15 +121,13 @@ class SideLayout:
 
     Attributes:
         root: `[V]` int32 class of each token.
-        lookup: `[C + 1]` int32, the token of a plain class; `-1 - m` of another.
-        segments: The members of other classes.
+        members: The tokens of classes that are not plain.
         nodes: Its nodes.
         live: Its live sets.
     """
 
     root: Tensor
-    lookup: Tensor
-    segments: Segments
+    members: Members
     nodes: Nodes
     live: Live
 
@@ -143,6 +140,8 @@ class ChainLayout:
         student: The student's.
         teacher: The teacher's.
         partner: `[V_s]` int32, the teacher's token of a plain class; `-1 - m` in another.
+        blocks: `[blocks, 5]` int32: the kind of a block of classes, its first class, the one behind its last, and the
+            most tokens that one of them has on the student's and on the teacher's side.
         others: `M`, how many classes are not plain.
         classes: `C`.
     """
@@ -150,6 +149,7 @@ class ChainLayout:
     student: SideLayout
     teacher: SideLayout
     partner: Tensor
+    blocks: Tensor
     others: int
     classes: int
 
@@ -168,96 +168,129 @@ def _build(tables: ChainTables) -> ChainLayout:
     sides = tables.student, tables.teacher
     C = tables.classes
     roots = [side.root.cpu().numpy().astype(np.int64) for side in sides]
-    counts = [np.bincount(root, minlength=C + 1) for root in roots]
-    plain = (counts[0] == 1) & (counts[1] == 1)
+    sizes = np.stack([np.bincount(root, minlength=C + 1) for root in roots])
+    plain = (sizes == 1).all(0)
     plain[C] = False
-    largest = np.maximum(counts[0], counts[1])
     others = np.flatnonzero(~plain)
-    segments = (largest[others] + SEGMENT - 1) // SEGMENT
-    others = others[np.argsort(-segments, kind="stable")]
+    others = others[_order(sizes[:, others], roots, others)]
     number = np.full(C + 1, -1)
     number[others] = np.arange(len(others))
-    lookups, layouts = [], []
-    for root in roots:
-        lookup = -1 - number
-        lookup[root[plain[root]]] = np.flatnonzero(plain[root])
-        lookups.append(lookup)
-    for k, side in enumerate(sides):
-        layouts.append(
-            SideLayout(
-                root=_int32(roots[k], device),
-                lookup=_int32(lookups[k], device),
-                segments=_segments(roots[k], number, len(others), device),
-                nodes=_nodes(side, device),
-                live=_live(side.live, len(roots[k]), device),
-            )
+    partner = -1 - number
+    partner[roots[1][plain[roots[1]]]] = np.flatnonzero(plain[roots[1]])
+    by_class = [_by_class(root, C + 1) for root in roots]
+    layouts = [
+        SideLayout(
+            root=_int32(roots[k], device),
+            members=_members(roots[k], number, len(others), device),
+            nodes=_nodes(side, by_class[1 - k], device),
+            live=_live(side.live, len(roots[k]), device),
         )
-    return ChainLayout(layouts[0], layouts[1], _int32(lookups[1][roots[0]], device), len(others), C)
+        for k, side in enumerate(sides)
+    ]
+    blocks = _int32(_blocks(sizes[:, others]), device)
+    return ChainLayout(layouts[0], layouts[1], _int32(partner[roots[0]], device), blocks, len(others), C)
 
 
-def _segments(root: np.ndarray, number: np.ndarray, M: int, device: torch.device) -> Segments:
+def _kinds(sizes: np.ndarray) -> np.ndarray:
+    """Return 0 for narrow classes, 1 for medium and 2 for wide ones."""
+    return np.searchsorted(np.array([NARROW, MEDIUM]), sizes.max(0), side="left")
+
+
+def _order(sizes: np.ndarray, roots: list[np.ndarray], others: np.ndarray) -> np.ndarray:
+    """Return the order of classes: wide ones first; the others by sizes, and then as they lie in the student's row."""
+    first = np.zeros(others.max(initial=0) + 1, np.int64)
+    student = roots[0][::-1]
+    known = student < len(first)
+    first[student[known]] = np.arange(len(student))[::-1][known]
+    return np.lexsort((first[others], -sizes[1], -sizes[0], -_kinds(sizes)))
+
+
+def _blocks(sizes: np.ndarray) -> np.ndarray:
+    """Return the blocks of classes in order, `[blocks, 5]`."""
+    kinds, rows = _kinds(sizes), []
+    for kind, step in ((2, WIDE_CLASSES), (1, MEDIUM_CLASSES), (0, NARROW_CLASSES)):
+        chosen = np.flatnonzero(kinds == kind)
+        for at in range(0, len(chosen), step):
+            block = chosen[at : at + step]
+            rows.append([kind, block[0], block[-1] + 1, *sizes[:, block].max(1)])
+    return np.array(rows, np.int64).reshape(-1, 5)
+
+
+def _by_class(root: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the tokens of a class begin, `[classes + 1]`, and the tokens by class."""
+    start = np.concatenate([[0], np.cumsum(np.bincount(root, minlength=classes))])
+    return start, np.argsort(root, kind="stable")
+
+
+def _members(root: np.ndarray, number: np.ndarray, M: int, device: torch.device) -> Members:
     own = number[root]
     tokens = np.flatnonzero(own >= 0)
-    tokens = tokens[np.argsort(own[tokens], kind="stable")]
-    size = np.bincount(own[tokens], minlength=M)
-    begin = np.concatenate([[0], np.cumsum(size)])[:-1]
-    count = np.maximum(-(-size // SEGMENT), 1)
-    start = np.concatenate([[0], np.cumsum(count)])[:-1]
-    owner = np.repeat(np.arange(M), count)
-    rank = np.arange(len(owner)) - start[owner]
-    length = np.clip(size[owner] - rank * SEGMENT, 0, SEGMENT)
-    first = begin[owner] + rank * SEGMENT
-    # Long segments first; among equals in the order of their first tokens, which is nearly that of the classes.
-    key = np.where(length > 0, tokens[np.minimum(first, max(len(tokens) - 1, 0))] if len(tokens) else 0, 0)
-    order = np.lexsort((key, -length))
-    wide = order[length[order] > NARROW]
-    rows = -(-len(wide) // WIDE_ROWS) * WIDE_ROWS
-    table = np.full((max(rows, 1), SEGMENT), -1)
-    for row, segment in enumerate(wide.tolist()):
-        table[row, : length[segment]] = tokens[first[segment] : first[segment] + length[segment]]
-    order = order[len(wide) :]
-    numbered = np.empty(len(length), np.int64)
-    numbered[wide], numbered[order] = np.arange(len(wide)), rows + np.arange(len(order))
-    slices = -(-len(order) // SLICE)
-    height = np.array([length[order[k * SLICE]] for k in range(slices)], dtype=np.int64)
-    offset = np.concatenate([[0], np.cumsum(height * SLICE)])
-    member = np.full(max(int(offset[-1]), 1), -1)
-    for k in range(slices):
-        chosen = order[k * SLICE : (k + 1) * SLICE]
-        for j in range(int(height[k])):
-            there = chosen[length[chosen] > j]
-            lanes = np.arange(len(there))  # sorted by length, so those that are long enough come first
-            member[offset[k] + j * SLICE + lanes] = tokens[first[there] + j]
-    arrays = (table, member, offset[:-1], height, start, count, numbered, np.append(begin, len(tokens)), tokens)
-    t, m, o, h, s, c, i, b, own_tokens = (_int32(each, device) for each in arrays)
-    return Segments(t, m, o, h, s, c, i, b, own_tokens, rows=rows, slices=slices)
+    start, order = _by_class(own[tokens], M)
+    return Members(_int32(start, device), _int32(tokens[order], device))
 
 
-def _nodes(side: SideTable, device: torch.device) -> Nodes:
-    N = len(side.bare_space)
+def _nodes(side: SideTable, other: tuple[np.ndarray, np.ndarray], device: torch.device) -> Nodes:
     slot_start = side.slot_start.cpu().numpy().astype(np.int64)
-    slot = side.member_slot.cpu().numpy().astype(np.int64)
-    order = np.argsort(slot, kind="stable")
-    member, slot = side.member.cpu().numpy()[order], slot[order]
-    S = len(side.slot_class)
-    size = np.bincount(slot, minlength=S)
-    begin = np.concatenate([[0], np.cumsum(size)])
-    count = -(-size // NODE_SEGMENT)
-    segment_start = np.concatenate([[0], np.cumsum(count)])
-    owner = np.repeat(np.arange(S), count)
-    rank = np.arange(len(owner)) - segment_start[owner]
-    member_start = np.append(begin[:-1][owner] + rank * NODE_SEGMENT, len(member))
-    per_node = segment_start[slot_start[1:]] - segment_start[slot_start[:-1]] if N else np.zeros(1, np.int64)
+    member_slot, member = side.member_slot.cpu().numpy().astype(np.int64), side.member.cpu().numpy().astype(np.int64)
+    slot_class = side.slot_class.cpu().numpy().astype(np.int64)
+    order = np.argsort(member_slot, kind="stable")
+    own = np.concatenate([[0], np.cumsum(np.bincount(member_slot, minlength=len(slot_class)))])
+    start, by_class = other
+    known = np.maximum(slot_class, 0)
+    count = np.where(slot_class >= 0, start[known + 1] - start[known], 0)
+    begin = np.concatenate([[0], np.cumsum(count)])
+    owner = np.repeat(np.arange(len(slot_class)), count)
+    tokens = by_class[start[known][owner] + np.arange(len(owner)) - begin[owner]]
     return Nodes(
         slot_start=_int32(slot_start, device),
-        slot_class=_int32(side.slot_class.cpu().numpy(), device),
-        segment_start=_int32(segment_start, device),
-        member_start=_int32(member_start, device),
-        member=_int32(member, device),
-        member_slot=_int32(slot, device),
-        most_segments=int(per_node.max()),
-        most_slots=int(np.diff(slot_start).max()) if N else 1,
+        slot_class=_int32(slot_class, device),
+        held=_slot_tokens(own, member[order], slot_start, device),
+        fresh=_slot_tokens(begin, tokens, slot_start, device),
+        spelling_start=_int32(side.spelling_start.cpu().numpy(), device),
+        spelled_node=_int32(side.node.cpu().numpy(), device),
+        spelled_slot=_int32(_spelled_slots(side, slot_start, member_slot, member), device),
+        most_slots=int(np.diff(slot_start).max(initial=1)),
     )
+
+
+def _slot_tokens(begin: np.ndarray, tokens: np.ndarray, slot_start: np.ndarray, device: torch.device) -> SlotTokens:
+    """Return tokens by slot, cut into segments.
+
+    Args:
+        begin: `[S + 1]`, where a slot's tokens begin.
+        tokens: By slot.
+        slot_start: `[N + 1]`.
+        device: Device of the result.
+    """
+    size = np.diff(begin)
+    count = -(-size // NODE_SEGMENT)
+    segment_start = np.concatenate([[0], np.cumsum(count)])
+    owner = np.repeat(np.arange(len(size)), count)
+    rank = np.arange(len(owner)) - segment_start[owner]
+    start = np.append(begin[:-1][owner] + rank * NODE_SEGMENT, len(tokens))
+    node_start = begin[slot_start]
+    return SlotTokens(
+        segment_start=_int32(segment_start, device),
+        start=_int32(start, device),
+        token=_int32(tokens, device),
+        slot=_int32(np.repeat(np.arange(len(size)), size), device),
+        node_start=_int32(node_start, device),
+        most_segments=int(np.diff(segment_start[slot_start]).max(initial=1)),
+        most_tokens=int(np.diff(node_start).max(initial=1)),
+    )
+
+
+def _spelled_slots(side: SideTable, slot_start: np.ndarray, slot: np.ndarray, member: np.ndarray) -> np.ndarray:
+    """Return the slot of every spelled token at the node that is reached with a piece, `[n]`."""
+    spelling_start, node = side.spelling_start.cpu().numpy(), side.node.cpu().numpy().astype(np.int64)
+    V = len(spelling_start) - 1
+    token = np.repeat(np.arange(V), np.diff(spelling_start))
+    keys = (np.searchsorted(slot_start, slot, side="right") - 1) * V + member
+    order = np.argsort(keys)
+    at = np.searchsorted(keys[order], node * V + token)
+    found = np.zeros(len(node), np.int64)
+    found[node >= 0] = slot[order[at[node >= 0]]]
+    return found
 
 
 def _live(live: LiveTable, V: int, device: torch.device) -> Live:

@@ -30,14 +30,13 @@ class TritonChain(torch.autograd.Function):
         given = teacher_logits if teacher_logits.stride(-1) == 1 else teacher_logits.contiguous()
         student, teacher = _rows(inputs, logits, given)
         B, P = inputs.shape
-        values = torch.zeros(B * P, dtype=torch.float32, device=logits.device)
-        starts, losses, hits = inputs.start_values(student, teacher, targets, values)
-        in_student = inputs.node_values(student, teacher, learns=True)
-        in_teacher = inputs.node_values(student, teacher, learns=False)
-        nodes = inputs.sums_of_nodes(in_student.value, in_teacher.value)
-        parts = torch.cat([values.unsqueeze(0), nodes]).view(3, B, P)
+        starts, terms, losses, hits = inputs.start_values(student, teacher, targets)
+        inside = inputs.node_values(student, teacher, starts, learns=True)
+        beside = inputs.node_values(student, teacher, starts, learns=False)
+        flat, mass = inputs.parts(terms, inside.value, beside.value)
+        parts = flat.view(3, B, P)
         ctx.inputs, ctx.with_targets = inputs, targets is not None
-        ctx.save_for_backward(logits, given, targets, *starts, *in_student, *in_teacher)
+        ctx.save_for_backward(logits, given, targets, mass, *starts, *inside, *beside)
         if losses is None or hits is None:
             return (parts,)
         ctx.mark_non_differentiable(hits)
@@ -47,21 +46,13 @@ class TritonChain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_parts: Tensor, *others: Tensor | None) -> tuple[Tensor, None, None, None]:
         """Return the gradient in the dtype of the logits."""
-        logits, given, targets, *saved = ctx.saved_tensors
+        logits, given, targets, mass, *saved = ctx.saved_tensors
         inputs: Comparison = ctx.inputs
-        student, teacher = _rows(inputs, logits, given)
         of_losses = others[0].float().contiguous() if ctx.with_targets and others[0] is not None else None
-        weights = of_parts.float().reshape(3, -1)
-        n = len(StartResults._fields)
-        starts, in_student, in_teacher = (
-            StartResults(*saved[:n]),
-            NodeResults(*saved[n : n + 5]),
-            NodeResults(*saved[n + 5 :]),
-        )
-        gradient = inputs.start_gradient(student, teacher, targets, starts, of_losses, weights[0].contiguous())
-        of_student, of_teacher = (inputs.of_nodes(each, weights) for each in (inputs.in_student, inputs.in_teacher))
-        inputs.add_gradient_of_students_nodes(student, teacher, in_student, of_student, gradient)
-        inputs.add_gradient_of_teachers_nodes(student, teacher, in_teacher, of_teacher, gradient)
+        n, m = len(StartResults._fields), len(NodeResults._fields)
+        kept = StartResults(*saved[:n]), mass, NodeResults(*saved[n : n + m]), NodeResults(*saved[n + m :])
+        of_parts = of_parts.float().reshape(3, -1).contiguous()
+        gradient = inputs.gradient(*_rows(inputs, logits, given), targets, kept, of_losses, of_parts)
         return gradient, None, None, None
 
 

@@ -1,0 +1,97 @@
+"""The Triton kernel of a student row's gradient: cross-entropy, the start of its chunk, and a node that reads it."""
+# Triton has no types, and its kernels can carry none.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from xtoken_core.ops.chain.start_kernels import LOG_TINY, in_64_bits, is_live, row_of
+
+
+@triton.jit
+def part_of_loss(x, z, row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS: tl.constexpr):
+    """Return the gradient of a row's cross-entropy."""
+    gradient = tl.zeros(z.shape, dtype=tl.float32)
+    if TARGETS:
+        of_loss = tl.load(of_losses_ptr + row)
+        if of_loss != 0.0:
+            hit = (x == tl.load(targets_ptr + row)).to(tl.float32)
+            gradient = (tl.exp(z - tl.load(head_lse_ptr + row)) - hit) * of_loss
+    return gradient
+
+
+@triton.jit
+def part_of_node(x, z, row, chunk_ptr, of_node_ptr, level_ptr, reads, top_ptr, total_ptr, V, scale):
+    """Return the gradient of the node that reads a row, as if the node named none of the classes."""
+    gradient = tl.zeros(z.shape, dtype=tl.float32)
+    known = (row > 0) & (row - 1 < reads)  # the node before a position reads it
+    if tl.load(chunk_ptr + row - 1, mask=known, other=-1) >= 0:
+        factor = tl.load(of_node_ptr + row - 1) * tl.load(level_ptr + row - 1) * scale / tl.load(total_ptr + row)
+        if factor != 0.0:
+            gradient = tl.where(x < V, tl.exp(z * scale - tl.load(top_ptr + row)) * factor, 0.0)
+    return gradient
+
+
+@triton.jit
+def part_of_start(
+    x, z, event, of_start_ptr, teacher_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr, ratio_ptr, mass_ptr,
+    s_lse_ptr, t_lse_ptr, T_t, V, M, W_s, W_t, t_stride_b, t_stride_t, scale
+):  # fmt: skip
+    """Return the gradient of the start of a row's chunk."""
+    gradient = tl.zeros(z.shape, dtype=tl.float32)
+    of_start = tl.load(of_start_ptr + event, mask=event >= 0, other=0.0)
+    if of_start != 0.0:
+        t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + event), T_t, t_stride_b, t_stride_t)
+        live = is_live(s_bits_ptr + in_64_bits(event) * W_s, x, x < V)
+        y = tl.load(partner_ptr + x, mask=live, other=0)
+        log_q = z * scale - tl.load(s_lse_ptr + event)
+        q = tl.where(live, tl.exp(log_q), 0.0)
+        plain = live & (y >= 0)
+        t_live = plain & is_live(t_bits_ptr + in_64_bits(event) * W_t, y, plain) & (log_q >= LOG_TINY)
+        log_p = tl.load(t_base + y, mask=t_live, other=float("-inf")).to(tl.float32) * scale
+        p = tl.exp(log_p - tl.load(t_lse_ptr + event))
+        ratio = tl.load(ratio_ptr + in_64_bits(event) * M - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
+        gradient = of_start * scale * (q * (tl.load(mass_ptr + event) - ratio) - p)
+    return gradient
+
+
+@triton.jit
+def gradient_at(
+    x, there, row, student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+    partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
+    of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS: tl.constexpr
+):  # fmt: skip
+    """Return the gradient of some of a row's logits in float32, all that is computed element by element."""
+    base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
+    z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
+    gradient = part_of_loss(x, z, row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
+    gradient += part_of_node(x, z, row, node_chunk_ptr, of_node_ptr, level_ptr, reads, top_ptr, total_ptr, V, scale)
+    gradient += part_of_start(
+        x, z, tl.load(event_ptr + row), of_start_ptr, teacher_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr,
+        ratio_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, V, M, W_s, W_t, t_stride_b, t_stride_t, scale
+    )  # fmt: skip
+    return gradient
+
+
+@triton.jit
+def chain_row_bwd_kernel(
+    student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+    partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
+    of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
+    grad_ptr, V_head, blocks, TARGETS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store one block of a student row's gradient."""
+    row = tl.program_id(0) // blocks
+    x = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    gradient = gradient_at(
+        x, x < V_head, row, student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+        partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
+        of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+        s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS
+    )  # fmt: skip
+    own = grad_ptr + in_64_bits(row) * V_head
+    tl.store(own + x, gradient.to(grad_ptr.dtype.element_ty), mask=x < V_head)

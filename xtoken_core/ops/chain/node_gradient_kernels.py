@@ -1,0 +1,184 @@
+"""The Triton kernel of the gradients of nodes at single tokens: those of a node inside a token, and named classes.
+
+What is the same for a whole row is in `gradient_kernels`. This kernel computes that again at the tokens of a row whose
+gradient has more parts, adds these in float32, and stores the sum: every logit's gradient is rounded once.
+"""
+# Triton has no types, and its kernels can carry none.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from xtoken_core.ops.chain.gradient_kernels import gradient_at
+from xtoken_core.ops.chain.start_kernels import in_64_bits, row_of
+
+
+@triton.jit
+def add_inside_token(
+    list_ptr, first, last, sum_ptr, base, rank, node, slot, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr,
+    ratio_ptr, mass, held_lse, weight, scale, SLOTS: tl.constexpr
+):  # fmt: skip
+    """Add the gradient of a node inside the student's token to those tokens of a list that the node holds."""
+    for begin in range(first, last, SLOTS):
+        at = begin + tl.arange(0, SLOTS)
+        x = tl.load(list_ptr + at, mask=at < last, other=0)
+        spelled = tl.load(spelling_start_ptr + x, mask=at < last, other=0) + rank
+        end = tl.load(spelling_start_ptr + x + 1, mask=at < last, other=0)
+        held = (at < last) & (spelled < end)
+        held = held & (tl.load(spelled_node_ptr + spelled, mask=held, other=-1) == node)
+        k = tl.load(spelled_slot_ptr + spelled, mask=held, other=0) - slot
+        z = tl.load(base + x, mask=held, other=float("-inf")).to(tl.float32) * scale
+        slope = tl.exp(z - held_lse) * (mass - tl.load(ratio_ptr + k, mask=held, other=0.0)) * weight
+        before = tl.load(sum_ptr + at - first, mask=held, other=0.0)
+        tl.store(sum_ptr + at - first, before + slope, mask=held)
+
+
+@triton.jit
+def start_sums(
+    list_ptr, slot_ptr, first, last, slot, sum_ptr, base, ratio_ptr, level, mass, pivot, weight, scale,
+    SLOTS: tl.constexpr
+):  # fmt: skip
+    """Store what the named classes of a node differ by from the others."""
+    for begin in range(first, last, SLOTS):
+        at = begin + tl.arange(0, SLOTS)
+        there = at < last
+        x = tl.load(list_ptr + at, mask=there, other=0)
+        k = tl.load(slot_ptr + at, mask=there, other=0) - slot
+        z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32) * scale
+        ratio = tl.load(ratio_ptr + k, mask=there, other=0.0)
+        tl.store(sum_ptr + at - first, tl.exp(z - pivot) * (mass - level - ratio) * weight, mask=there)
+
+
+@triton.jit
+def add_node(
+    event, rank, list_ptr, first, last, inside_ptr, o_list_ptr, o_first, o_last, named_ptr, base,
+    node_ptr, slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr, ratios_ptr,
+    mass_ptr, held_lse_ptr, of_inside_ptr, scale, SLOTS: tl.constexpr
+):  # fmt: skip
+    """Add the gradient of one node inside the student's token to both lists of its row."""
+    node, mass, held_lse = tl.load(node_ptr + event), tl.load(mass_ptr + event), tl.load(held_lse_ptr + event)
+    slot, weight = tl.load(slot_start_ptr + node), tl.load(of_inside_ptr + event) * scale
+    add_inside_token(
+        list_ptr, first, last, inside_ptr, base, rank, node, slot, spelling_start_ptr, spelled_node_ptr,
+        spelled_slot_ptr, ratios_ptr, mass, held_lse, weight, scale, SLOTS
+    )  # fmt: skip
+    add_inside_token(
+        o_list_ptr, o_first, o_last, named_ptr, base, rank, node, slot, spelling_start_ptr, spelled_node_ptr,
+        spelled_slot_ptr, ratios_ptr, mass, held_lse, weight, scale, SLOTS
+    )  # fmt: skip
+    tl.debug_barrier()
+
+
+@triton.jit
+def clear_sums(sum_ptr, count, SLOTS: tl.constexpr):
+    """Store zeros."""
+    for begin in range(0, count, SLOTS):
+        at = begin + tl.arange(0, SLOTS)
+        tl.store(sum_ptr + at, tl.zeros((SLOTS,), dtype=tl.float32), mask=at < count)
+
+
+@triton.jit
+def store_list(
+    list_ptr, first, last, sum_ptr, row,
+    student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+    partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
+    of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
+    grad_ptr, V_head, TARGETS: tl.constexpr, SLOTS: tl.constexpr
+):  # fmt: skip
+    """Store the gradient of a list of a row's tokens: what is the same for the row, and what was added up."""
+    own = grad_ptr + in_64_bits(row) * V_head
+    for begin in range(first, last, SLOTS):
+        at = begin + tl.arange(0, SLOTS)
+        x = tl.load(list_ptr + at, mask=at < last, other=0)
+        gradient = gradient_at(
+            x, at < last, row,
+            student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+            partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
+            of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+            s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS
+        )  # fmt: skip
+        gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
+        tl.store(own + x, gradient.to(grad_ptr.dtype.element_ty), mask=at < last)
+
+
+@triton.jit
+def outermost(chunk_ptr, chunk, begin, end):
+    """Return a chunk's first node inside its token, -1 = none; it holds the tokens of all others."""
+    outer = begin * 0 - 1
+    for event in range(begin, end):
+        outer = tl.where((outer < 0) & (tl.load(chunk_ptr + event) == chunk), event, outer)
+    return outer
+
+
+@triton.jit
+def list_of_node(node_ptr, start_ptr, event, known):
+    """Return an event's node, and where its tokens begin and end; none if it is not known."""
+    node = tl.load(node_ptr + event, mask=known, other=0)
+    first = tl.load(start_ptr + node, mask=known, other=0)
+    return node, first, tl.load(start_ptr + node + 1, mask=known, other=0)
+
+
+@triton.jit
+def chain_node_bwd_kernel(
+    student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+    partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
+    of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
+    grad_ptr, V_head, R,
+    i_chunk_ptr, i_first_ptr, i_size_ptr, i_events, i_node_ptr, i_slot_start_ptr, i_list_start_ptr, i_list_ptr,
+    i_held_lse_ptr, i_mass_ptr, i_ratio_ptr, i_slots, of_inside_ptr, spelling_start_ptr, spelled_node_ptr,
+    spelled_slot_ptr, o_node_ptr, o_slot_start_ptr, o_list_start_ptr, o_list_ptr, o_slot_ptr, o_mass_ptr, o_ratio_ptr,
+    o_slots, sums_ptr, capacity, i_capacity, TARGETS: tl.constexpr, SLOTS: tl.constexpr
+):  # fmt: skip
+    """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
+    inside_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * capacity
+    named_ptr = inside_ptr + i_capacity
+    for i in range(tl.program_id(0), R, tl.num_programs(0)):
+        row = in_64_bits(i)
+        base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
+        chunk = tl.load(event_ptr + row)
+        begin = tl.load(i_first_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32)
+        end = tl.minimum(begin + tl.load(i_size_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32), i_events)
+        outer = outermost(i_chunk_ptr, chunk, begin, end)
+        _, first, last = list_of_node(i_node_ptr, i_list_start_ptr, outer, outer >= 0)
+        before = row - 1
+        known = tl.load(node_chunk_ptr + before, mask=(row > 0) & (before < reads), other=-1) >= 0
+        weight = tl.load(of_node_ptr + before, mask=known, other=0.0) * scale
+        node, o_first, o_last = list_of_node(o_node_ptr, o_list_start_ptr, before, weight != 0.0)
+        start_sums(
+            o_list_ptr, o_slot_ptr, o_first, o_last, tl.load(o_slot_start_ptr + node), named_ptr, base,
+            o_ratio_ptr + in_64_bits(before) * o_slots, tl.load(level_ptr + before, mask=known, other=0.0),
+            tl.load(o_mass_ptr + before, mask=known, other=0.0), tl.load(top_ptr + row),
+            weight / tl.load(total_ptr + row), scale, SLOTS
+        )  # fmt: skip
+        clear_sums(inside_ptr, last - first, SLOTS)
+        tl.debug_barrier()
+        for event in range(begin, end):
+            if tl.load(i_chunk_ptr + event) == chunk:
+                rank, ratios_ptr = event - begin, i_ratio_ptr + in_64_bits(event) * i_slots
+                add_node(
+                    event, rank, i_list_ptr, first, last, inside_ptr, o_list_ptr, o_first, o_last, named_ptr, base,
+                    i_node_ptr, i_slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr, ratios_ptr,
+                    i_mass_ptr, i_held_lse_ptr, of_inside_ptr, scale, SLOTS
+                )  # fmt: skip
+        store_list(
+            i_list_ptr, first, last, inside_ptr, row,
+            student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+            partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
+            of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+            s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
+            grad_ptr, V_head, TARGETS, SLOTS
+        )  # fmt: skip
+        tl.debug_barrier()  # what is in both lists is stored again, with all its parts
+        store_list(
+            o_list_ptr, o_first, o_last, named_ptr, row,
+            student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+            partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
+            of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+            s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
+            grad_ptr, V_head, TARGETS, SLOTS
+        )  # fmt: skip
+        tl.debug_barrier()
