@@ -26,11 +26,11 @@ from xtoken_core.ops.chain.reference import ChainOptions
 
 WORDS, RULES, TOKENS = 1024, 16, 32
 """Words of a live set, rules, and tokens of a rule's interval that are read at once."""
-TEACHER_BLOCK, STUDENT_BLOCK, GRADIENT_BLOCK, DEEP = 1024, 1024, 2048, 4
+TEACHER_BLOCK, STUDENT_BLOCK, GRADIENT_BLOCK, DEEP = 1024, 1024, 1024, 2
 """Lanes over a row, and how many logits a lane reads before it changes its pivot."""
 BLOCK, SLOTS, CHUNKS = 1024, 256, 128
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 4, 4, 4, 4, 4
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 4, 8, 4, 4, 4
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 4, 8
 INTERPRETED_PROGRAMS = 3
 
