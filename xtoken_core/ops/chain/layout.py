@@ -193,7 +193,8 @@ def _build(tables: ChainTables) -> ChainLayout:
 
 def _kinds(sizes: np.ndarray) -> np.ndarray:
     """Return 0 for narrow classes, 1 for medium and 2 for wide ones."""
-    return np.searchsorted(np.array([NARROW, MEDIUM]), sizes.max(0), side="left")
+    kinds: np.ndarray = np.searchsorted(np.array([NARROW, MEDIUM]), sizes.max(0), side="left")
+    return kinds
 
 
 def _order(sizes: np.ndarray, roots: list[np.ndarray], others: np.ndarray) -> np.ndarray:
@@ -202,7 +203,8 @@ def _order(sizes: np.ndarray, roots: list[np.ndarray], others: np.ndarray) -> np
     student = roots[0][::-1]
     known = student < len(first)
     first[student[known]] = np.arange(len(student))[::-1][known]
-    return np.lexsort((first[others], -sizes[1], -sizes[0], -_kinds(sizes)))
+    order: np.ndarray = np.lexsort((first[others], -sizes[1], -sizes[0], -_kinds(sizes)))
+    return order
 
 
 def _blocks(sizes: np.ndarray) -> np.ndarray:
