@@ -17,6 +17,9 @@ def export(
         int | None,
         typer.Option("--step", min=1, metavar="N", help="Step of the checkpoint.", show_default="the newest"),
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The checkpoint of the best evaluation (eval.keep_best).")
+    ] = False,
     to: Annotated[
         Path | None,
         typer.Option(
@@ -34,8 +37,9 @@ def export(
     run writes to OUTPUT/model: weights, tokenizer, and a model card with the metrics up to the checkpoint's step.
     """
     from services.common.progress import spinner
-    from services.trainer.export_checkpoint import choose
+    from services.trainer.export_checkpoint import choose, step_of_best
 
+    step = step_of_best(output, step) if best else step
     choose(output, step, to)
     with spinner("reading the checkpoint and writing the model", quiet=as_json):
         from services.trainer.export_checkpoint import export_checkpoint

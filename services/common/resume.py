@@ -18,6 +18,8 @@ from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.regular_files import parse_object
 
 CHECKPOINTS, RUN, RESOLVED = "checkpoints", "run.json", "resolved.json"
+BEST = "best"
+"""Link among the checkpoints to that of the best evaluation, with `eval.keep_best`."""
 VERSION = 4
 """Of the form of a checkpoint, `version` in its `run.json`; the one that is written and read."""
 RUN_BYTES = 1 << 30
@@ -56,6 +58,20 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
     except OSError as error:
         raise InputError(f"cannot list the checkpoints in {directory}: {error.strerror}") from error
     return {int(match[1]): path for path, match in named.items() if match}
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a checkpoint's directory."""
+    return f"step-{step:08d}"
+
+
+def best_step(directory: Path) -> int | None:
+    """Return the step of the best evaluation's checkpoint in a directory; None without one."""
+    try:
+        match = NAME.fullmatch((directory / BEST).readlink().name)
+    except OSError:
+        return None
+    return int(match[1]) if match else None
 
 
 def write_run_document(run: ResolvedRun, cursor: Mapping[str, Any]) -> str:

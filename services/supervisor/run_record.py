@@ -97,3 +97,14 @@ def is_finished(spec: RunSpec) -> bool:
         return RunSpec.model_validate(read_json(output / SPEC) or {}) == spec
     except ValidationError:
         return False
+
+
+def has_ended_early(output: Path, step: int) -> bool:
+    """Return whether the summary in a directory is of a run that has ended early, at the step of its last checkpoint.
+
+    Args:
+        output: The run's directory.
+        step: Step of the newest checkpoint.
+    """
+    summary = read_json(output / SUMMARY) or {}
+    return "stopped_early" in summary and summary.get("steps") == step

@@ -21,8 +21,10 @@ from services.supervisor.run_directory import QueueDirectory, sole_writer
 from services.supervisor.run_record import (
     FILE,
     SPEC,
+    SUMMARY,
     RunResult,
     RunState,
+    has_ended_early,
     is_finished,
     read_record,
     write_json,
@@ -193,8 +195,11 @@ class SupervisedRun:
                 write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
             raise
         step = check_output(resolved)  # before anything is written: another run's files stay as they are
-        if step >= resolved.steps and is_finished(self.spec):
+        ended_early = has_ended_early(output, step)
+        if (step >= resolved.steps or ended_early) and is_finished(self.spec):
             return self._already_finished(resolved)
+        if ended_early:
+            (output / SUMMARY).unlink()  # the run resumes, with other settings: it has no summary yet
         write_json(output / SPEC, self.spec.model_dump(mode="json"))
         write_json(output / "resolved.json", resolved.model_dump(mode="json"))
         for warning in warnings:

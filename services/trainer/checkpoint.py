@@ -16,8 +16,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from services.common.resume import (
+    BEST,
     RUN,
     check_identity,
+    checkpoint_name,
     checkpoints_in,
     newest_checkpoint,
     read_run_document,
@@ -89,6 +91,7 @@ class Checkpoints:
         self.stage = Stage()
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._kept: int | None = None
 
     def save(self, cursor: Cursor, state: Mapping[str, Tensor]) -> Path:
         """Copy the state to the host and write it in the background, once the previous one is written.
@@ -104,7 +107,7 @@ class Checkpoints:
             OutputError: The previous checkpoint could not be written.
         """
         self.wait()
-        target = self.directory / f"step-{cursor.step:08d}"
+        target = self.path_of(cursor.step)
         document = write_run_document(self.run, asdict(cursor))
         self.stage.copy(state)
         self._writer = threading.Thread(target=self._write, args=(target, document), name="checkpoint")
@@ -131,6 +134,16 @@ class Checkpoints:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def path_of(self, step: int) -> Path:
+        """Return the directory of the checkpoint of a step."""
+        return self.directory / checkpoint_name(step)
+
+    def keep(self, step: int) -> None:
+        """Keep the checkpoint of a step, the best so far, beside the newest, and link `best` to it once it exists."""
+        self._kept = step
+        if self.group.is_leader:
+            self._link_best()
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint."""
@@ -217,12 +230,24 @@ class Checkpoints:
         if target.is_dir():
             discard(target)
         atomic_rename(scratch, target)
+        self._link_best()
         self._prune()
         log.info("checkpoint %s", target)
+
+    def _link_best(self) -> None:
+        """Let the link `best` lead to the checkpoint to keep, once it is written."""
+        if self._kept is not None and self.path_of(self._kept).is_dir():
+            # Both the writing thread and the training thread may come here; the link is for readers, never read here.
+            scratch = self.directory / f".{BEST}.{threading.get_ident()}.tmp"
+            scratch.unlink(missing_ok=True)
+            scratch.symlink_to(checkpoint_name(self._kept))
+            atomic_rename(scratch, self.directory / BEST)
 
     def _prune(self) -> None:
         checkpoints = checkpoints_in(self.directory)
         for step in sorted(checkpoints)[: -self.run.spec.train.keep_checkpoints]:
+            if step == self._kept:
+                continue
             with suppress(OSError):
                 discard(checkpoints[step])
         for scratch in self.directory.glob(".step-*.tmp"):

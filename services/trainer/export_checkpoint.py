@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.allowed_paths import Roots, confined
-from services.common.resume import CHECKPOINTS, RESOLVED, checkpoints_in
+from services.common.resume import CHECKPOINTS, RESOLVED, best_step, checkpoints_in
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
-from xtoken_core.errors import InputError, OutputError
+from xtoken_core.errors import ConfigError, InputError, OutputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +73,21 @@ def choose(output: Path, step: int | None = None, to: Path | None = None) -> Exp
     target = to if to is not None else output / f"model-{checkpoints[at].name}"
     check_target(target)
     return Export(run, checkpoints[at], at, target)
+
+
+def step_of_best(output: Path, step: int | None) -> int:
+    """Return the step of the best evaluation's checkpoint.
+
+    Raises:
+        ConfigError: A step was named beside it.
+        InputError: The run keeps none.
+    """
+    if step is not None:
+        raise ConfigError("--best and --step name two checkpoints: leave one out")
+    best = best_step(output / CHECKPOINTS)
+    if best is None:
+        raise InputError(f"{output} holds no checkpoint of a best evaluation: the run needs eval.keep_best = true")
+    return best
 
 
 def check_target(target: Path) -> None:

@@ -15,6 +15,7 @@ from services.common.resume import CHECKPOINTS, RESOLVED
 from services.common.run_warnings import unreachable_warnings
 from services.common.step_plan import StepPlan, plan_fields, plan_step
 from services.common.worker import WAIT_S, StopRequested, Worker
+from services.trainer.best import BestFollower
 from services.trainer.checkpoint import Checkpoints, Cursor
 from services.trainer.distributed import RankGroup
 from services.trainer.evaluate import Evaluator
@@ -54,6 +55,7 @@ class TrainerLoop:
         spec = self.run.spec
         self.optimizer = StudentOptimizer(student, spec.train, self.run.steps)
         self.checkpoints = Checkpoints(spec.output / CHECKPOINTS, self.run, group)
+        self.best = BestFollower(self.run, group, self.checkpoints)
         self.lines = JsonLines(spec.output / "steps.jsonl")
         self.loggers: list[MetricLogger] = []
         self.cursor = Cursor()
@@ -71,6 +73,10 @@ class TrainerLoop:
     def train(self) -> Cursor:
         """Train to the end of the run, from the newest checkpoint if there is one.
 
+        Returns:
+            The position of the student's weights: the last step, or the best evaluation's with `eval.keep_best`.
+            `cursor` has the run's.
+
         Raises:
             XtokenError: A checkpoint or a log file cannot be read or written.
         """
@@ -81,10 +87,13 @@ class TrainerLoop:
         self.loggers = make_loggers(self.run, self.cursor.step) if self.group.is_leader else []
         try:
             self._evaluate_if_due()
-            while self.cursor.step < self.run.steps:
+            while self.cursor.step < self.run.steps and not self.best.ends_run:
                 self._one_step()
             if self.cursor.step > self._saved:
                 self._save()
+            if self.best.ends_run:
+                log.info("ending the run after step %d: eval.patience", self.cursor.step)
+                self._rewind()  # to the end: collators and teachers see that nothing is left to do
         except StopRequested:
             if self.cursor.step > max(self._saved, 0):
                 self._save()
@@ -94,7 +103,7 @@ class TrainerLoop:
             for logger in self.loggers:
                 logger.close()
         self.checkpoints.wait()
-        return self.cursor
+        return self.best.restore(self.optimizer, self.cursor)
 
     def _stop_late(self, stop: threading.Event) -> None:
         """Stop this rank's waits if no step boundary comes, because the teachers have stopped first."""
@@ -118,13 +127,19 @@ class TrainerLoop:
             if self.evaluator is not None:
                 self.evaluator.lines.truncate(self.cursor.step, inclusive=True)
         self.group.barrier()
+        self.best.update(self.cursor)
+        self.best.protect()
 
     def _rewind(self) -> None:
-        """Rewind the queue to this trainer's cursor: at a start, a resume and before a step is repeated."""
+        """Rewind the queue to this trainer's cursor: at a start, a resume and before a step is repeated.
+
+        A run that has ended early leaves the rest of its positions out: the queue is set to the end.
+        """
         rewinds = 0
         if self.group.is_node_leader:
             skipped, dead = own_positions(self.cursor.skipped, self.run), own_positions(self.cursor.dead, self.run)
-            rewinds = self.queue.rewind(self.cursor.step, skipped, dead)
+            step = self.run.steps if self.best.ends_run else self.cursor.step
+            rewinds = self.queue.rewind(step, skipped, dead)
         self.rewinds = self.group.broadcast_in_node(rewinds)
 
     # One step
@@ -267,6 +282,11 @@ class TrainerLoop:
                 for logger in self.loggers:
                     logger.log("eval", step, row or {})
             self.group.barrier()
+            self.best.update(self.cursor)
+            if self.best.wants_checkpoint(self.cursor):
+                if self._saved != step:
+                    self._save()
+                self.best.protect()
 
     def _update_cursor(self, step: StepPlan, outcome: StepOutcome) -> None:
         cursor = self.cursor

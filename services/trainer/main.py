@@ -24,7 +24,7 @@ from services.trainer.jsonl import replace_file
 from services.trainer.loop import TrainerLoop
 from services.trainer.rings import TeacherRings
 from services.trainer.step import StepRunner
-from services.trainer.student import Student, load_student
+from services.trainer.student import load_student
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.config.loss import TABLE_MODES
 from xtoken_core.config.resolved import ResolvedRun
@@ -122,9 +122,10 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
     try:
         runner = StepRunner(worker, student, loss, rings, group, rank=rank, pad_id=pad_id(tokenizer))
         evaluator = Evaluator(worker, tokenizer, loss) if run.spec.eval is not None else None
-        cursor = TrainerLoop(worker, student, runner, group, evaluator).train()
+        loop = TrainerLoop(worker, student, runner, group, evaluator)
+        exported = loop.train()
         worker.activity("exporting the model")
-        finish(worker, cursor, student, tokenizer, writes=group.is_leader)
+        finish(worker, loop, exported, tokenizer, writes=group.is_leader)
         group.barrier()
     finally:
         rings.close()
@@ -185,23 +186,31 @@ def _with_tokenizers(run: ResolvedRun, number: int, teacher: LossTeacher) -> Los
     )
 
 
-def finish(worker: Worker, cursor: Cursor, student: Student, tokenizer: Any, *, writes: bool) -> None:
+def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, *, writes: bool) -> None:
     """Check that every position is accounted for, write the summary and export the model; all ranks call.
+
+    Args:
+        worker: The session.
+        loop: The training, which has ended.
+        exported: Position of the student's weights.
+        tokenizer: The student's.
+        writes: This rank writes the files.
 
     Raises:
         XtokenError: Positions are missing or counted twice.
     """
-    model = student.full_model(worker.run.spec)
+    model = loop.student.full_model(worker.run.spec)
     if not writes or model is None:
         return
-    run, output = worker.run, worker.run.spec.output
+    run, output, cursor = worker.run, worker.run.spec.output, loop.cursor
     summary = account_of_positions(run, cursor)
     skipped, dead = summary["skipped"], summary["dead"]
     overlap = set(cursor.skipped) & set(cursor.dead)
-    if cursor.trained + skipped + dead != run.positions or overlap:
+    expected = min(cursor.step * run.spec.train.samples_per_step, run.positions)
+    if cursor.trained + skipped + dead != expected or overlap:
         raise XtokenError(
             f"the counts of positions do not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead "
-            f"positions are not {run.positions}"
+            f"positions are not {expected}"
         )
     evaluations = list(lines_below(output / "eval.jsonl", run.steps + 1))
     if len(evaluations) > 1:
@@ -211,6 +220,7 @@ def finish(worker: Worker, cursor: Cursor, student: Student, tokenizer: Any, *, 
             "bits_per_byte": last["bits_per_byte"],
             "worse_than_at_start": last["bits_per_byte"] > first["bits_per_byte"],
         }
-    export_student(output / "model", run, cursor, model, tokenizer, output=output)
+    summary |= loop.best.summary(cursor)
+    export_student(output / "model", run, exported, model, tokenizer, output=output)
     replace_file(output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
     log.info("done: %d trained, %d skipped, %d dead of %d", cursor.trained, skipped, dead, run.positions)

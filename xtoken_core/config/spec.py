@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import Count, Part
+from xtoken_core.config.base import Count, NoneWord, Part
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
@@ -115,6 +115,11 @@ class EvalSpec(Part):
     """Same meaning as `data.field`."""
     every: Count = 100
     """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
+    keep_best: bool = False
+    """Keep the checkpoint of the evaluation with the fewest bits per byte of `path`, as `checkpoints/best`, and export
+    its weights as `model/` when the run ends. The student of step 0 does not take part."""
+    patience: Annotated[Count | None, NoneWord] = None
+    """End the run after so many evaluations in a row that were no better than the best one; "none": never."""
     also: Path | tuple[Path, ...] = ()
     """More held-out texts, such as a test set or another language. Each is read as `path` is and reported by itself,
     under the name of its file without the last suffix: `bits_per_byte_NAME`."""

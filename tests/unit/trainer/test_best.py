@@ -1,0 +1,76 @@
+"""The best evaluation: which it is, when it ends a run, and that its checkpoint outlives newer ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.resume import CHECKPOINTS, best_step, newest_checkpoint
+from services.trainer.best import BestEvaluation, BestFollower, best_evaluation
+from services.trainer.checkpoint import Checkpoints, Cursor
+from services.trainer.distributed import RankGroup
+from services.trainer.export_checkpoint import step_of_best
+from services.trainer.jsonl import JsonLines
+from tests.support.runs import resolved_run
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import EvalSpec
+from xtoken_core.errors import ConfigError, InputError
+
+
+def rows(*bits: float | None) -> list[dict[str, float | int | None]]:
+    return [{"step": step, "bits_per_byte": value} for step, value in enumerate(bits)]
+
+
+def test_the_best_evaluation_is_the_first_of_the_lowest_without_step_0() -> None:
+    assert best_evaluation(rows(1.0)) is None
+    assert best_evaluation(rows(1.0, 3.0, 2.0, 2.0, 2.5)) == BestEvaluation(2, 2.0, 2)
+    assert best_evaluation(rows(1.0, None, 2.0, None)) == BestEvaluation(2, 2.0, 1)
+
+
+def with_evaluation(run: ResolvedRun, **settings: object) -> ResolvedRun:
+    spec = EvalSpec.model_validate({"path": run.spec.data.paths, "every": 1, **settings})
+    return run.model_copy(update={"spec": run.spec.model_copy(update={"eval": spec})})
+
+
+def test_patience_counts_evaluations_since_the_best(tmp_path: Path) -> None:
+    run = with_evaluation(resolved_run(tmp_path), patience=2)
+    follower = BestFollower(run, RankGroup(0, 1), Checkpoints(run.spec.output / CHECKPOINTS, run))
+    lines, ends = JsonLines(run.spec.output / "eval.jsonl"), []
+    run = run.model_copy(update={"positions": 1 << 20})
+    follower.run = run
+    for row in rows(1.0, 2.0, 2.1, 1.9, 1.9, 2.0):
+        lines.append(row)
+        follower.update(Cursor(step=int(row["step"] or 0)))
+        ends.append(follower.ends_run)
+    assert ends == [False, False, False, False, False, True]
+    follower.update(Cursor(step=4))
+    assert not follower.ends_run, "a resume at an earlier step reads the evaluations up to it"
+    follower.update(Cursor(step=run.steps))
+    assert not follower.ends_run, "at its last step a run ends by itself"
+
+
+def test_the_kept_checkpoint_outlives_newer_ones_until_another_is_kept(tmp_path: Path) -> None:
+    run = resolved_run(tmp_path)
+    directory = run.spec.output / CHECKPOINTS
+    checkpoints = Checkpoints(directory, run)
+    keeps = run.spec.train.keep_checkpoints
+    for step in range(1, keeps + 4):
+        checkpoints.save(Cursor(step=step), {"w": torch.full((1,), float(step))})
+        if step in (1, 3):
+            checkpoints.keep(step)
+        checkpoints.wait()
+        assert best_step(directory) == (1 if step < 3 else 3)
+    last = range(keeps + 4 - keeps, keeps + 4)
+    assert sorted(path.name for path in directory.glob("step-*")) == [f"step-{s:08d}" for s in sorted({3, *last})]
+    assert newest_checkpoint(directory) == checkpoints.path_of(keeps + 3)
+    assert (directory / "best" / "run.json").is_file()
+    assert step_of_best(run.spec.output, None) == 3
+
+
+def test_export_of_the_best_is_refused_beside_a_step_and_without_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--best and --step"):
+        step_of_best(tmp_path, 3)
+    with pytest.raises(InputError, match=r"eval\.keep_best"):
+        step_of_best(tmp_path, None)
