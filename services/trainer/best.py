@@ -53,7 +53,7 @@ def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> BestEvaluation | None:
 
 
 class BestFollower:
-    """What `eval.keep_best` and `eval.patience` ask for; all ranks call every method together.
+    """Follower of `eval.keep_best` and `eval.patience`; all ranks call every method together.
 
     Attributes:
         ends_run: `eval.patience` evaluations in a row were no better than the best.
