@@ -1,5 +1,6 @@
 """The steps of building a projection, against their definitions written out in loops."""
 
+import copy
 from difflib import SequenceMatcher
 
 import numpy as np
@@ -108,6 +109,16 @@ def test_both_ends_and_specials_of_one_name_are_pinned():
     back = build_projection(teacher, student)
     for index in (teacher.bos_token_id, teacher.eos_token_id):
         assert back.indices[index].tolist() == [student.eos_token_id, -1, -1, -1]
+
+
+@pytest.mark.parametrize("specials", [True, False])
+def test_specials_of_similar_names_are_paired_as_asked(specials):
+    student, teacher = copy.deepcopy((v.characters(), v.byte_level()))
+    student.add_special_tokens({"additional_special_tokens": ["<|start_of_turn|>"]})
+    teacher.add_special_tokens({"additional_special_tokens": ["<start_of_turn>"]})
+    projection = build_projection(student, teacher, BuildOptions(forward=False, specials=specials))
+    row = projection.indices[student.convert_tokens_to_ids("<|start_of_turn|>")]
+    assert (teacher.convert_tokens_to_ids("<start_of_turn>") in row.tolist()) is specials
 
 
 def test_specials_by_likeness():

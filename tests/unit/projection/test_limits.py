@@ -35,6 +35,12 @@ def test_the_last_slot_of_the_reference_takes_the_lowest_free_id():
     assert weights[0, -1] == pytest.approx(0.2 / 1.2) and not weights[2].any()
 
 
+def test_a_row_of_31_leaves_the_last_slot_to_the_32nd_id():
+    indices = np.append(np.arange(ROW_LIMIT - 1), -1)[None]
+    weights = np.append(np.ones(ROW_LIMIT - 1), 0.0)[None]
+    assert _reference_last_slot(indices, weights)[0][0].tolist() == list(range(ROW_LIMIT))
+
+
 @pytest.mark.parametrize(("lowest", "refused"), [(-1, False), (-2, True)])
 def test_teacher_ids_begin_at_the_empty_slots_sign(lowest, refused):
     def check():

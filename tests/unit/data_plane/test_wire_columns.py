@@ -1,0 +1,104 @@
+"""Columns and headers of the wire: rows by index, bounds of what is read, and what a header may hold."""
+
+import json
+from array import array
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xtoken_core.wire import Column, ColumnHead, QueueError, decode_request, messages, object_column, select_rows
+from xtoken_core.wire.bounds import MAX_OBJECT_DEPTH
+from xtoken_core.wire.columns import bytes_view, unpack_columns
+from xtoken_core.wire.messages.codec import envelope
+
+ROWS = [[0, 1], [], [2], [3, 4, 5], [6]]
+DENSE = np.arange(10, dtype="<i8").reshape(5, 2)
+HEAD = ColumnHead("x", "jagged", "int64", 2)
+
+
+def column(kind):
+    if kind == "dense":
+        return Column("dense", "int64", 5, (2,), bytes_view(DENSE))
+    flat = np.array([value for row in ROWS for value in row], dtype="<i8")
+    return Column("jagged", "int64", 5, (), bytes_view(flat), memoryview(array("q", [0, 2, 2, 3, 6, 7])))
+
+
+def rows_of(selected):
+    bounds = [selected.row_bounds(row) for row in range(selected.rows)]
+    return [np.frombuffer(selected.values[start:stop], dtype="<i8").tolist() for start, stop in bounds]
+
+
+@pytest.mark.parametrize("kind", ["dense", "jagged"])
+@given(chosen=st.lists(st.integers(0, 4), max_size=7) | st.builds(range, st.integers(0, 4), st.integers(0, 5)))
+@settings(deadline=None, max_examples=60)
+def test_any_rows_in_any_order(kind, chosen):
+    rows = DENSE.tolist() if kind == "dense" else ROWS
+    assert rows_of(select_rows(column(kind), chosen)) == [rows[n] for n in chosen]
+
+
+@pytest.mark.parametrize("kind", ["dense", "jagged"])
+@pytest.mark.parametrize("chosen", [[1, 2, 3], [3], range(1, 4)], ids=str)
+def test_adjacent_rows_are_a_view(kind, chosen):
+    whole = column(kind)
+    assert select_rows(whole, chosen).values.obj is whole.values.obj
+    assert select_rows(whole, [2, 1]).values.obj is not whole.values.obj
+
+
+def test_a_buffer_of_two_dimensions_is_read_flat():
+    assert bytes_view(np.zeros((2, 3), dtype=np.uint8)).shape == (6,)
+
+
+@pytest.mark.parametrize("offsets", [(1, 1, 2), (0, 3, 2), (0, 1, 3), (0, 1), (0, 1, 1, 2)], ids=str)
+def test_offsets_that_do_not_fit_are_refused(offsets):
+    with pytest.raises(QueueError, match="offsets"):
+        unpack_columns([HEAD], [bytes(array("q", offsets)), bytes(16)])
+
+
+def test_headers_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        HEAD.rows = 3
+    with pytest.raises(AttributeError):
+        column("dense").rows = 3
+
+
+@pytest.mark.parametrize("depth", [MAX_OBJECT_DEPTH, MAX_OBJECT_DEPTH + 1])
+def test_nested_objects_are_bounded(depth):
+    value = json.loads("[" * depth + "1" + "]" * depth)
+    for nested in (value, {"a": value[0]}):
+        if depth > MAX_OBJECT_DEPTH:
+            with pytest.raises(QueueError, match="nested deeper"):
+                object_column([nested])
+        else:
+            assert object_column([nested]).rows == 1
+
+
+def test_type_and_id_of_a_refused_message_are_cut():
+    long = msgpack.packb({"type": "t" * 70, "id": "i" * 70, "other": 1})
+    head = envelope(long)
+    assert (head.type, head.id) == ("t" * 64, "i" * 64)
+    assert (envelope(b"\xc1").type, envelope(b"\xc1").id) == ("", "")
+
+
+RUN = {
+    "positions": 8, "samples_per_step": 4, "block_size": 2, "span": 8, "teachers": 1, "ranks": 1, "slots": 1,
+    "document": b"{}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["tasks", "run"])
+def test_unknown_fields_of_definitions_are_refused(where):
+    task = {"name": "t", "requires": []}
+    header = {"type": "open", "id": "a.1", "session": "s", "partition": "p", "tasks": [task], "run": RUN}
+    decode_request(msgpack.packb(header))
+    changed = {"tasks": [task | {"colour": 1}], "run": RUN | {"colour": 1}}
+    with pytest.raises(QueueError, match="colour"):
+        decode_request(msgpack.packb(header | {where: changed[where]}))
+
+
+@pytest.mark.parametrize("kind", ["TaskDef", "RunDef", "SlotRef"])
+def test_definitions_take_keywords_only(kind):
+    with pytest.raises(TypeError, match="positional"):
+        getattr(messages, kind)("a")
