@@ -12,7 +12,8 @@ from typing import Any
 from services.common.held_out import split_text
 from services.common.machine import Machine
 from services.common.memory_fit import fit_memory
-from xtoken_core.config.spec import NOT_IN_A_NAME, RunSpec, padded_length, parse_run_spec
+from xtoken_core.config.eval import NOT_IN_A_NAME
+from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.regular_files import read_json_object
 
@@ -203,10 +204,11 @@ def _complete_evaluation(completion: Completion, base: Path, output: Path, *, wr
     if document.get("eval") == NONE:
         del document["eval"]
         return
-    if "eval" not in document:
+    given = document.get("eval", {})
+    if isinstance(given, dict) and "path" not in given:
         stored = completion.stored.get("eval"), _part(completion.stored.get("data"), "path")
         if all(stored):
-            document["eval"] = dict(stored[0])  # type: ignore[arg-type]
+            document["eval"] = {**stored[0], **given}  # type: ignore[dict-item]
             document["data"]["path"] = stored[1]
             completion.notes.append("data and eval: the text held back at the first start")
         elif "path" not in document["data"] or completion.stored:
@@ -219,7 +221,7 @@ def _complete_evaluation(completion: Completion, base: Path, output: Path, *, wr
                 completion.notes.append("eval: none, since no text could be held back: name one")
                 return
             train, held_out, note = split
-            document["data"]["path"], document["eval"] = str(train), {"path": str(held_out)}
+            document["data"]["path"], document["eval"] = str(train), {**given, "path": str(held_out)}
             if "field" in document["data"]:
                 document["eval"]["field"] = document["data"]["field"]
             completion.notes.append(f"eval: {note}")

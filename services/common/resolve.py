@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.allowed_paths import confined
+from services.common.allowed_paths import confined, readable_roots
 from services.common.input_files import check_input_files, read_model_config
 from services.common.packable import why_not_packed
 from services.common.pair_files import cache_of, kind_of, pair_file
 from services.common.step_plan import ring_shape
 from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import check_weights, weights_fingerprint
+from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import DENSE_ONLY, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, padded_length
@@ -25,6 +26,7 @@ from xtoken_core.projection.fingerprint import (
     is_sparse,
     tokenizer_fingerprint,
 )
+from xtoken_core.tasks import read_prompts
 
 STUDENT_TOKEN_BYTES = 25  # id and mask int64, exact bool, chunk id int64
 TEACHER_TOKEN_BYTES = 25
@@ -64,6 +66,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     if spec.eval is not None:
         for paths in (spec.eval.paths, *((path,) for path in spec.eval.also_by_name.values())):
             open_index(spec, paths, spec.eval.field)
+        _check_tasks(spec.eval)
     positions = spec.data.epochs * records
     if spec.train.max_steps is not None:
         positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
@@ -84,6 +87,17 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     _check_signal(resolved)
     _check_memory(resolved)
     return resolved
+
+
+def _check_tasks(evaluation: EvalSpec) -> None:
+    """Refuse tasks that cannot be read.
+
+    Raises:
+        InputError: A file is missing, or a record in it is no prompt.
+    """
+    if (tasks := evaluation.tasks) is not None:
+        for path in tasks.by_name.values():
+            read_prompts(confined(path, "eval.tasks.path"), tasks.match, tasks.max_prompts, within=readable_roots())
 
 
 def _same_tokenizer(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> list[bool]:

@@ -72,6 +72,10 @@ data = {json.dumps(inputs.data, ensure_ascii=False)}   # .jsonl (field `text`), 
 # [eval]                        # without it, 2% of the text are held back
 # path = "heldout.jsonl"
 
+# [eval.tasks]                  # prompts that the student completes: {{"prompt": "2 + 2 =", "answer": 4}}
+# path = "sums.jsonl"
+# match = "number"              # exact, number, choice, contains
+
 # [loss]
 # mode = "p_kl"                 # p_kl, gold, h_kl, uld, alm, chain
 # kl_loss_weight = 1.0

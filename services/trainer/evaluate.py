@@ -14,6 +14,7 @@ import torch
 from services.common.resolve import open_index
 from services.common.worker import Worker
 from services.trainer.eval_loss import EvalLoss
+from services.trainer.eval_tasks import EvalTasks
 from services.trainer.jsonl import JsonLines
 from services.trainer.loggers import eval_line
 from services.trainer.student import Student
@@ -34,6 +35,9 @@ class Evaluator:
         worker: The session.
         tokenizer: The student's.
         loss: The run's loss.
+
+    Raises:
+        InputError: A task cannot be read, or a prompt leaves no room for its completion.
     """
 
     def __init__(self, worker: Worker, tokenizer: Any, loss: CrossTokenizerDistillationLoss) -> None:
@@ -41,6 +45,8 @@ class Evaluator:
         self.spec, self.packed = worker.run.spec, worker.run.packed
         self.lines = JsonLines(self.spec.output / "eval.jsonl")
         self._eval_loss: EvalLoss | None = None
+        has_tasks = self.spec.eval is not None and self.spec.eval.tasks is not None
+        self.tasks = EvalTasks(self.spec, tokenizer) if has_tasks else None
         # `alive` raises once a stop is requested; of several ranks none may leave an evaluation alone.
         self._heartbeat = worker.alive if worker.run.world == 1 else worker.beat
 
@@ -67,6 +73,12 @@ class Evaluator:
                 for name, path in self.spec.eval.also_by_name.items():
                     other = self._measure(student, self._index([path]), f"evaluating on {name}")
                     row |= {f"{metric}_{name}": getattr(other, metric) for metric in OF_EVERY_TEXT}
+                if self.tasks is not None:
+                    row |= self.tasks.measure(
+                        student,
+                        progress=self._heartbeat,
+                        on_fraction=lambda fraction: self.worker.activity("evaluating on tasks", fraction),
+                    )
                 if self.spec.eval.teacher_kl:
                     self.worker.activity("evaluating with the teachers")
                     self._heartbeat()

@@ -294,7 +294,22 @@ def _held_out(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str
         for name in run.spec.eval.also_by_name
         if all(row.get(key := f"bits_per_byte_{name}") is not None for row in shown)
     ]
+    rows += _task_rows(run, shown)
     paths = ", ".join(f"`{path}`" for path in run.spec.eval.paths)
     heads = ["metric", *(f"after {row['step']} steps" for row in shown)]
     table = "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
     return f"{paths}: {last['documents']} documents, {last['bytes']} bytes.\n\n{table}"
+
+
+def _task_rows(run: ResolvedRun, shown: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a row per task of the table of held-out results."""
+    tasks = run.spec.eval.tasks if run.spec.eval is not None else None
+    if tasks is None:
+        return []
+    how = "greedy" if not tasks.temperature else f"{tasks.samples} at temperature {tasks.temperature:g}"
+    return [
+        f"| task {name}: right of {shown[-1][f'task_prompts_{name}']} prompts ({how}) "
+        f"| {' | '.join(f'{row[key]:.1%}' for row in shown)} |"
+        for name in tasks.by_name
+        if all(row.get(key := f"task_accuracy_{name}") is not None for row in shown)
+    ]

@@ -20,6 +20,7 @@ log = logging.getLogger("xtoken.trainer")
 
 FLUSH_S = 10
 WANDB_ID = "wandb-id"
+TASK = "task_accuracy_"
 OTHER_TEXT = "bits_per_byte_"
 LOSSES = ("loss", "kl_loss", "ce_loss")
 
@@ -191,6 +192,8 @@ def eval_line(row: Row) -> str:
     '1.2500 bits per byte on held-out text, loss 3.0000, kl_loss 0.5000, next-token accuracy 31.2%'
     >>> eval_line({"bits_per_byte": 1.25, "bits_per_byte_test": 1.5})
     '1.2500 bits per byte on held-out text, 1.5000 on test'
+    >>> eval_line({"bits_per_byte": 1.25, "task_accuracy_sums": 0.5})
+    '1.2500 bits per byte on held-out text, sums 50.0% right'
     """
     parts = [f"{row['bits_per_byte']:.4f} bits per byte on held-out text"]
     others = [name.removeprefix(OTHER_TEXT) for name in row if name.startswith(OTHER_TEXT) and _has(row, name)]
@@ -201,6 +204,8 @@ def eval_line(row: Row) -> str:
         parts.append(f"kl_loss {row['held_out_kl_loss']:.4f}{_by_teacher(row, 'held_out_kl_loss')}")
     if _has(row, "next_token_accuracy"):
         parts.append(f"next-token accuracy {row['next_token_accuracy']:.1%}")
+    tasks = [name.removeprefix(TASK) for name in row if name.startswith(TASK) and _has(row, name)]
+    parts += [f"{name} {row[TASK + name]:.1%} right" for name in tasks]
     return ", ".join(parts)
 
 

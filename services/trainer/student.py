@@ -9,8 +9,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import StoppingCriteriaList
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.common.logits_check import logits_are_heads
@@ -92,6 +93,27 @@ class Student(nn.Module):
         head = self.model.get_output_embeddings()
         return HeadProjection(hidden, head.weight, head.bias)
 
+    def generate(
+        self,
+        input_ids: Int[Tensor, "B T"],
+        attention_mask: Int[Tensor, "B T"],
+        config: GenerationConfig,
+        criteria: StoppingCriteriaList,
+    ) -> Int[Tensor, "B_k T_out"]:
+        """Return prompts with their completions; all ranks of a sharded student call with the same prompts.
+
+        Args:
+            input_ids: Padded on the left.
+            attention_mask: 0 on padding.
+            config: Settings of the generation, with `k` sequences per prompt.
+            criteria: Called after every token.
+        """
+        completed: Tensor = self.model.generate(
+            input_ids, attention_mask=attention_mask, generation_config=config, stopping_criteria=criteria,
+            synced_gpus=self.sharded,
+        )  # fmt: skip
+        return completed
+
     def dummy_step(self, pad_id: int) -> None:
         """Run a dummy forward/backward so that FSDP collectives match on ranks without a micro-batch."""
         hidden = self(torch.full((1, 8), pad_id, device=self.device), body=True).last_hidden_state
@@ -136,6 +158,7 @@ class Student(nn.Module):
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=summed, cast_forward_inputs=False)
         for module in (*decoder_layers(self.model), self):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
+        register_fsdp_forward_method(self, "generate")
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

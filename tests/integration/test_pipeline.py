@@ -33,7 +33,10 @@ def summary_of(output: Path) -> dict[str, Any]:
 def test_a_run_trains_every_position_once_and_leaves_a_model(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(12, seed=5))
     copy = shutil.copy(held_out, tmp_path / "copy.jsonl")
-    spec = tiny_spec(assets, tmp_path, eval={"path": held_out, "also": [copy], "every": 6})
+    sums = tmp_path / "sums.jsonl"
+    sums.write_text('{"prompt": "def x", "answer": "anything"}\n{"prompt": "return", "answer": ["="]}\n')
+    tasks = {"path": sums, "match": "contains", "max_new_tokens": 4}
+    spec = tiny_spec(assets, tmp_path, eval={"path": held_out, "also": [copy], "every": 6, "tasks": tasks})
     crew = start(spec)
     ending = crew.join()
     assert ending.state == RunState.COMPLETED, ending.error
@@ -51,6 +54,8 @@ def test_a_run_trains_every_position_once_and_leaves_a_model(assets: TinyAssets,
     assert [row["step"] for row in evaluations] == [0, 6, 12]
     for row in evaluations:
         assert row["bits_per_byte_copy"] == pytest.approx(row["bits_per_byte"], rel=1e-6)
+        assert row["task_accuracy_sums"] in (0.0, 0.5) and row["task_prompts_sums"] == 2
+    assert "| task sums: right of 2 prompts (greedy) |" in (spec.output / "model" / "README.md").read_text()
     assert evaluations[-1]["bits_per_byte"] < evaluations[0]["bits_per_byte"]
     tokenizer = AutoTokenizer.from_pretrained(spec.output / "model")
     model = AutoModelForCausalLM.from_pretrained(spec.output / "model")

@@ -105,7 +105,10 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(
     held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(4, seed=5))
     copy = shutil.copy(held_out, tmp_path / "copy.jsonl")
     train = {"parallel": parallel, "checkpoint_every": 100_000}
-    evaluation = {"path": held_out, "also": [copy], "every": 2}
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"prompt": "def x", "answer": "x"}\n{"prompt": "return value", "answer": "x"}\n')
+    tasks = {"path": task, "match": "contains", "max_new_tokens": 5, "samples": 2, "temperature": 1.0}
+    evaluation = {"path": held_out, "also": [copy], "every": 2, "tasks": tasks}
     changes: dict[str, Any] = {"workers": {"ranks": 2, "collators": 1}, "eval": evaluation}
     spec = tiny_spec(assets, tmp_path, records=80_000, train=train, **changes)
     crew = start(spec)
@@ -125,6 +128,7 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(
     assert len(rows) > 1
     for name in ("bits_per_byte", "tokens", "bytes"):
         assert [row[f"{name}_copy"] for row in rows] == pytest.approx([row[name] for row in rows], rel=1e-6), name
+    assert all(row["task_accuracy_task"] <= row["task_any_task"] for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import Count, NoneWord, Part
+from xtoken_core.config.base import Count, Part
+from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
@@ -28,7 +28,6 @@ MAX_SLOTS = 1024
 """Maximum of slots of a ring in the queue's messages."""
 CROSS_ENTROPY_ONLY = {"kl_loss_weight": 0.0, "ce_loss_scale": 1.0}
 """The loss of a run without teachers."""
-NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 def padded_length(length: int) -> int:
@@ -104,50 +103,6 @@ class DataSpec(Part):
     def paths(self) -> tuple[Path, ...]:
         """The path or paths, always as a tuple."""
         return self.path if isinstance(self.path, tuple) else (self.path,)
-
-
-class EvalSpec(Part):
-    """Held-out text, read every so many steps and at the end."""
-
-    path: Path | tuple[Path, ...]
-    """Same forms as `data.path`."""
-    field: str = "text"
-    """Same meaning as `data.field`."""
-    every: Count = 100
-    """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
-    keep_best: bool = False
-    """Keep the checkpoint of the evaluation with the fewest bits per byte of `path`, as `checkpoints/best`, and export
-    its weights as `model/` when the run ends. The student of step 0 does not take part."""
-    patience: Annotated[Count | None, NoneWord] = None
-    """End the run after so many evaluations in a row that were no better than the best one; "none": never."""
-    also: Path | tuple[Path, ...] = ()
-    """More held-out texts, such as a test set or another language. Each is read as `path` is and reported by itself,
-    under the name of its file without the last suffix: `bits_per_byte_NAME`."""
-    max_bytes: Count = 1 << 20
-    """Bytes that are read of `path`, and of every text of `also`, in UTF-8."""
-    teacher_kl: bool = False
-    """Measure the run's loss on the held-out text too, with the divergence from the teachers. They are loaded beside
-    the student for every evaluation and need their memory."""
-    kl_documents: Count = 64
-    """Documents on which that loss is measured."""
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The path or paths, always as a tuple."""
-        return self.path if isinstance(self.path, tuple) else (self.path,)
-
-    @property
-    def also_by_name(self) -> dict[str, Path]:
-        """The texts of `also` by the name that their metrics carry."""
-        paths = self.also if isinstance(self.also, tuple) else (self.also,)
-        return {NOT_IN_A_NAME.sub("_", path.stem): path for path in paths}
-
-    @model_validator(mode="after")
-    def _distinct_names(self) -> EvalSpec:
-        count = len(self.also) if isinstance(self.also, tuple) else 1
-        if len(self.also_by_name) < count:
-            raise ValueError("eval.also: two texts have the same file name: rename one, since metrics carry that name")
-        return self
 
 
 class QueueSpec(Part):

@@ -33,11 +33,25 @@ MAIN_FIELDS = {
 }
 """Fields that are always visible; the others are collapsed."""
 TITLES = {
-    "": "Run", "student": "Student", TEACHER: "Teacher", "data": "Data", "eval": "Evaluation", "loss": "Loss",
-    "train": "Training", "train.lora": "LoRA", "report": "Reporting", "queue": "Queue",
+    "": "Run", "student": "Student", TEACHER: "Teacher", "data": "Data", "eval": "Evaluation", "eval.tasks": "Tasks",
+    "loss": "Loss", "train": "Training", "train.lora": "LoRA", "report": "Reporting", "queue": "Queue",
     "workers": "Workers", "ray": "Ray",
 }  # fmt: skip
-ORDER = ("", "student", TEACHER, "data", "loss", "train", "workers", "eval", "train.lora", "queue", "ray", "report")
+ORDER = (
+    "",
+    "student",
+    TEACHER,
+    "data",
+    "loss",
+    "train",
+    "workers",
+    "eval",
+    "eval.tasks",
+    "train.lora",
+    "queue",
+    "ray",
+    "report",
+)
 ADVANCED = ("temperature", "reverse_kl", "gradient_in_place", "exact_token_match_only", "teacher_chunk_average")
 """Settings of some modes that are collapsed."""
 WEIGHTS = ("kl_loss_weight", "ce_loss_scale")

@@ -23,8 +23,9 @@ from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 from tests.unit.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
+from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
-from xtoken_core.config.spec import EvalSpec, RunSpec
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.evaluation import evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 from xtoken_core.losses.lazy_logits import Logits

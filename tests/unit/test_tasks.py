@@ -1,0 +1,88 @@
+"""Tasks of an evaluation: which records are prompts, and how completions are judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xtoken_core.config.eval import TasksSpec
+from xtoken_core.errors import InputError
+from xtoken_core.tasks import accuracy_of, read_prompts
+
+
+def prompts_of(tmp_path: Path, *records: Any, limit: int = 100) -> list[Any]:
+    path = tmp_path / "task.jsonl"
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records), encoding="utf-8")
+    return read_prompts(path, "exact", limit)
+
+
+@pytest.mark.parametrize(
+    ("record", "completion", "right"),
+    [
+        ({"answer": "Paris"}, " Paris\nand more", True),
+        ({"answer": "Paris"}, "Paris, France", False),
+        ({"answer": ["Paris", "paris"]}, "paris", True),
+        ({"answer": 42, "match": "number"}, " is 42. Then 7", True),
+        ({"answer": "1,234.5", "match": "number"}, "1234.50", True),
+        ({"answer": -3, "match": "number"}, "x = −3", True),
+        ({"answer": 3, "match": "number"}, "none", False),
+        ({"answer": 3, "match": "number"}, "30", False),
+        ({"answer": "B", "choices": ["A", "B"], "match": "choice"}, "Because (b) is right, not A", True),
+        ({"answer": "B", "choices": ["A", "B"], "match": "choice"}, "A or B", False),
+        ({"answer": "B", "choices": ["A", "B"], "match": "choice"}, "Abba", False),
+        ({"answer": "new  york", "match": "contains"}, "It is New\nYork.", True),
+        ({"answer": "york", "match": "contains"}, "London", False),
+    ],
+)
+def test_completion_is_judged(tmp_path: Path, record: dict[str, Any], completion: str, right: bool) -> None:
+    (prompt,) = prompts_of(tmp_path, {"prompt": "?"} | record)
+    assert prompt.is_right(completion) is right
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("{", "it is not JSON"),
+        ("[1]", "no JSON object"),
+        ({"answer": "a"}, "either a `prompt`"),
+        ({"prompt": "?", "messages": [{"role": "user", "content": "?"}], "answer": "a"}, "either a `prompt`"),
+        ({"prompt": 3, "answer": "a"}, "either a `prompt`"),
+        ({"prompt": "?"}, "needs an `answer`"),
+        ({"prompt": "?", "answer": [" "]}, "`answer` takes"),
+        ({"prompt": "?", "answer": True}, "`answer` takes"),
+        ({"prompt": "?", "answer": "a", "match": "regex"}, "is none of exact, number, choice, contains"),
+        ({"prompt": "?", "answer": "a", "match": "number"}, "no number"),
+        ({"prompt": "?", "answer": "a", "match": "choice"}, "need each other"),
+        ({"prompt": "?", "answer": "a", "choices": ["b"], "match": "choice"}, "none of its choices"),
+        ({"prompt": "?", "answer": "a", "hint": "x"}, "unknown field 'hint'"),
+        ({"messages": ["hello"], "answer": "a"}, "objects with `role`"),
+    ],
+)
+def test_bad_record_is_refused_with_its_line(tmp_path: Path, record: Any, message: str) -> None:
+    with pytest.raises(InputError, match=r"task\.jsonl:2 is no prompt") as error:
+        prompts_of(tmp_path, {"prompt": "?", "answer": "a"}, record)
+    assert message in str(error.value)
+
+
+def test_files_of_prompts(tmp_path: Path) -> None:
+    assert len(prompts_of(tmp_path, *[{"prompt": "?", "answer": "a"}] * 5, "not read", limit=5)) == 5
+    with pytest.raises(InputError, match="has no prompts"):
+        prompts_of(tmp_path, "")
+    with pytest.raises(InputError, match="cannot read the task"):
+        read_prompts(tmp_path / "missing.jsonl", "exact", 1)
+
+
+def test_accuracy_is_the_mean_over_samples(tmp_path: Path) -> None:
+    prompts = prompts_of(tmp_path, {"prompt": "?", "answer": "a"}, {"prompt": "!", "answer": "b"})
+    assert accuracy_of(prompts, [["a", "b"], ["a", "c"]]) == (0.25, 0.5)
+
+
+def test_settings_of_tasks() -> None:
+    assert list(TasksSpec(path=(Path("x/sums.jsonl"), Path("a b.jsonl"))).by_name) == ["sums", "a_b"]
+    with pytest.raises(ValueError, match="set temperature"):
+        TasksSpec(path=Path("a.jsonl"), samples=4)
+    with pytest.raises(ValueError, match="same file name"):
+        TasksSpec(path=(Path("x/a.jsonl"), Path("y/a.jsonl")))

@@ -1,0 +1,88 @@
+"""Accuracy on tasks with a tiny model: its completions are those of a plain loop, and training is not disturbed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.packed_attention import NAME
+from services.common.worker import StopRequested
+from services.trainer.eval_tasks import EvalTasks
+from services.trainer.student import Student
+from tests.unit.test_evaluation import byte_tokenizer, llama
+from tests.unit.trainer.students import settings
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import InputError
+
+TOKENIZER = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+PROMPTS = ["2 + 2 =", "a", "The capital of France is", "x" * 9]
+
+
+def student_of(**options: Any) -> Student:
+    model = llama(320)
+    model.set_attn_implementation(NAME)
+    return Student(model, settings({"dtype": "float32", **options}))
+
+
+def greedy(student: Student, prompt: str, count: int) -> str:
+    """Complete a prompt by one forward pass per token."""
+    ids = TOKENIZER(prompt, add_special_tokens=False)["input_ids"]
+    start = len(ids)
+    with torch.no_grad():
+        while len(ids) < start + count and ids[-1] != TOKENIZER.eos_token_id:
+            ids.append(int(student.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return str(TOKENIZER.decode(ids[start:], skip_special_tokens=True))
+
+
+def tasks_of(tmp_path: Path, answers: dict[str, Any], **changes: Any) -> EvalTasks:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in answers.items()))
+    raw = settings({"dtype": "float32"}).model_dump()
+    tasks = {"path": path, "max_new_tokens": 6, "match": "contains", **changes}
+    raw["eval"] = {"path": path, "tasks": tasks}
+    return EvalTasks(RunSpec.model_validate(raw), TOKENIZER)
+
+
+def test_accuracy_of_greedy_completions(tmp_path: Path) -> None:
+    student = student_of().eval()
+    answers = {prompt: greedy(student, prompt, 6) for prompt in PROMPTS}
+    assert len(set(answers.values())) > 1 and all(map(str.strip, answers.values()))
+    answers["a"] = "no model says this"
+    fractions: list[float] = []
+    calls: list[int] = []
+    tasks = tasks_of(tmp_path, answers)
+    before = torch.get_rng_state()
+    row = tasks.measure(student, progress=lambda: calls.append(1), on_fraction=fractions.append)
+    assert row == {"task_accuracy_sums": 0.75, "task_prompts_sums": 4}
+    assert fractions[-1] == 1.0 and fractions == sorted(fractions) and len(calls) >= 6
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def stop() -> None:
+        raise StopRequested
+
+    with pytest.raises(StopRequested):
+        tasks.measure(student, progress=stop)
+
+
+def test_samples_repeat_and_leave_the_generators_alone(tmp_path: Path) -> None:
+    student = student_of(blockwise_head=True).eval()
+    tasks = tasks_of(tmp_path, dict.fromkeys(PROMPTS, "e"), samples=8, temperature=1.0)
+    before = torch.get_rng_state()
+    row = tasks.measure(student)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert row == tasks.measure(student), "every evaluation draws the same"
+    assert row["task_accuracy_sums"] <= row["task_any_sums"]
+
+
+def test_prompt_without_room_for_a_completion_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"prompt 2 of sums has 900 tokens"):
+        tasks_of(tmp_path, {"a": "b", "x" * 900: "y"})
+    path = tmp_path / "sums.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}], "answer": "a"}) + "\n")
+    raw = settings({}).model_dump() | {"eval": {"path": path, "tasks": {"path": path}}}
+    with pytest.raises(InputError, match="chat template does not take"):
+        EvalTasks(RunSpec.model_validate(raw), TOKENIZER)

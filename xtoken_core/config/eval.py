@@ -1,0 +1,98 @@
+"""EvalSpec: the settings of a run's evaluations."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from xtoken_core.config.base import Count, NoneWord, Part
+
+Match = Literal["exact", "number", "choice", "contains"]
+"""How a completion is compared with the answer."""
+NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+def names_of(paths: Path | tuple[Path, ...]) -> dict[str, Path]:
+    """Return files by the name that their metrics carry: the file's, without the last suffix."""
+    return {NOT_IN_A_NAME.sub("_", path.stem): path for path in (paths if isinstance(paths, tuple) else (paths,))}
+
+
+class TasksSpec(Part):
+    """Prompts with answers, completed by the student at every evaluation."""
+
+    path: Path | tuple[Path, ...]
+    """A `.jsonl` file or files, each a task under the name of its file without the last suffix. A record has `prompt`
+    (or `messages`) and `answer`, a text, a number or a list of accepted ones; it may have `choices` and a `match` of
+    its own."""
+    match: Match = "exact"
+    """`exact`: the first line of the completion is the answer. `number`: the first number in it is. `choice`: of the
+    record's `choices`, the first that occurs in it is. `contains`: the answer occurs anywhere in it."""
+    max_prompts: Count = 200
+    """Prompts of each task, the first ones of its file."""
+    max_new_tokens: Count = 32
+    """Tokens of a completion."""
+    samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Completions of a prompt; with several, the accuracy is their mean, and `task_any_NAME` is the fraction of prompts
+    with a right one."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Temperature of the completions; 0 takes the most likely token."""
+
+    @property
+    def by_name(self) -> dict[str, Path]:
+        """The tasks by the name that their metrics carry."""
+        return names_of(self.path)
+
+    @model_validator(mode="after")
+    def _possible(self) -> TasksSpec:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError("eval.tasks.samples: without a temperature all samples are alike: set temperature")
+        if isinstance(self.path, tuple) and len(self.by_name) < len(self.path):
+            raise ValueError("eval.tasks.path: two tasks have the same file name: rename one, since metrics carry it")
+        return self
+
+
+class EvalSpec(Part):
+    """Held-out text, read every so many steps and at the end."""
+
+    path: Path | tuple[Path, ...]
+    """Same forms as `data.path`."""
+    field: str = "text"
+    """Same meaning as `data.field`."""
+    every: Count = 100
+    """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
+    keep_best: bool = False
+    """Keep the checkpoint of the evaluation with the fewest bits per byte of `path`, as `checkpoints/best`, and export
+    its weights as `model/` when the run ends. The student of step 0 does not take part."""
+    patience: Annotated[Count | None, NoneWord] = None
+    """End the run after so many evaluations in a row that were no better than the best one; "none": never."""
+    also: Path | tuple[Path, ...] = ()
+    """More held-out texts, such as a test set or another language. Each is read as `path` is and reported by itself,
+    under the name of its file without the last suffix: `bits_per_byte_NAME`."""
+    max_bytes: Count = 1 << 20
+    """Bytes that are read of `path`, and of every text of `also`, in UTF-8."""
+    teacher_kl: bool = False
+    """Measure the run's loss on the held-out text too, with the divergence from the teachers. They are loaded beside
+    the student for every evaluation and need their memory."""
+    kl_documents: Count = 64
+    """Documents on which that loss is measured."""
+    tasks: TasksSpec | None = None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The path or paths, always as a tuple."""
+        return self.path if isinstance(self.path, tuple) else (self.path,)
+
+    @property
+    def also_by_name(self) -> dict[str, Path]:
+        """The texts of `also` by the name that their metrics carry."""
+        return names_of(self.also)
+
+    @model_validator(mode="after")
+    def _distinct_names(self) -> EvalSpec:
+        count = len(self.also) if isinstance(self.also, tuple) else 1
+        if len(self.also_by_name) < count:
+            raise ValueError("eval.also: two texts have the same file name: rename one, since metrics carry that name")
+        return self

@@ -1,0 +1,179 @@
+"""Tasks of an evaluation: prompts with their answers in a JSON lines file, and how a completion is judged. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, get_args
+
+from xtoken_core.config.eval import Match
+from xtoken_core.errors import InputError
+from xtoken_core.regular_files import MIB, read_regular
+
+MAX_BYTES = 64 * MIB
+KEYS = {"prompt", "messages", "answer", "choices", "match"}
+NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?\d[\d,]*(?:\.\d+)?|[-+\N{MINUS SIGN}]?\.\d+")
+LONGEST_NUMBER = 1000
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with its answers.
+
+    Attributes:
+        text: The prompt; empty if it is a conversation.
+        messages: The conversation, whose next message is the completion; empty if it is a text.
+        answers: Accepted answers.
+        choices: Choices that the answer is one of; empty for other matches than `choice`.
+        match: How a completion is judged.
+    """
+
+    text: str
+    messages: tuple[dict[str, str], ...]
+    answers: tuple[str, ...]
+    choices: tuple[str, ...]
+    match: Match
+
+    def is_right(self, completion: str) -> bool:
+        """Return True if a completion gives an accepted answer."""
+        if self.match == "contains":
+            return any(_plain(answer) in _plain(completion) for answer in self.answers)
+        if self.match == "number":
+            first = _first_number(completion)
+            return first is not None and first in map(_first_number, self.answers)
+        if self.match == "choice":
+            chosen = _first_choice(completion, self.choices)
+            return chosen is not None and _plain(chosen) in map(_plain, self.answers)
+        first_line = completion.strip().partition("\n")[0]
+        return first_line.strip() in (answer.strip() for answer in self.answers)
+
+
+def read_prompts(path: Path, match: Match, limit: int, *, within: Sequence[Path] | None = None) -> list[Prompt]:
+    """Read the prompts of a task.
+
+    Args:
+        path: A JSON lines file: `prompt` (a text) or `messages`, `answer` (a text, a number or a list of them),
+            `choices` where the match is `choice`, and `match` where it differs from the run's.
+        match: How completions are judged where a record does not state it.
+        limit: Largest number of prompts; the first ones are read.
+        within: Directories below one of which the file must lie; None for any.
+
+    Raises:
+        InputError: The file cannot be read, or a record is no prompt; the text names the line.
+    """
+    try:
+        data = read_regular(path, MAX_BYTES, within=within)
+    except OSError as error:
+        raise InputError(f"cannot read the task {path}: {error.strerror}") from error
+    prompts: list[Prompt] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        if len(prompts) == limit:
+            break
+        if line.strip():
+            try:
+                prompts.append(_prompt(line, match))
+            except ValueError as error:
+                raise InputError(f"{path}:{number} is no prompt of a task: {error}") from error
+    if not prompts:
+        raise InputError(f"the task {path} has no prompts")
+    return prompts
+
+
+def accuracy_of(prompts: Iterable[Prompt], completions: Iterable[Sequence[str]]) -> tuple[float, float]:
+    """Return the fraction of completions that are right, and of prompts with a right completion.
+
+    Args:
+        prompts: Prompts of a task, at least one.
+        completions: As many completions for each.
+    """
+    right = [[prompt.is_right(text) for text in texts] for prompt, texts in zip(prompts, completions, strict=True)]
+    return sum(sum(each) / len(each) for each in right) / len(right), sum(map(any, right)) / len(right)
+
+
+def _prompt(line: bytes, match: Match) -> Prompt:
+    """Parse a record.
+
+    Raises:
+        ValueError: It is no prompt; the text is the reason.
+    """
+    record = _object(line)
+    if unknown := sorted(record.keys() - KEYS):
+        raise ValueError(f"unknown field {unknown[0]!r}; it may have {', '.join(sorted(KEYS))}")
+    text, messages = record.get("prompt", ""), record.get("messages", [])
+    if not isinstance(text, str) or bool(text) == bool(messages):
+        raise ValueError("it needs either a `prompt` that is a text or `messages`")
+    chosen = record.get("match", match)
+    if chosen not in get_args(Match):
+        raise ValueError(f"match {chosen!r} is none of {', '.join(get_args(Match))}")
+    answers, choices = tuple(_texts(record, "answer")), tuple(_texts(record, "choices"))
+    if not answers:
+        raise ValueError("it needs an `answer`")
+    if (chosen == "choice") != bool(choices):
+        raise ValueError("`choices` and match = choice need each other")
+    if choices and not {*map(_plain, answers)} <= {*map(_plain, choices)}:
+        raise ValueError("its answer is none of its choices")
+    if chosen == "number" and any(_first_number(answer) is None for answer in answers):
+        raise ValueError("its answer is no number")
+    return Prompt(text, tuple(_messages(messages)), answers, choices, chosen)
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it is not JSON") from error
+    if not isinstance(record, dict):
+        raise ValueError("it is no JSON object")
+    return record
+
+
+def _texts(record: dict[str, Any], key: str) -> Iterator[str]:
+    values = record.get(key, [])
+    for value in values if isinstance(values, list) else [values]:
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
+            raise ValueError(f"`{key}` takes a text, a number or a list of them")
+        yield str(value)
+
+
+def _messages(messages: Any) -> Iterator[dict[str, str]]:
+    for message in messages if isinstance(messages, list) else [None]:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError("`messages` takes a list of objects with `role` and `content`")
+        yield {"role": message["role"], "content": message["content"]}
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _first_number(text: str) -> Decimal | None:
+    """Return the first number in a text, without separators of thousands.
+
+    >>> _first_number("about 1,234.50 or 7")
+    Decimal('1234.50')
+    """
+    match = NUMBER.search(text)
+    if match is None or len(match[0]) > LONGEST_NUMBER:
+        return None
+    try:
+        return Decimal(match[0].replace(",", "").replace("\N{MINUS SIGN}", "-"))
+    except InvalidOperation:
+        return None
+
+
+def _first_choice(text: str, choices: Sequence[str]) -> str | None:
+    """Return the choice that comes first in a text, as whole words; the longer one where two begin together.
+
+    >>> _first_choice("It is (b) New York", ("York", "New York"))
+    'New York'
+    """
+    spans = []
+    for choice in choices:
+        words = r"\s+".join(map(re.escape, choice.split()))
+        if (match := re.search(rf"(?<!\w){words}(?!\w)", text, re.IGNORECASE)) is not None:
+            spans.append((match.start(), -len(match[0]), choice))
+    return min(spans)[2] if spans else None
