@@ -1,33 +1,33 @@
-"""Page that aligns two tokenizers on a text, in a subprocess, as the control plane does not load tokenizers."""
+"""Page that aligns two tokenizers on a text, in a child process, as the control plane does not load tokenizers."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.concurrency import run_in_threadpool
 
+from services.common.align_server import AlignServer
 from services.common.allowed_paths import OutsideError, Roots
 from services.control.api.dependencies import AppContext, Context
 from services.control.web.form import parse_form
 from services.control.web.render import PageRoute, page
+from xtoken_core.errors import InputError
 
 MAX_TEXT = 20_000
-TIMEOUT_S = 60.0
-MAX_PROCESSES = 2
+TIMEOUT_S = 120.0
+MAX_WAITING = 4
 EXAMPLE = "def naïve(x):  # 日本語 👍🏽\n    return {'Größe': x ** 2024}\n"
 
 EMPTY: dict[str, Any] = {"errors": {}, "result": None}
 
 router = APIRouter(route_class=PageRoute)
-_slots = threading.BoundedSemaphore(MAX_PROCESSES)
+_slots = threading.BoundedSemaphore(MAX_WAITING)
+_starting = threading.Lock()
+_servers: dict[Roots | None, AlignServer] = {}
 
 
 @router.get("/align")
@@ -64,7 +64,7 @@ def _aligned(context: AppContext, values: dict[str, str]) -> dict[str, Any]:
     if not _slots.acquire(blocking=False):
         return {"errors": {"": "Too many alignments are in progress: retry in a moment."}, "result": None}
     try:
-        return _run(Path(values["student"].strip()), Path(values["teacher"].strip()), values["text"], roots)
+        return _run(context, Path(values["student"].strip()), Path(values["teacher"].strip()), values["text"])
     finally:
         _slots.release()
 
@@ -85,23 +85,31 @@ def _path_error(path: str, name: str, roots: Roots | None) -> dict[str, str]:
     return {} if usable else {name: "No such directory."}
 
 
-def _run(student: Path, teacher: Path, text: str, roots: Roots | None) -> dict[str, Any]:
-    """Run `xtoken align show` on the text; it checks the roots again when it opens the files."""
-    command = [sys.executable, "-P", "-m", "services.cli", "align", "show", "--json"]
-    command += ["--student", str(student), "--teacher", str(teacher), "--file", "/dev/stdin"]
-    environment = {**os.environ, **(roots.environment if roots is not None else {}), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
-        start_new_session=True,
-    )  # fmt: skip
+def _run(context: AppContext, student: Path, teacher: Path, text: str) -> dict[str, Any]:
+    """Align in the child process, which checks the roots again when it opens the files."""
     try:
-        out, err = process.communicate(text.encode("utf-8", "replace"), timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {"errors": {"": f"The alignment took longer than {TIMEOUT_S:.0f} s."}, "result": None}
-    if process.returncode != 0:
-        lines = err.decode("utf-8", "replace").strip().splitlines()
-        message = lines[-1] if lines else f"exit code {process.returncode}"
-        return {"errors": {"": message.removeprefix("error: ")}, "result": None}
-    return {"errors": {}, "result": json.loads(out)}
+        answer = _server(context).align(student, teacher, text, timeout_s=TIMEOUT_S)
+    except InputError as error:
+        return {"errors": {"": str(error)}, "result": None}
+    return {"errors": {}, "result": answer | pairing(*(side["tokens"] for side in answer["sides"]))}
+
+
+def _server(context: AppContext) -> AlignServer:
+    roots = context.runs.validator.roots
+    with _starting:
+        if roots not in _servers:
+            _servers[roots] = AlignServer(roots.environment if roots is not None else {})
+        return _servers[roots]
+
+
+def pairing(student: list[dict[str, Any]], teacher: list[dict[str, Any]]) -> dict[str, int]:
+    """Return the number of chunks, and of correct ones with one token on each side.
+
+    >>> one, two = {"chunk": 0, "correct": True}, {"chunk": 1, "correct": True}
+    >>> pairing([one, two, two], [one, two])
+    {'chunks': 2, 'one_to_one': 1}
+    """
+    counts = [Counter(token["chunk"] for token in side) for side in (student, teacher)]
+    correct = {token["chunk"] for token in student if token["correct"] and token["chunk"] >= 0}
+    chunks = {*counts[0], *counts[1]} - {-1}
+    return {"chunks": len(chunks), "one_to_one": sum(all(side[chunk] == 1 for side in counts) for chunk in correct)}

@@ -15,7 +15,7 @@ from services.trainer.export_checkpoint import step_of_best
 from services.trainer.jsonl import JsonLines
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.config.spec import EvalSpec
+from xtoken_core.config.eval import EvalSpec
 from xtoken_core.errors import ConfigError, InputError
 
 

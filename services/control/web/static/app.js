@@ -121,10 +121,14 @@ document.body.addEventListener("htmx:afterSettle", showSelected);
 for (const box of document.querySelectorAll("#choose :checked")) selected.add(box.value);
 showSelected();
 
-// Highlight a chunk on both sides while the pointer is on one of its tokens.
+// Link a chunk on both sides while the pointer is on one of its tokens.
 document.addEventListener("pointerover", (event) => {
-  const chunk = event.target.closest?.(".aligned .token")?.dataset.chunk;
-  for (const token of document.querySelectorAll(".aligned .token")) {
-    token.classList.toggle("pointed", chunk !== undefined && chunk !== "-1" && token.dataset.chunk === chunk);
-  }
+  const over = event.target.closest?.(".aligned .token");
+  if (!over) return;
+  const same = (token) => over.dataset.chunk !== "-1" && token.dataset.chunk === over.dataset.chunk;
+  const sides = [...document.querySelectorAll(".aligned")].map((side) => [...side.querySelectorAll(".token")].filter(same));
+  for (const token of document.querySelectorAll(".aligned .token")) token.classList.toggle("pointed", token === over || same(token));
+  const texts = sides.map((tokens) => tokens.map((token) => token.textContent).join(" | "));
+  const linked = `${texts[0]}  ↔  ${texts[1]}  (${sides[0].length} to ${sides[1].length})`;
+  document.getElementById("pointed-at").textContent = over.dataset.chunk === "-1" ? `${over.textContent}  is not aligned` : linked;
 });
