@@ -14,8 +14,8 @@ from services.trainer.distributed import RankGroup
 from services.trainer.export_checkpoint import step_of_best
 from services.trainer.jsonl import JsonLines
 from tests.support.runs import resolved_run
-from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.eval import EvalSpec
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError
 
 
