@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from services.common.allowed_paths import readable_roots
 from services.common.tokenizers import pad_id
@@ -127,7 +127,7 @@ class EvalTasks:
             ids[index, width - len(row) :] = torch.tensor(row, device=student.device)
             mask[index, width - len(row) :] = 1
         sampled = {"do_sample": True, "temperature": spec.temperature, "top_k": 0, "top_p": 1.0}
-        config = GenerationConfig(
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=spec.max_new_tokens, num_return_sequences=spec.samples, pad_token_id=pad,
             eos_token_id=self._ends(student) or None, **(sampled if spec.temperature else {"do_sample": False}),
         )  # fmt: skip

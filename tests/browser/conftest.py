@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_run import TinyAssets, documents, make_assets, write_jsonl
-from tests.unit.control.stored_runs import make_runs, put
+from tests.unit.control.stored_runs import make_runs, put, spec
 
 PICTURES = Path(__file__).parents[2] / "build" / "browser"
 CHROMIUM = os.environ.get("CHROMIUM", "") or shutil.which("chromium") or shutil.which("google-chrome") or ""
@@ -48,6 +48,7 @@ class Plane:
     assets: TinyAssets
     text: Path
     held_out: Path
+    tasks: Path
     runs: Path
 
 
@@ -78,6 +79,8 @@ def remembered(tmp_path_factory: pytest.TempPathFactory, assets: TinyAssets) -> 
     runs = make_runs(place)
     for teachers in (1, 2):
         output = put(runs, f"of-{teachers}")
+        stored = spec(place, output=str(output))
+        runs.store.change(f"of-{teachers}", spec={**stored, "teacher": stored["teacher"] * teachers})
         for file, line, steps in (("steps", step_line, range(200)), ("eval", read_line, range(0, 201, 20))):
             lines = [json.dumps(line(step, teachers)) + "\n" for step in steps]
             (output / f"{file}.jsonl").write_text("".join(lines))
@@ -106,10 +109,11 @@ def read_line(step: int, teachers: int) -> dict[str, float]:
 
 def serve(place: Path, assets: TinyAssets, *arguments: str) -> Iterator[Plane]:
     data = assets.student.parent
-    text, held_out = data / "train.jsonl", data / "held-out.jsonl"
+    text, held_out, tasks = data / "train.jsonl", data / "held-out.jsonl", data / "words.jsonl"
     if not text.exists():
         write_jsonl(text, documents(RECORDS, seed=2))
         write_jsonl(held_out, documents(20, seed=3))
+        tasks.write_text("".join(f'{{"prompt": "def {name}", "answer": ["(", "="]}}\n' for name in "abcdef"))
     log = place / "control.log"
     command = [sys.executable, "-m", "services.cli", "control", "--port", "0", "--runs-dir", str(place / "runs")]
     with log.open("w") as output:
@@ -122,7 +126,7 @@ def serve(place: Path, assets: TinyAssets, *arguments: str) -> Iterator[Plane]:
         while not (found := re.search(r"http://\S+:\d+", log.read_text())):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        yield Plane(found[0], assets, text, held_out, place / "runs")
+        yield Plane(found[0], assets, text, held_out, tasks, place / "runs")
     finally:
         process.terminate()
         process.wait(DEADLINE_S)

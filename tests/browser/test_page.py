@@ -1,8 +1,10 @@
-"""Web pages in a browser: start, watch, stop and resume a run, download its files, align two tokenizers."""
+"""Web pages in a browser: start, watch, stop, resume and compare runs, download their files, align two tokenizers."""
 
 from __future__ import annotations
 
 import re
+import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from tests.browser.conftest import TOKEN, Plane, picture
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 expect = pytest.importorskip("playwright.sync_api").expect
 expect.set_options(timeout=120_000)
-WIDE, NARROW = 1280, 390
+WIDE, NARROW = 1280, 420
 Open = Callable[..., Any]
 
 
@@ -74,6 +76,9 @@ def start_by_the_form(page: Any, plane: Plane) -> None:
     page.locator("[name='eval']").check()
     fill(page, {"eval.path": str(plane.held_out), "eval.every": "20"})
     page.locator("[name='eval.teacher_kl']").check()
+    page.locator("#part-eval-tasks > summary").click()
+    page.locator("[name='eval.tasks']").check()
+    fill(page, {"eval.tasks.path": str(plane.tasks), "eval.tasks.match": "contains", "eval.tasks.max_new_tokens": "4"})
     picture(page, "02-form")
     page.get_by_role("button", name="Validate").click()
     expect(page.get_by_role("status").filter(has_text="The run is valid.")).to_contain_text("500")
@@ -88,15 +93,24 @@ def test_run_from_form_to_files(open_page: Open, plane: Plane, tmp_path: Path) -
     for worker in ("queue", "collator-0", "teacher-0-0", "trainer-0"):
         expect(page.locator(f"#worker-{worker}")).to_contain_text("running")
     expect(page.locator("#worker-trainer-0")).to_contain_text("ago")
+    expect(page.locator("#held-out")).to_contain_text("bits per byte")
+    expect(page.locator("#task-0")).to_contain_text("Task words")
     expect(page.locator("#curve-loss")).to_be_visible()
     wait_for_step(page, 5)
     seen = ink(page)
     wait_for_step(page, step_of(page) + 5)
     page.wait_for_function("before => document.querySelector('#curve-loss canvas').toDataURL() !== before", arg=seen)
-    for name in ("held-out", "held-out-loss", "chunk-mass", "throughput", "waiting", "queue", "memory"):
+    names = page.locator("#curve-loss .legend li")
+    expect(names).to_have_text([re.compile(name) for name in ("total", "P-KL", "0.1 × cross-entropy")])
+    for name in ("held-out", "held-out-loss", "mass", "gradient", "tasks"):
         expect(page.locator(f"#curve-{name}")).to_be_visible()
+    page.locator("#speed > summary").click()
+    for name in ("throughput", "waiting", "queue", "memory"):
+        expect(page.locator(f"#curve-{name} canvas")).to_be_visible()
     expect(page.locator("#curve-gpu-use")).to_be_hidden()
     wait_for_step(page, 45)
+    expect(page.locator("#held-out")).to_contain_text("since step 0")
+    page.locator("#speed > summary").click()
     page.wait_for_timeout(2500)
     page.locator("#curve-loss .u-over").hover()
     expect(page.locator("#curve-loss")).to_have_attribute("data-at", re.compile(r"step \d+"))
@@ -171,26 +185,78 @@ def test_form_errors(open_page: Open, plane: Plane) -> None:
     expect(page.locator("[name='teacher.1.model']")).to_have_count(0)
 
 
+def test_baseline_and_distilled_are_compared(open_page: Open, plane: Plane) -> None:
+    page = open_page("/runs/new")
+    fill(page, {**settings(plane, "pair"), "train.max_steps": "20"})
+    page.locator("[name='loss.mode']").select_option("alm")
+    expect(page.locator("[name='loss.vocab_topk']")).to_be_hidden()
+    expect(page.locator("[name='loss.alm_temperature']")).to_be_visible()
+    page.locator("#part-eval > summary").click()
+    page.locator("[name='eval']").check()
+    page.locator("[name='eval.path']").press_sequentially("held")
+    page.locator(".path-list li").filter(has_text="held-out.jsonl").click()
+    expect(page.locator("[name='eval.path']")).to_have_value(str(plane.held_out))
+    fill(page, {"eval.every": "10"})
+    page.get_by_role("button", name="Start", exact=True).last.click()
+    expect(page.locator("#run-head .pill")).to_have_text("completed")
+    expect(page.locator("#run-head")).to_contain_text("by ALM + 0.1 × cross-entropy")
+
+    page.locator("#download summary").click()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Model").click()
+    with tarfile.open(download.value.path()) as archive:
+        assert any(name.endswith("/model.safetensors") for name in archive.getnames())
+    page.locator("#more summary").click()
+    page.get_by_role("button", name="Train its baseline").click()
+    expect(page).to_have_url(re.compile(r"/compare\?run=pair-[0-9a-f]{8}&run=pair-baseline-[0-9a-f]{8}$"))
+    rows = page.locator("#results tbody tr")
+    expect(rows.nth(1).locator(".pill")).to_have_text("completed")
+    expect(page.locator("#verdict")).to_contain_text("by cross-entropy only")
+    expect(rows.nth(0)).to_contain_text("ALM + 0.1 × cross-entropy")
+    for name in ("held-out", "ce", "agreement", "throughput"):
+        expect(page.locator(f"#curve-{name} .legend li")).to_have_text(
+            [re.compile("^pair "), re.compile("^pair-baseline ")]
+        )
+    page.wait_for_function("document.querySelector('#curve-held-out .legend b').textContent !== '–'")
+    differing = page.locator("#differing")
+    expect(differing.get_by_role("row").filter(has_text="loss.mode")).to_contain_text("alm")
+    expect(differing).not_to_contain_text("student.model")
+    picture(page, "16-compare")
+
+    page.goto("/")
+    row = page.get_by_role("row").filter(has_text="pair-baseline")
+    expect(row).to_contain_text("cross-entropy")
+    expect(row.locator(".change")).to_be_visible()
+    for name in ("pair-baseline", "pair"):
+        page.get_by_role("checkbox", name=f"Compare {name}", exact=True).check()
+    page.get_by_role("button", name="Compare the selected runs").click()
+    expect(page.locator("#results tbody tr")).to_have_count(2)
+    for width, colours in ((NARROW, "light"), (NARROW, "dark"), (WIDE, "dark")):
+        shown = open_page(page.url.partition(plane.url)[2], width=width, colours=colours)
+        expect(shown.locator("#curve-held-out canvas")).to_be_visible()
+        assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        picture(shown, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-compare")
+
+
 def test_charts_of_teachers(open_page: Open, remembered: Plane) -> None:
     page = open_page("/runs/of-2", at=remembered)
+    terms = ["total", "P-KL, teacher 0", "P-KL, teacher 1", "0.1 × cross-entropy"]
     for name, labels in (
-        ("teachers", ["teacher 0", "teacher 1"]),
-        ("chunk-mass", ["teacher 0", "teacher 1"]),
-        ("held-out-loss", ["total", "KL", "CE"]),
-        ("held-out-teachers", ["teacher 0", "teacher 1"]),
+        ("loss", terms),
+        ("mass", ["compared, teacher 0", "compared, teacher 1"]),
+        ("held-out-loss", terms),
         ("held-out-agreement", ["next token", "with the teacher 0", "with the teacher 1"]),
     ):
         curve = page.locator(f"#curve-{name}")
         expect(curve.locator("canvas")).to_be_visible()
         legend = curve.locator(".legend li")
         expect(legend).to_have_text([re.compile(rf"^{label} [\d.]+$") for label in labels])
-    expect(page.locator("#tiles")).to_contain_text("per chunk, teacher 1")
     picture(page, "14-two-teachers")
 
     page.goto("/runs/of-1")
-    expect(page.locator("#curve-chunk-mass .legend li")).to_have_text([re.compile(r"^mass 0\.\d+$")])
-    expect(page.locator("#curve-teachers")).to_be_hidden()
-    expect(page.locator("#curve-held-out-teachers")).to_be_hidden()
+    expect(page.locator("#curve-mass .legend li")).to_have_text([re.compile(r"^compared 9\d\.?\d*$")])
+    expect(page.locator("#curve-loss .legend li")).to_have_count(3)
+    expect(page.locator("#curve-weights")).to_be_hidden()
     picture(page, "15-one-teacher")
 
 
@@ -214,6 +280,13 @@ def test_align(open_page: Open, plane: Plane) -> None:
     expect(page.locator(f"[data-side='teacher'] .token[data-chunk='{chunk}']").first).to_have_class(
         re.compile("pointed")
     )
+    expect(page.locator("#pointed-at")).to_contain_text("↔")
+    expect(page.locator(".pairing")).to_contain_text(re.compile(r"\d+\.\d % one to one"))
+    page.get_by_label("Text").fill("return 7")
+    began = time.monotonic()
+    page.get_by_role("button", name="Align").click()
+    expect(page.locator("[data-side='student']")).not_to_contain_text("naïve")
+    assert time.monotonic() - began < 2.0, "its tokenizers are loaded"
     picture(page, "12-align")
 
 

@@ -1,9 +1,9 @@
 """The settings of a run: pydantic models that import nothing heavy."""
 
+from xtoken_core.config.eval import EvalSpec, TasksSpec
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import (
     DataSpec,
-    EvalSpec,
     ModelSpec,
     QueueSpec,
     RunSpec,
@@ -24,6 +24,7 @@ __all__ = [
     "ReportSpec",
     "RunSpec",
     "StudentSpec",
+    "TasksSpec",
     "TeacherSpec",
     "TrainSpec",
     "WorkersSpec",
