@@ -14,7 +14,6 @@ from xtoken_core.chain.report import SHAPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 RESULT = Path(__file__).with_name("results") / "vocabularies.json"
-BEGIN, END = "<!-- Begin: experiments.vocabularies.page -->", "<!-- End: experiments.vocabularies.page -->"
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -63,15 +62,17 @@ def _differing(counts: Mapping[str, int] | None) -> str:
     return "" if counts is None else f"{counts.get('roots differ', 0):,} / {counts['chunks']:,}"
 
 
-def insert(page: str, tables: str) -> str:
-    """Return a page with the tables between their two marks."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + "\n\n" + tables + "\n\n" + END + rest.partition(END)[2]
+def insert(page: str, tables: str, module: str) -> str:
+    """Return a page with the tables between the two marks of the module that makes them."""
+    begin, end = (f"<!-- {mark}: {module} -->" for mark in ("Begin", "End"))
+    before, _, rest = page.partition(begin)
+    return before + begin + "\n\n" + tables + "\n\n" + end + rest.partition(end)[2]
 
 
 def written() -> str:
     """Return `docs/losses.md` as the result file asks for."""
-    return insert(PAGE.read_text(encoding="utf-8"), render(json.loads(RESULT.read_text(encoding="utf-8"))))
+    tables = render(json.loads(RESULT.read_text(encoding="utf-8")))
+    return insert(PAGE.read_text(encoding="utf-8"), tables, "experiments.vocabularies.page")
 
 
 if __name__ == "__main__":
