@@ -1,0 +1,78 @@
+"""Write the tables of masks on white space into `docs/losses.md`: `python -m experiments.white_space.page`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from experiments.vocabularies.page import PAGE, insert
+from experiments.white_space.__main__ import CLASSES, RESULT, VARIANTS
+from xtoken_core.atomic import atomic_write
+
+TITLES = {
+    "before training": "before training",
+    "cross-entropy": "cross-entropy only",
+    "chain": "chain",
+    "chain-no-line-ends": "chain, line ends masked",
+    "chain-no-white-space": "chain, white space masked",
+}
+SOURCES = {"python-code": "Python", "handbook-de": "German"}
+
+
+def render(result: Mapping[str, Any], gradients: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the tables.
+
+    Args:
+        result: What `experiments.white_space` wrote.
+        gradients: By source, what `xtoken gradients` wrote.
+    """
+    records = [record for record in result["records"] if "classes" in record]
+    seeds = sorted({record["seed"] for record in records if "seed" in record})
+    lines = [
+        f"{result['steps']} steps of 16 Python documents, data seeds {', '.join(map(str, seeds))}; "
+        f"{result['documents']} held-out documents; {', '.join(result['machine']['gpus']) or 'CPU'}.",
+        "Nats per token of a class, and the fraction of its tokens to which the student gives the highest probability.",
+        "",
+        "| trained with | bits per byte | " + " | ".join(f"{name}: nats | right" for name in CLASSES) + " |",
+        "|---" * (2 + 2 * len(CLASSES)) + "|",
+    ]
+    for name in ("before training", *VARIANTS):
+        own = [record for record in records if record["variant"] == name]
+        if own:
+            lines.append(f"| {TITLES[name]} | {mean(each['bits_per_byte'] for each in own):.3f} | {_cells(own)} |")
+    lines += [
+        "",
+        "| text | class | chunks | nats | gradient's norm to cross-entropy's | cosine with cross-entropy |",
+        "|---" * 6 + "|",
+    ]
+    for source, found in gradients.items():
+        for name, entry in found["classes"].items():
+            if name != "cross_entropy":
+                cosine = found["cosine"]["cross_entropy"][name]
+                lines.append(
+                    f"| {SOURCES[source]} | {name.removesuffix('_t0').replace('to', ':')} | {entry['count']:,} | "
+                    f"{entry['value']:.3f} | {entry['norm_ratio']:.2f} | {cosine:.2f} |"
+                )
+    return "\n".join(lines)
+
+
+def _cells(records: Sequence[Mapping[str, Any]]) -> str:
+    cells = []
+    for name in CLASSES:
+        entries = [record["classes"][name] for record in records]
+        cells += [f"{mean(each['nats'] for each in entries):.3f}", f"{mean(each['accuracy'] for each in entries):.1%}"]
+    return " | ".join(cells)
+
+
+def written() -> str:
+    """Return `docs/losses.md` as the result files ask for."""
+    files = {source: RESULT.with_name(f"gradients-{source}.json") for source in SOURCES}
+    gradients = {source: json.loads(file.read_text(encoding="utf-8")) for source, file in files.items()}
+    tables = render(json.loads(RESULT.read_text(encoding="utf-8")), gradients)
+    return insert(PAGE.read_text(encoding="utf-8"), tables, "experiments.white_space.page")
+
+
+if __name__ == "__main__":
+    atomic_write(PAGE, written())
