@@ -14,13 +14,16 @@ from xtoken_core.chain.report import SHAPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 RESULT = Path(__file__).with_name("results") / "vocabularies.json"
+MANY_CORES = RESULT.with_name("vocabularies-16-cores.json")
+"""The same on another machine; its texts are not shown."""
 
 
-def render(result: Mapping[str, Any]) -> str:
+def render(result: Mapping[str, Any], many_cores: Mapping[str, Any]) -> str:
     """Return the tables.
 
     Args:
         result: What `experiments.vocabularies` wrote.
+        many_cores: Likewise, of `MANY_CORES`.
     """
     of = result["environment"]
     lines = [
@@ -37,6 +40,7 @@ def render(result: Mapping[str, Any]) -> str:
             f"| {name} | {sizes} | {pair['common']:,} | {rootless} | {pair['cpu_seconds']} | {pair['peak_gib']} GiB | "
             f"{pair['file_mib']} MiB |"
         )
+    lines += ["", *_times(many_cores)]
     lines += ["", "| pair | text | tokens met | with a root | " + " | ".join(SHAPES) + " | starts whose roots differ |"]
     lines.append("|---" * (5 + len(SHAPES)) + "|")
     for name, pair in result["pairs"].items():
@@ -58,6 +62,21 @@ def render(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _times(result: Mapping[str, Any]) -> list[str]:
+    of = result["environment"]
+    lines = [
+        f"On {of['cores']} cores of {of['cpu']}, tokenizers {of['tokenizers']}; memory of the whole "
+        "process, and what it had with both tokenizers loaded, before the tables:",
+        "",
+        "| pair | seconds | CPU seconds | peak memory | before |",
+        "|---|---|---|---|---|",
+    ]
+    for name, pair in result["pairs"].items():
+        cells = pair["seconds"], pair["cpu_seconds"], f"{pair['peak_gib']} GiB", f"{pair['peak_gib_before']} GiB"
+        lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
 def _differing(counts: Mapping[str, int] | None) -> str:
     return "" if counts is None else f"{counts.get('roots differ', 0):,} / {counts['chunks']:,}"
 
@@ -71,7 +90,7 @@ def insert(page: str, tables: str, module: str) -> str:
 
 def written() -> str:
     """Return `docs/losses.md` as the result file asks for."""
-    tables = render(json.loads(RESULT.read_text(encoding="utf-8")))
+    tables = render(*(json.loads(path.read_text(encoding="utf-8")) for path in (RESULT, MANY_CORES)))
     return insert(PAGE.read_text(encoding="utf-8"), tables, "experiments.vocabularies.page")
 
 
