@@ -22,7 +22,7 @@ from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 slow = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {
-    "TEACHER_BLOCK": 8, "STUDENT_BLOCK": 8, "GRADIENT_BLOCK": 8, "DEEP": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
+    "TEACHER_LANES": 2, "STUDENT_LANES": 2, "GRADIENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
     "WORDS": 2, "RULES": 4, "TOKENS": 2,
 }  # fmt: skip
 BLOCKS = {

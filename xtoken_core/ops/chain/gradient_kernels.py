@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_kernels import LOG_TINY, in_64_bits, is_live, row_of
+from xtoken_core.ops.chain.start_kernels import ADJACENT, LOG_TINY, columns_of, in_64_bits, is_live, live_of, row_of
 
 
 @triton.jit
@@ -36,7 +36,8 @@ def part_of_node(x, z, row, chunk_ptr, of_node_ptr, level_ptr, reads, top_ptr, t
 
 @triton.jit
 def part_of_start(
-    x, z, event, of_start_ptr, teacher_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr, ratio_ptr, mass_ptr,
+    x, z, live, event,
+    of_start_ptr, teacher_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr, ratio_ptr, mass_ptr,
     s_lse_ptr, t_lse_ptr, T_t, V, M, W_s, W_t, t_stride_b, t_stride_t, scale
 ):  # fmt: skip
     """Return the gradient of the start of a row's chunk."""
@@ -44,7 +45,6 @@ def part_of_start(
     of_start = tl.load(of_start_ptr + event, mask=event >= 0, other=0.0)
     if of_start != 0.0:
         t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + event), T_t, t_stride_b, t_stride_t)
-        live = is_live(s_bits_ptr + in_64_bits(event) * W_s, x, x < V)
         y = tl.load(partner_ptr + x, mask=live, other=0)
         log_q = z * scale - tl.load(s_lse_ptr + event)
         q = tl.where(live, tl.exp(log_q), 0.0)
@@ -59,7 +59,7 @@ def part_of_start(
 
 @triton.jit
 def gradient_at(
-    x, there, row, student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+    x, there, live, row, student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
     of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS: tl.constexpr
@@ -70,7 +70,8 @@ def gradient_at(
     gradient = part_of_loss(x, z, row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
     gradient += part_of_node(x, z, row, node_chunk_ptr, of_node_ptr, level_ptr, reads, top_ptr, total_ptr, V, scale)
     gradient += part_of_start(
-        x, z, tl.load(event_ptr + row), of_start_ptr, teacher_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr,
+        x, z, live, tl.load(event_ptr + row),
+        of_start_ptr, teacher_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr,
         ratio_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, V, M, W_s, W_t, t_stride_b, t_stride_t, scale
     )  # fmt: skip
     return gradient
@@ -82,13 +83,18 @@ def chain_row_bwd_kernel(
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
     of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    grad_ptr, V_head, blocks, TARGETS: tl.constexpr, BLOCK: tl.constexpr
+    grad_ptr, V_head, blocks, TARGETS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Store one block of a student row's gradient."""
     row = tl.program_id(0) // blocks
-    x = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) % blocks * LANES * ADJACENT
+    x = columns_of(begin, LANES)
+    event = tl.load(event_ptr + row)
+    bits_ptr = s_bits_ptr + in_64_bits(tl.maximum(event, 0)) * W_s
+    live = live_of(bits_ptr, begin, x, tl.where(event >= 0, V, 0), LANES)
     gradient = gradient_at(
-        x, x < V_head, row, student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+        x, x < V_head, live, row,
+        student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
         partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
         of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
         s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS

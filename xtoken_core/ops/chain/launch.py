@@ -26,11 +26,11 @@ from xtoken_core.ops.chain.reference import ChainOptions
 
 WORDS, RULES, TOKENS = 1024, 16, 32
 """Words of a live set, rules, and tokens of a rule's interval that are read at once."""
-TEACHER_BLOCK, STUDENT_BLOCK, GRADIENT_BLOCK, DEEP = 1024, 1024, 1024, 2
-"""Lanes over a row, and how many logits a lane reads before it changes its pivot."""
+TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 256, 128, 128
+"""Lanes over a row, of `start_kernels.ADJACENT` logits each."""
 BLOCK, SLOTS, CHUNKS = 1024, 256, 128
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 4, 8, 4, 4, 4
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 4, 4, 4, 4, 4
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 4, 8
 INTERPRETED_PROGRAMS = 3
 
@@ -177,7 +177,7 @@ class Comparison:
         start_kernels.chain_teacher_kernel[(R_t,)](
             teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), bits[1],
             t_top, t_total, t_lse, teacher.positions, teacher.width, words[1], *teacher.strides, self.scale,
-            BLOCK=TEACHER_BLOCK, DEEP=DEEP, num_warps=TEACHER_WARPS,
+            LANES=TEACHER_LANES, num_warps=TEACHER_WARPS,
         )  # fmt: skip
         head_lse, top, total = (self._float(R_s) for _ in range(3))
         s_lse, terms = self._float(E), self._float(1 + blocks, 3, E)
@@ -187,7 +187,7 @@ class Comparison:
             student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, *bits, plan.partner, t_lse,
             losses, hits, head_lse, top, total, s_lse, terms, E, T_s, teacher.positions, student.logits.shape[2],
             student.width, *words, *student.strides, *teacher.strides, self.scale, TARGETS=targets is not None,
-            UNSCALED=self.scale == 1.0, BLOCK=STUDENT_BLOCK, DEEP=DEEP, num_warps=STUDENT_WARPS,
+            UNSCALED=self.scale == 1.0, LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
         )  # fmt: skip
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
@@ -275,10 +275,10 @@ class Comparison:
             len(beside.level), T_s, teacher.positions, student.width, plan.others, *words, *student.strides,
             *teacher.strides, self.scale, gradient, V_head,
         )  # fmt: skip
-        blocks = triton.cdiv(V_head, GRADIENT_BLOCK)
+        blocks = triton.cdiv(V_head, GRADIENT_LANES * start_kernels.ADJACENT.value)
         has_targets = of_losses is not None
         gradient_kernels.chain_row_bwd_kernel[(B * T_s * blocks,)](
-            *row, blocks, TARGETS=has_targets, BLOCK=GRADIENT_BLOCK, num_warps=GRADIENT_WARPS
+            *row, blocks, TARGETS=has_targets, LANES=GRADIENT_LANES, num_warps=GRADIENT_WARPS
         )
         if len(inside.value) or len(beside.value):
             own, other = plan.student.nodes, plan.teacher.nodes

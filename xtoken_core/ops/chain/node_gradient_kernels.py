@@ -12,7 +12,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from xtoken_core.ops.chain.gradient_kernels import gradient_at
-from xtoken_core.ops.chain.start_kernels import in_64_bits, row_of
+from xtoken_core.ops.chain.start_kernels import in_64_bits, is_live, row_of
 
 
 @triton.jit
@@ -93,8 +93,11 @@ def store_list(
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
         x = tl.load(list_ptr + at, mask=at < last, other=0)
+        event = tl.load(event_ptr + row)
+        bits_ptr = s_bits_ptr + in_64_bits(tl.maximum(event, 0)) * W_s
+        live = is_live(bits_ptr, x, at < tl.where(event >= 0, last, first))
         gradient = gradient_at(
-            x, at < last, row,
+            x, at < last, live, row,
             student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
             partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
             of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,

@@ -13,6 +13,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 LOG_TINY = tl.constexpr(-87.33654475055310)
 TINY = tl.constexpr(1.1754943508222875e-38)
+ADJACENT = tl.constexpr(8)
+"""Columns of a lane: 16 bytes of bfloat16, and a part of a word of bits."""
 FEW_LIVE = tl.constexpr(1e-25)
 """A live sum below this fraction of its row's largest exponential is computed again with a pivot of its own."""
 
@@ -63,41 +65,49 @@ def floored_log(q):
 
 
 @triton.jit
-def tile_of(BLOCK: tl.constexpr, DEEP: tl.constexpr):
-    """Return the offsets of a tile, `[DEEP, BLOCK]`: a lane reads `DEEP` blocks before it changes its pivot."""
-    return tl.arange(0, DEEP)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+def columns_of(begin, LANES: tl.constexpr):
+    """Return the columns of a tile, `[LANES, ADJACENT]`: a lane reads adjacent ones, and changes its pivot once."""
+    return begin + tl.arange(0, LANES)[:, None] * ADJACENT + tl.arange(0, ADJACENT)[None, :]
 
 
 @triton.jit
-def add_tile(base, x, V, scale, top, total):
-    """Add the exponentials of a tile of logits to the pairs of lanes."""
-    z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-    new = tl.maximum(top, tl.max(z, axis=0))
+def live_of(bits_ptr, begin, x, V, LANES: tl.constexpr):
+    """Return which of a tile's columns are live; a lane's bits lie in one word."""
+    first = begin + tl.arange(0, LANES) * ADJACENT
+    word = tl.load(bits_ptr + (first >> 5), mask=first < V, other=0) >> (first & 31)
+    return (x < V) & (((word[:, None] >> tl.arange(0, ADJACENT)[None, :]) & 1) != 0)
+
+
+@triton.jit
+def raised(top, z):
+    """Return the largest logits so far of lanes, pivots for their exponentials, and the factor of older sums."""
+    new = tl.maximum(top, tl.max(z, axis=1))
     pivot = finite(new)
-    return new, total * tl.exp(top - pivot) + tl.sum(tl.exp(z - pivot[None, :]), axis=0)
+    return new, pivot, tl.exp(top - pivot)
 
 
 @triton.jit
-def row_sum(base, first, V, scale, top, total, BLOCK: tl.constexpr, DEEP: tl.constexpr):
+def row_sum(base, first, V, top, total, LANES: tl.constexpr):
     """Add the exponentials of the logits from `first` to `V` to the pairs of lanes."""
-    for begin in range(first, V, BLOCK * DEEP):
-        top, total = add_tile(base, begin + tile_of(BLOCK, DEEP), V, scale, top, total)
+    for begin in range(first, V, LANES * ADJACENT):
+        x = columns_of(begin, LANES)
+        z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32)
+        top, pivot, shrink = raised(top, z)
+        total = total * shrink + tl.sum(tl.exp(z - pivot[:, None]), axis=1)
     return top, total
 
 
 @triton.jit
-def live_log_sum(base, bits_ptr, V, scale, BLOCK: tl.constexpr, DEEP: tl.constexpr):
+def live_log_sum(base, bits_ptr, V, scale, LANES: tl.constexpr):
     """Return `log sum exp` of a row's live logits, with a pivot of their own."""
-    top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for begin in range(0, V, BLOCK * DEEP):
-        x = begin + tile_of(BLOCK, DEEP)
-        live = is_live(bits_ptr, x, x < V)
+    top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    for begin in range(0, V, LANES * ADJACENT):
+        x = columns_of(begin, LANES)
+        live = live_of(bits_ptr, begin, x, V, LANES)
         z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
-        new = tl.maximum(top, tl.max(z, axis=0))
-        pivot = finite(new)
-        total = total * tl.exp(top - pivot) + tl.sum(tl.exp(z - pivot[None, :]), axis=0)
-        top = new
+        top, pivot, shrink = raised(top, z)
+        total = total * shrink + tl.sum(tl.exp(z - pivot[:, None]), axis=1)
     highest, whole = sum_over_lanes(top, total)
     return tl.log(whole) + highest
 
@@ -105,7 +115,7 @@ def live_log_sum(base, bits_ptr, V, scale, BLOCK: tl.constexpr, DEEP: tl.constex
 @triton.jit
 def chain_teacher_kernel(
     logits_ptr, event_ptr, read_ptr, reads, bits_ptr, top_ptr, total_ptr, lse_ptr, T, V, W, stride_b, stride_t, scale,
-    BLOCK: tl.constexpr, DEEP: tl.constexpr
+    LANES: tl.constexpr
 ):  # fmt: skip
     """Compute the whole sum of one row of the teacher that anything reads, and the live one where a chunk starts."""
     row = tl.program_id(0)
@@ -115,20 +125,17 @@ def chain_teacher_kernel(
         base = row_of(logits_ptr, row, T, stride_b, stride_t)
         bits = bits_ptr + tl.maximum(event, 0).to(tl.int64) * W
         compared = tl.where(event >= 0, V, 0)
-        top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-        alive = tl.zeros((BLOCK,), dtype=tl.float32)
-        for begin in range(0, V, BLOCK * DEEP):
-            x = begin + tile_of(BLOCK, DEEP)
+        top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((LANES,), dtype=tl.float32)
+        alive = tl.zeros((LANES,), dtype=tl.float32)
+        for begin in range(0, V, LANES * ADJACENT):
+            x = columns_of(begin, LANES)
             z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-            live = is_live(bits, x, x < compared)
-            new = tl.maximum(top, tl.max(z, axis=0))
-            pivot = finite(new)
-            e = tl.exp(z - pivot[None, :])
-            shrink = tl.exp(top - pivot)
-            total = total * shrink + tl.sum(e, axis=0)
-            alive = alive * shrink + tl.sum(tl.where(live, e, 0.0), axis=0)
-            top = new
+            live = live_of(bits, begin, x, compared, LANES)
+            top, pivot, shrink = raised(top, z)
+            e = tl.exp(z - pivot[:, None])
+            total = total * shrink + tl.sum(e, axis=1)
+            alive = alive * shrink + tl.sum(tl.where(live, e, 0.0), axis=1)
         highest, whole = sum_over_lanes(top, total)
         tl.store(top_ptr + row, highest)
         tl.store(total_ptr + row, whole)
@@ -136,7 +143,7 @@ def chain_teacher_kernel(
             _, part = sum_over_lanes(top, alive)
             lse = tl.log(part) + highest
             if part < FEW_LIVE:
-                lse = live_log_sum(base, bits, V, scale, BLOCK, DEEP)
+                lse = live_log_sum(base, bits, V, scale, LANES)
             tl.store(lse_ptr + event, lse)
 
 
@@ -153,35 +160,35 @@ def compare_plain(z, x, t_base, partner_ptr, live, t_bits, scale, t_lse):
 
 @triton.jit
 def exact_plain(
-    base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, BLOCK: tl.constexpr, DEEP: tl.constexpr
+    base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, LANES: tl.constexpr
 ):  # fmt: skip
     """Return the KL over plain classes and their mass that is not below the floor, logarithms with the floor."""
-    kl = tl.zeros((BLOCK,), dtype=tl.float32)
-    unclipped = tl.zeros((BLOCK,), dtype=tl.float32)
-    for begin in range(0, V, BLOCK * DEEP):
-        x = begin + tile_of(BLOCK, DEEP)
-        live = is_live(bits, x, x < V)
+    kl = tl.zeros((LANES,), dtype=tl.float32)
+    unclipped = tl.zeros((LANES,), dtype=tl.float32)
+    for begin in range(0, V, LANES * ADJACENT):
+        x = columns_of(begin, LANES)
+        live = live_of(bits, begin, x, V, LANES)
         log_q = tl.load(base + x, mask=live, other=0.0).to(tl.float32) * scale - s_lse
         term, p = compare_plain(tl.maximum(log_q, LOG_TINY), x, t_base, partner_ptr, live, t_bits, scale, t_lse)
-        kl += tl.sum(term, axis=0)
-        unclipped += tl.sum(tl.where(log_q >= LOG_TINY, p, 0.0), axis=0)
+        kl += tl.sum(term, axis=1)
+        unclipped += tl.sum(tl.where(log_q >= LOG_TINY, p, 0.0), axis=1)
     return tl.sum(kl, axis=0), tl.sum(unclipped, axis=0)
 
 
 @triton.jit
 def store_start(
     base, t_base, partner_ptr, bits, t_bits, V, scale, t_lse, highest, top, alive, kl, mass, lowest, event, E,
-    s_lse_ptr, terms_ptr, BLOCK: tl.constexpr, DEEP: tl.constexpr
+    s_lse_ptr, terms_ptr, LANES: tl.constexpr
 ):  # fmt: skip
     """Store the live sum of a row, and the terms of its plain classes, from the sums of lanes."""
     _, part = sum_over_lanes(top, alive)
     s_lse = tl.log(part) + highest
     if part < FEW_LIVE:
-        s_lse = live_log_sum(base, bits, V, scale, BLOCK, DEEP)
+        s_lse = live_log_sum(base, bits, V, scale, LANES)
     of_plain = tl.sum(mass, axis=0)
     value, unclipped = tl.sum(kl, axis=0) + s_lse * of_plain, of_plain
     if tl.min(lowest, axis=0) - s_lse < LOG_TINY:
-        value, unclipped = exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, BLOCK, DEEP)
+        value, unclipped = exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, LANES)
     tl.store(s_lse_ptr + event, s_lse)
     tl.store(terms_ptr + event, value)
     tl.store(terms_ptr + E + event, of_plain)
@@ -190,7 +197,7 @@ def store_start(
 
 @triton.jit
 def store_cross_entropy(
-    base, row, target, top, total, losses_ptr, hits_ptr, head_lse_ptr, BLOCK: tl.constexpr, DEEP: tl.constexpr
+    base, row, target, top, total, losses_ptr, hits_ptr, head_lse_ptr, LANES: tl.constexpr
 ):  # fmt: skip
     """Store a row's cross-entropy, and whether the target is the first of the largest logits."""
     highest, whole = sum_over_lanes(top, total)
@@ -198,11 +205,11 @@ def store_cross_entropy(
     own = tl.load(base + target).to(tl.float32)
     hit = own >= tl.max(top, axis=0)
     if hit:
-        before = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-        for begin in range(0, target.to(tl.int32), BLOCK * DEEP):
-            x = begin + tile_of(BLOCK, DEEP)
+        before = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+        for begin in range(0, target.to(tl.int32), LANES * ADJACENT):
+            x = columns_of(begin, LANES)
             z = tl.load(base + x, mask=x < target, other=float("-inf")).to(tl.float32)
-            before = tl.maximum(before, tl.max(z, axis=0))
+            before = tl.maximum(before, tl.max(z, axis=1))
         hit = tl.max(before, axis=0) < own
     tl.store(head_lse_ptr + row, lse)
     tl.store(losses_ptr + row, lse - own)
@@ -214,7 +221,7 @@ def chain_student_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr, t_lse_ptr,
     losses_ptr, hits_ptr, head_lse_ptr, top_ptr, total_ptr, s_lse_ptr, terms_ptr, E,
     T_s, T_t, V_head, V, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    TARGETS: tl.constexpr, UNSCALED: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr
+    TARGETS: tl.constexpr, UNSCALED: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Compute one student row: cross-entropy, its sums, and the KL over plain classes where a chunk starts."""
     row = tl.program_id(0)
@@ -225,41 +232,38 @@ def chain_student_kernel(
     bits, t_bits = s_bits_ptr + at.to(tl.int64) * W_s, t_bits_ptr + at.to(tl.int64) * W_t
     t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + at), T_t, t_stride_b, t_stride_t)
     t_lse = tl.load(t_lse_ptr + at, mask=event >= 0, other=0.0)
-    top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    alive = tl.zeros((BLOCK,), dtype=tl.float32)
-    kl = tl.zeros((BLOCK,), dtype=tl.float32)
-    mass = tl.zeros((BLOCK,), dtype=tl.float32)
-    lowest = tl.full((BLOCK,), float("inf"), dtype=tl.float32)
-    for begin in range(0, V, BLOCK * DEEP):
-        x = begin + tile_of(BLOCK, DEEP)
+    top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    alive = tl.zeros((LANES,), dtype=tl.float32)
+    kl = tl.zeros((LANES,), dtype=tl.float32)
+    mass = tl.zeros((LANES,), dtype=tl.float32)
+    lowest = tl.full((LANES,), float("inf"), dtype=tl.float32)
+    for begin in range(0, V, LANES * ADJACENT):
+        x = columns_of(begin, LANES)
         z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-        live = is_live(bits, x, x < compared)
+        live = live_of(bits, begin, x, compared, LANES)
         term, p = compare_plain(z, x, t_base, partner_ptr, live, t_bits, scale, t_lse)
-        new = tl.maximum(top, tl.max(z, axis=0))
-        pivot = finite(new)
-        e = tl.exp(z - pivot[None, :])
-        shrink = tl.exp(top - pivot)
-        total = total * shrink + tl.sum(e, axis=0)
-        alive = alive * shrink + tl.sum(tl.where(live, e, 0.0), axis=0)
-        top = new
-        kl += tl.sum(term, axis=0)
-        mass += tl.sum(p, axis=0)
-        lowest = tl.minimum(lowest, tl.min(tl.where(p > 0.0, z, float("inf")), axis=0))
+        top, pivot, shrink = raised(top, z)
+        e = tl.exp(z - pivot[:, None])
+        total = total * shrink + tl.sum(e, axis=1)
+        alive = alive * shrink + tl.sum(tl.where(live, e, 0.0), axis=1)
+        kl += tl.sum(term, axis=1)
+        mass += tl.sum(p, axis=1)
+        lowest = tl.minimum(lowest, tl.min(tl.where(p > 0.0, z, float("inf")), axis=1))
     highest, whole = sum_over_lanes(top, total)
     tl.store(top_ptr + row, highest)
     tl.store(total_ptr + row, whole)
     if event >= 0:
         store_start(
             base, t_base, partner_ptr, bits, t_bits, V, scale, t_lse, highest, top, alive, kl, mass, lowest, event, E,
-            s_lse_ptr, terms_ptr, BLOCK, DEEP
+            s_lse_ptr, terms_ptr, LANES
         )  # fmt: skip
     if TARGETS:
         target = tl.load(targets_ptr + row)
         first = V
         if not UNSCALED:
             first = 0
-            top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-            total = tl.zeros((BLOCK,), dtype=tl.float32)
-        top, total = row_sum(base, first, V_head, 1.0, top, total, BLOCK, DEEP)
-        store_cross_entropy(base, row, target, top, total, losses_ptr, hits_ptr, head_lse_ptr, BLOCK, DEEP)
+            top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+            total = tl.zeros((LANES,), dtype=tl.float32)
+        top, total = row_sum(base, first, V_head, top, total, LANES)
+        store_cross_entropy(base, row, target, top, total, losses_ptr, hits_ptr, head_lse_ptr, LANES)
