@@ -23,12 +23,26 @@ def part_of_loss(x, z, row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS: t
 
 
 @triton.jit
-def part_of_node(x, z, row, chunk_ptr, of_node_ptr, level_ptr, reads, top_ptr, total_ptr, V, scale):
+def weight_of(event, chunk, at_end_ptr, of_parts_ptr, E, known):
+    """Return the upstream gradient of a node: that of its chunk's inner part or end."""
+    at_end = tl.load(at_end_ptr + event, mask=known, other=0).to(tl.int64)
+    return tl.load(of_parts_ptr + (1 + at_end) * E + chunk, mask=known, other=0.0)
+
+
+@triton.jit
+def part_of_node(
+    x, z, row, of_parts_ptr, chunk_ptr, at_end_ptr, E, level_ptr, reads, top_ptr, total_ptr, V, scale
+):  # fmt: skip
     """Return the gradient of the node that reads a row, as if the node named none of the classes."""
     gradient = tl.zeros(z.shape, dtype=tl.float32)
-    known = (row > 0) & (row - 1 < reads)  # the node before a position reads it
-    if tl.load(chunk_ptr + row - 1, mask=known, other=-1) >= 0:
-        factor = tl.load(of_node_ptr + row - 1) * tl.load(level_ptr + row - 1) * scale / tl.load(total_ptr + row)
+    chunk = tl.load(chunk_ptr + row - 1, mask=(row > 0) & (row - 1 < reads), other=-1)  # the node before a position
+    if chunk >= 0:
+        factor = (
+            weight_of(row - 1, chunk, at_end_ptr, of_parts_ptr, E, chunk >= 0)
+            * tl.load(level_ptr + row - 1)
+            * scale
+            / tl.load(total_ptr + row)
+        )
         if factor != 0.0:
             gradient = tl.where(x < V, tl.exp(z * scale - tl.load(top_ptr + row)) * factor, 0.0)
     return gradient
@@ -61,14 +75,16 @@ def part_of_start(
 def gradient_at(
     x, there, live, row, student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS: tl.constexpr
 ):  # fmt: skip
     """Return the gradient of some of a row's logits in float32, all that is computed element by element."""
     base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
     z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
     gradient = part_of_loss(x, z, row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
-    gradient += part_of_node(x, z, row, node_chunk_ptr, of_node_ptr, level_ptr, reads, top_ptr, total_ptr, V, scale)
+    gradient += part_of_node(
+        x, z, row, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, top_ptr, total_ptr, V, scale
+    )  # fmt: skip
     gradient += part_of_start(
         x, z, live, tl.load(event_ptr + row),
         of_start_ptr, teacher_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr,
@@ -81,7 +97,7 @@ def gradient_at(
 def chain_row_bwd_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
     grad_ptr, V_head, blocks, TARGETS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
@@ -96,7 +112,7 @@ def chain_row_bwd_kernel(
         x, x < V_head, live, row,
         student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
         partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-        of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+        of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
         s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS
     )  # fmt: skip
     own = grad_ptr + in_64_bits(row) * V_head

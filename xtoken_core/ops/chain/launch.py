@@ -20,7 +20,8 @@ from xtoken_core.ops.chain import (
     node_kernels,
     start_kernels,
 )
-from xtoken_core.ops.chain.events import Inner, Layout, SideTokens, Starts, find_inner, find_starts, lay_out
+from xtoken_core.ops.chain.event_launch import find_events
+from xtoken_core.ops.chain.events import Inner, SideTokens
 from xtoken_core.ops.chain.layout import ChainLayout, Live, SideLayout, chain_layout
 from xtoken_core.ops.chain.reference import ChainOptions
 
@@ -123,20 +124,10 @@ class Comparison:
         self.plan: ChainLayout = chain_layout(tables)
         self.device = sides[0].chunk.device
         self.shape = sides[0].chunk.shape[0], max_chunks
-        self.layouts: tuple[Layout, Layout] = (lay_out(sides[0], max_chunks), lay_out(sides[1], max_chunks))
-        self.starts: Starts = find_starts(*self.layouts)
-        flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
-        self.in_student: Inner = find_inner(self.layouts[0], self.layouts[1], tables.student, **flags, learns=True)
-        self.in_teacher: Inner = find_inner(self.layouts[1], self.layouts[0], tables.teacher, **flags, learns=False)
-        self.event_of_row = self._event_of_row(self.starts.student_row, len(self.layouts[0].group))
-        self.event_of_teacher_row = self._event_of_row(self.starts.teacher_row, len(self.layouts[1].group))
-
-    def _event_of_row(self, rows: Tensor, count: int) -> Tensor:
-        """Return the start at each of a side's rows, -1 = none."""
-        spare = torch.full((count + 1,), -1, dtype=torch.int32, device=self.device)
-        valid = self.starts.chunk >= 0
-        events = torch.arange(len(valid), dtype=torch.int32, device=self.device)
-        return spare.scatter(0, torch.where(valid, rows, count), events)[:count]  # padding goes to the spare entry
+        found = find_events(sides, max_chunks, tables, options)
+        self.bounds, self.starts = found.sides, found.starts
+        self.in_student, self.in_teacher = found.in_student, found.in_teacher
+        self.event_of_row, self.event_of_teacher_row = found.event_of_row, found.event_of_teacher_row
 
     def _float(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -148,12 +139,11 @@ class Comparison:
         """Return the live sets of the starts' events, `[E, W]` int32."""
         bits = torch.empty((len(before), live.words), dtype=torch.int32, device=self.device)
         table = live.table
-        conditioned = (self.starts.at_cut & self.options.conditioning).to(torch.uint8)
         live_kernels.chain_live_kernel[(len(before),)](
-            before, token, self.starts.chunk, conditioned, bits, live.base, live.heavy,
+            before, token, self.starts.chunk, self.starts.at_cut, bits, live.base, live.heavy,
             live.stored, table.tail, table.head, live.joined, live.position_start, live.by_position, table.point,
             table.low, table.high, table.rule_start, table.tail_start, table.tail_count, table.right, live.heads,
-            live.words, table.depth, WORDS=WORDS, RULES=RULES, TOKENS=TOKENS,
+            live.words, table.depth, CONDITIONING=self.options.conditioning, WORDS=WORDS, RULES=RULES, TOKENS=TOKENS,
             num_warps=LIVE_WARPS,
         )  # fmt: skip
         return bits
@@ -234,12 +224,11 @@ class Comparison:
         """
         chunks = self.shape[0] * self.shape[1]
         parts, mass = self._float(3, chunks), self._float(chunks)
-        of_student, of_teacher = (
-            (inner.chunk, inner.at_end.to(torch.uint8)) for inner in (self.in_student, self.in_teacher)
-        )
         node_kernels.chain_part_kernel[(triton.cdiv(chunks, CHUNKS),)](
-            self.starts.chunk, terms, len(terms), student, *of_student, self.layouts[1].first, self.layouts[1].size,
-            len(student), teacher, *of_teacher, self.layouts[0].first, self.layouts[0].size, len(teacher), parts, mass,
+            self.starts.chunk, terms, len(terms), student, self.in_student.chunk, self.in_student.at_end,
+            self.bounds[1].first, self.bounds[1].size,
+            len(student), teacher, self.in_teacher.chunk,
+            self.in_teacher.at_end, self.bounds[0].first, self.bounds[0].size, len(teacher), parts, mass,
             chunks, BLOCK=CHUNKS,
         )  # fmt: skip
         return parts, mass
@@ -267,11 +256,11 @@ class Comparison:
         plan, words = self.plan, (self.plan.student.live.words, self.plan.teacher.live.words)
         B, T_s, V_head = student.logits.shape
         gradient = torch.empty((B, T_s, V_head), dtype=student.logits.dtype, device=self.device)
-        of_inside, of_beside = (self.of_nodes(each, of_parts) for each in (self.in_student, self.in_teacher))
         row = (
             student.logits, teacher.logits, targets, self.event_of_row, self.starts.teacher_row, starts.student_bits,
             starts.teacher_bits, plan.partner, starts.ratio, starts.head_lse, starts.top, starts.total, mass,
-            starts.student_lse, starts.teacher_lse, of_losses, of_parts, self.in_teacher.chunk, of_beside, beside.level,
+            starts.student_lse, starts.teacher_lse, of_losses, of_parts, self.in_teacher.chunk,
+            self.in_teacher.at_end, of_parts.shape[1], beside.level,
             len(beside.level), T_s, teacher.positions, student.width, plan.others, *words, *student.strides,
             *teacher.strides, self.scale, gradient, V_head,
         )  # fmt: skip
@@ -285,24 +274,14 @@ class Comparison:
             programs = self._programs(NODE_GRADIENT_PROGRAMS_PER_PROCESSOR, B * T_s)
             capacity = own.held.most_tokens, other.fresh.most_tokens
             node_gradient_kernels.chain_node_bwd_kernel[(programs,)](
-                *row, B * T_s, self.in_student.chunk, self.layouts[1].first, self.layouts[1].size, len(inside.value),
+                *row, B * T_s, self.in_student.chunk, self.bounds[1].first, self.bounds[1].size, len(inside.value),
                 self.in_student.node, own.slot_start, own.held.node_start, own.held.token, inside.held_lse,
-                inside.mass, inside.ratio, own.most_slots, of_inside, own.spelling_start, own.spelled_node,
+                inside.mass, inside.ratio, own.most_slots, self.in_student.at_end, own.spelling_start, own.spelled_node,
                 own.spelled_slot, self.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token,
                 other.fresh.slot, beside.mass, beside.ratio, other.most_slots, self._float(programs, sum(capacity)),
                 sum(capacity), capacity[0], TARGETS=has_targets, SLOTS=SLOTS, num_warps=NODE_WARPS,
             )  # fmt: skip
         return gradient
-
-    def of_nodes(self, inner: Inner, of_parts: Tensor) -> Tensor:
-        """Return the upstream gradient of every node.
-
-        Args:
-            inner: The nodes.
-            of_parts: `[3, B * P]`, of the parts.
-        """
-        index = inner.part_number() * of_parts.shape[1] + inner.chunk.clamp(min=0)
-        return of_parts.view(-1).gather(0, index)
 
     def _roles(self, student: Rows, teacher: Rows, learns: bool) -> tuple[Inner, Rows, Rows, SideLayout, SideLayout]:
         if learns:

@@ -12,7 +12,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 def chain_live_kernel(
     before_ptr, token_ptr, chunk_ptr, at_cut_ptr, bits_ptr, base_ptr, heavy_ptr, stored_ptr, tail_ptr, head_ptr,
     joined_ptr, position_start_ptr, by_position_ptr, point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr,
-    tail_count_ptr, right_ptr, heads, W, depth, WORDS: tl.constexpr, RULES: tl.constexpr,
+    tail_count_ptr, right_ptr, heads, W, depth, CONDITIONING: tl.constexpr, WORDS: tl.constexpr, RULES: tl.constexpr,
     TOKENS: tl.constexpr
 ):  # fmt: skip
     """Set the bits of the tokens that can follow one event's last token of the other side."""
@@ -24,6 +24,8 @@ def chain_live_kernel(
         row = tl.load(heavy_ptr + w)
         tail = tl.load(tail_ptr + w)
         conditioned = tl.load(at_cut_ptr + event).to(tl.int32)
+        if not CONDITIONING:
+            conditioned = conditioned * 0
         for begin in range(0, W, WORDS):
             inside = begin + words < W
             from_ptr = base_ptr + tail.to(tl.int64) * W

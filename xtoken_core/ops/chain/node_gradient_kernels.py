@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.gradient_kernels import gradient_at
+from xtoken_core.ops.chain.gradient_kernels import gradient_at, weight_of
 from xtoken_core.ops.chain.start_kernels import in_64_bits, is_live, row_of
 
 
@@ -53,13 +53,14 @@ def start_sums(
 
 @triton.jit
 def add_node(
-    event, rank, list_ptr, first, last, inside_ptr, o_list_ptr, o_first, o_last, named_ptr, base,
+    event, chunk, rank, list_ptr, first, last, inside_ptr, o_list_ptr, o_first, o_last, named_ptr, base,
     node_ptr, slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr, ratios_ptr,
-    mass_ptr, held_lse_ptr, of_inside_ptr, scale, SLOTS: tl.constexpr
+    mass_ptr, held_lse_ptr, i_end_ptr, of_start_ptr, E, scale, SLOTS: tl.constexpr
 ):  # fmt: skip
     """Add the gradient of one node inside the student's token to both lists of its row."""
     node, mass, held_lse = tl.load(node_ptr + event), tl.load(mass_ptr + event), tl.load(held_lse_ptr + event)
-    slot, weight = tl.load(slot_start_ptr + node), tl.load(of_inside_ptr + event) * scale
+    slot = tl.load(slot_start_ptr + node)
+    weight = weight_of(event, chunk, i_end_ptr, of_start_ptr, E, chunk >= 0) * scale
     add_inside_token(
         list_ptr, first, last, inside_ptr, base, rank, node, slot, spelling_start_ptr, spelled_node_ptr,
         spelled_slot_ptr, ratios_ptr, mass, held_lse, weight, scale, SLOTS
@@ -84,7 +85,7 @@ def store_list(
     list_ptr, first, last, sum_ptr, row,
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
     grad_ptr, V_head, TARGETS: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
@@ -100,7 +101,7 @@ def store_list(
             x, at < last, live, row,
             student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
             partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-            of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
             s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS
         )  # fmt: skip
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
@@ -128,11 +129,11 @@ def list_of_node(node_ptr, start_ptr, event, known):
 def chain_node_bwd_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
     grad_ptr, V_head, R,
     i_chunk_ptr, i_first_ptr, i_size_ptr, i_events, i_node_ptr, i_slot_start_ptr, i_list_start_ptr, i_list_ptr,
-    i_held_lse_ptr, i_mass_ptr, i_ratio_ptr, i_slots, of_inside_ptr, spelling_start_ptr, spelled_node_ptr,
+    i_held_lse_ptr, i_mass_ptr, i_ratio_ptr, i_slots, i_end_ptr, spelling_start_ptr, spelled_node_ptr,
     spelled_slot_ptr, o_node_ptr, o_slot_start_ptr, o_list_start_ptr, o_list_ptr, o_slot_ptr, o_mass_ptr, o_ratio_ptr,
     o_slots, sums_ptr, capacity, i_capacity, TARGETS: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
@@ -148,13 +149,13 @@ def chain_node_bwd_kernel(
         outer = outermost(i_chunk_ptr, chunk, begin, end)
         _, first, last = list_of_node(i_node_ptr, i_list_start_ptr, outer, outer >= 0)
         before = row - 1
-        known = tl.load(node_chunk_ptr + before, mask=(row > 0) & (before < reads), other=-1) >= 0
-        weight = tl.load(of_node_ptr + before, mask=known, other=0.0) * scale
+        named = tl.load(node_chunk_ptr + before, mask=(row > 0) & (before < reads), other=-1)
+        weight = weight_of(before, named, node_end_ptr, of_start_ptr, E, named >= 0) * scale
         node, o_first, o_last = list_of_node(o_node_ptr, o_list_start_ptr, before, weight != 0.0)
         start_sums(
             o_list_ptr, o_slot_ptr, o_first, o_last, tl.load(o_slot_start_ptr + node), named_ptr, base,
-            o_ratio_ptr + in_64_bits(before) * o_slots, tl.load(level_ptr + before, mask=known, other=0.0),
-            tl.load(o_mass_ptr + before, mask=known, other=0.0), tl.load(top_ptr + row),
+            o_ratio_ptr + in_64_bits(before) * o_slots, tl.load(level_ptr + before, mask=named >= 0, other=0.0),
+            tl.load(o_mass_ptr + before, mask=named >= 0, other=0.0), tl.load(top_ptr + row),
             weight / tl.load(total_ptr + row), scale, SLOTS
         )  # fmt: skip
         clear_sums(inside_ptr, last - first, SLOTS)
@@ -163,15 +164,15 @@ def chain_node_bwd_kernel(
             if tl.load(i_chunk_ptr + event) == chunk:
                 rank, ratios_ptr = event - begin, i_ratio_ptr + in_64_bits(event) * i_slots
                 add_node(
-                    event, rank, i_list_ptr, first, last, inside_ptr, o_list_ptr, o_first, o_last, named_ptr, base,
-                    i_node_ptr, i_slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr, ratios_ptr,
-                    i_mass_ptr, i_held_lse_ptr, of_inside_ptr, scale, SLOTS
+                    event, chunk, rank, i_list_ptr, first, last, inside_ptr, o_list_ptr, o_first, o_last, named_ptr,
+                    base, i_node_ptr, i_slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr,
+                    ratios_ptr, i_mass_ptr, i_held_lse_ptr, i_end_ptr, of_start_ptr, E, scale, SLOTS
                 )  # fmt: skip
         store_list(
             i_list_ptr, first, last, inside_ptr, row,
             student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
             partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-            of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
             s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
             grad_ptr, V_head, TARGETS, SLOTS
         )  # fmt: skip
@@ -180,7 +181,7 @@ def chain_node_bwd_kernel(
             o_list_ptr, o_first, o_last, named_ptr, row,
             student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
             partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-            of_start_ptr, node_chunk_ptr, of_node_ptr, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
             s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
             grad_ptr, V_head, TARGETS, SLOTS
         )  # fmt: skip

@@ -1,0 +1,124 @@
+"""The launches that find the events of the chain divergence on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+
+from xtoken_core.chain.tables import ChainTables, SideTable
+from xtoken_core.ops.chain import event_kernels
+from xtoken_core.ops.chain.events import Inner, SideTokens, Starts
+from xtoken_core.ops.chain.reference import ChainOptions
+
+BLOCK = 64
+"""Positions or chunks of a program."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """One side's chunks, by index in the flattened `[B, P]`.
+
+    Attributes:
+        first: `[B * P]` int32, a chunk's first position in the flattened `[B, T]`; -1 = none.
+        last: `[B * P]` int32, likewise its last one.
+        size: `[B * P]` int32, its number of positions.
+    """
+
+    first: Tensor
+    last: Tensor
+    size: Tensor
+
+
+@dataclass(frozen=True)
+class FoundEvents:
+    """Events as the kernels read them: int32, flags uint8.
+
+    Attributes:
+        sides: The student's chunks and the teacher's.
+        starts: One event per chunk.
+        in_student: One per position of the teacher; nodes inside the student's tokens.
+        in_teacher: One per position of the student.
+        event_of_row: `[B * T_s]`, the start at each of the student's rows; -1 = none.
+        event_of_teacher_row: `[B * T_t]`, likewise.
+    """
+
+    sides: tuple[Bounds, Bounds]
+    starts: Starts
+    in_student: Inner
+    in_teacher: Inner
+    event_of_row: Tensor
+    event_of_teacher_row: Tensor
+
+
+def find_events(
+    sides: tuple[SideTokens, SideTokens], max_chunks: int, tables: ChainTables, options: ChainOptions
+) -> FoundEvents:
+    """Find the events without waiting for the device.
+
+    Args:
+        sides: The student's tokens and the teacher's.
+        max_chunks: `P`.
+        tables: Tables of the two tokenizers.
+        options: Terms to include.
+    """
+    student, teacher = (_contiguous(side) for side in sides)
+    device, (B, T_s), T_t = student.chunk.device, student.chunk.shape, teacher.chunk.shape[1]
+    chunks = B * max_chunks
+    unset = torch.full((4 * chunks + B * (T_s + T_t),), -1, dtype=torch.int32, device=device)
+    s_first, s_last, t_first, t_last, of_row, of_teacher_row = unset.split([chunks] * 4 + [B * T_s, B * T_t])
+    for side, first, last in ((student, s_first, s_last), (teacher, t_first, t_last)):
+        R, T = side.chunk.numel(), side.chunk.shape[1]
+        event_kernels.chain_bounds_kernel[(triton.cdiv(R, BLOCK),)](
+            side.chunk, first, last, R, T, max_chunks, BLOCK=BLOCK
+        )
+    chunk, s_row, t_row, s_token, t_token, s_before, t_before, s_size, t_size = torch.empty(
+        (9, chunks), dtype=torch.int32, device=device
+    ).unbind()
+    at_cut = torch.empty(chunks, dtype=torch.uint8, device=device)
+    event_kernels.chain_event_kernel[(triton.cdiv(chunks, BLOCK),)](
+        s_first, s_last, t_first, t_last, student.predicted, teacher.predicted, student.read, teacher.read,
+        student.read_chunk, teacher.read_chunk, chunk, s_row, t_row, s_token, t_token, s_before, t_before, s_size,
+        t_size, at_cut, of_row, of_teacher_row, chunks, BLOCK=BLOCK,
+    )  # fmt: skip
+    bounds = Bounds(s_first, s_last, s_size), Bounds(t_first, t_last, t_size)
+    return FoundEvents(
+        sides=bounds,
+        starts=Starts(chunk, s_row, t_row, s_token, t_token, s_before, t_before, at_cut),
+        in_student=_find_inner(student, teacher, bounds, tables.student, max_chunks, options, learns=True),
+        in_teacher=_find_inner(teacher, student, bounds[::-1], tables.teacher, max_chunks, options, learns=False),
+        event_of_row=of_row,
+        event_of_teacher_row=of_teacher_row,
+    )
+
+
+def _find_inner(
+    holder: SideTokens,
+    other: SideTokens,
+    bounds: tuple[Bounds, Bounds],
+    side: SideTable,
+    max_chunks: int,
+    options: ChainOptions,
+    *,
+    learns: bool,
+) -> Inner:
+    R, T = other.chunk.numel(), other.chunk.shape[1]
+    if not len(side.bare_space):  # no token can be distinguished on the way
+        R = 0
+    found = torch.empty((4, R), dtype=torch.int32, device=other.chunk.device)
+    at_end = torch.empty(R, dtype=torch.uint8, device=found.device)
+    chunk, holder_row, fresh_row, node = found.unbind()
+    if R:
+        event_kernels.chain_inner_kernel[(triton.cdiv(R, BLOCK),)](
+            other.chunk, other.predicted, holder.predicted, bounds[1].first, bounds[1].last, bounds[0].first,
+            bounds[0].last, side.spelling_start, side.piece, side.node, side.bare_space.view(torch.uint8),
+            side.slot_start, chunk, holder_row, fresh_row, node, at_end, R, T, max_chunks,
+            END_TERMS=options.end_terms, BARE_SPACE=options.bare_space, LEARNS=learns, BLOCK=BLOCK,
+        )  # fmt: skip
+    return Inner(chunk, holder_row, fresh_row, node, at_end)
+
+
+def _contiguous(side: SideTokens) -> SideTokens:
+    return SideTokens(*(x.contiguous() for x in (side.chunk, side.predicted, side.read, side.read_chunk)))
