@@ -68,7 +68,7 @@ def find_events(
     device, (B, T_s), T_t = student.chunk.device, student.chunk.shape, teacher.chunk.shape[1]
     chunks = B * max_chunks
     unset = torch.full((4 * chunks + B * (T_s + T_t),), -1, dtype=torch.int32, device=device)
-    s_first, s_last, t_first, t_last, of_row, of_teacher_row = unset.split([chunks] * 4 + [B * T_s, B * T_t])
+    s_first, s_last, t_first, t_last, of_row, of_teacher_row = torch.split(unset, [chunks] * 4 + [B * T_s, B * T_t])
     for side, first, last in ((student, s_first, s_last), (teacher, t_first, t_last)):
         R, T = side.chunk.numel(), side.chunk.shape[1]
         event_kernels.chain_bounds_kernel[(triton.cdiv(R, BLOCK),)](

@@ -29,9 +29,9 @@ WORDS, RULES, TOKENS = 1024, 16, 32
 """Words of a live set, rules, and tokens of a rule's interval that are read at once."""
 TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 256, 128, 128
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
-BLOCK, SLOTS, CHUNKS = 1024, 256, 128
+BLOCK, SLOTS, CHUNKS = 1024, 512, 128
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 4, 4, 4, 4, 4
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 4, 4, 4, 4, 8
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 4, 8
 INTERPRETED_PROGRAMS = 3
 
