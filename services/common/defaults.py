@@ -223,7 +223,7 @@ def _complete_evaluation(completion: Completion, base: Path, output: Path, *, wr
             train, held_out, note = split
             document["data"]["path"], document["eval"] = str(train), {**given, "path": str(held_out)}
             if "field" in document["data"]:
-                document["eval"]["field"] = document["data"]["field"]
+                document["eval"].setdefault("field", document["data"]["field"])
             completion.notes.append(f"eval: {note}")
     if isinstance(document["eval"], dict):
         completion.fill("eval.max_bytes", _evaluation_bytes(completion, base), "about half a minute on this machine")

@@ -14,6 +14,7 @@ from services.common.supervised import supervised
 from services.common.weights import weight_count
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.train import OptimizerName
 from xtoken_core.errors import ConfigError
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
 from xtoken_core.transports.factory import pick_transport
@@ -28,6 +29,9 @@ COPIES = 4
 """Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
 COPIES_BETWEEN_STEPS = COPIES - 1
 """Without the gradient, which is freed at a step's end."""
+FEWER: dict[OptimizerName, int] = {"adamw": 0, "muon": 1, "adafactor": 2}
+"""Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
+none; that Muon leaves embedding and head to AdamW is not counted, as the estimate is a lower bound."""
 REMEDIES = (
     "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
@@ -55,8 +59,9 @@ def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
 
     Args:
         spec: The run's settings.
-        copies: Values per weight: `COPIES`, or `COPIES_BETWEEN_STEPS`.
+        copies: Values per weight with AdamW: `COPIES`, or `COPIES_BETWEEN_STEPS`.
     """
+    copies -= FEWER[spec.train.optimizer]
     weights = weight_bytes(spec.student.model, spec.student.dtype)
     if spec.train.lora is not None:
         return weights

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = 0.9
 """Fraction of a GPU's memory that is planned for: the rest is the driver's, the libraries' and fragmentation."""
+FEWER = {"muon": 1, "adafactor": 2}
+"""Values per weight that an optimiser keeps less than AdamW."""
 LARGEST = 16384
 """Tokens of a micro-batch at most: larger ones are hardly faster."""
 BLOCK_ROWS = 2048
@@ -86,19 +88,20 @@ def _stored_savers(completion: Completion) -> dict[str, Any]:
 
 def _with(document: dict[str, Any], savers: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that matter here, a saver's value where the document has none of its own."""
-    defaults = {"workers.signal": "auto", "train.master_weights": True}
+    defaults = {"workers.signal": "auto", "train.master_weights": True, "train.optimizer": "adamw"}
 
     def value_of(name: str) -> Any:
         table, _, key = name.partition(".")
         return document.get(table, {}).get(key, savers.get(name, defaults.get(name, False)))
 
-    return {name: value_of(name) for name in HIDDEN | NO_MASTERS}
+    return {name: value_of(name) for name in (*HIDDEN, *NO_MASTERS, "train.optimizer")}
 
 
 def _kept(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
     """Return the bytes that stay between micro-batches, and the block of logits of a head that is multiplied so."""
     masters = settings["train.master_weights"] and student.item < ITEM["float32"]
-    state = student.weights * (4 * ITEM["float32"] + student.item if masters else 4 * student.item)
+    copies = 4 - FEWER.get(settings["train.optimizer"], 0)
+    state = student.weights * (copies * ITEM["float32"] + student.item if masters else copies * student.item)
     block = 0
     if settings["student.blockwise_head"]:
         widths = student.vocabulary * LOGITS_COPIES + sum(2 * teacher.vocabulary for teacher in teachers)

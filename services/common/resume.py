@@ -34,6 +34,7 @@ SETTINGS = {
     "float32_weights": "train.master_weights",
     "micro_batch_tokens": "train.micro_batch_tokens",
     "packed": "train.packing",
+    "optimizer": "train.optimizer",
     "data": "the text",
 }
 """What messages call a field of the identity, if not by its own name."""

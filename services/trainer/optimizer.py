@@ -1,25 +1,32 @@
-"""AdamW with a linear warm-up and a cosine decay."""
+"""The optimiser of a run, with its schedule of learning rates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import Adafactor, AdamW, Optimizer
 
 from services.trainer.student import Student
 from xtoken_core.config.train import TrainSpec
+from xtoken_core.errors import ConfigError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
+"""Name of the count of updates in torch's state of a weight."""
 
 
 class StudentOptimizer:
-    """AdamW over the trainable weights of a student.
+    """AdamW, Adafactor or Muon over the trainable weights of a student.
 
     All state exists from the start, so that a checkpoint can be loaded into it in place.
+
+    Attributes:
+        weights: The trainable weights, by name.
+        parts: torch's optimisers; each weight is in one of them.
 
     Args:
         student: Its trainable weights are updated.
@@ -30,15 +37,15 @@ class StudentOptimizer:
     def __init__(self, student: Student, spec: TrainSpec, steps: int) -> None:
         self.student, self.spec, self.steps = student, spec, steps
         self.weights = student.trainable
+        self.parts = _optimizers(student, self.weights, spec)
         fused = student.device.type == "cuda"
-        self.adamw = AdamW(
-            decay_groups(self.weights.values(), spec), lr=spec.learning_rate, betas=spec.betas, fused=fused
-        )
-        for weight in self.weights.values():
-            self.adamw.state[weight] = {
-                "step": torch.zeros((), device=student.device if fused else "cpu"),
-                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in MOMENTS},
-            }
+        for part in self.parts:
+            for weight in (weight for group in part.param_groups for weight in group["params"]):
+                part.state[weight] = _initial_state(part, weight, student.device if fused else torch.device("cpu"))
+        self._state: dict[str, dict[str, Tensor]] = {
+            name: next(part.state[weight] for part in self.parts if weight in part.state)
+            for name, weight in self.weights.items()
+        }
 
     def clip(self) -> Tensor:
         """Clip the gradients to the norm `grad_clip`; returns the norm before, a scalar on the device."""
@@ -56,35 +63,101 @@ class StudentOptimizer:
             The learning rate.
         """
         rate = learning_rate(self.spec, self.steps, update)
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        self.adamw.step()
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
         self.zero_grad()
         self.student.sync_weights()
         return rate
 
     def zero_grad(self) -> None:
         """Clear gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
         """Return weights and moments by name, not copied; those of a sharded student are `DTensor`s."""
         state: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             state[f"model.{name}"] = weight.detach()
-            state |= {f"optimizer.{name}.{moment}": self.adamw.state[weight][moment] for moment in MOMENTS}
-        state["optimizer.steps"] = torch.stack([self.adamw.state[weight]["step"] for weight in self.weights.values()])
+            moments = self._state[name]
+            state |= {f"optimizer.{name}.{moment}": value for moment, value in moments.items() if moment != STEP}
+        state["optimizer.steps"] = torch.stack([count for _, count in self._counts()])
         return state
 
     def after_restore(self, state: Mapping[str, Tensor]) -> None:
         """Take over a checkpoint that was loaded into the tensors of `state`."""
-        for weight, count in zip(self.weights.values(), state["optimizer.steps"], strict=True):
-            self.adamw.state[weight]["step"].copy_(count)
+        for (_, own), count in zip(self._counts(), state["optimizer.steps"], strict=True):
+            own.copy_(count)
         self.student.sync_weights()
+
+    def _counts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the count of updates of every weight whose optimiser has one, by the weight's name."""
+        for name, moments in self._state.items():
+            if STEP in moments:
+                yield name, moments[STEP]
+
+
+def _optimizers(student: Student, weights: Mapping[str, nn.Parameter], spec: TrainSpec) -> list[Optimizer]:
+    """Return torch's optimisers for the weights of a student.
+
+    Muon (Jordan et al. 2024) takes the matrices between embedding and head, scaled so that AdamW's learning rates fit
+    (Liu et al. 2025, arXiv 2502.16982); AdamW takes the rest.
+
+    Raises:
+        ConfigError: This torch has no Muon.
+    """
+    fused = student.device.type == "cuda"
+    adamw: dict[str, Any] = {"lr": spec.learning_rate, "betas": spec.betas, "fused": fused}
+    if spec.optimizer == "adamw":
+        return [AdamW(decay_groups(weights.values(), spec), **adamw)]
+    if spec.optimizer == "adafactor":
+        return [Adafactor(decay_groups(weights.values(), spec), lr=spec.learning_rate)]
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        raise ConfigError(
+            f'train.optimizer = "muon": torch {torch.__version__} has no Muon: install torch 2.9 or newer'
+        )
+    ends = _ends_of(student)
+    hidden = {name: weight for name, weight in weights.items() if weight.ndim == 2 and name not in ends}
+    rest = [weight for name, weight in weights.items() if name not in hidden]
+    parts: list[Optimizer] = []
+    if hidden:
+        options = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        parts.append(muon(list(hidden.values()), **options))
+    if rest:
+        parts.append(AdamW(decay_groups(rest, spec), **adamw))
+    return parts
+
+
+def _ends_of(student: Student) -> set[str]:
+    """Return the names of the weights of embedding and head."""
+    model = student.model
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    ends = {id(weight) for module in modules if module is not None for weight in module.parameters()}
+    return {name for name, weight in model.named_parameters() if id(weight) in ends}
+
+
+def _initial_state(part: Optimizer, weight: nn.Parameter, device: torch.device) -> dict[str, Tensor]:
+    """Return the state that an optimiser would give a weight at its first step."""
+    if isinstance(part, AdamW):
+        moments = {name: _zeros(weight) for name in ("exp_avg", "exp_avg_sq")}
+    elif not isinstance(part, Adafactor):
+        return {"momentum_buffer": _zeros(weight)}
+    elif weight.ndim > 1:  # the second moment's mean over the columns and over the rows
+        moments = {"row_var": _zeros(weight[..., :1]), "col_var": _zeros(weight[..., :1, :])}
+    else:
+        moments = {"variance": _zeros(weight)}
+    return {STEP: torch.zeros((), device=device), **moments}
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like.detach(), memory_format=torch.preserve_format)
 
 
 def decay_groups(weights: Iterable[nn.Parameter], spec: TrainSpec) -> list[dict[str, object]]:
-    """Return AdamW's parameter groups: no weight decay on vectors (biases, norms)."""
+    """Return an optimiser's parameter groups: no weight decay on vectors (biases, norms)."""
     params = list(weights)
     return [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": spec.weight_decay},
@@ -93,9 +166,10 @@ def decay_groups(weights: Iterable[nn.Parameter], spec: TrainSpec) -> list[dict[
 
 
 def learning_rate(spec: TrainSpec, steps: int, update: int) -> float:
-    """Return the learning rate: linear warm-up, then a cosine from `learning_rate` down to `min_learning_rate`.
+    """Return the learning rate: linear warm-up, then the schedule from `learning_rate` down to `min_learning_rate`.
 
-    A function of the step alone, so that a resumed run needs no scheduler state.
+    A function of the step alone, so that a resumed run needs no scheduler state. `wsd` (warm-up, stable, decay; Hu et
+    al. 2024, arXiv 2404.06395) stays at the highest rate until the last `decay_fraction` of the run.
 
     Args:
         spec: The run's settings.
@@ -105,5 +179,11 @@ def learning_rate(spec: TrainSpec, steps: int, update: int) -> float:
     floor = min(spec.min_learning_rate / spec.learning_rate, 1.0)
     if update < spec.warmup_steps:
         return spec.learning_rate * ((update + 1) / spec.warmup_steps)
-    progress = (update - spec.warmup_steps) / max(steps - spec.warmup_steps, 1)
-    return spec.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+    began = spec.warmup_steps
+    if spec.schedule == "wsd":
+        began = max(began, steps - math.ceil(steps * spec.decay_fraction))
+    progress = min(max(update - began, 0) / max(steps - began, 1), 1.0)
+    if spec.schedule == "constant":
+        progress = 0.0
+    kept = 0.5 * (1 + math.cos(math.pi * progress)) if spec.schedule == "cosine" else 1 - progress
+    return spec.learning_rate * (floor + (1 - floor) * kept)

@@ -9,7 +9,7 @@ from pydantic import field_validator
 
 from xtoken_core.config.base import Part
 from xtoken_core.config.loss import LossConfig
-from xtoken_core.config.train import LoraSpec
+from xtoken_core.config.train import LoraSpec, OptimizerName
 
 
 class ModelIdentity(Part):
@@ -53,6 +53,7 @@ class RunIdentity(Part):
         data: Fingerprint of the text.
         packed: The samples of a micro-batch lie in one row.
         float32_weights: The optimiser's weights are float32.
+        optimizer: Kind of the state that a checkpoint holds.
     """
 
     name: str
@@ -68,6 +69,7 @@ class RunIdentity(Part):
     student: ModelIdentity
     float32_weights: bool
     lora: LoraSpec | None = None
+    optimizer: OptimizerName = "adamw"
     teacher: tuple[TeacherIdentity, ...]
     loss: LossConfig
 

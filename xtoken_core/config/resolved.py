@@ -130,6 +130,7 @@ class ResolvedRun(Part):
             student=student,
             float32_weights=spec.train.master_weights or spec.student.dtype == "float32",
             lora=spec.train.lora.model_copy(update={"export": "merged"}) if spec.train.lora else None,
+            optimizer=spec.train.optimizer,
             teacher=teachers,
             loss=spec.loss,
         )

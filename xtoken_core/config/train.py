@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from xtoken_core.config.base import Count, NoneWord, Part
 from xtoken_core.config.loss import NonNegative, Positive
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+OptimizerName = Literal["adamw", "adafactor", "muon"]
 
 
 class LoraSpec(Part):
@@ -39,14 +40,23 @@ class TrainSpec(Part):
     packing: Literal["auto", "on", "off"] = "auto"
     """Put the samples of a micro-batch one after the other into one row, without attention among them, instead of each
     into a padded row. `auto`: if the student and every teacher can be packed; `on`: refuse a run if one cannot."""
+    optimizer: OptimizerName = "adamw"
+    """`adafactor` keeps the second moment as a row and a column and no first one: half the memory beyond the weights or
+    less. `muon` orthogonalises the update of the matrices between embedding and head and leaves the rest to AdamW; it
+    takes AdamW's learning rates. Both need whole weights, not `parallel = "fsdp"`."""
     learning_rate: Positive = 1e-4
-    """AdamW's highest rate, reached after the warm-up."""
+    """The highest rate, reached after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Course of the rate from the warm-up to the end. `wsd` (warm-up, stable, decay) keeps the highest rate until the
+    last `decay_fraction` of the run, and then falls as `linear` does."""
     min_learning_rate: NonNegative = 0.0
-    """Rate at the end of the cosine schedule."""
+    """Rate at the end of the schedule; not read by `constant`."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """With `wsd`: fraction of the run's steps in which the rate falls."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of the linear warm-up."""
     weight_decay: NonNegative = 0.0
-    """AdamW's weight decay; vectors (biases, norms) are excluded."""
+    """Decoupled weight decay; vectors (biases, norms) are excluded."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
     grad_clip: Annotated[Positive | None, NoneWord] = 1.0
@@ -70,6 +80,15 @@ class TrainSpec(Part):
     keep_checkpoints: Count = 2
     """Number of newest checkpoints that are kept."""
     lora: LoraSpec | None = None
+
+    @model_validator(mode="after")
+    def _whole_weights(self) -> TrainSpec:
+        if self.parallel == "fsdp" and self.optimizer != "adamw":
+            raise ValueError(
+                f'train.optimizer = "{self.optimizer}" needs whole weights, which train.parallel = "fsdp" divides: '
+                'use "adamw", or "replicate"'
+            )
+        return self
 
 
 class ReportSpec(Part):

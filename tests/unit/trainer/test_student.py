@@ -78,14 +78,15 @@ def test_the_model_computes_with_its_rounded_masters() -> None:
     assert all(torch.equal(own[name], weight.to(torch.bfloat16)) for name, weight in student.trainable.items())
 
 
-def test_a_restored_state_goes_on_bit_for_bit() -> None:
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_a_restored_state_goes_on_bit_for_bit(name: str) -> None:
     def trained(optimizer: StudentOptimizer, steps: range) -> None:
         for step in steps:
             gradients(optimizer.student, (step,))
             optimizer.clip()
             optimizer.step(step)
 
-    spec = TrainSpec(learning_rate=0.01)
+    spec = TrainSpec.model_validate({"learning_rate": 0.01, "optimizer": name})
     whole, first, second = (StudentOptimizer(Student(make_model(), settings(BF16)), spec, steps=9) for _ in range(3))
     trained(whole, range(6))
     trained(first, range(3))
@@ -96,6 +97,32 @@ def test_a_restored_state_goes_on_bit_for_bit() -> None:
     second.after_restore(state)
     trained(second, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(whole.state().values(), second.state().values(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "masters"), [("adafactor", True), ("muon", True), ("muon", False)])
+def test_another_optimizer_lowers_the_loss_with_less_state(name: str, masters: bool) -> None:
+    spec = TrainSpec.model_validate({"learning_rate": 0.1 if name == "adafactor" else 0.01, "optimizer": name})
+    student = Student(make_model(), settings(BF16 if masters else None))
+    optimizer, batch, losses = StudentOptimizer(student, spec, steps=30), tokens(), []
+    for step in range(30):
+        loss = nll(student.outputs(batch), batch)
+        loss.backward()
+        losses.append(float(loss))
+        optimizer.step(step)
+    assert losses[-1] < 0.7 * losses[0]
+    state = {key: value for key, value in optimizer.state().items() if key.startswith("optimizer.")}
+    weights = sum(weight.numel() for weight in student.trainable.values())
+    assert sum(value.numel() for value in state.values()) < (0.3 if name == "adafactor" else 1.7) * weights
+
+
+def test_muon_leaves_embedding_head_and_vectors_to_adamw() -> None:
+    spec = TrainSpec(optimizer="muon")
+    state = StudentOptimizer(Student(make_model(), settings()), spec, steps=3).state()
+    by_adamw = {name for name in state if name.endswith("exp_avg")}
+    by_muon = {name for name in state if name.endswith("momentum_buffer")}
+    assert "optimizer.model.embed_tokens.weight.exp_avg" in by_adamw
+    assert all("_proj" in name for name in by_muon) and len(by_muon) == 2 * 7
+    assert not any("_proj" in name for name in by_adamw)
 
 
 @pytest.mark.slow
