@@ -134,7 +134,7 @@ def _optimizers(student: Student, weights: Mapping[str, nn.Parameter], spec: Tra
 def _ends_of(student: Student) -> set[str]:
     """Return the names of the weights of embedding and head."""
     model = student.model
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
     ends = {id(weight) for module in modules if module is not None for weight in module.parameters()}
     return {name for name, weight in model.named_parameters() if id(weight) in ends}
 
