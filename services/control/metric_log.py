@@ -21,6 +21,8 @@ POLL_S = 0.5
 RECENT = 20
 MAX_COLUMNS = 256
 CHUNK_BYTES = 1 << 22
+MAX_PASSED_BYTES = 1 << 28
+"""Bytes of a line beyond `MAX_LINE_BYTES` that one refresh passes over; the next one continues behind them."""
 MAX_STEP = 2**62
 MAX_INTEGER = 2**1000
 """Larger integers do not fit a float."""
@@ -60,7 +62,10 @@ class MetricLog:
         return len(self._steps)
 
     def refresh(self) -> None:
-        """Read the lines added since the last call; does nothing within half a second of it."""
+        """Read the lines added since the last call; does nothing within half a second of it.
+
+        A line that is too long is passed over in bounded parts, one per call, so that no reader waits for all of it.
+        """
         with self._lock:
             if time.monotonic() - self._read_at < POLL_S:
                 return
@@ -101,18 +106,24 @@ class MetricLog:
                 self._reset()
             self._inode = status.st_ino
             file.seek(self._offset)
-            torn = b""
-            while chunk := file.read(CHUNK_BYTES):
-                *lines, torn = (torn + chunk).split(b"\n")
+            pieces: list[bytes] = []  # of the line that has no end yet
+            passed = 0
+            while passed < MAX_PASSED_BYTES and (chunk := file.read(CHUNK_BYTES)):
+                *lines, rest = chunk.split(b"\n")
                 for line in lines:
+                    whole = b"".join((*pieces, line))
+                    pieces.clear()
                     if not self._in_long_line:
-                        self._add(line)
+                        self._add(whole)
                     self._in_long_line = False
-                    self._offset += len(line) + 1
-                if len(torn) > MAX_LINE_BYTES:  # no trainer writes such a line: it is passed over
+                    self._offset += len(whole) + 1
+                pieces.append(rest)
+                length = sum(map(len, pieces))
+                if self._in_long_line or length > MAX_LINE_BYTES:  # no trainer writes such a line: it is passed over
                     self._in_long_line = True
-                    self._offset += len(torn)
-                    torn = b""
+                    self._offset += length
+                    passed += length
+                    pieces.clear()
 
     def _add(self, raw: bytes) -> None:
         line = parse_line(raw)

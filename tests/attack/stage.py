@@ -25,6 +25,7 @@ from xtoken_core.data_plane.address import Address
 PATIENCE_S = 240.0
 QUEUE_MEMORY = 64 << 20
 SAMPLES_PER_STEP = 8
+KEPT_LINES = 8
 
 
 class Stage:
@@ -127,6 +128,12 @@ class Stage:
             if row["step"] != number or ids != list(range(first, first + SAMPLES_PER_STEP)):
                 return f"line {number} of steps.jsonl is step {row['step']} with ids {ids}"
         return "" if lines else "no step was trained"
+
+    def end_of_log(self, worker: str) -> str:
+        """Return the last lines of a worker's log in one line; an empty text without one."""
+        lines = [line for log in sorted((self.output / "logs").glob(f"{worker}.*.log"))
+                 for line in log.read_text(errors="replace").splitlines()[-KEPT_LINES:]]  # fmt: skip
+        return ": " + " | ".join(lines) if lines else ""
 
     def steps(self) -> int:
         """Return the number of steps that the run has trained."""

@@ -138,7 +138,7 @@ class Watch:
         while not self._over.is_set():
             for name, process in self._processes.items():
                 if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                    self._fault(f"{name} has ended")
+                    self._fault(f"{name} has ended{self.stage.end_of_log(name)}")
                     continue
                 if name not in bounds:
                     continue

@@ -31,6 +31,8 @@ from xtoken_core.errors import InputError
 Progress = Callable[[int, int], None]
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 30
+"""Longest line of a file that is text at all; lines beyond `MAX_RECORD_BYTES` are records that cannot be used."""
 _OPEN_FILES = 64
 
 
@@ -68,7 +70,7 @@ class DataIndex:
 
         Raises:
             InputError: A file is missing, unreadable, of an unknown kind, or no record of it has the field; no
-                record at all is usable; the cache cannot be written.
+                record at all is usable; a line is no text by its length; the cache cannot be written.
         """
         sources = find_sources(paths)
         directory = cache_dir.absolute() / _cache_key(sources, field)
@@ -202,11 +204,16 @@ def _write_index(directory: Path, sources: Sequence[Source], field: str, progres
         for source in sources:
             before = out.tell()
             digest = hashlib.sha256()
-            lines = source.kind in ("jsonl", "txt")
+            lines, begin = source.kind in ("jsonl", "txt"), 0
             for chunk, position in _chunks(source):
                 digest.update(chunk)
                 if lines:
-                    _write_line_starts(out, chunk, position, source.size)
+                    begin = _write_line_starts(out, chunk, position, source.size, begin)
+                    if position - begin > MAX_LINE_BYTES:
+                        raise InputError(
+                            f"{source.path}: the line that begins at byte {begin} is longer than "
+                            f"{MAX_LINE_BYTES >> 20} MiB, so this is no text with one record per line"
+                        )
                 done += len(chunk)
                 if progress is not None:
                     progress(done, total)
@@ -241,11 +248,13 @@ def _chunks(source: Source) -> Iterator[tuple[bytes, int]]:
             position += len(chunk)
 
 
-def _write_line_starts(out: BinaryIO, chunk: bytes, position: int, size: int) -> None:
+def _write_line_starts(out: BinaryIO, chunk: bytes, position: int, size: int, begin: int) -> int:
+    """Write where the lines of a chunk begin; return the beginning of the last one, `begin` if none does."""
     starts = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")).astype(np.int64) + (position + 1)
     if position == 0:
         starts = np.concatenate([np.zeros(1, dtype=np.int64), starts])
     starts[starts < size].tofile(out)
+    return int(starts[-1]) if len(starts) else begin
 
 
 def _write_block_starts(out: BinaryIO, source: Source, field: str) -> int:

@@ -95,6 +95,21 @@ def test_file_that_no_trainer_writes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert curve.sample(7, 10) == [{"step": 8}]
 
 
+def test_huge_line_is_passed_over_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_log, "MAX_PASSED_BYTES", 1 << 25)
+    file = tmp_path / "steps.jsonl"
+    write(file, [{"step": 0}])
+    with file.open("ab") as out:
+        out.truncate(1 << 27)
+        out.seek(0, os.SEEK_END)
+        out.write(b'\n{"step": 1}\n')
+    curve, seen = MetricLog(file), []
+    for _ in range(5):
+        curve.refresh()
+        seen.append(len(curve))
+    assert seen == [1, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("kind", ["fifo", "link"])
 def test_curve_that_is_no_regular_file(tmp_path: Path, kind: str) -> None:
     (tmp_path / "secret").write_text('{"step": 0, "loss": 1.0}\n')

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from xtoken_core.dataset import BadRecord, DataIndex, Record, readers
+from xtoken_core.dataset import index as dataset_index
 from xtoken_core.dataset.records import MAX_RECORD_BYTES
 from xtoken_core.errors import InputError
 
@@ -60,3 +61,15 @@ def test_record_longer_than_the_limit(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x" * (MAX_RECORD_BYTES + 1), "fine"]}), tmp_path / "x.parquet")
     first, second = index(tmp_path / "x.parquet").read([0, 1])
     assert isinstance(first, BadRecord) and first.reason == "longer than 64 MiB" and isinstance(second, Record)
+
+
+def test_line_longer_than_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_index, "MAX_LINE_BYTES", 3 << 20)
+    path, read = tmp_path / "x.jsonl", []
+    path.write_text('{"text": "fine"}\n')
+    with path.open("ab") as out:
+        out.truncate(1 << 30)
+    with pytest.raises(InputError, match=r"x\.jsonl: the line that begins at byte 17 is longer than 3 MiB"):
+        DataIndex.build([path], field="text", cache_dir=tmp_path / "cache", progress=lambda done, _: read.append(done))
+    assert max(read) < 6 << 20
+    assert list((tmp_path / "cache").iterdir()) == []
