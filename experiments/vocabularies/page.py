@@ -65,8 +65,8 @@ def render(result: Mapping[str, Any], many_cores: Mapping[str, Any]) -> str:
 def _times(result: Mapping[str, Any]) -> list[str]:
     of = result["environment"]
     lines = [
-        f"On {of['cores']} cores of {of['cpu']}, tokenizers {of['tokenizers']}; memory of the whole "
-        "process, and what it had with both tokenizers loaded, before the tables:",
+        f"On {of['cores']} cores of {of['cpu']}, tokenizers {of['tokenizers']}; memory of the whole process,",
+        "and what it had with both tokenizers loaded, before the tables:",
         "",
         "| pair | seconds | CPU seconds | peak memory | before |",
         "|---|---|---|---|---|",
