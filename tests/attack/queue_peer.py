@@ -125,10 +125,11 @@ def odd_columns(target: Target, rng: random.Random, seconds: float) -> None:
 
 
 def mutated_messages(target: Target, rng: random.Random, seconds: float) -> None:
-    """Send every golden request with random faults."""
+    """Send every golden request with random faults, in the name of a worker that the run does not have."""
     with own_partition(target) as (peer, name), bare_socket(target) as bare:
         requests = [
-            [frames[0].replace(b"\xa5train", msgpack.packb(name)), *frames[1:]]
+            # A hello in a worker's own name and incarnation replaces it, as the protocol says.
+            [frames[0].replace(b"\xa5train", msgpack.packb(name)).replace(b"trainer-0", b"mutated-0"), *frames[1:]]
             for frames in corpus(peer.session, ("train",))
         ]
         end = time.monotonic() + seconds
