@@ -67,6 +67,8 @@ TEACHER_HIDDEN = Field("teacher_hidden_states", "float32", "teacher", per_teache
 """Signal `queue`: the hidden states of the row, padding included, in the teacher's dtype. Volatile."""
 TEACHER_MAXIMA = Field("teacher_column_maxima", "float32", "sample", per_teacher=True)
 """Signal `queue`: the row's largest logit per column of the teacher's vocabulary, in its dtype. Volatile."""
+TEACHER_TOPK = Field("teacher_largest_logits", "float32", "teacher", per_teacher=True)
+"""Signal `queue`: each position's largest logits, as `xtoken_core.topk_logits` writes them. Volatile."""
 
 STUDENT_SAMPLE = Field("packed_sample", "int64", "student")
 """Packed batches only: index of the sample that a student token belongs to."""
@@ -95,6 +97,7 @@ PER_TEACHER = (
     TEACHER_LOGITS,
     TEACHER_HIDDEN,
     TEACHER_MAXIMA,
+    TEACHER_TOPK,
     TEACHER_SAMPLE,
     PAIR_SAMPLE,
 )

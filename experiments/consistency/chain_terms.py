@@ -19,7 +19,8 @@ from torch import Tensor
 from experiments.consistency.exact import Key, World
 from xtoken_core.chain import ChainTables
 from xtoken_core.ops.chain.live import live_mask
-from xtoken_core.ops.chain.reference import ChainOptions, floored_log, xlogy
+from xtoken_core.ops.chain.reference import ChainOptions, xlogy
+from xtoken_core.ops.numerics import floored_log
 
 BLOCK = 4096
 

@@ -125,7 +125,7 @@ def check_room(run: ResolvedRun, device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    rings = pick_transport(run.spec.workers.signal, device) == CUDA_IPC
+    rings = pick_transport(run.spec.workers.transport_name, device) == CUDA_IPC
     why = shortage(run, device.index, torch.cuda.device_count(), torch.cuda.mem_get_info(device)[1], rings=rings)
     if why and supervised():
         raise ConfigError(why)
@@ -183,6 +183,6 @@ def check_teacher(device: torch.device, weights: int, shape: RingShape, what: st
         raise ConfigError(
             f"{what} needs {(weights + ring) / GIB:.2f} GiB on {device} (weights {weights / GIB:.2f}, {shape.slots} "
             f"slots of its signal {ring / GIB:.2f}), {free / GIB:.2f} of {total / GIB:.2f} GiB are free: lower "
-            'workers.slots or train.micro_batch_tokens, send hidden states (workers.signal = "cuda_ipc_hidden"), or '
-            "give it another GPU"
+            'workers.slots or train.micro_batch_tokens, send less (teacher.content = "hidden" or "topk"), or give it '
+            "another GPU"
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xtoken_core.config.spec import padded_length
+from xtoken_core.config.spec import DEFAULT_TOPK, padded_length
 from xtoken_core.regular_files import read_json_object
+from xtoken_core.transports.ring import TOPK_SCALARS
 
 if TYPE_CHECKING:
     from services.common.defaults import Completion
@@ -48,6 +49,8 @@ class _Side:
         self.hidden = int(text.get("hidden_size", text.get("n_embd", 0)))
         self.layers = int(text.get("num_hidden_layers", text.get("n_layer", 1)))
         self.context = padded_length(int(settings["context_length"]))
+        self.content = settings.get("content")
+        self.topk = int(settings.get("topk", DEFAULT_TOPK))
 
 
 def fit_memory(completion: Completion, base: Path) -> None:
@@ -75,10 +78,15 @@ def fit_memory(completion: Completion, base: Path) -> None:
         if tokens >= longest:
             break
     for name, value in savers.items():
-        if name != "workers.signal" or teachers:
+        if name != "workers.signal" or (teachers and not _content_is_given(document)):
             completion.fill(name, value, "to fit the GPU")
     fits = max(longest, min(tokens, LARGEST) // longest * longest)
     completion.fill("train.micro_batch_tokens", fits, f"for a GPU of {completion.machine.gpu_bytes / GIB:.0f} GiB")
+
+
+def _content_is_given(document: dict[str, Any]) -> bool:
+    """Return whether the run file names what teachers send, or how, by the names that exclude `workers.signal`."""
+    return "transport" in document.get("workers", {}) or any("content" in each for each in document["teacher"])
 
 
 def _stored_savers(completion: Completion) -> dict[str, Any]:
@@ -112,7 +120,15 @@ def _kept(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> fl
 def _per_token(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
     """Return the bytes that one more token of a micro-batch takes on both sides."""
     hidden = "hidden" in str(settings["workers.signal"])
-    per_teacher = sum(2 * (t.hidden if hidden else t.vocabulary) * t.item + t.hidden * t.item * 8 for t in teachers)
+
+    def sent(teacher: _Side) -> int:
+        """Return the bytes of one token in a slot."""
+        content = teacher.content or ("hidden" if hidden else "logits")
+        if content == "topk":
+            return (2 * teacher.topk + TOPK_SCALARS) * ITEM["float32"]
+        return (teacher.hidden if content == "hidden" else teacher.vocabulary) * teacher.item
+
+    per_teacher = sum(2 * sent(t) + t.hidden * t.item * 8 for t in teachers)
     logits = 0 if settings["student.blockwise_head"] else student.vocabulary * student.item * LOGITS_COPIES
     layers = 1 if settings["student.checkpoint_activations"] else ACTIVATIONS
     activations = student.hidden * student.item * (student.layers * layers + ACTIVATIONS)

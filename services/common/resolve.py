@@ -114,7 +114,9 @@ def _check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[Re
         ConfigError: With the reason and what to change.
     """
     try:
-        spec.loss.check_teachers([t.weight for t in spec.teacher], _same_tokenizer(spec, student, teachers))
+        same_tokenizer = _same_tokenizer(spec, student, teachers)
+        spec.loss.check_teachers([t.weight for t in spec.teacher], same_tokenizer)
+        spec.loss.check_topk([t.content == "topk" for t in spec.teacher], same_tokenizer)
     except ValueError as error:
         raise ConfigError(f"loss: {error}") from error
 
@@ -235,17 +237,17 @@ def _check_messages(spec: RunSpec, index: DataIndex, same_tokenizer: Sequence[bo
 def _check_signal(resolved: ResolvedRun) -> None:
     spec = resolved.spec
     for number, teacher in enumerate(resolved.teachers):
-        if spec.sends_hidden_states and not teacher.hidden_size:
+        if spec.content_of(number) == "hidden" and not teacher.hidden_size:
             raise ConfigError(
-                f'workers.signal = "{spec.workers.signal}": {spec.teacher[number].model / "config.json"} names no '
-                'hidden_size: let the teacher send logits ("cuda_ipc", "shared_memory")'
+                f'teacher.{number}.content = "hidden": {spec.teacher[number].model / "config.json"} names no '
+                'hidden_size: let the teacher send logits (teacher.content = "logits" or "topk")'
             )
 
 
 def _check_memory(resolved: ResolvedRun) -> None:
     spec = resolved.spec
     rows, signals = resolved.span // spec.workers.nodes * largest_row(spec), 0
-    if spec.workers.signal == "queue":
+    if spec.workers.transport_name == "queue":
         shapes = [ring_shape(resolved, number) for number in range(len(resolved.teachers))]
         signals = spec.workers.ranks * sum(shape.slots * shape.slot_bytes for shape in shapes)
     if rows + signals > spec.queue.memory_limit:

@@ -11,7 +11,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, padded_length
 from xtoken_core.data_plane.run_client import StepRows
 from xtoken_core.plan import Plan, RowLengths, plan
-from xtoken_core.transports.ring import RingShape
+from xtoken_core.transports.ring import TOPK_DTYPE, RingShape, TopKSettings
 from xtoken_core.wire import Column
 
 
@@ -111,18 +111,26 @@ def max_widths(run: ResolvedRun) -> tuple[int, ...]:
 def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
     """Return the shape of a teacher's ring. Writer and reader compute it from the run, never from a message."""
     spec, model = run.spec, run.teachers[teacher]
-    hidden = model.hidden_size if spec.sends_hidden_states else 0
+    content = spec.content_of(teacher)
+    hidden = model.hidden_size if content == "hidden" else 0
     rows = 1 if run.packed else min(spec.train.samples_per_step, spec.train.micro_batch_tokens // PAD_MULTIPLE)
     return RingShape(
         slots=spec.ring_slots,
         slot_tokens=spec.train.micro_batch_tokens,
         head_width=model.head_width,
         vocab=model.vocab_size,
-        dtype=spec.teacher[teacher].dtype,
+        dtype=TOPK_DTYPE if content == "topk" else spec.teacher[teacher].dtype,
         hidden=hidden,
+        topk=min(spec.teacher[teacher].topk, model.vocab_size) if content == "topk" else 0,
         max_rows=rows if hidden and selects_columns(run, teacher) else 0,
         packed=run.packed,
     )
+
+
+def topk_settings(run: ResolvedRun, teacher: int) -> TopKSettings:
+    """Return what a teacher that is given by its largest logits sends of each position."""
+    shape, spec = ring_shape(run, teacher), run.spec
+    return TopKSettings(shape.topk, shape.vocab, spec.teacher[teacher].topk_mass, spec.loss.temperature)
 
 
 def selects_columns(run: ResolvedRun, teacher: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from services.common.event_callbacks import EventCallbacks
 from services.common.packed_batch import padded_row, row_of_side, values_of
 from services.common.padding import padded_batch
-from services.common.step_plan import StepPlan, plan_fields, plan_step, ring_shape
+from services.common.step_plan import StepPlan, plan_fields, plan_step, ring_shape, topk_settings
 from services.common.worker import WAIT_S, Worker
 from services.teacher.model import TeacherModel
 from xtoken_core import schema
@@ -93,8 +93,8 @@ class TeacherLoop:
             )
         if self.shape.hidden and not model.plain_head:
             raise ConfigError(
-                f'workers.signal = "{spec.workers.signal}": the logits of teacher {teacher} ({directory}) are not just '
-                'hidden states times head: let it send logits ("cuda_ipc", "shared_memory")'
+                f'teacher.{teacher}.content = "hidden": the logits of {directory} are not just hidden states times '
+                'head: let it send logits (teacher.content = "logits" or "topk")'
             )
 
     def serve(self) -> None:
@@ -240,7 +240,9 @@ class TeacherLoop:
         ring, slot = pair.ring, claimed.slot
         rows, width = tokens.shape
         view = ring.slot_view(slot, rows, width)
-        if self.shape.hidden:
+        if self.shape.topk:
+            self.model.write_topk(tokens, view, topk_settings(self.run, self.teacher), layout)
+        elif self.shape.hidden:
             maxima = ring.maxima_view(slot, rows) if self.shape.max_rows else None
             self.model.write_hidden(tokens, view, maxima, layout)
         else:

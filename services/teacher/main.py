@@ -44,7 +44,7 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
         for leftover in sweep():
             log.warning("removed %s, left behind by a process that is gone", leftover)
         device = device_of(spec, teacher, rank)
-        transport = pick_transport(spec.workers.signal, device)
+        transport = pick_transport(spec.workers.transport_name, device)
         worker.activity("loading the model")
         model = prepared_model(worker.run, teacher, device, transport)
         worker.alive()

@@ -15,7 +15,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.common.logits_check import logits_are_heads
 from services.common.packed_attention import packed_inputs
+from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.packing import PackedRow
+from xtoken_core.topk_logits import largest_logits, write_topk
+from xtoken_core.transports.ring import TopKSettings
 
 log = logging.getLogger("xtoken.teacher")
 
@@ -138,6 +141,35 @@ class TeacherModel:
         out.copy_(hidden, non_blocking=True)
         if maxima is not None:
             maxima.copy_(self.column_maxima(hidden, maxima.shape[1]), non_blocking=True)
+
+    @torch.inference_mode()
+    def write_topk(
+        self,
+        tokens: Int[Tensor, "B T"],
+        out: Float[Tensor, "B T W"],
+        settings: TopKSettings,
+        row: PackedRow | None = None,
+    ) -> None:
+        """Run the forward pass; each position's largest logits come from pieces of the head's product.
+
+        A model whose logits are not just that product computes them whole.
+
+        Args:
+            tokens: Padded ids, on the host.
+            out: A slot, on any device.
+            settings: What is sent of each position.
+            row: The layout of a packed row; None: each row is a sample.
+        """
+        if self.plain_head:
+            source, head = self.hidden(tokens, row).flatten(0, 1), self.head[: settings.vocab_size].t()
+        else:
+            source, head = self.model(**self._inputs(tokens, row)).logits.flatten(0, 1), None
+        targets = predicted_ids(self._on_device(tokens)).flatten()
+        for start in range(0, len(source), CHUNK_TOKENS):
+            piece = source[start : start + CHUNK_TOKENS].unsqueeze(0)
+            logits = piece if head is None else piece @ head
+            largest = largest_logits(logits, targets[start : start + CHUNK_TOKENS].unsqueeze(0), settings)
+            write_topk(largest, out.flatten(0, 1)[start : start + CHUNK_TOKENS].unsqueeze(0))
 
     @torch.inference_mode()
     def column_maxima(self, hidden: Float[Tensor, "B T H"], vocab: int) -> Float[Tensor, "B V_t"]:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from services.common.event_callbacks import EventCallbacks
-from services.common.step_plan import ring_shape
+from services.common.step_plan import ring_shape, topk_settings
 from services.common.worker import Worker
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits
+from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.factory import open_ring
 from xtoken_core.transports.head import load_head
 from xtoken_core.transports.queue_signal import QueueRingReader, take_columns
@@ -71,7 +72,7 @@ class TeacherRings:
             ring.receive(ref.slot, ref.generation, signal, ref.teacher)
 
     def logits(self, ref: SlotRef, rows: int, width: int) -> Logits:
-        """Return a micro-batch's teacher logits `[B, T_t, V_t]` on the student's device, or their factors.
+        """Return a micro-batch's teacher logits on the student's device: whole, their factors, or the largest.
 
         They are a view of the teacher's memory if that is on the device, and one copy otherwise.
 
@@ -81,6 +82,9 @@ class TeacherRings:
             width: Padded tokens per row, T_t.
         """
         signal = SignalSlot(RINGS.get(ref.ring), ref.slot, ref.generation, 0, rows, width)
+        if signal.ring.shape.topk:
+            rows_of_slot = signal.topk().to(self.device, non_blocking=True)
+            return read_topk(rows_of_slot, topk_settings(self.worker.run, ref.teacher))
         if not signal.ring.shape.hidden:
             return signal.logits().to(self.device, non_blocking=True)
         states = signal.hidden(self.device)
@@ -128,8 +132,8 @@ class TeacherRings:
             dtype: torch.dtype = getattr(torch, shape.dtype)
             return load_head(spec.model, width=shape.head_width, hidden=shape.hidden, dtype=dtype)
 
-        signal = run.spec.workers.signal
-        open_ring(signal, number, handle, shape, teacher=teacher, device=self.device, head=head)
+        transport = run.spec.workers.transport_name
+        open_ring(transport, number, handle, shape, teacher=teacher, device=self.device, head=head)
 
     def _check_replaced(self, teacher: int, number: int, error: Exception) -> None:
         """Raise the error of opening a ring, unless its teacher has ended meanwhile: the next one announces its own."""

@@ -35,11 +35,15 @@ class TeacherIdentity(ModelIdentity):
         projection: Fingerprint of its projection, or of the chain tables.
         weight: Static weight in the loss.
         fp8: Its matrix products are in float8.
+        topk: Tokens of a position that it is given by; None: it is given by all.
+        topk_mass: Fraction of the probability that these reach.
     """
 
     projection: str
     weight: float = 1.0
     fp8: bool = False
+    topk: int | None = None
+    topk_mass: float | None = None
 
 
 class RunIdentity(Part):

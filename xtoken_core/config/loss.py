@@ -27,6 +27,8 @@ PROJECTING_MODES: frozenset[LossMode] = frozenset({"p_kl", "gold", "h_kl"})
 """Modes that read a projection."""
 TABLE_MODES: frozenset[LossMode] = frozenset({"chain"})
 """Modes that read the chain tables of the two tokenizers."""
+TOPK_MODES: frozenset[LossMode] = frozenset({"p_kl", "alm", "chain"})
+"""Modes that compare with a teacher given by its largest logits."""
 FLAGS = ("gold_loss", "xtoken_loss", "uld_loss", "alm_loss")
 FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "p_kl": frozenset(),
@@ -37,6 +39,7 @@ FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "custom": frozenset(),
 }
 """The flags of the method's public configuration that select a mode."""
+LEAST_MASS = 0.5
 PUBLIC_NAMES = (*FLAGS, "vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl")
 """Names of the method's public configuration: a file that uses one without naming a mode means that method."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
@@ -84,6 +87,9 @@ class LossConfig(Part):
     """Chain: compare whether a token ends after the last token of a chunk, too."""
     chain_bare_space: bool = True
     """Chain: compare after a single space inside a token, too, although digits that come later may decide there."""
+    chain_least_mass: Annotated[float, Field(ge=0, le=1)] = LEAST_MASS
+    """Chain with `teacher.content = "topk"`: a chunk with a decision at which the teacher's listed tokens have less
+    than this fraction of the probability is compared by ALM (`tau` 1) instead."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
     ce_loss_scale: NonNegative = 0.1
@@ -181,6 +187,36 @@ class LossConfig(Part):
                     f'its teacher_modes entry "{own}" must be left out'
                 )
 
+    def check_topk(self, topk: Sequence[bool], same_tokenizer: Sequence[bool]) -> None:
+        """Refuse what cannot be computed from a teacher's largest logits.
+
+        Args:
+            topk: True for each teacher that is given by them.
+            same_tokenizer: True for each teacher with the student's own tokenizer.
+
+        Raises:
+            ValueError: With the reason and what to change.
+        """
+        if not any(topk):
+            if self.chain_least_mass != type(self).model_fields["chain_least_mass"].default:
+                raise ValueError('chain_least_mass belongs to teacher.content = "topk": unset it')
+            return
+        for teacher, (is_topk, same) in enumerate(zip(topk, same_tokenizer, strict=True)):
+            mode = self.mode_of(teacher)
+            if is_topk and not same and mode not in TOPK_MODES:
+                why = "its class reads logits" if mode == "custom" else "it sorts every token's probability"
+                raise ValueError(
+                    f'mode = "{mode}" cannot be computed from teacher {teacher}\'s largest logits, because {why}: set '
+                    'teacher.content = "hidden" or "logits", or another mode'
+                )
+        for name, is_set in {
+            'teacher_aggregation = "averaged_logits"': self.teacher_aggregation == "averaged_logits",
+            'dynamic_teacher_weights = "entropy"': self.dynamic_teacher_weights == "entropy",
+            "gradient_in_place": self.gradient_in_place,
+        }.items():
+            if is_set:
+                raise ValueError(f'{name} reads whole logits, and teacher.content is "topk": unset one of them')
+
     def _check_modes_are_used(self, same_tokenizer: Sequence[bool]) -> None:
         used = {self.mode_of(teacher) for teacher, same in enumerate(same_tokenizer) if not same}
         why = "every teacher has the student's tokenizer or a mode of its own"
@@ -235,7 +271,7 @@ class LossConfig(Part):
         if "alm" not in self.modes and self.alm_temperature != type(self).model_fields["alm_temperature"].default:
             return 'alm_temperature belongs to ALM: set mode = "alm" or unset it'
         if "chain" not in self.modes:
-            for name in ("chain_conditioning", "chain_end_terms", "chain_bare_space"):
+            for name in ("chain_conditioning", "chain_end_terms", "chain_bare_space", "chain_least_mass"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     return f"{name} belongs to chain, the mode is {self.mode}: unset one of them"
         return None

@@ -111,6 +111,8 @@ class ResolvedRun(Part):
                 projection=projection,
                 weight=teacher.weight,
                 fp8=teacher.fp8,
+                topk=teacher.topk if teacher.content == "topk" else None,
+                topk_mass=teacher.topk_mass,
             )
             for teacher, files, projection in zip(
                 spec.teacher, self.teachers, self.projection_fingerprints, strict=True

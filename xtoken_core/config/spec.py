@@ -14,18 +14,25 @@ from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
+from xtoken_core.config.workers import (
+    HIDDEN_SUFFIX,
+    Content,
+    QueueSpec,
+    RaySpec,
+    WorkersSpec,
+    check_content,
+    check_placement,
+)
 from xtoken_core.errors import ConfigError, InputError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-SignalName = Literal["auto", "cuda_ipc", "cuda_ipc_hidden", "shared_memory", "shared_memory_hidden", "queue"]
 
-
-TOGETHER_S = 20.0
-"""Minimum of seconds for several ranks to leave a run together."""
 PAD_MULTIPLE = 8
 """Padded lengths are rounded up to a multiple of this."""
 MAX_SLOTS = 1024
 """Maximum of slots of a ring in the queue's messages."""
+DEFAULT_TOPK = 64
+"""Tokens of a position that a teacher with `content = "topk"` sends."""
 CROSS_ENTROPY_ONLY = {"kl_loss_weight": 0.0, "ce_loss_scale": 1.0}
 """The loss of a run without teachers."""
 
@@ -81,6 +88,22 @@ class TeacherSpec(ModelSpec):
     fp8: bool = False
     """Store and multiply the weights of its linear layers in float8, scaled by row; the head keeps its dtype. Needs a
     GPU of the Ada or Hopper generation or newer."""
+    content: Content | None = None
+    """What it sends of a micro-batch: `logits`; `hidden`, its hidden states, with the head once; `topk`, the largest
+    logits of each position, its log-normaliser and the log-probability of the text's own token. Left out: `hidden` with
+    the transport `queue`, else `logits`."""
+    topk: Annotated[int, Field(ge=1)] = DEFAULT_TOPK
+    """`topk`: maximum of tokens that it sends of a position."""
+    topk_mass: Annotated[float | None, Field(gt=0, le=1)] = None
+    """`topk`: of a position's largest tokens send only as many as have this fraction of its probability, at most
+    `topk`."""
+
+    @model_validator(mode="after")
+    def _settings_of_topk(self) -> TeacherSpec:
+        for name in ("topk", "topk_mass"):
+            if self.content != "topk" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name} belongs to content = "topk": set that or unset {name}')
+        return self
 
 
 class DataSpec(Part):
@@ -103,65 +126,6 @@ class DataSpec(Part):
     def paths(self) -> tuple[Path, ...]:
         """The path or paths, always as a tuple."""
         return self.path if isinstance(self.path, tuple) else (self.path,)
-
-
-class QueueSpec(Part):
-    """The transfer queue of the run."""
-
-    address: str | None = None
-    """`ipc://…` or `tcp://127.0.0.1:PORT`; left out, a socket in a private directory."""
-    memory_limit: Count = 1 << 30
-    """Maximum of bytes of samples in memory."""
-    block_size: Count | None = None
-    """Positions that a collator leases at once; divides samples_per_step. Left out: the largest divisor up to 16."""
-    span_steps: Annotated[int, Field(ge=3)] = 3
-    """Steps by which collators may be ahead of the trainer."""
-    max_attempts: Count = 3
-    """Refusals (nacks) of a sample before it is a dead letter."""
-    max_dead: Annotated[int, Field(ge=0)] = 0
-    """More dead letters than this end the run."""
-
-
-class WorkersSpec(Part):
-    """The processes of the run."""
-
-    launcher: Literal["local", "ray"] = "local"
-    """Launcher of the processes: `local` on this machine, `ray` on the nodes of a Ray cluster (`[ray]`)."""
-    nodes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Node groups. Each has a queue, collators, teachers and trainers of its own and an equal part of every step; only
-    gradients cross nodes. With `ray` each is on a node of its own; with `local` all are on this machine, for tests."""
-    collators: Count = 2
-    """Collator processes, of each node group."""
-    ranks: Count = 1
-    """Student processes of each node group; each has a teacher process of its own per teacher."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU where there is one; rank r uses GPU r modulo their number."""
-    signal: SignalName = "auto"
-    """Transport of the teachers' signal: logits or, far smaller, hidden states and the head once. `auto`
-    is `cuda_ipc` on a GPU and `shared_memory` elsewhere; `queue` sends hidden states to another node."""
-    slots: Annotated[int, Field(ge=1, le=64)] = 2
-    """Micro-batches that a teacher may be ahead of its student."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Restarts of a worker without progress in between before the run fails."""
-    load_timeout_s: Positive = 600.0
-    """Seconds without progress after which a loading worker counts as hung."""
-    step_timeout_s: Positive = 600.0
-    """Seconds without progress after which a running worker counts as hung."""
-    stop_timeout_s: Positive = 120.0
-    """Seconds that workers have for a graceful shutdown, in which the trainer writes a checkpoint."""
-
-
-class RaySpec(Part):
-    """The Ray cluster of a run with `workers.launcher = "ray"`. Every node sees the same files at the same paths."""
-
-    address: Annotated[str, Field(pattern=r"^(auto|[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5})$", max_length=256)] = "auto"
-    """The head's `HOST:PORT`; `auto` is the cluster that this machine belongs to."""
-    cpus: Annotated[float, Field(gt=0)] | None = None
-    """Ray's CPUs that a node group takes; one per process if left out."""
-    gpus: Annotated[int, Field(ge=0)] | None = None
-    """GPUs that a node group takes; one per rank if left out, none on CPUs."""
-    wait_s: Positive = 300.0
-    """Seconds that the run waits for nodes, at its start and after losing one, before it fails."""
 
 
 class RunSpec(Part):
@@ -222,6 +186,7 @@ class RunSpec(Part):
                 "lower train.samples_per_step"
             )
         check_placement(self.workers, self.queue)
+        check_content(self.workers, [teacher.content for teacher in self.teacher])
         if self.student.dtype == "float16":
             raise ValueError(
                 "student.dtype: a student is not trained in float16, where gradients this small vanish: use bfloat16"
@@ -232,10 +197,11 @@ class RunSpec(Part):
         self.loss.check_weights([t.weight for t in self.teacher])
         return self
 
-    @property
-    def sends_hidden_states(self) -> bool:
-        """True if the teachers' signal is hidden states instead of logits."""
-        return self.workers.signal in ("cuda_ipc_hidden", "shared_memory_hidden", "queue")
+    def content_of(self, teacher: int) -> Content:
+        """Return what a teacher sends, by its number."""
+        workers = self.workers
+        hidden = workers.signal.endswith(HIDDEN_SUFFIX) or workers.transport_name == "queue"
+        return self.teacher[teacher].content or ("hidden" if hidden else "logits")
 
     @property
     def ring_slots(self) -> int:
@@ -276,28 +242,6 @@ def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:
     other = f"loss.{other}" if other else "eval.teacher_kl" if held_out is not None and held_out.teacher_kl else None
     if other:
         raise ValueError(f"{other} compares with a teacher, and this run has none: unset it, or name a [teacher]")
-
-
-def check_placement(workers: WorkersSpec, queue: QueueSpec) -> None:
-    """Refuse impossible placements of a run's processes.
-
-    Raises:
-        ValueError: The settings that exclude each other, and what to do.
-    """
-    many = workers.nodes > 1
-    if queue.address is not None and (many or workers.launcher == "ray"):
-        raise ValueError(
-            "queue.address: with several nodes, or on Ray, every queue gets an address of its own: unset it"
-        )
-    if workers.device == "cpu" and workers.signal.startswith("cuda_ipc"):
-        raise ValueError(f'workers.signal = "{workers.signal}" needs GPUs, and workers.device is "cpu": use "auto"')
-    if workers.nodes * workers.ranks > 1 and workers.stop_timeout_s < TOGETHER_S:
-        raise ValueError(
-            f"workers.stop_timeout_s = {workers.stop_timeout_s:g}: several ranks may need seconds to leave together "
-            f"before they save: at least {TOGETHER_S:g}"
-        )
-    if workers.launcher == "ray" and workers.device == "auto":
-        raise ValueError('workers.launcher = "ray" must know what a node needs: set workers.device to "cuda" or "cpu"')
 
 
 def _absolute(value: Any, base: Path) -> Any:

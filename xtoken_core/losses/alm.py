@@ -14,6 +14,7 @@ from xtoken_core.losses.common import Divergence, EvalOptions, Pairing
 from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import EPSILON, kl_terms
+from xtoken_core.topk_logits import TopKLogits
 
 
 class ALMLoss(ChunkLoss):
@@ -46,11 +47,27 @@ class ALMLoss(ChunkLoss):
         """
         if pairing.teacher_targets is None:
             raise ValueError("ALM needs the tokens that the teacher's positions predict")
-        student, teacher = cut(student_logits, self.student_vocab_size), cut(teacher_logits, self.vocab_size)
-        student_chunk_id, teacher_chunk_id = pairing.chunk_ids
-        tau, P = self.config.alm_temperature, pairing.max_chunks
-        log_s = chunk_log_likelihood(student, pairing.student_targets, student_chunk_id, P) / tau
-        log_t = chunk_log_likelihood(teacher, pairing.teacher_targets, teacher_chunk_id, P) / tau
+        teacher, chunk_id = cut(teacher_logits, self.vocab_size), pairing.chunk_ids[1]
+        log_t = chunk_log_likelihood(teacher, pairing.teacher_targets, chunk_id, pairing.max_chunks)
+        return self._divergence(pairing, student_logits, log_t)
+
+    def evaluate_topk(
+        self,
+        pairing: Pairing,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher: TopKLogits,
+        columns: Int[Tensor, " K"] | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the same from the log-probabilities of the text's own tokens: nothing is lost."""
+        log_t = chunk_sum(teacher.own, pairing.chunk_ids[1], pairing.max_chunks)
+        return self._divergence(pairing, student_logits, log_t)
+
+    def _divergence(self, pairing: Pairing, student_logits: Tensor, log_t: Tensor) -> Divergence:
+        """Return the divergence from the teacher's log-likelihood of every chunk."""
+        student, tau = cut(student_logits, self.student_vocab_size), self.config.alm_temperature
+        log_s = chunk_log_likelihood(student, pairing.student_targets, pairing.chunk_ids[0], pairing.max_chunks) / tau
+        log_t = log_t / tau
         return Divergence((bernoulli_kl(log_s, log_t) if self.config.reverse_kl else bernoulli_kl(log_t, log_s),))
 
 
@@ -80,6 +97,17 @@ def chunk_log_likelihood(
         max_chunks: `P`.
     """
     nll, _ = get_op("cross_entropy", logits.device)(logits, targets)
-    means, sizes = get_op("chunk_mean", logits.device)(nll.unsqueeze(-1), chunk_id, max_chunks)
+    return -chunk_sum(nll, chunk_id, max_chunks)
+
+
+def chunk_sum(values: Float[Tensor, "B T"], chunk_id: Int[Tensor, "B T"], max_chunks: int) -> Float[Tensor, "B P"]:
+    """Return the sum of each chunk's values.
+
+    Args:
+        values: One per position.
+        chunk_id: The chunk of each position, -1 = none.
+        max_chunks: `P`.
+    """
+    means, sizes = get_op("chunk_mean", values.device)(values.unsqueeze(-1), chunk_id, max_chunks)
     total: Tensor = means.squeeze(-1) * (sizes + EPSILON)  # the op divides by sizes + EPSILON
-    return -total
+    return total

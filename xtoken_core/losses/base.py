@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig, LossMode
-from xtoken_core.errors import InputError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.common import (
     ChunkView,
     Divergence,
@@ -24,9 +24,10 @@ from xtoken_core.losses.common import (
     masked_sum,
     partial_mean,
 )
-from xtoken_core.losses.lazy_logits import Logits, cut
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits, cut
 from xtoken_core.losses.masks import SampleTokens, next_token_targets, predicted_ids
 from xtoken_core.ops import get_op
+from xtoken_core.topk_logits import TopKLogits
 
 
 class Loss(ABC):
@@ -111,6 +112,44 @@ class Loss(ABC):
             options: How to read and what else to return.
         """
 
+    def evaluate_topk(
+        self,
+        pairing: Pairing,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher: TopKLogits,
+        columns: Int[Tensor, " K"] | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the same from a teacher's largest logits; a loss that can has a method of its own.
+
+        Args:
+            pairing: As for `evaluate`.
+            student_logits: As for `evaluate`.
+            teacher: The teacher's largest logits.
+            columns: The result of `columns`.
+            options: As for `evaluate`.
+
+        Raises:
+            ConfigError: This loss reads whole logits.
+        """
+        raise ConfigError(
+            f'teacher {self.index}: {type(self).__name__} reads whole logits: set teacher.content = "hidden" or '
+            '"logits", or another loss.mode'
+        )
+
+    def compare(
+        self,
+        pairing: Pairing,
+        student_logits: Tensor,
+        teacher: Tensor | TopKLogits,
+        columns: Tensor | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the divergence from whatever form the teacher's logits have; arguments as for `evaluate`."""
+        if isinstance(teacher, TopKLogits):
+            return self.evaluate_topk(pairing, student_logits, teacher, columns, options)
+        return self.evaluate(pairing, student_logits, teacher, columns, options)
+
     @abstractmethod
     def reduce(self, batch: Mapping[str, Tensor], divergence: Divergence, denominator: Scalar | None) -> TeacherTerm:
         """Reduce a divergence to this micro-batch's part of the step's mean, with its metrics.
@@ -146,7 +185,7 @@ class Loss(ABC):
                 f"teacher {self.index}: its head gives {teacher_logits.shape[-1]} logits, its tokenizer has "
                 f"{self.vocab_size} tokens: this model and tokenizer do not belong together"
             )
-        maxima = None if isinstance(teacher_logits, Tensor) else teacher_logits.column_maxima
+        maxima = teacher_logits.column_maxima if isinstance(teacher_logits, HeadProjection) else None
         if maxima is not None and maxima.shape[-1] < self.vocab_size:
             raise InputError(
                 f"teacher {self.index}: column maxima of {maxima.shape[-1]} tokens were given, its tokenizer has "
@@ -166,7 +205,11 @@ class Loss(ABC):
         if isinstance(teacher_logits, Tensor):
             ids: Tensor = select(cut(teacher_logits, size), k)
         elif k < size:
-            ids = select(teacher_logits.column_maximum(size), k)
+            if isinstance(teacher_logits, TopKLogits):
+                maximum = teacher_logits.column_maximum().view(1, 1, size)
+            else:
+                maximum = teacher_logits.column_maximum(size)
+            ids = select(maximum, k)
         else:  # no reason to multiply the head out
             ids = torch.arange(size, device=teacher_logits.device)
         return ids

@@ -12,12 +12,17 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.errors import ConfigError
+from xtoken_core.losses.alm import bernoulli_kl, chunk_log_likelihood, chunk_sum
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import ChunkView, Divergence, EvalOptions, LossTeacher, Pairing, ReadTokens
+from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.losses.masks import kept_chunk_ids, next_token_targets, predicted_ids
 from xtoken_core.ops import get_op
 from xtoken_core.ops.chain.events import PARTS, SideTokens
-from xtoken_core.ops.chain.reference import ChainOptions, ChainResult, ChainSettings
+from xtoken_core.ops.chain.kept_mass import kept_mass
+from xtoken_core.ops.chain.reference import ChainOptions, ChainResult, ChainSettings, chain_parts
+from xtoken_core.ops.chain.teacher_rows import TopKTeacher
+from xtoken_core.topk_logits import TopKLogits
 
 
 class ChainLoss(ChunkLoss):
@@ -94,17 +99,60 @@ class ChainLoss(ChunkLoss):
         Raises:
             ValueError: The pairing lacks the tokens that positions have read, or those that the teacher's predict.
         """
-        read = pairing.read
-        if read is None or pairing.teacher_targets is None:
-            raise ValueError("chain needs the tokens that positions have read and those that they predict")
-        chunk_ids = pairing.chunk_ids
-        sides = (
-            SideTokens(chunk_ids[0], pairing.student_targets, read.student_ids, read.student_chunk_id),
-            SideTokens(chunk_ids[1], pairing.teacher_targets, read.teacher_ids, read.teacher_chunk_id),
-        )
+        sides = _sides(pairing)
         settings = ChainSettings(
             pairing.max_chunks, self.options, self.config.temperature, with_cross_entropy=options.with_tokens
         )
         result: ChainResult = self.op(student_logits, teacher_logits, *sides, self.tables, settings)
         tokens = None if result.losses is None or result.hits is None else (result.losses, result.hits)
         return Divergence((result.start, result.inner, result.end), tokens=tokens)
+
+    def evaluate_topk(
+        self,
+        pairing: Pairing,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher: TopKLogits,
+        columns: Int[Tensor, " K"] | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the parts of every chunk's KL with a class of the tokens that the teacher does not list.
+
+        A chunk with a decision of which the listed tokens have less than `chain_least_mass` has ALM's value (`tau` 1)
+        as its inner part, and no others. The reported mass is the least fraction at a chunk's decisions.
+        """
+        sides, P, T = _sides(pairing), pairing.max_chunks, self.config.temperature
+        self.tables.read_sizes()
+        width = self.widths[1]
+        listed = teacher.with_own(sides[1].predicted, sides[1].chunk >= 0)
+        log_probs = listed.log_probs()
+        # Tokens of the teacher that the tables do not have belong to the tail.
+        tail = listed.log_rest.exp() + torch.where(listed.ids >= width, log_probs.exp(), 0.0).sum(-1)
+        given = TopKTeacher(listed.ids, log_probs, width, tail)
+        student = cut(student_logits, self.widths[0])
+        parts = chain_parts(student, given, sides, P, self.tables, self.options, temperature=T)
+        kept = kept_mass(given, sides, P, self.tables, self.options)
+        scaled = cut(student_logits, self.student_vocab_size) / T
+        log_s = chunk_log_likelihood(scaled, sides[0].predicted, sides[0].chunk, P)
+        log_t = chunk_sum(teacher.own_scaled().to(log_s.dtype), sides[1].chunk, P)
+        weak = kept < self.config.chain_least_mass
+        start, inner, end = parts.masked_fill(weak, 0.0).unbind()
+        inner = inner + torch.where(weak, bernoulli_kl(log_t, log_s), 0.0).to(inner.dtype)
+        tokens = None
+        if options.with_tokens:
+            tokens = get_op("cross_entropy", student_logits.device)(student_logits, pairing.student_targets)
+        return Divergence((start, inner, end), mass=kept, tokens=tokens)
+
+
+def _sides(pairing: Pairing) -> tuple[SideTokens, SideTokens]:
+    """Return both sides' tokens.
+
+    Raises:
+        ValueError: The pairing lacks the tokens that positions have read, or those that the teacher's predict.
+    """
+    read, chunk_ids = pairing.read, pairing.chunk_ids
+    if read is None or pairing.teacher_targets is None:
+        raise ValueError("chain needs the tokens that positions have read and those that they predict")
+    return (
+        SideTokens(chunk_ids[0], pairing.student_targets, read.student_ids, read.student_chunk_id),
+        SideTokens(chunk_ids[1], pairing.teacher_targets, read.teacher_ids, read.teacher_chunk_id),
+    )

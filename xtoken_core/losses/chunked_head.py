@@ -131,7 +131,7 @@ class ChunkedHead:
             with nullcontext() if self.trains_on_kd else torch.no_grad():
                 options = EvalOptions(gathered, overwrite, with_tokens=teacher is self.with_tokens)
                 pairing = _pairing(teacher, side, n, self.blocks.rows[n], targets)
-                divergence = teacher.loss.evaluate(pairing, logits, rows(side.rows[n]), teacher.columns, options)
+                divergence = teacher.loss.compare(pairing, logits, rows(side.rows[n]), teacher.columns, options)
             tokens = tokens or divergence.tokens
             divergences.append(divergence)
         losses, hits = tokens or get_op("cross_entropy", logits.device)(logits, targets, overwrite=logits.requires_grad)

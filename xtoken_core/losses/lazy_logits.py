@@ -9,7 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from xtoken_core.errors import ConfigError
 from xtoken_core.ops.numerics import upcast
+from xtoken_core.topk_logits import TopKLogits
+
+LARGEST_ONLY = "whole logits are needed here, and the teacher sends the largest only (teacher.content)"
 
 RowLogits = Callable[[Tensor], Tensor]
 """A function from `[R]` int64 indices of positions in the flattened batch to their logits `[1, R, W]`.
@@ -84,8 +88,8 @@ class HeadProjection:
         return weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 
 
-Logits = Tensor | HeadProjection
-"""One model's logits `[B, T, V]`, as a tensor or in factored form."""
+Logits = Tensor | HeadProjection | TopKLogits
+"""One model's logits `[B, T, V]`, as a tensor, in factored form, or by the largest of each position."""
 
 
 class HeadRows:
@@ -146,7 +150,7 @@ def logit_rows(logits: Tensor, width: int | None = None, columns: Tensor | None 
     return rows_of
 
 
-def row_logits(logits: Logits, width: int | None = None, columns: Tensor | None = None) -> RowLogits:
+def row_logits(logits: Tensor | HeadProjection, width: int | None = None, columns: Tensor | None = None) -> RowLogits:
     """Return a function to the logits of some positions, from either form.
 
     Args:
@@ -173,7 +177,9 @@ class MeanLogits:
 
     def rows(self) -> RowLogits:
         """Return a function to the mean at some positions."""
-        models = [row_logits(model, self.width) for model in self.models]
+        if any(isinstance(model, TopKLogits) for model in self.models):
+            raise ConfigError(LARGEST_ONLY)
+        models = [row_logits(model, self.width) for model in self.models if not isinstance(model, TopKLogits)]
         return lambda rows: self._mean([model(rows) for model in models])
 
     def _mean(self, logits: Sequence[Tensor]) -> Tensor:
@@ -189,7 +195,13 @@ def cut(logits: Float[Tensor, "B T V"], vocab_size: int) -> Float[Tensor, "B T W
 
 
 def as_tensor(logits: Logits) -> Tensor:
-    """Return logits as a tensor."""
+    """Return logits as a tensor.
+
+    Raises:
+        ConfigError: They are the largest of each position.
+    """
+    if isinstance(logits, TopKLogits):
+        raise ConfigError(LARGEST_ONLY)
     return logits.logits() if isinstance(logits, HeadProjection) else logits
 
 
@@ -203,7 +215,12 @@ def map_positions(
         logits: A tensor is passed whole, factored logits `rows` positions at a time.
         ids: One per position.
         rows: Positions of a head multiplied at once.
+
+    Raises:
+        ConfigError: The logits are the largest of each position.
     """
+    if isinstance(logits, TopKLogits):
+        raise ConfigError(LARGEST_ONLY)
     if isinstance(logits, Tensor):
         return function(logits, ids)
     model, indices = HeadRows(logits), torch.arange(ids.numel(), device=ids.device)

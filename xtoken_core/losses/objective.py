@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,9 +17,10 @@ from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_members, class_metrics
 from xtoken_core.losses.common import Divergence, EvalOptions, Pairing, Scalar, TeacherTerm, detached
 from xtoken_core.losses.cross_entropy import mean_over_tokens
-from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, RowLogits, row_logits
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, row_logits
 from xtoken_core.losses.masks import next_token_targets
 from xtoken_core.ops import get_op
+from xtoken_core.topk_logits import TopKLogits
 
 Metrics = dict[str, Tensor]
 
@@ -64,14 +65,18 @@ class ComparedTeacher:
         """The compared tokens, unless they are the whole vocabulary."""
         return None if self.columns is None or self.columns.shape[0] == self.loss.vocab_size else self.columns
 
-    def whole(self) -> tuple[Tensor, bool]:
+    def whole(self) -> tuple[Tensor | TopKLogits, bool]:
         """Return the logits of every position, and True if they are those of `columns` only."""
+        if isinstance(self.logits, TopKLogits):
+            return self.logits, False
         if isinstance(self.logits, HeadProjection):
             return self.logits.logits(self.subset), self.subset is not None
         return (self.logits if isinstance(self.logits, Tensor) else self.logits.whole()), False
 
-    def rows(self) -> tuple[RowLogits, bool]:
+    def rows(self) -> tuple[Callable[[Tensor], Tensor | TopKLogits], bool]:
         """Return a function from positions to logits, and True if they are those of `columns` only."""
+        if isinstance(self.logits, TopKLogits):
+            return self.logits.rows, False
         if isinstance(self.logits, MeanLogits):
             return self.logits.rows(), False
         return row_logits(self.logits, self.loss.vocab_size, self.subset), self.subset is not None
@@ -145,7 +150,7 @@ def evaluate_whole(
         for teacher in teachers:
             logits, gathered = teacher.whole()
             options = EvalOptions(gathered=gathered, with_tokens=teacher is with_tokens)
-            divergences.append(teacher.loss.evaluate(teacher.pairing, student_logits, logits, teacher.columns, options))
+            divergences.append(teacher.loss.compare(teacher.pairing, student_logits, logits, teacher.columns, options))
     tokens = next((each.tokens for each in divergences if each.tokens is not None), None)
     if tokens is None:
         tokens = get_op("cross_entropy", student_logits.device)(student_logits, next_token_targets(batch))

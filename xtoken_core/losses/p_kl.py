@@ -12,9 +12,11 @@ from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
 from xtoken_core.losses.lazy_logits import Logits, cut
+from xtoken_core.losses.p_kl_rest import column_log_probs, p_kl_with_rest
 from xtoken_core.ops import get_op
 from xtoken_core.ops.p_kl import PKLCrossEntropyResult, PKLOptions, PKLResult
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
+from xtoken_core.topk_logits import TopKLogits
 
 SLICE_ENTRIES = 1 << 25
 """Probabilities that are in memory at once while unreachable mass is measured."""
@@ -30,6 +32,7 @@ class PKLLoss(ChunkLoss):
     mode: ClassVar[LossMode] = "p_kl"
     count_name = "num_valid_pairs"
     with_cross_entropy = True
+    reads_teacher_targets = True
     accuracy_counts_masked = True  # as the public implementation does, for this loss only
 
     def __init__(
@@ -88,6 +91,44 @@ class PKLLoss(ChunkLoss):
         both: PKLCrossEntropyResult = op(student_logits, *compared, pairing.student_targets, p_kl_options)
         return Divergence((both.kl,), both.agrees, both.mass, (both.losses, both.hits), unreachable)
 
+    def evaluate_topk(
+        self,
+        pairing: Pairing,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher: TopKLogits,
+        columns: Int[Tensor, " K"] | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the KL of every chunk over the compared tokens and one class of all others.
+
+        Raises:
+            ValueError: The pairing lacks the tokens that the teacher's positions predict.
+        """
+        if columns is None or pairing.teacher_targets is None:
+            raise ValueError("P-KL of the largest logits needs the compared tokens and those that the teacher predicts")
+        config, student_chunk_id, teacher_chunk_id = self.config, *pairing.chunk_ids
+        teacher = teacher.with_own(pairing.teacher_targets, teacher_chunk_id >= 0)
+        p_kl_options = PKLOptions(
+            pairing.max_chunks, config.temperature, config.reverse_kl, config.teacher_chunk_average
+        )
+        student = cut(student_logits, self.student_vocab_size)
+        result = p_kl_with_rest(
+            student, teacher, self.projection, columns, student_chunk_id, teacher_chunk_id, p_kl_options
+        )
+        tokens = None
+        if options.with_tokens:
+            tokens = get_op("cross_entropy", student_logits.device)(student_logits, pairing.student_targets)
+        with torch.no_grad():
+            mass = (column_log_probs(teacher, columns).exp() * self._unreachable_part(columns)).sum(-1)
+            unreachable = self._chunk_mean(mass, pairing)
+        return Divergence((result.kl,), result.agrees, result.mass, tokens, unreachable)
+
+    def _unreachable_part(self, columns: Int[Tensor, " K"]) -> Float[Tensor, " W"]:
+        """Return 1 for each compared token that no row names, 0 for others; then the fraction of all other tokens."""
+        K, V = len(columns), self.vocab_size
+        inside = self.unreachable[columns]
+        return inside if K == V else torch.cat([inside, (self.unreachable.sum() - inside.sum())[None] / (V - K)])
+
     @torch.no_grad()
     def unreachable_mass(
         self,
@@ -116,6 +157,11 @@ class PKLLoss(ChunkLoss):
             compared = rows if taken is None else rows.index_select(2, taken)
             parts.append(torch.softmax(compared.float() / self.config.temperature, dim=-1) @ missing)
         mass = torch.cat(parts, dim=1)  # [B, T_t]
+        return self._chunk_mean(mass, pairing)
+
+    @staticmethod
+    def _chunk_mean(values: Float[Tensor, "B T_t"], pairing: Pairing) -> Float[Tensor, "B P"]:
+        """Return the mean over each chunk's teacher positions."""
         chunk_id, max_chunks = pairing.chunk_ids[1], pairing.max_chunks
-        means: Tensor = get_op("chunk_mean", mass.device)(mass.unsqueeze(-1), chunk_id, max_chunks)[0]
+        means: Tensor = get_op("chunk_mean", values.device)(values.unsqueeze(-1), chunk_id, max_chunks)[0]
         return means.squeeze(-1)

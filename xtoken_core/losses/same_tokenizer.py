@@ -12,7 +12,8 @@ from xtoken_core.losses.base import Loss
 from xtoken_core.losses.common import CE_EPSILON, Divergence, EvalOptions, Pairing, Scalar, TeacherTerm
 from xtoken_core.losses.lazy_logits import Logits, cut
 from xtoken_core.losses.masks import SampleTokens, next_token_targets, student_tokens
-from xtoken_core.ops.numerics import kl_terms, upcast
+from xtoken_core.ops.numerics import floored_log, kl_terms, upcast
+from xtoken_core.topk_logits import TopKLogits
 
 
 class SameTokenizerLoss(Loss):
@@ -69,6 +70,28 @@ class SameTokenizerLoss(Loss):
         log_q, log_p = (torch.log_softmax(upcast(logits) / config.temperature, dim=-1) for logits in (student, teacher))
         terms = kl_terms(log_q, log_p) if config.reverse_kl else kl_terms(log_p, log_q)
         return Divergence((terms.sum(-1),), log_q.detach().argmax(-1) == log_p.argmax(-1))
+
+    def evaluate_topk(
+        self,
+        pairing: Pairing,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher: TopKLogits,
+        columns: Int[Tensor, " K"] | None,
+        options: EvalOptions,
+    ) -> Divergence:
+        """Compute the KL of every position over its own listed tokens and one class of all others."""
+        V = self.student_vocab_size
+        targets = pairing.student_targets
+        teacher = teacher.with_own(targets, (targets >= 0) & (targets < V))
+        log_q = torch.log_softmax(upcast(cut(student_logits, V)) / self.config.temperature, dim=-1)
+        agrees = log_q.detach().argmax(-1) == teacher.ids[..., 0]
+        padded = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)  # empty entries have no mass
+        others = floored_log(padded.scatter(-1, teacher.columns, -torch.inf).exp().sum(-1))
+        others = others.masked_fill(teacher.unlisted == 0, -torch.inf)
+        of_student = torch.cat([padded.gather(-1, teacher.columns), others.unsqueeze(-1)], dim=-1)
+        of_teacher = torch.cat([teacher.log_probs(), teacher.log_rest.unsqueeze(-1)], dim=-1).to(of_student.dtype)
+        pair = (of_student, of_teacher) if self.config.reverse_kl else (of_teacher, of_student)
+        return Divergence((kl_terms(*pair).sum(-1),), agrees)
 
     def reduce(self, batch: Mapping[str, Tensor], divergence: Divergence, denominator: Scalar | None) -> TeacherTerm:
         """Reduce to the mean over next-token predictions, times `T^2`.

@@ -16,6 +16,7 @@ from xtoken_core.losses.masks import SampleTokens, predicted_ids
 from xtoken_core.losses.token_blocks import BLOCK_ROWS
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import kl_terms, upcast
+from xtoken_core.topk_logits import TopKLogits
 
 Score = Literal["ce", "entropy", "max_prob"]
 FLOAT_ROWS = 256
@@ -30,6 +31,9 @@ def masked_cross_entropy(logits: Logits, tokens: SampleTokens) -> Float[Tensor, 
         tokens: The teacher's.
     """
     mask, targets = tokens.next_weights(), predicted_ids(tokens.ids)
+    if isinstance(logits, TopKLogits):
+        own = logits.own[:, :-1]
+        return -(torch.where(mask > 0, own, 0.0) * mask).sum() / (mask.sum() + CE_EPSILON)
     op = get_op("cross_entropy", logits.device)
     losses = map_positions(lambda x, ids: op(x, ids)[0], logits, targets, rows=BLOCK_ROWS)[:, :-1]
     return (torch.where(mask > 0, losses, 0.0) * mask).sum() / (mask.sum() + CE_EPSILON)
@@ -52,7 +56,10 @@ def teacher_score(kind: Score, logits: Logits, tokens: SampleTokens) -> Float[Te
         log_p = torch.log_softmax(upcast(x), dim=-1)
         return kl_terms(log_p, torch.zeros_like(log_p)).sum(-1) if kind == "entropy" else log_p.amax(-1).exp()
 
-    per_position = map_positions(per_row, logits, tokens.ids, rows=FLOAT_ROWS)
+    if isinstance(logits, TopKLogits) and kind == "max_prob":
+        per_position = (logits.values.amax(-1) - logits.log_z).exp()
+    else:
+        per_position = map_positions(per_row, logits, tokens.ids, rows=FLOAT_ROWS)
     mask = tokens.weights()
     return (torch.where(mask > 0, per_position, 0.0) * mask).sum() / (mask.sum() + CE_EPSILON)
 

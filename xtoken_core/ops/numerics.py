@@ -18,6 +18,11 @@ def upcast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def floored_log(q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return the logarithm, that of the smallest normal number for smaller ones: finite, and exact down to e^-87."""
+    return q.clamp(min=torch.finfo(q.dtype).tiny).log()
+
+
 class KLTerms(torch.autograd.Function):
     """`kl_terms`; a term whose upstream gradient is 0 has no gradient, however infinite it is."""
 

@@ -56,8 +56,8 @@ class CudaIpcRing(BoardedRing):
             free, total = torch.cuda.mem_get_info(device)
             raise InputError(
                 f"{device} has {free} of {total} bytes free but the teacher's ring needs {shape.memory_bytes} bytes: "
-                "lower workers.slots or train.micro_batch_tokens, or send hidden states (workers.signal = "
-                '"cuda_ipc_hidden")'
+                "lower workers.slots or train.micro_batch_tokens, or send less (teacher.content = "
+                '"hidden" or "topk")'
             ) from error
         file, mapping = OwnedFile.create(shape.board_bytes, run=run, session=session, directory=directory)
         canary = secrets.token_bytes(CANARY_BYTES)
@@ -99,7 +99,7 @@ class CudaIpcRingReader(MappedRingReader):
         if home is None:
             raise SignalError(
                 f"ring {handle.name} lies on a GPU that this process does not see: give teacher and trainer the same "
-                'CUDA_VISIBLE_DEVICES, or set workers.signal = "shared_memory"'
+                'CUDA_VISIBLE_DEVICES, or set workers.transport = "shared_memory"'
             )
         board = Board(memoryview(map_file(handle.name, shape.board_bytes, directory)), shape, handle.name)
         board.check_canary(handle.canary)

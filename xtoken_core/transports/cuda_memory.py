@@ -48,8 +48,8 @@ def runtime() -> Any:
         return import_module("cuda.bindings.runtime")
     except ImportError as error:
         raise ConfigError(
-            'the signal cuda_ipc needs the package cuda-bindings: pip install "xtoken[gpu]", or set workers.signal = '
-            '"shared_memory"'
+            'the transport cuda_ipc needs the package cuda-bindings: pip install "xtoken[gpu]", or set '
+            'workers.transport = "shared_memory"'
         ) from error
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from xtoken_core.config.spec import SignalName
+from xtoken_core.config.workers import TransportName
 from xtoken_core.errors import ConfigError
 from xtoken_core.transports import cuda_ipc, queue_signal, shared_memory
 from xtoken_core.transports.cuda_memory import bindings_installed
@@ -17,29 +17,27 @@ from xtoken_core.transports.signal import RINGS, RingReader, SignalRing
 
 log = logging.getLogger("xtoken.signal")
 
-TRANSPORTS: dict[SignalName, tuple[str, ...]] = {
+TRANSPORTS: dict[TransportName, tuple[str, ...]] = {
     "auto": (cuda_ipc.TRANSPORT, shared_memory.TRANSPORT),
     "cuda_ipc": (cuda_ipc.TRANSPORT,),
-    "cuda_ipc_hidden": (cuda_ipc.TRANSPORT,),
     "shared_memory": (shared_memory.TRANSPORT,),
-    "shared_memory_hidden": (shared_memory.TRANSPORT,),
     "queue": (queue_signal.TRANSPORT,),
 }
-"""The transports that each setting of `workers.signal` allows."""
+"""The transports that each setting of `workers.transport` allows."""
 
 
-def pick_transport(signal: str, device: torch.device) -> str:
+def pick_transport(setting: str, device: torch.device) -> str:
     """Return the transport for a teacher on a device.
 
     Args:
-        signal: The run's `workers.signal`.
+        setting: The run's `workers.transport`.
         device: The teacher's device.
 
     Raises:
         ConfigError: The setting needs a GPU, or a package, that is not there.
         SignalError: For an unknown setting.
     """
-    allowed = _allowed(signal)
+    allowed = _allowed(setting)
     if cuda_ipc.TRANSPORT not in allowed:
         return allowed[0]
     reason = "the teacher is not on a GPU" if device.type != "cuda" else ""
@@ -48,8 +46,7 @@ def pick_transport(signal: str, device: torch.device) -> str:
     if not reason:
         return cuda_ipc.TRANSPORT
     if shared_memory.TRANSPORT not in allowed:
-        other = "shared_memory_hidden" if signal == "cuda_ipc_hidden" else "shared_memory"
-        raise ConfigError(f'workers.signal = "{signal}": {reason}: use "{other}" or "auto"')
+        raise ConfigError(f'workers.transport = "{setting}": {reason}: use "shared_memory" or "auto"')
     log.warning("falling back to shared memory: %s", reason)
     return shared_memory.TRANSPORT
 
@@ -81,7 +78,7 @@ def create_ring(
 
 
 def open_ring(
-    signal: str,
+    setting: str,
     number: int,
     handle: bytes,
     shape: RingShape,
@@ -93,7 +90,7 @@ def open_ring(
     """Open an announced ring and enter it into `RINGS`.
 
     Args:
-        signal: The run's `workers.signal`; a handle of a transport that it does not allow is refused.
+        setting: The run's `workers.transport`; a handle of a transport that it does not allow is refused.
         number: The queue's number of the ring.
         handle: As announced.
         shape: From the run's specification.
@@ -104,7 +101,7 @@ def open_ring(
     Raises:
         SignalError: If the handle or the memory is not what the run says.
     """
-    allowed = _allowed(signal)
+    allowed = _allowed(setting)
     announced = RingHandle.from_bytes(handle)
     if announced.transport not in allowed:
         raise SignalError(
@@ -115,10 +112,10 @@ def open_ring(
         opened = shared_memory.SharedMemoryRingReader(announced, shape)
     elif announced.transport == cuda_ipc.TRANSPORT:
         opened = cuda_ipc.CudaIpcRingReader(announced, shape, device=device)
-    elif head is not None:
-        opened = queue_signal.QueueRingReader(announced, shape, head())
+    elif shape.hidden and head is None:
+        raise SignalError("hidden states through the queue need the teacher's head: none was given")
     else:
-        raise SignalError("a signal through the queue needs the teacher's head: none was given")
+        opened = queue_signal.QueueRingReader(announced, shape, head() if shape.hidden and head else None)
     try:
         RINGS.add(number, opened, teacher=teacher)
     except SignalError:
@@ -127,8 +124,8 @@ def open_ring(
     return opened
 
 
-def _allowed(signal: str) -> tuple[str, ...]:
+def _allowed(setting: str) -> tuple[str, ...]:
     for name, transports in TRANSPORTS.items():
-        if name == signal:
+        if name == setting:
             return transports
-    raise SignalError(f"unknown signal {signal!r}: one of {', '.join(TRANSPORTS)} is possible")
+    raise SignalError(f"unknown transport {setting!r}: one of {', '.join(TRANSPORTS)} is possible")

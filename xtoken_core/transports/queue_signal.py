@@ -1,8 +1,10 @@
-"""Transport `queue`, for a teacher on another node: hidden states and column maxima as ordinary columns.
+"""Transport `queue`, for a teacher on another node: a slot's content as ordinary columns.
+
+The content is hidden states with column maxima, or the largest logits of every position.
 
 The slot table is the same, but without shared memory behind it: the teacher keeps its slots to itself and sends their
-content along with its `complete`; the trainer receives it with its claim, and has read the head from the
-teacher's own weights.
+content along with its `complete`; the trainer receives it with its claim. The head of hidden states it has read from
+the teacher's own weights.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from xtoken_core.data_plane.buffers import tensor_over
-from xtoken_core.schema import TEACHER_HIDDEN, TEACHER_MAXIMA, field_name
+from xtoken_core.schema import TEACHER_HIDDEN, TEACHER_MAXIMA, TEACHER_TOPK, field_name
 from xtoken_core.transports.memory import RingMemory
 from xtoken_core.transports.ring import CANARY_BYTES, RingHandle, RingShape, SignalError, StaleSignalError
 from xtoken_core.transports.signal import RingReader, SignalRing
@@ -55,7 +57,7 @@ class QueueRing(SignalRing):
     """The teacher's side: slots in its own host memory, pinned where a GPU writes into them.
 
     Args:
-        shape: From the run's specification; of hidden states.
+        shape: From the run's specification; of hidden states or largest logits.
         pinned: Whether a GPU copies into the slots.
     """
 
@@ -83,17 +85,17 @@ class QueueRing(SignalRing):
     def columns(
         self, slot: int, rows: int, width: int, teacher: int, *, lengths: Sequence[int] | None = None
     ) -> dict[str, Column]:
-        """Return views of the slot as columns: jagged hidden states `[width, H]`, dense maxima `[V_t]`.
+        """Return views of the slot as columns: jagged tokens `[width, C]`, and dense maxima `[V_t]` if it has them.
 
         A queue has a row per sample. Of a packed row, the padding goes with the last sample, and the maxima, of which
         there is one set, with the first: they are jagged then.
         """
         memory, shape = self._memory(), self.shape
         tokens = [width] * rows if lengths is None else [*lengths[:-1], width - sum(lengths[:-1])]
-        hidden = memory.tokens(slot, rows, width)
+        values = _bytes(memory.tokens(slot, rows, width))
         columns = {
-            field_name(TEACHER_HIDDEN, teacher): Column(
-                "jagged", shape.dtype, len(tokens), (shape.hidden,), _bytes(hidden), offsets_from_lengths(tokens)
+            _tokens_name(shape, teacher): Column(
+                "jagged", shape.dtype, len(tokens), (shape.width,), values, offsets_from_lengths(tokens)
             )
         }
         if shape.max_rows:
@@ -120,12 +122,12 @@ class QueueRingReader(RingReader):
     Args:
         handle: As announced; checked against the run's shape.
         shape: From the run's specification.
-        head: `[V_m, H]`, read from the teacher's weights.
+        head: `[V_m, H]`, read from the teacher's weights; None for largest logits.
     """
 
-    def __init__(self, handle: RingHandle, shape: RingShape, head: Float[Tensor, "V_m H"]) -> None:
+    def __init__(self, handle: RingHandle, shape: RingShape, head: Float[Tensor, "V_m H"] | None) -> None:
         handle.check_kind(shape, TRANSPORT)
-        if tuple(head.shape) != (shape.head_width, shape.hidden):
+        if head is not None and tuple(head.shape) != (shape.head_width, shape.hidden):
             raise SignalError(f"the head has shape {list(head.shape)}, not [{shape.head_width}, {shape.hidden}]")
         self.shape = shape
         self._head = head
@@ -139,8 +141,8 @@ class QueueRingReader(RingReader):
             SignalError: If a column is missing or of another shape.
         """
         self.shape.slot_offset(slot)
-        hidden = _column(columns, field_name(TEACHER_HIDDEN, teacher), "jagged", self.shape, self.shape.hidden)
-        rows, width = self._extent(slot, hidden)
+        tokens = _column(columns, _tokens_name(self.shape, teacher), "jagged", self.shape, self.shape.width)
+        rows, width = self._extent(slot, tokens)
         self.shape.check_batch(rows, width)
         maxima = None
         if self.shape.max_rows:
@@ -149,33 +151,33 @@ class QueueRingReader(RingReader):
             maxima = _tensor(found, self.shape).view(-1, self.shape.vocab)
             if len(maxima) != rows:
                 raise SignalError(f"slot {slot} has {rows} rows of hidden states, and maxima of {len(maxima)}")
-        values = _tensor(hidden, self.shape).view(rows, width, self.shape.hidden)
+        values = _tensor(tokens, self.shape).view(rows, width, self.shape.width)
         self._held[slot] = (generation, values, maxima)
 
-    def _extent(self, slot: int, hidden: Column) -> tuple[int, int]:
-        """Return the rows of a slot's hidden states and their width.
+    def _extent(self, slot: int, tokens: Column) -> tuple[int, int]:
+        """Return the rows of a slot and their width.
 
         Raises:
             SignalError: If rows that are not packed differ in width.
         """
-        offsets = hidden.offsets.tolist() if hidden.offsets is not None else []
+        offsets = tokens.offsets.tolist() if tokens.offsets is not None else []
         if self.shape.packed:
             return 1, offsets[-1] if offsets else 0
         widths = {after - before for before, after in itertools.pairwise(offsets)}
         if len(widths) != 1:
-            raise SignalError(f"the hidden states of slot {slot} have rows of different widths")
-        return hidden.rows, widths.pop()
+            raise SignalError(f"slot {slot} has rows of different widths")
+        return tokens.rows, widths.pop()
 
-    def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width H"]:
+    def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
         """See `RingReader.view`."""
         self.check(slot, generation)
-        hidden = self._held[slot][1]
-        if rows > hidden.shape[0] or width != hidden.shape[1]:
+        values = self._held[slot][1]
+        if rows > values.shape[0] or width != values.shape[1]:
             raise SignalError(
-                f"slot {slot} came with {hidden.shape[0]} rows of {hidden.shape[1]} tokens, the plan has {rows} of "
+                f"slot {slot} came with {values.shape[0]} rows of {values.shape[1]} tokens, the plan has {rows} of "
                 f"{width}: teacher and trainer do not plan alike"
             )
-        return hidden[:rows]
+        return values[:rows]
 
     def maxima(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
         """See `RingReader.maxima`."""
@@ -186,6 +188,8 @@ class QueueRingReader(RingReader):
 
     def head(self, device: torch.device) -> Float[Tensor, "V_t H"]:
         """See `RingReader.head`."""
+        if self._head is None:
+            raise SignalError("the ring holds no hidden states, and so no head")
         if device not in self._heads:
             self._heads[device] = self._head[: self.shape.vocab].to(device)
         return self._heads[device]
@@ -204,8 +208,12 @@ class QueueRingReader(RingReader):
 
 def take_columns(columns: MutableMapping[str, Column], teacher: int) -> dict[str, Column]:
     """Remove one teacher's signal from a claim's columns and return it; empty if the signal is in shared memory."""
-    names = (field_name(TEACHER_HIDDEN, teacher), field_name(TEACHER_MAXIMA, teacher))
+    names = [field_name(field, teacher) for field in (TEACHER_HIDDEN, TEACHER_MAXIMA, TEACHER_TOPK)]
     return {name: columns.pop(name) for name in names if name in columns}
+
+
+def _tokens_name(shape: RingShape, teacher: int) -> str:
+    return field_name(TEACHER_TOPK if shape.topk else TEACHER_HIDDEN, teacher)
 
 
 def _maxima_kind(shape: RingShape) -> Kind:

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, NamedTuple, TypedDict
 
 import msgspec
 
@@ -27,8 +27,13 @@ NO_GENERATION = -1
 SLOT_HEADER_BYTES = 64
 """A cache line, so that no two slots share one."""
 
-_RING_HEADER = struct.Struct("=8s16s6q16s")
-_MAGIC = b"xtring02"
+TOPK_DTYPE = "float32"
+"""Dtype of slots with largest logits, whatever the teacher's: ids take the bits of a value."""
+TOPK_SCALARS = 4
+"""Values of a position beside its tokens: two log-normalisers, the mass of all other tokens, the text's own token."""
+
+_RING_HEADER = struct.Struct("=8s16s7q16s")
+_MAGIC = b"xtring03"
 
 
 class SignalError(XtokenError):
@@ -48,13 +53,34 @@ class SampleSlotRef(TypedDict):
     generation: int
 
 
+class TopKSettings(NamedTuple):
+    """What a teacher sends of each position.
+
+    Attributes:
+        k: Maximum of tokens.
+        vocab_size: Leading columns of the head that its tokenizer uses, `V`.
+        mass: Fraction of a position's probability: of its largest tokens only as many are sent as reach it; None: `k`.
+        temperature: Temperature of the loss, at which the second log-normaliser and `mass` are taken.
+    """
+
+    k: int
+    vocab_size: int
+    mass: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """Float32 values of one position in a slot."""
+        return 2 * self.k + TOPK_SCALARS
+
+
 @dataclass(frozen=True)
 class RingShape:
     """The shape of a ring, from the run's specification and its plan.
 
-    A slot holds a micro-batch's logits, or its hidden states and each row's column maxima; then the ring holds the
-    teacher's head once. Memory is laid out as a page with the ring's header, the head, then the slots, all in whole
-    pages. The slots' headers are on a board of their own, always in host memory.
+    A slot holds a micro-batch's logits, or each position's largest ones, or its hidden states and each row's column
+    maxima; then the ring holds the teacher's head once. Memory is laid out as a page with the ring's header, the head,
+    then the slots, all in whole pages. The slots' headers are on a board of their own, always in host memory.
 
     Attributes:
         slots: Number of slots.
@@ -65,6 +91,7 @@ class RingShape:
         hidden: Width of the hidden states, H; 0 where slots hold logits.
         max_rows: Rows of a micro-batch at most, where column maxima come with the hidden states; otherwise 0.
         packed: A slot holds one row, in which the samples of a micro-batch lie one after the other.
+        topk: Tokens of a position, where slots hold the largest logits (`xtoken_core.topk_logits`); otherwise 0.
     """
 
     slots: int
@@ -75,12 +102,15 @@ class RingShape:
     hidden: int = 0
     max_rows: int = 0
     packed: bool = False
+    topk: int = 0
 
     def __post_init__(self) -> None:
         if min(self.slots, self.slot_tokens, self.vocab) < 1 or self.vocab > self.head_width:
             raise ValueError(f"impossible ring: {self}")
         if self.hidden < 0 or self.max_rows < 0 or (self.max_rows and not self.hidden):
             raise ValueError(f"column maxima go with hidden states: {self}")
+        if not 0 <= self.topk <= self.vocab or (self.topk and (self.hidden or self.dtype != TOPK_DTYPE)):
+            raise ValueError(f"largest logits are {TOPK_DTYPE} and come without hidden states: {self}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"logits are floating point, not {self.dtype}")
 
@@ -91,8 +121,13 @@ class RingShape:
 
     @property
     def width(self) -> int:
-        """Values of one token in a slot: H or V_m."""
-        return self.hidden or self.head_width
+        """Values of one token in a slot: H, V_m, or those of its largest logits."""
+        return 2 * self.topk + TOPK_SCALARS if self.topk else self.hidden or self.head_width
+
+    @property
+    def holds_logits(self) -> bool:
+        """True if slots hold whole logits."""
+        return not (self.hidden or self.topk)
 
     @property
     def head_bytes(self) -> int:
@@ -157,7 +192,9 @@ class RingShape:
 
     def header(self, canary: bytes) -> bytes:
         """Return the bytes that a ring's memory and its board start with."""
-        sizes = (self.slots, self.slot_tokens, self.head_width, self.vocab, self.hidden, self.max_rows)
+        sizes = (
+            self.slots, self.slot_tokens, self.head_width, self.vocab, self.hidden, self.max_rows, self.topk
+        )  # fmt: skip
         return _RING_HEADER.pack(_MAGIC, canary, *sizes, self.dtype.encode())
 
 

@@ -54,7 +54,7 @@ class SignalRing(ABC):
         """Free the memory, once the device is done with it; a trainer that has it open keeps it."""
 
     def slot_view(self, slot: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
-        """Return a slot to write logits `[.., V_m]` or hidden states `[.., H]` into; what it held becomes invalid.
+        """Return a slot to write logits, largest logits or hidden states into; what it held becomes invalid.
 
         Raises:
             SignalError: If there is no such slot, or the micro-batch does not fit.
@@ -98,7 +98,7 @@ class RingReader(ABC):
 
     @abstractmethod
     def view(self, slot: int, generation: int, rows: int, width: int) -> Float[Tensor, "rows width C"]:
-        """Return the first `rows` rows of a slot, read-only: logits cut to V_t in storage V_m wide, or hidden states.
+        """Return the first `rows` rows of a slot, read-only; whole logits are cut to V_t, in storage V_m wide.
 
         Raises:
             StaleSignalError: If the slot does not hold this generation.
@@ -154,7 +154,7 @@ class MappedRingReader(RingReader):
         board, memory = self._open()
         board.check_filled(slot, generation, rows, width)
         tokens = memory.tokens(slot, rows, width)
-        return tokens if self.shape.hidden else tokens[..., : self.shape.vocab]
+        return tokens[..., : self.shape.vocab] if self.shape.holds_logits else tokens
 
     def maxima(self, slot: int, rows: int) -> Float[Tensor, "rows V_t"]:
         """See `RingReader.maxima`."""
@@ -272,6 +272,19 @@ class SignalSlot:
         """
         if self.ring.shape.hidden:
             raise SignalError("the ring holds hidden states, and no logits: rebuild_teacher_hidden_from_ipc reads them")
+        if self.ring.shape.topk:
+            raise SignalError("the ring holds the largest logits of every position, and not all of them")
+        return self._rows()
+
+    def topk(self) -> Float[Tensor, "B T_t W"]:
+        """Return each position's largest logits as a view of the slot, for `xtoken_core.topk_logits.read_topk`.
+
+        Raises:
+            SignalError: If the ring holds something else, or the slot was filled in another shape.
+            StaleSignalError: If the slot does not hold this generation.
+        """
+        if not self.ring.shape.topk:
+            raise SignalError("the ring does not hold the largest logits of every position")
         return self._rows()
 
     def hidden(self, device: torch.device | None = None) -> HiddenSignal:

@@ -31,7 +31,7 @@ from xtoken_core.ops.chain.live import live_mask
 from xtoken_core.ops.chain.ragged import pick, ragged, ragged_softmax, ragged_sum
 from xtoken_core.ops.chain.teacher_rows import TeacherRows, TeacherSlice, TopKTeacher
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import ComparesLogits
+from xtoken_core.ops.numerics import ComparesLogits, floored_log
 
 BLOCK_BYTES = 1 << 28
 """Memory limit of the rows of one block, both sides together."""
@@ -210,7 +210,7 @@ def find_terms(
         ),
         (
             inside_teacher,
-            lambda block, s, t: inner_values(t.logits, s, block, tables.teacher, tables.student, tables.classes, False),
+            lambda block, s, t: inner_values(t.held(), s, block, tables.teacher, tables.student, tables.classes, False),
         ),
     )
 
@@ -328,11 +328,6 @@ def restricted_kl(p: Float[Tensor, "E C"], q: Float[Tensor, "E C"], alive: Bool[
     p = torch.where(alive, p, 0.0)
     mass = p.sum(1)
     return (xlogy(p) - p * floored_log(q)).sum(1) - xlogy(mass)
-
-
-def floored_log(q: Tensor) -> Tensor:
-    """Return the logarithm, that of the smallest normal number for smaller ones: finite, and exact down to e^-87."""
-    return q.clamp(min=torch.finfo(q.dtype).tiny).log()
 
 
 def xlogy(p: Tensor) -> Tensor:

@@ -92,9 +92,19 @@ def p_kl(
     # q [B, P, V_s], Q [B, P, K]
     q, _ = chunk_average_log_probs(torch.softmax(upcast(student_logits) / T, dim=-1), student_chunk_id, P)
     Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)
-    log_q = torch.log(Q / (Q.sum(-1, keepdim=True) + EPSILON) + EPSILON)
     compared = teacher_logits if options.gathered else teacher_logits.index_select(-1, columns)
-    log_p = _teacher_log_probs(upcast(compared) / T, teacher_chunk_id, options)  # [B, P, K]
+    return compared_chunks(Q, teacher_log_probs(upcast(compared) / T, teacher_chunk_id, options), options)
+
+
+def compared_chunks(Q: Float[Tensor, "B P K"], log_p: Float[Tensor, "B P K"], options: PKLOptions) -> PKLResult:
+    """Compute the divergence from both sides' values of each chunk.
+
+    Args:
+        Q: The student's projected probabilities, not normalised.
+        log_p: The teacher's averages.
+        options: Settings of the comparison.
+    """
+    log_q = torch.log(Q / (Q.sum(-1, keepdim=True) + EPSILON) + EPSILON)
     # A token with probability 0 on both sides costs nothing, although eps gives the student a little of it.
     log_p = log_p.masked_fill((Q == 0) & (log_p == -torch.inf), math.log(EPSILON))
     terms = kl_terms(log_q, log_p) if options.reverse else kl_terms(log_p, log_q)
@@ -131,9 +141,16 @@ def p_kl_cross_entropy(
     return PKLCrossEntropyResult(*divergence, *cross_entropy(whole, targets))
 
 
-def _teacher_log_probs(
+def teacher_log_probs(
     scaled: Float[Tensor, "B T_t K"], chunk_id: Int[Tensor, "B T_t"], options: PKLOptions
 ) -> Float[Tensor, "B P K"]:
+    """Return the average over each chunk's teacher positions.
+
+    Args:
+        scaled: Logits of the compared tokens, divided by the temperature.
+        chunk_id: Chunk of each position.
+        options: Settings of the comparison.
+    """
     P = options.max_chunks
     if options.teacher_average == "log_prob":
         return chunk_average_log_probs(torch.log_softmax(scaled, dim=-1), chunk_id, P)[0]

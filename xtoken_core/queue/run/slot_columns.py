@@ -10,6 +10,8 @@ from xtoken_core.queue.run.slots import READABLE, Rings
 from xtoken_core.queue.store import Store
 from xtoken_core.wire import Column, QueueError
 
+SIGNAL_FIELDS = (schema.TEACHER_HIDDEN, schema.TEACHER_MAXIMA, schema.TEACHER_TOPK)
+
 
 @dataclass(frozen=True, slots=True)
 class _SlotRows:
@@ -29,8 +31,7 @@ class SlotColumns:
     def __init__(self, rings: Rings, store: Store, teachers: int) -> None:
         self.rings, self.store = rings, store
         self._names = [
-            frozenset(schema.field_name(field, index) for field in (schema.TEACHER_HIDDEN, schema.TEACHER_MAXIMA))
-            for index in range(teachers)
+            frozenset(schema.field_name(field, index) for field in SIGNAL_FIELDS) for index in range(teachers)
         ]
         self._rows: dict[tuple[int, int, int], _SlotRows] = {}
 
