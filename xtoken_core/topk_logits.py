@@ -77,7 +77,7 @@ class TopKLogits:
         """Return the log-probability at `temperature` of the token that each position predicts."""
         return (self.own + self.log_z) / self.temperature - self.log_z_scaled
 
-    def log_share(self) -> Float[Tensor, "B T"]:
+    def log_equal_part(self) -> Float[Tensor, "B T"]:
         """Return the logarithm of an unlisted token's equal part of the rest; of 0, that of the smallest number."""
         part = self.log_rest.exp() / self.unlisted.clamp(min=1)
         return part.clamp(min=torch.finfo(part.dtype).tiny).log()

@@ -19,7 +19,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.chunk_classes import CLASSES, class_members
-from xtoken_core.losses.lazy_logits import as_tensor
+from xtoken_core.losses.lazy_logits import Logits, as_tensor
 from xtoken_core.losses.masks import next_token_targets, student_tokens
 
 CROSS_ENTROPY = "cross_entropy"
@@ -69,7 +69,7 @@ def measure_gradients(spec: RunSpec, *, custom_loss: str | None = None) -> dict[
 
 
 def values_by_class(
-    loss: CrossTokenizerDistillationLoss, batch: Mapping[str, Tensor], logits: Tensor, signals: Sequence[Tensor]
+    loss: CrossTokenizerDistillationLoss, batch: Mapping[str, Tensor], logits: Tensor, signals: Sequence[Logits]
 ) -> Iterator[tuple[str, Tensor, int]]:
     """Yield name, summed value and count of the cross-entropy and of every class that the batch has.
 

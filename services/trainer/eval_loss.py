@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from services.common.models import load_model
 from services.common.packed_attention import packed_inputs
 from services.common.packed_batch import PackedBatch, packed_batch
+from services.common.step_plan import topk_settings
 from services.common.tokenizers import load_tokenizer
 from services.trainer.metrics import to_floats
 from services.trainer.student import Student
@@ -21,7 +22,10 @@ from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
 from xtoken_core.losses.chunk_classes import CLASSES, COUNT, MEAN
+from xtoken_core.losses.lazy_logits import Logits
+from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.packing import PackedRow
+from xtoken_core.topk_logits import largest_logits
 from xtoken_core.wire import Column
 
 REPORTED = (
@@ -65,7 +69,7 @@ class EvalLoss:
     ) -> None:
         spec = run.spec
         assert spec.eval is not None
-        self.spec, self.same_tokenizer, self.loss = spec, run.same_tokenizer, loss
+        self.run, self.spec, self.same_tokenizer, self.loss = run, spec, run.same_tokenizer, loss
         self.packed = run.packed
         tokenizers = []
         for number, (teacher, same) in enumerate(zip(spec.teacher, self.same_tokenizer, strict=True)):
@@ -176,22 +180,25 @@ class EvalLoss:
         teachers: Sequence[PreTrainedModel],
         tensors: Mapping[str, Tensor],
         rows: tuple[PackedRow, ...] | None,
-    ) -> list[Tensor]:
-        """Return each teacher's logits of a batch, `[B, T_t, V_m]`.
+    ) -> list[Logits]:
+        """Return each teacher's logits of a batch as the run compares them: `[B, T_t, V_m]`, or the largest.
 
         Args:
             teachers: From `load_teachers`.
             tensors: A batch on their device.
             rows: The layout of each side's packed row; None: each row is a document.
         """
-        signals = []
+        signals: list[Logits] = []
         for index, (same, teacher) in enumerate(zip(self.same_tokenizer, teachers, strict=True)):
             ids = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, index)
             packed = {}
             if rows is not None:
                 longest = self.spec.teacher[index].context_length
                 packed = packed_inputs(rows[1 + index], teacher.device, longest=longest)
-            signals.append(teacher(input_ids=tensors[ids], use_cache=False, **packed).logits)
+            logits = teacher(input_ids=tensors[ids], use_cache=False, **packed).logits
+            if self.spec.content_of(index) == "topk":
+                logits = largest_logits(logits, predicted_ids(tensors[ids]), topk_settings(self.run, index))
+            signals.append(logits)
         return signals
 
 

@@ -32,7 +32,6 @@ class PKLLoss(ChunkLoss):
     mode: ClassVar[LossMode] = "p_kl"
     count_name = "num_valid_pairs"
     with_cross_entropy = True
-    reads_teacher_targets = True
     accuracy_counts_masked = True  # as the public implementation does, for this loss only
 
     def __init__(
@@ -102,12 +101,11 @@ class PKLLoss(ChunkLoss):
         """Compute the KL of every chunk over the compared tokens and one class of all others.
 
         Raises:
-            ValueError: The pairing lacks the tokens that the teacher's positions predict.
+            ValueError: There are no columns.
         """
-        if columns is None or pairing.teacher_targets is None:
-            raise ValueError("P-KL of the largest logits needs the compared tokens and those that the teacher predicts")
+        if columns is None:
+            raise ValueError("P-KL needs the compared tokens")
         config, student_chunk_id, teacher_chunk_id = self.config, *pairing.chunk_ids
-        teacher = teacher.with_own(pairing.teacher_targets, teacher_chunk_id >= 0)
         p_kl_options = PKLOptions(
             pairing.max_chunks, config.temperature, config.reverse_kl, config.teacher_chunk_average
         )

@@ -60,7 +60,7 @@ def column_log_probs(teacher: TopKLogits, columns: Int[Tensor, " K"]) -> Float[T
     slot = index[teacher.columns]  # [B, T, k], K for tokens that are not compared
     log_probs = teacher.log_probs()
     inside = slot < K
-    whole = teacher.log_share().unsqueeze(-1).repeat(1, 1, K + 1).scatter(-1, slot, log_probs)
+    whole = teacher.log_equal_part().unsqueeze(-1).repeat(1, 1, K + 1).scatter(-1, slot, log_probs)
     if K == V:
         return whole[..., :K]
     unlisted = teacher.unlisted

@@ -54,7 +54,7 @@ class SampleSlotRef(TypedDict):
 
 
 class TopKSettings(NamedTuple):
-    """What a teacher sends of each position.
+    """Number of tokens and mass of each position that a teacher sends.
 
     Attributes:
         k: Maximum of tokens.

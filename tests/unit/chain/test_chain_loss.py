@@ -21,8 +21,11 @@ from xtoken_core.losses import (
     kd_chunk_counts,
 )
 from xtoken_core.losses.chain import ChainOptions, chain_divergence
+from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.ops.chain.events import PARTS
 from xtoken_core.schema import with_numbers
+from xtoken_core.topk_logits import largest_logits
+from xtoken_core.transports.ring import TopKSettings
 
 DOCUMENTS = ["ab 111 ab", "1 éab é 11", "a", "", "ab 1"]
 V_S, V_T = len(WHOLE.vocab), len(SPLIT.vocab)
@@ -263,3 +266,51 @@ def test_tables_of_other_tokenizers_are_refused(teacher):
         CrossTokenizerDistillationLoss(CHAIN, student_vocab_size=V_S, teachers=[LossTeacher(V_T, own_tokenizer=True)])
     with pytest.raises(ConfigError, match=rf"those of {V_S} and {V_T} tokens"):
         CrossTokenizerDistillationLoss(CHAIN, student_vocab_size=V_S - 1, teachers=[teacher])
+
+
+def largest_of(columns, z_t, k, temperature=1.0):
+    return largest_logits(z_t, predicted_ids(columns["teacher_input_ids"]), TopKSettings(k, V_T, None, temperature))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_all_tokens_of_the_teacher_have_the_loss_of_whole_logits(case, teacher, temperature):
+    _, columns, student, z_t = case
+    config = CHAIN.model_copy(update={"temperature": temperature})
+    whole = evaluate(config, columns, student, [teacher], [z_t])
+    ours = evaluate(config, columns, student, [teacher], [largest_of(columns, z_t, V_T, temperature)])
+    torch.testing.assert_close(ours[:2], whole[:2], rtol=1e-6, atol=1e-9)
+    assert ours[2]["chunk_mass_t0"] == pytest.approx(1.0)
+
+
+def test_starts_of_the_largest_logits_are_a_lower_bound(case, teacher):
+    _, columns, student, z_t = case
+    config = CHAIN.model_copy(update={"chain_least_mass": 0.0})
+    whole = evaluate(config, columns, student, [teacher], [z_t])[2]["chain_start_t0"]
+    found = [evaluate(config, columns, student, [teacher], [largest_of(columns, z_t, k)])[2] for k in (1, 2, 4, V_T)]
+    starts = [metrics["chain_start_t0"] for metrics in found]
+    assert all(start <= whole + 1e-6 for start in starts)
+    masses = [metrics["chunk_mass_t0"] for metrics in found]
+    assert masses == sorted(masses) and masses[0] < 0.9
+
+
+def test_chunks_of_little_kept_mass_are_compared_by_alm(case, teacher):
+    _, columns, student, z_t = case
+    largest = largest_of(columns, z_t, 1)
+    config = CHAIN.model_copy(update={"chain_least_mass": 1.0})
+    parts = evaluate(config, columns, student, [teacher], [largest])[2]
+    assert parts["chain_inner_t0"] > 0 and parts["chain_end_t0"] == pytest.approx(0.0, abs=1e-9)
+    weaker = evaluate(CHAIN.model_copy(update={"chain_least_mass": 0.0}), columns, student, [teacher], [largest])[2]
+    assert weaker["chain_end_t0"] > 0
+
+
+@pytest.mark.parametrize("block_rows", [1, 1024])
+def test_a_head_in_blocks_has_the_loss_of_the_largest_logits(case, teacher, block_rows):
+    _, columns, student, z_t = case
+    largest = largest_of(columns, z_t, 3)
+    whole = evaluate(CHAIN, columns, student, [teacher], [largest])
+    loss = CrossTokenizerDistillationLoss(CHAIN, student_vocab_size=V_S, teachers=[teacher])
+    hidden = student.detach().clone().requires_grad_()
+    blocks = loss.token_blocks(columns, [z_t.shape[1]], rows=block_rows)
+    value, _ = loss(columns, HeadProjection(hidden, torch.eye(V_S, dtype=z_t.dtype)), [largest], blocks=blocks)
+    value.backward()
+    torch.testing.assert_close((value.detach(), hidden.grad), whole[:2], rtol=1e-6, atol=1e-9)

@@ -63,5 +63,5 @@ def _held_fraction(taken: TeacherSlice, inner: Inner, side: SideTable) -> Float[
     log_probs = pick(taken.logits, owner, side.member[members.source].long())
     unlisted = torch.isneginf(log_probs).to(log_probs.dtype)
     listed = ragged_sum(log_probs.exp(), members.owner, E)
-    rest = ragged_sum(unlisted, members.owner, E) * taken.share()
+    rest = ragged_sum(unlisted, members.owner, E) * taken.equal_part()
     return listed / (listed + rest).clamp(min=torch.finfo(listed.dtype).tiny)

@@ -45,7 +45,7 @@ class TeacherSlice(NamedTuple):
     tail: Float[Tensor, " E"] | None
     spread: bool = False
 
-    def share(self) -> Float[Tensor, " E"]:
+    def equal_part(self) -> Float[Tensor, " E"]:
         """Return each unlisted token's equal part of the tail."""
         assert self.tail is not None
         return self.tail / torch.isneginf(self.logits).sum(1).clamp(min=1)
@@ -54,7 +54,7 @@ class TeacherSlice(NamedTuple):
         """Return the logits as they are compared inside a node of the teacher's own token."""
         if self.tail is None or not self.spread:
             return self.logits
-        return torch.where(torch.isneginf(self.logits), floored_log(self.share()).unsqueeze(1), self.logits)
+        return torch.where(torch.isneginf(self.logits), floored_log(self.equal_part()).unsqueeze(1), self.logits)
 
 
 class TeacherRows:

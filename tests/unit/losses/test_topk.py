@@ -1,0 +1,185 @@
+"""Losses from a teacher's largest logits: beside the same losses from whole ones."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.unit.losses.loss_cases import V_S, make_case
+from xtoken_core.config import LossConfig
+from xtoken_core.errors import ConfigError
+from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
+from xtoken_core.losses.masks import predicted_ids
+from xtoken_core.topk_logits import largest_logits, read_topk, write_topk
+from xtoken_core.transports.ring import TopKSettings
+
+V_T = 31
+MODES = {
+    "p_kl": {"vocab_topk": None},
+    "p_kl_reverse": {"vocab_topk": None, "reverse_kl": True},
+    "p_kl_T2_prob": {"vocab_topk": None, "temperature": 2.0, "teacher_chunk_average": "prob"},
+    "alm": {"mode": "alm"},
+    "same": {"vocab_topk": None},
+    "same_reverse_T2": {"vocab_topk": None, "reverse_kl": True, "temperature": 2.0},
+}
+
+
+def case_of(name):
+    return make_case(same_tokenizer=(name.startswith("same"),), sample_mask=(1.0, 1.0, 1.0, 0.0))
+
+
+def config_of(name, **changes):
+    return LossConfig(**{**MODES[name], "ce_loss_scale": 0.0, **changes})
+
+
+def largest(case, config, k, mass=None):
+    """The teacher's largest logits; the ids of padding differ from the batch's, as its own pad id does."""
+    same = case.teachers[0].same_tokenizer
+    ids = case.batch["input_ids" if same else "teacher_input_ids"]
+    mask = case.batch["token_mask" if same else "teacher_token_mask"]
+    last = mask.shape[1] - mask.flip(1).argmax(1, keepdim=True)
+    ids = torch.where(torch.arange(mask.shape[1]) < last, ids, 1)
+    settings = TopKSettings(min(k, case.teachers[0].vocab_size), case.teachers[0].vocab_size, mass, config.temperature)
+    return largest_logits(case.teacher_logits[0], predicted_ids(ids), settings)
+
+
+def filled(topk):
+    """Logits of which the listed tokens have theirs, and each other token an equal part of the rest."""
+    whole = topk.log_equal_part().unsqueeze(-1).repeat(1, 1, topk.vocab_size + 1)
+    return whole.scatter(-1, topk.columns, topk.log_probs())[..., :-1] * topk.temperature
+
+
+def evaluate(case, config, teacher, student=None):
+    loss = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    logits = case.student_logits.clone().requires_grad_() if student is None else student
+    value, metrics = loss(case.batch, logits, [teacher])
+    value.backward()
+    return value.detach(), None if student is not None else logits.grad, metrics
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_all_tokens_have_the_value_and_gradient_of_whole_logits(name):
+    case, config = case_of(name), config_of(name)
+    whole = evaluate(case, config, case.teacher_logits[0])
+    ours = evaluate(case, config, largest(case, config, 1000))
+    torch.testing.assert_close(ours[:2], whole[:2], rtol=1e-6, atol=1e-9)
+    if name != "alm":
+        torch.testing.assert_close(ours[2]["proj_accuracy_t0"], whole[2]["proj_accuracy_t0"])
+
+
+@pytest.mark.parametrize("name", ["p_kl", "p_kl_reverse", "p_kl_T2_prob"])
+def test_p_kl_gives_unlisted_tokens_equal_parts_of_the_rest(name):
+    case, config = case_of(name), config_of(name)
+    topk = largest(case, config, 4)
+    expected = evaluate(case, config, filled(topk))
+    torch.testing.assert_close(evaluate(case, config, topk)[:2], expected[:2], rtol=1e-6, atol=1e-9)
+
+
+def test_p_kl_merges_tokens_beyond_the_compared_ones_into_one_class():
+    case, config = case_of("p_kl"), config_of("p_kl")
+    topk = largest(case, config, 4)
+    values = [evaluate(case, config.model_copy(update={"vocab_topk": k}), topk)[0] for k in (2, 8, 20, 31)]
+    assert values == sorted(values)  # merging classes loses information, and never adds any
+    assert values[0] < values[-1]
+
+
+@pytest.mark.parametrize("name", ["same", "same_reverse_T2"])
+@pytest.mark.parametrize("k", [1, 5, V_S - 1])
+def test_same_tokenizer_by_loops(name, k):
+    case, config = case_of(name), config_of(name)
+    topk, T = largest(case, config, k), config.temperature
+    log_p = torch.log_softmax(case.teacher_logits[0][..., :V_S] / T, -1)
+    log_q = torch.log_softmax(case.student_logits[..., :V_S] / T, -1)
+    total, count = 0.0, 0
+    for b, t in (case.batch["token_mask"][:, 1:] * case.batch["sample_mask"][:, None]).nonzero().tolist():
+        kept = {*topk.ids[b, t].tolist(), int(case.batch["input_ids"][b, t + 1])}
+        others = [v for v in range(V_S) if v not in kept]
+        classes = [[v] for v in kept] + ([others] if others else [])
+        p, q = (torch.stack([x[b, t, c].exp().sum() for c in classes]) for x in (log_p, log_q))
+        p, q = (q, p) if config.reverse_kl else (p, q)
+        total, count = total + (p * (p / q).log()).sum(), count + 1
+    torch.testing.assert_close(evaluate(case, config, topk)[0], total / count * T**2, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 7])
+def test_alm_loses_nothing(k):
+    case, config = case_of("alm"), config_of("alm")
+    whole = evaluate(case, config, case.teacher_logits[0])
+    torch.testing.assert_close(evaluate(case, config, largest(case, config, k))[:2], whole[:2], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["p_kl", "alm", "same"])
+def test_a_head_in_blocks_has_the_same_loss(name):
+    case, config = case_of(name), config_of(name)
+    topk = largest(case, config, 5)
+    whole = evaluate(case, config, topk)
+    head = torch.eye(case.student_logits.shape[-1], dtype=torch.float64)
+    hidden = case.student_logits.clone().requires_grad_()
+    value, *_ = evaluate(case, config, topk, HeadProjection(hidden, head))
+    torch.testing.assert_close((value, hidden.grad), whole[:2], rtol=1e-6, atol=1e-9)
+
+
+def test_a_fraction_of_the_mass_lists_no_more_than_needed():
+    case = case_of("p_kl")
+    topk = largest(case, config_of("p_kl"), 20, mass=0.9)
+    kept = 1 - topk.log_rest.exp()
+    smallest = topk.log_probs().masked_fill(~topk.listed, torch.inf).amin(-1).exp()
+    full = topk.listed.all(-1)
+    assert ((kept >= 0.9 - 1e-9) | full).all()
+    assert (kept - smallest < 0.9).all()
+    assert topk.listed[..., 0].all() and not topk.listed.all()
+    torch.testing.assert_close(topk.log_probs().exp().sum(-1), kept)
+
+
+def test_a_slot_keeps_every_bit_and_a_wrong_id_becomes_an_empty_entry():
+    case, config = case_of("p_kl"), config_of("p_kl", temperature=2.0)
+    case.teacher_logits[0] = case.teacher_logits[0].float()
+    topk = largest(case, config, 6, mass=0.8)
+    settings = TopKSettings(6, V_T, 0.8, 2.0)
+    slot = torch.empty(*topk.shape[:2], settings.width)
+    write_topk(topk, slot)
+    found = read_topk(slot, settings)
+    for field in dataclasses.fields(topk):
+        torch.testing.assert_close(getattr(found, field.name), getattr(topk, field.name), rtol=0, atol=0)
+    slot[0, 0, 6:12].view(torch.int32)[0] = 10**6
+    assert read_topk(slot, settings).ids[0, 0, 0] == -1
+
+
+@pytest.mark.parametrize("kind", ["ce", "max_prob"])
+def test_scores_of_teachers(kind):
+    case = make_case(same_tokenizer=(True, True))
+    config = LossConfig(dynamic_teacher_weights=kind, vocab_topk=None)
+    loss = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    whole = [logits[..., :V_S] for logits in case.teacher_logits]
+    settings = TopKSettings(3, V_S)
+    topk = [largest_logits(x, predicted_ids(case.batch["input_ids"]), settings) for x in whole]
+    weights = [loss(case.batch, case.student_logits, given)[1]["weight_t1"] for given in (whole, topk)]
+    torch.testing.assert_close(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("mode", ["gold", "h_kl", "uld"])
+def test_losses_that_sort_all_probabilities_refuse(mode):
+    case, config = case_of("p_kl"), LossConfig(mode=mode)
+    with pytest.raises(ConfigError, match="reads whole logits"):
+        evaluate(case, config, largest(case, config_of("p_kl"), 5))
+    with pytest.raises(ValueError, match=f'mode = "{mode}" cannot be computed from teacher 0'):
+        config.check_topk([True], [False])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"teacher_aggregation": "averaged_logits"}, {"dynamic_teacher_weights": "entropy"}, {"gradient_in_place": True}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_that_read_whole_logits_are_refused(setting):
+    with pytest.raises(ValueError, match="reads whole logits"):
+        LossConfig(mode="p_kl", **setting).check_topk([True], [True])
+
+
+def test_averaged_logits_refuse():
+    case = make_case(same_tokenizer=(True, True))
+    config = LossConfig(mode="p_kl", teacher_aggregation="averaged_logits")
+    loss = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    given = largest(case, config, 3)
+    with pytest.raises(ConfigError, match="whole logits are needed"):
+        loss(case.batch, case.student_logits, [given, given])
