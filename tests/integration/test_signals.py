@@ -86,6 +86,52 @@ def test_a_teacher_that_hangs_is_told_of_and_replaced(assets: TinyAssets, tmp_pa
     assert trainer_log.index("teacher 0 has ended: ring 1 is closed") < trainer_log.index("ring 2 of teacher 0 is open")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "queue"])
+def test_all_tokens_as_largest_logits_train_as_logits_do(
+    assets: TinyAssets, tmp_path: Path, start: Start, transport: str
+) -> None:
+    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection}
+    changes: dict[str, Any] = {"loss": {"vocab_topk": None}}
+    whole = losses_of(assets, tmp_path / "logits", start, **changes)
+    changes |= {"teacher": [{**teacher, "content": "topk", "topk": 1000}], "workers": {"transport": transport}}
+    found = losses_of(assets, tmp_path / "topk", start, **changes)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_of_largest_logits_stops_and_resumes(
+    assets: TinyAssets, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    teachers = [
+        {"model": assets.teacher, "context_length": 96, "content": "topk", "topk": 16},
+        {"model": assets.student, "context_length": 64, "content": "topk", "topk_mass": 0.5, "weight": 0.5},
+    ]
+    spec = tiny_spec(
+        assets, tmp_path, records=160, teacher=teachers, loss={"mode": "chain"}, workers={"transport": "queue"}
+    )
+    crew = start(spec)
+    crew.wait_for_steps(6)
+    assert crew.stop().state == RunState.STOPPED
+    taken = len(steps_of(spec.output))
+    assert 6 <= taken < 20
+    ending = start(spec).join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    lines = steps_of(spec.output)
+    assert [i for line in lines for i in line["ids"]] == list(range(160))
+    assert 0 < lines[0]["chunk_mass_t0"] < 1
+    assert lines[-1]["kl_loss_t0"] < lines[0]["kl_loss_t0"]
+
+
+@pytest.mark.parametrize("mode", ["gold", "uld"])
+def test_losses_that_sort_all_probabilities_are_refused_before_the_start(
+    assets: TinyAssets, tmp_path: Path, mode: str
+) -> None:
+    teacher = {"model": assets.teacher, "context_length": 96, "content": "topk"}
+    with pytest.raises(ConfigError, match=f'mode = "{mode}" cannot be computed from teacher 0\'s largest logits'):
+        resolve_run(tiny_spec(assets, tmp_path, teacher=[teacher], loss={"mode": mode}))
+
+
 def test_signals_that_the_queue_cannot_hold_are_refused_before_the_start(assets: TinyAssets, tmp_path: Path) -> None:
     rows = resolve_run(tiny_spec(assets, tmp_path, queue={"memory_limit": 400_000}))
     assert rows.spec.workers.signal == "auto"

@@ -97,3 +97,71 @@ def test_a_field_that_is_none_is_told_with_the_one_that_was_meant(change: dict[s
     with pytest.raises(ConfigError) as found:
         parse_run_spec(change, source="run.toml")
     assert said in str(found.value)
+
+
+def settings(directory: Path, workers: dict[str, Any] | None = None, **teacher: Any) -> RunSpec:
+    """A run whose teacher and workers have these settings too."""
+    raw: Any = resolved_run(directory).spec.model_dump(mode="json")
+    raw["teacher"][0].update(teacher)
+    raw["workers"].update(workers or {})
+    return RunSpec.model_validate(raw)
+
+
+@pytest.mark.parametrize(
+    ("workers", "given", "transport", "content"),
+    [
+        ({}, None, "auto", "logits"),
+        ({"signal": "shared_memory_hidden"}, None, "shared_memory", "hidden"),
+        ({"signal": "cuda_ipc"}, "hidden", "cuda_ipc", "hidden"),
+        ({"transport": "shared_memory"}, "hidden", "shared_memory", "hidden"),
+        ({"transport": "queue"}, None, "queue", "hidden"),
+        ({"signal": "queue"}, "topk", "queue", "topk"),
+        ({"transport": "shared_memory", "signal": "shared_memory_hidden"}, "hidden", "shared_memory", "hidden"),
+    ],
+)
+def test_content_and_transport(
+    tmp_path: Path, workers: dict[str, Any], given: str | None, transport: str, content: str
+) -> None:
+    spec = settings(tmp_path, workers, content=given)
+    assert (spec.workers.transport_name, spec.content_of(0)) == (transport, content)
+    assert RunSpec.model_validate(spec.model_dump()) == spec
+
+
+@pytest.mark.parametrize(
+    ("workers", "teacher", "message"),
+    [
+        ({"transport": "queue", "signal": "cuda_ipc"}, {}, "name two transports: unset workers.signal"),
+        ({"signal": "cuda_ipc_hidden"}, {"content": "topk"}, 'set workers.transport = "cuda_ipc" instead'),
+        ({"transport": "queue"}, {"content": "logits"}, "too large for the queue"),
+        ({"transport": "cuda_ipc", "device": "cpu"}, {}, 'workers.transport = "cuda_ipc" needs GPUs'),
+        ({}, {"topk": 8}, 'topk belongs to content = "topk"'),
+        ({}, {"content": "hidden", "topk_mass": 0.5}, 'topk_mass belongs to content = "topk"'),
+        ({}, {"content": "topk", "topk": 0}, "teacher.0.topk"),
+        ({}, {"content": "topk", "topk_mass": 1.5}, "teacher.0.topk_mass"),
+    ],
+    ids=str,
+)
+def test_contradictions_of_content_and_transport(
+    tmp_path: Path, workers: dict[str, Any], teacher: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError) as found:
+        settings(tmp_path, workers, **teacher)
+    assert message in describe(found.value, RunSpec)
+
+
+@pytest.mark.parametrize(("k", "listed"), [(16, 16), (1000, 60)])
+def test_slots_of_largest_logits(tmp_path: Path, k: int, listed: int) -> None:
+    spec = settings(tmp_path, content="topk", topk=k, dtype="bfloat16")
+    run = resolved_run(tmp_path).model_copy(update={"spec": spec})
+    shape = ring_shape(run, 0)
+    assert (shape.topk, shape.width, shape.dtype, shape.max_rows) == (listed, 2 * listed + 4, "float32", 0)
+    assert run.identity().teacher[0].topk == k
+
+
+def test_a_checkpoint_without_content_is_one_of_whole_logits(tmp_path: Path) -> None:
+    identity = resolved_run(tmp_path).identity()
+    stored = identity.model_dump(mode="json")
+    for name in ("topk", "topk_mass"):
+        del stored["teacher"][0][name]
+    del stored["loss"]["chain_least_mass"]
+    assert type(identity).model_validate(stored).differences(identity) == []

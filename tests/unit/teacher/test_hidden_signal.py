@@ -12,6 +12,7 @@ from xtoken_core.transports.factory import create_ring, open_ring, pick_transpor
 from xtoken_core.transports.head import load_head
 from xtoken_core.transports.signal import (
     RINGS,
+    SignalSlot,
     rebuild_teacher_full_logits_from_ipc,
     rebuild_teacher_hidden_from_ipc,
 )
@@ -220,6 +221,52 @@ def test_a_teacher_without_a_gpu_takes_what_it_can(signal, transport):
 def test_a_transport_that_needs_a_gpu_is_refused_without_one():
     with pytest.raises(Exception, match='not on a GPU: use "shared_memory"'):
         pick_transport("cuda_ipc", CPU)
+
+
+# Largest logits
+
+TOPK = RingShape(slots=2, slot_tokens=12, head_width=7, vocab=5, dtype="float32", topk=3)
+
+
+def filled_by(transport, number, *, packed=False):
+    """A ring of three rows of four tokens in slot 1 and its reader; what the queue carries is handed over."""
+    shape = dataclasses.replace(TOPK, packed=packed)
+    ring = create_ring(transport, shape, run="test", session="s")
+    opened = open_ring(transport, number, ring.handle.to_bytes(), shape)
+    ring.unlink()
+    rows, width = (1, 12) if packed else (3, 4)
+    values = torch.randn(rows, width, shape.width)
+    ring.slot_view(1, rows, width).copy_(values)
+    ring.write_generation(1, 4)
+    columns = ring.columns(1, rows, width, 0, lengths=[5, 4, 3] if packed else None)
+    if transport == "queue":
+        assert set(columns) == {"teacher_0_largest_logits"}
+        opened.receive(1, 4, columns, 0)
+    return ring, SignalSlot(opened, 1, 4, 0, rows, width), values
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "queue"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_slot_gives_the_largest_logits(transport, packed):
+    ring, slot, values = filled_by(transport, 11, packed=packed)
+    assert torch.equal(slot.topk(), values)
+    with pytest.raises(SignalError, match="not all of them"):
+        slot.logits()
+    with pytest.raises(SignalError, match=r"no head|holds no hidden states"):
+        slot.hidden()
+    RINGS.close(11)
+    ring.close()
+
+
+def test_other_slots_hold_no_largest_logits(filled):
+    with pytest.raises(SignalError, match="does not hold the largest logits"):
+        SignalSlot(RINGS.get(3), 1, 4, 0, 3, 4).topk()
+
+
+@pytest.mark.parametrize("change", [{"topk": 6}, {"dtype": "bfloat16"}, {"hidden": 3}, {"topk": -1}])
+def test_impossible_rings_of_largest_logits(change):
+    with pytest.raises(ValueError, match="largest logits are float32"):
+        dataclasses.replace(TOPK, **change)
 
 
 # The head alone

@@ -15,8 +15,11 @@ from services.teacher.fp8 import Fp8Linear, check_fp8, swap_linears
 from services.teacher.model import TeacherModel, head_is_plain
 from tests.ops.tolerances import OUTPUT, assert_within
 from xtoken_core.errors import ConfigError
+from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.packing import PackedRow
+from xtoken_core.topk_logits import largest_logits, read_topk
 from xtoken_core.transports import RingShape
+from xtoken_core.transports.ring import TopKSettings
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = 131
@@ -238,3 +241,21 @@ def test_a_compiled_teacher_gives_the_same_whatever_the_shape(fp8):
         ids = tokens(rows, width)
         found, expected = compiled.hidden(ids).double(), eager.hidden(ids).double()
         assert (found - expected).norm() / expected.norm() < (0.05 if fp8 else 0.02)
+
+
+# Largest logits
+
+
+@pytest.mark.parametrize("make", [llama, gemma], ids=["plain head", "capped logits"])
+@pytest.mark.parametrize("mass", [None, 0.6])
+def test_the_largest_logits_of_every_position_are_written(make, mass, monkeypatch):
+    monkeypatch.setattr(teacher_model, "CHUNK_TOKENS", 16)
+    model, ids = make(), tokens(3, 17)
+    settings = TopKSettings(8, WIDTH - 3, mass, 2.0)
+    out = torch.full((3, 17, settings.width), torch.nan)
+    TeacherModel(model).write_topk(ids, out, settings)
+    expected = largest_logits(logits_of(model, ids), predicted_ids(ids), settings)
+    found = read_topk(out, settings)
+    assert torch.equal(found.ids, expected.ids)
+    for name in ("values", "log_z", "log_z_scaled", "log_rest", "own"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
