@@ -151,7 +151,7 @@ def measure(arguments: argparse.Namespace, mode: str, output: Path) -> dict[str,
                 columns, leaf, [signal], global_valid_toks=held_out.tokens, global_valid_chunks=held_out.chunks
             )
             value.backward()
-            return float(value), float(metrics.get("chunk_mass_t0", torch.tensor(1.0))), leaf.grad[0] @ head
+            return float(value.detach()), float(metrics.get("chunk_mass_t0", torch.tensor(1.0))), leaf.grad[0] @ head
 
         value, mass, reference = evaluated(whole, given)
         sums.whole.add(value, mass, reference, reference)
