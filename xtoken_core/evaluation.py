@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from xtoken_core.errors import InputError
-from xtoken_core.losses.lazy_logits import HeadProjection, Logits, row_logits
+from xtoken_core.losses.lazy_logits import HeadProjection, WholeLogits, row_logits
 from xtoken_core.packing import PackedRow
 
 _ROWS_IN_FLOAT32 = 1024
@@ -59,8 +59,8 @@ def evaluate(
     device: torch.device | str,
     max_bytes: int,
     progress: Callable[[], None] = lambda: None,
-    outputs: Callable[[Tensor], Logits] | None = None,
-    packed_outputs: Callable[[Tensor, PackedRow], Logits] | None = None,
+    outputs: Callable[[Tensor], WholeLogits] | None = None,
+    packed_outputs: Callable[[Tensor, PackedRow], WholeLogits] | None = None,
     on_fraction: Callable[[float], None] = lambda _: None,
 ) -> EvalResult:
     """Measure a causal language model on text, every document in full.
@@ -208,7 +208,7 @@ def _packed_batches(windows: list[Window], batch_tokens: int) -> Iterator[list[W
 
 
 class ScoredBatch(NamedTuple):
-    """Logits of a batch of windows, with what each position has to predict.
+    """WholeLogits of a batch of windows, with what each position has to predict.
 
     Attributes:
         logits: `[B, T, V_m]`, as a tensor or a head that gives them.
@@ -216,7 +216,7 @@ class ScoredBatch(NamedTuple):
         mask: True for positions that predict one.
     """
 
-    logits: Logits
+    logits: WholeLogits
     targets: Int[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
 
@@ -252,7 +252,7 @@ def _score(
 
 
 def _padded(
-    batch: list[Window], device: torch.device, model: nn.Module, outputs: Callable[[Tensor], Logits] | None
+    batch: list[Window], device: torch.device, model: nn.Module, outputs: Callable[[Tensor], WholeLogits] | None
 ) -> Callable[[], ScoredBatch]:
     """Return a function that computes the logits of windows, each in a row."""
 
@@ -267,7 +267,7 @@ def _padded(
 
 
 def _packed(
-    batch: list[Window], device: torch.device, outputs: Callable[[Tensor, PackedRow], Logits]
+    batch: list[Window], device: torch.device, outputs: Callable[[Tensor, PackedRow], WholeLogits]
 ) -> Callable[[], ScoredBatch]:
     """Return a function that computes the logits of windows, all in one row."""
 

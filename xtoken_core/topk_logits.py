@@ -168,5 +168,8 @@ def read_topk(slot: Float[Tensor, "B T W"], settings: TopKSettings) -> TopKLogit
     ids = slot[..., k : 2 * k].view(torch.int32).long()
     listed = (ids >= 0) & (ids < settings.vocab_size)
     values = slot[..., :k].masked_fill(~listed, -torch.inf)
-    scalars = slot[..., 2 * k :].unbind(-1)
-    return TopKLogits(ids.masked_fill(~listed, -1), values, *scalars, settings.vocab_size, settings.temperature)
+    log_z, log_z_scaled, log_rest, own = slot[..., 2 * k :].unbind(-1)
+    return TopKLogits(
+        ids.masked_fill(~listed, -1), values, log_z, log_z_scaled, log_rest, own,
+        settings.vocab_size, settings.temperature,
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from services.trainer.master_weights import MasterWeights
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import ConfigError
-from xtoken_core.losses.lazy_logits import HeadProjection, Logits
+from xtoken_core.losses.lazy_logits import HeadProjection, WholeLogits
 from xtoken_core.packing import PackedRow
 
 
@@ -78,7 +78,7 @@ class Student(nn.Module):
         run = self.model.base_model if body else self.model
         return run(input_ids=input_ids, use_cache=False, **{k: v for k, v in options.items() if k != "use_cache"})
 
-    def outputs(self, input_ids: Int[Tensor, "B T"], row: PackedRow | None = None) -> Logits:
+    def outputs(self, input_ids: Int[Tensor, "B T"], row: PackedRow | None = None) -> WholeLogits:
         """Return the logits of the whole head `[B, T, V_m]`, or their factors for the chunked head.
 
         Args:

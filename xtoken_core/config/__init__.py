@@ -5,14 +5,13 @@ from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import (
     DataSpec,
     ModelSpec,
-    QueueSpec,
     RunSpec,
     StudentSpec,
     TeacherSpec,
-    WorkersSpec,
     load_run_spec,
 )
 from xtoken_core.config.train import LoraSpec, ReportSpec, TrainSpec
+from xtoken_core.config.workers import QueueSpec, WorkersSpec
 
 __all__ = [
     "DataSpec",

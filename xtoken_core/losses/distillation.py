@@ -16,7 +16,7 @@ from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.chunked_head import ChunkedHead
 from xtoken_core.losses.common import LossTeacher, Scalar
-from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, WholeLogits
 from xtoken_core.losses.masks import student_tokens
 from xtoken_core.losses.objective import (
     ComparedTeacher,
@@ -126,7 +126,7 @@ class CrossTokenizerDistillationLoss:
     def __call__(
         self,
         batch: Mapping[str, Tensor],
-        student_logits: Logits,
+        student_logits: WholeLogits,
         teacher_logits: Sequence[Logits],
         *,
         global_valid_toks: Scalar | None = None,
@@ -320,7 +320,7 @@ class CrossTokenizerDistillationLoss:
         pairs = zip(self.losses, given, strict=True)
         return Denominators(tokens, [tokens if loss.per_token else count for loss, count in pairs])
 
-    def _check_heads(self, student_logits: Logits, teacher_logits: Sequence[Logits]) -> None:
+    def _check_heads(self, student_logits: WholeLogits, teacher_logits: Sequence[Logits]) -> None:
         if len(teacher_logits) != len(self.losses):
             raise InputError(f"{len(teacher_logits)} teachers' logits were given for {len(self.losses)} teachers")
         if student_logits.shape[-1] < self.student_vocab_size:

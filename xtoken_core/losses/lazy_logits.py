@@ -88,7 +88,9 @@ class HeadProjection:
         return weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 
 
-Logits = Tensor | HeadProjection | TopKLogits
+WholeLogits = Tensor | HeadProjection
+"""One model's logits `[B, T, V]` of all tokens, as a tensor or in factored form."""
+Logits = WholeLogits | TopKLogits
 """One model's logits `[B, T, V]`, as a tensor, in factored form, or by the largest of each position."""
 
 
@@ -150,7 +152,7 @@ def logit_rows(logits: Tensor, width: int | None = None, columns: Tensor | None 
     return rows_of
 
 
-def row_logits(logits: Tensor | HeadProjection, width: int | None = None, columns: Tensor | None = None) -> RowLogits:
+def row_logits(logits: WholeLogits, width: int | None = None, columns: Tensor | None = None) -> RowLogits:
     """Return a function to the logits of some positions, from either form.
 
     Args:
