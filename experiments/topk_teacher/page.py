@@ -24,8 +24,8 @@ def render(result: Mapping[str, Any]) -> str:
     lines = [
         f"Measured before any training: teacher {result['teacher']}, student {result['student']}, "
         f"{result['documents']} documents of {result['text']} cut to {result['context_length']} tokens, on a CPU "
-        f"(torch {result['machine']['torch']}). Value and norm are ratios to those of whole logits; cosine and norm are "
-        "those of the gradient of the student's last hidden states.",
+        f"(torch {result['machine']['torch']}). Value and norm are ratios to those of whole logits; cosine and "
+        "norm are those of the gradient of the student's last hidden states.",
         "",
         "| loss | whole value | variant | value | cosine | norm | `chunk_mass_t0` |",
         "|---|---|---|---|---|---|---|",
@@ -33,10 +33,8 @@ def render(result: Mapping[str, Any]) -> str:
     for mode, measured in result["modes"].items():
         for name, row in measured["variants"].items():
             mass = f"{row['mass']:.3f}" if mode == "chain" else ""
-            lines.append(
-                f"| {TITLES[mode]} | {measured['value']:.4f} | {name} | {row['value_ratio']:.4f} | {row['cosine']:.4f} | "
-                f"{row['norm_ratio']:.4f} | {mass} |"
-            )
+            ratios = " | ".join(f"{row[column]:.4f}" for column in ("value_ratio", "cosine", "norm_ratio"))
+            lines.append(f"| {TITLES[mode]} | {measured['value']:.4f} | {name} | {ratios} | {mass} |")
     return "\n".join(lines)
 
 
