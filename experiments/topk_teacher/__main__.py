@@ -113,7 +113,14 @@ def spec_of(arguments: argparse.Namespace, output: Path, loss: Mapping[str, Any]
         {
             "output": output,
             "student": {"model": arguments.student, "context_length": length},
-            "teacher": [{"model": arguments.teacher, "context_length": length, "content": "topk"}],
+            "teacher": [
+                {
+                    "model": arguments.teacher,
+                    "context_length": length,
+                    "content": "topk",
+                    "projection": arguments.projection if loss["mode"] == "p_kl" else None,
+                }
+            ],
             "data": {"path": arguments.text},
             "eval": {"path": arguments.text, "kl_documents": arguments.documents},
             "train": {"micro_batch_tokens": length, "packing": "off"},
@@ -172,13 +179,17 @@ def main() -> None:
     parser.add_argument("--student", type=Path, required=True)
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--projection", type=Path, help="of P-KL; left out: it is built")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--context-length", type=int, default=256)
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES), help="others stay as measured before")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as output:
-        modes = {mode: measure(arguments, mode, Path(output)) for mode in MODES}
+        measured = {mode: measure(arguments, mode, Path(output)) for mode in arguments.modes}
+    earlier = json.loads(arguments.out.read_text(encoding="utf-8"))["modes"] if arguments.out.exists() else {}
+    modes = {mode: (earlier | measured)[mode] for mode in MODES if mode in earlier | measured}
     result = {
         "student": arguments.student.name,
         "teacher": arguments.teacher.name,

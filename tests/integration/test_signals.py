@@ -15,7 +15,7 @@ import torch
 from services.common.resolve import resolve_run
 from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
-from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 
@@ -92,11 +92,15 @@ def test_all_tokens_as_largest_logits_train_as_logits_do(
     assets: TinyAssets, tmp_path: Path, start: Start, transport: str
 ) -> None:
     teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection}
-    changes: dict[str, Any] = {"loss": {"vocab_topk": None}}
+    held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(8, seed=5))
+    changes: dict[str, Any] = {"loss": {"vocab_topk": None}, "eval": {"path": held_out, "teacher_kl": True}}
     whole = losses_of(assets, tmp_path / "logits", start, **changes)
     changes |= {"teacher": [{**teacher, "content": "topk", "topk": 1000}], "workers": {"transport": transport}}
     found = losses_of(assets, tmp_path / "topk", start, **changes)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+    rows = [(tmp_path / name / "out" / "eval.jsonl").read_text().splitlines()[-1] for name in ("logits", "topk")]
+    measured = [json.loads(row)["held_out_kl_loss_t0"] for row in rows]
+    assert measured[1] == pytest.approx(measured[0], rel=1e-4)
 
 
 def test_a_run_of_largest_logits_stops_and_resumes(
@@ -104,21 +108,20 @@ def test_a_run_of_largest_logits_stops_and_resumes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     teachers = [
-        {"model": assets.teacher, "context_length": 96, "content": "topk", "topk": 400},
+        {"model": assets.teacher, "context_length": 96, "content": "topk", "topk": 200},
         {"model": assets.student, "context_length": 64, "content": "topk", "topk_mass": 0.5, "weight": 0.5},
     ]
     # Random models list little of their mass, and without cross-entropy nothing draws the student away from them.
     loss = {"mode": "chain", "chain_least_mass": 0.0, "ce_loss_scale": 0.0}
-    spec = tiny_spec(assets, tmp_path, records=160, teacher=teachers, loss=loss, workers={"transport": "queue"})
+    spec = tiny_spec(assets, tmp_path, records=96, teacher=teachers, loss=loss, workers={"transport": "queue"})
     crew = start(spec)
-    crew.wait_for_steps(6)
+    crew.wait_for_steps(4)
     assert crew.stop().state == RunState.STOPPED
-    taken = len(steps_of(spec.output))
-    assert 6 <= taken < 20
+    assert 4 <= len(steps_of(spec.output)) < 12
     ending = start(spec).join()
     assert ending.state == RunState.COMPLETED, ending.error
     lines = steps_of(spec.output)
-    assert [i for line in lines for i in line["ids"]] == list(range(160))
+    assert [i for line in lines for i in line["ids"]] == list(range(96))
     assert 0 < lines[0]["chunk_mass_t0"] < 1
     assert lines[-1]["kl_loss_t0"] < lines[0]["kl_loss_t0"]
 
