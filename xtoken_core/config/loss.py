@@ -39,7 +39,7 @@ FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "custom": frozenset(),
 }
 """The flags of the method's public configuration that select a mode."""
-LEAST_MASS = 0.5
+LEAST_MASS = 0.0
 PUBLIC_NAMES = (*FLAGS, "vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl")
 """Names of the method's public configuration: a file that uses one without naming a mode means that method."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
@@ -88,8 +88,8 @@ class LossConfig(Part):
     chain_bare_space: bool = True
     """Chain: compare after a single space inside a token, too, although digits that come later may decide there."""
     chain_least_mass: Annotated[float, Field(ge=0, le=1)] = LEAST_MASS
-    """Chain with `teacher.content = "topk"`: a chunk with a decision at which the teacher's listed tokens have less
-    than this fraction of the probability is compared by ALM (`tau` 1) instead."""
+    """Chain with `teacher.content = "topk"`: a chunk with a decision inside at which the teacher's listed tokens have
+    less than this fraction of the probability is compared by ALM (`tau` 1) beside its start; 0: no chunk is."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
     ce_loss_scale: NonNegative = 0.1

@@ -117,8 +117,9 @@ class ChainLoss(ChunkLoss):
     ) -> Divergence:
         """Compute the parts of every chunk's KL with a class of the tokens that the teacher does not list.
 
-        A chunk with a decision of which the listed tokens have less than `chain_least_mass` has ALM's value (`tau` 1)
-        as its inner part, and no others. The reported mass is the least fraction at a chunk's decisions.
+        A chunk with a decision inside of which the listed tokens have less than `chain_least_mass` has ALM's value
+        (`tau` 1) beside its start instead of its other parts. The reported mass is the least fraction at a chunk's
+        decisions.
         """
         sides, P, T = _sides(pairing), pairing.max_chunks, self.config.temperature
         self.tables.read_sizes()
@@ -135,7 +136,7 @@ class ChainLoss(ChunkLoss):
         log_s = chunk_log_likelihood(scaled, sides[0].predicted, sides[0].chunk, P)
         log_t = chunk_sum(teacher.own_scaled().to(log_s.dtype), sides[1].chunk, P)
         weak = kept < self.config.chain_least_mass
-        start, inner, end = parts.masked_fill(weak, 0.0).unbind()
+        start, (inner, end) = parts[0], parts[1:].masked_fill(weak, 0.0).unbind()
         inner = inner + torch.where(weak, bernoulli_kl(log_t, log_s), 0.0).to(inner.dtype)
         tokens = None
         if options.with_tokens:

@@ -20,9 +20,11 @@ from xtoken_core.losses import (
     combine_metrics,
     kd_chunk_counts,
 )
-from xtoken_core.losses.chain import ChainOptions, chain_divergence
+from xtoken_core.losses.chain import ChainOptions, chain_divergence, side_tokens
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.ops.chain.events import PARTS
+from xtoken_core.ops.chain.reference import chain_parts
+from xtoken_core.ops.chain.teacher_rows import TopKTeacher
 from xtoken_core.schema import with_numbers
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings
@@ -314,3 +316,21 @@ def test_a_head_in_blocks_has_the_loss_of_the_largest_logits(case, teacher, bloc
     value, _ = loss(columns, HeadProjection(hidden, torch.eye(V_S, dtype=z_t.dtype)), [largest], blocks=blocks)
     value.backward()
     torch.testing.assert_close((value.detach(), hidden.grad), whole[:2], rtol=1e-6, atol=1e-9)
+
+
+def test_unlisted_tokens_have_equal_parts_inside_a_token_of_the_teacher():
+    batch = batch_of(SPLIT, WHOLE, DOCUMENTS)
+    student, z_t = random_logits(5, batch, SPLIT, WHOLE)
+    tables = ChainTables.of(build_tables(SPLIT.fast, WHOLE.fast))
+    alike = torch.zeros_like(z_t)  # the rest is known where all tokens are alike
+    log_probs, ids = alike.log_softmax(-1).topk(1)
+    given = TopKTeacher(ids, log_probs, V_S)
+    options = ChainOptions(conditioning=False)
+    chunk_ids = batch.student_chunk_id, batch.teacher_chunk_id
+    sides = tuple(
+        side_tokens(x, chunk_id, batch.usable)
+        for x, chunk_id in zip((batch.student_ids, batch.teacher_ids), chunk_ids, strict=True)
+    )
+    parts = [chain_parts(student, x, sides, batch.usable.shape[1], tables, options) for x in (alike, given)]
+    assert parts[0][1].sum() > 0
+    torch.testing.assert_close(parts[1][1], parts[0][1], rtol=1e-6, atol=1e-9)

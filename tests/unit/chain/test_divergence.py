@@ -92,7 +92,7 @@ def largest(logits, k):
     """The k largest log-probabilities, the same as rows with -inf elsewhere, and the mass that is missing."""
     log_probs, ids = logits.log_softmax(-1).topk(k)
     rows = torch.full_like(logits, -torch.inf).scatter(-1, ids, log_probs)
-    return TopKTeacher(ids, log_probs, logits.shape[-1]), rows, 1 - log_probs.exp().sum(-1)
+    return TopKTeacher(ids, log_probs, logits.shape[-1], spread=False), rows, 1 - log_probs.exp().sum(-1)
 
 
 def compare(student, teacher, documents, chosen, seed, k=None):

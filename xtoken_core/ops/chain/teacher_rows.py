@@ -29,7 +29,7 @@ class TopKTeacher:
     log_probs: Float[Tensor, "B T_t k"]
     vocab_size: int
     tail: Float[Tensor, "B T_t"] | None = None
-    spread: bool = False
+    spread: bool = True
 
 
 class TeacherSlice(NamedTuple):
