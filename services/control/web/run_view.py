@@ -176,13 +176,11 @@ class RunView:
     def tiles(self) -> list[tuple[str, str, str]]:
         """Latest metrics as title, value and unit or description, the most important first."""
         last, evaluation = self._status.get("last") or {}, self.evaluation
-        unreachable = [v for name, v in last.items() if name.startswith("unreachable_mass") and v is not None]
         tiles = [
             ("Held-out accuracy", percent(evaluation.get("next_token_accuracy")), "next token"),
             ("Loss", number(last.get("loss")), self._parts(last)),
             ("Held-out loss", number(evaluation.get("held_out_loss")), "nats, weighted as in training"),
             ("Throughput", number(last.get("tokens_per_second")), "tokens/s"),
-            ("Without gradient", percent(max(unreachable, default=None)), "of the teacher's probability"),
         ]  # fmt: skip
         return [tile for tile in tiles if tile[1] != "–"]
 

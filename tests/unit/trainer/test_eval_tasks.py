@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from services.common.packed_attention import NAME
 from services.common.worker import StopRequested
 from services.trainer.eval_tasks import EvalTasks
 from services.trainer.student import Student
+from tests.support.ranks import start_ranks
 from tests.unit.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
 from xtoken_core.config.spec import RunSpec
@@ -86,3 +88,17 @@ def test_prompt_without_room_for_a_completion_is_refused(tmp_path: Path) -> None
     raw = settings({}).model_dump() | {"eval": {"path": path, "tasks": {"path": path}}}
     with pytest.raises(InputError, match="chat template does not take"):
         EvalTasks(RunSpec.model_validate(raw), TOKENIZER)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_sharded_student_complete_together(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "e"}) + "\n" for prompt in PROMPTS))
+    rows = []
+    for size in (1, 2):
+        processes = start_ranks([sys.executable, "-m", "tests.unit.trainer.task_process", str(path)], size)
+        for process in processes:
+            out, errors = process.communicate(timeout=500)
+            assert process.returncode == 0, errors
+            rows.append(json.loads(out))
+    assert rows[0] == rows[1] == rows[2]

@@ -198,7 +198,7 @@
     }
 
     range(low, high) {
-      if (low === null) return [0, 1];
+      if (low === null || (low === 0 && high === 0 && this.floor === 0)) return [0, 1];
       const room = (high - low || Math.abs(high) || 1) * 0.08;
       return [this.floor !== null ? Math.min(this.floor, low) : low - room, high + room];
     }
