@@ -43,7 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
     "alm": {"mode": "alm"},
     "chain": {"mode": "chain"},
 }
-LEAST_MASSES = (0.0, 0.1, 0.25, 0.5)
+LEAST_MASSES = (0.0, 0.5)
 """Values of `chain_least_mass` that are tried."""
 
 
