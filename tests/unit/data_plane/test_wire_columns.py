@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtoken_core.wire import Column, ColumnHead, QueueError, decode_request, messages, object_column, select_rows
+from xtoken_core.wire import (
+    Column,
+    ColumnHead,
+    QueueError,
+    decode_request,
+    gather_rows,
+    messages,
+    object_column,
+    select_rows,
+)
 from xtoken_core.wire.bounds import MAX_OBJECT_DEPTH
 from xtoken_core.wire.columns import bytes_view, unpack_columns
 from xtoken_core.wire.messages.codec import envelope
@@ -55,6 +64,17 @@ def test_a_buffer_of_two_dimensions_is_read_flat():
 def test_offsets_that_do_not_fit_are_refused(offsets):
     with pytest.raises(QueueError, match="offsets"):
         unpack_columns([HEAD], [bytes(array("q", offsets)), bytes(16)])
+
+
+@pytest.mark.parametrize("head", [("int64", []), ("", [2])], ids=["dtype", "shape"])
+def test_objects_have_neither_dtype_nor_shape(head):
+    with pytest.raises(QueueError, match="neither dtype nor item_shape"):
+        unpack_columns([ColumnHead("x", "object", head[0], 1, head[1])], [bytes(array("q", (0, 1))), b"\1"])
+
+
+def test_rows_of_different_columns_are_not_joined():
+    with pytest.raises(QueueError, match="rows of one field differ"):
+        gather_rows([(column("jagged"), [0]), (column("dense"), [0])])
 
 
 def test_headers_cannot_be_changed():

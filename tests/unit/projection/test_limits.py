@@ -2,6 +2,7 @@
 
 import struct
 import zipfile
+from itertools import islice, permutations
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,15 @@ import pytest
 import torch
 
 from tests.support import vocabularies as v
+from tests.support.alignments import table_of
+from xtoken_core.alignment.tables import token_table
 from xtoken_core.errors import InputError
 from xtoken_core.projection.build import ROW_LIMIT, BuildOptions, _reference_last_slot, build_projection
-from xtoken_core.projection.files import TopKProjection, check_entries
-from xtoken_core.projection.fingerprint import ProjectionFileError, is_sparse, tokenizer_fingerprint
+from xtoken_core.projection.files import TopKProjection, check_entries, parse_projection_file
+from xtoken_core.projection.fingerprint import ProjectionFileError, _digest, is_sparse, tokenizer_fingerprint
 from xtoken_core.projection.pair_cache import user_cache
-from xtoken_core.projection.report import draw_projection
-from xtoken_core.projection.retokenize import _without_prepend
+from xtoken_core.projection.report import draw_projection, inspect_projection
+from xtoken_core.projection.retokenize import Retokenizer, _without_prepend
 from xtoken_core.projection.specials import similarity, special_entries
 from xtoken_core.projection.stored_tensors import safetensors_bytes
 
@@ -105,3 +108,59 @@ def test_a_files_header_ends_at_a_multiple_of_eight(note: str):
     data = safetensors_bytes({"x": torch.arange(3)}, {"note": note})
     (size,) = struct.unpack("<Q", data[:8])
     assert size % 8 == 0 and data[8 + size :] == torch.arange(3).numpy().tobytes()
+
+
+def test_the_largest_student_id():
+    def check(student: int) -> None:
+        check_entries("p.pt", torch.tensor([0]), torch.ones(1), students=torch.tensor([student]))
+
+    check((1 << 26) - 1)
+    with pytest.raises(ProjectionFileError, match="student ids must be from 0 to 67108863"):
+        check(1 << 26)
+
+
+def test_teacher_ids_below_the_empty_sign_make_no_column(tmp_path: Path):
+    torch.save({(0, -5): 1.0}, tmp_path / "p.pt")
+    assert parse_projection_file(tmp_path / "p.pt")[3] == 0
+
+
+def test_a_digest_depends_on_names_and_contents():
+    digests = {_digest([part]) for part in (("a", b"1"), ("a", b"2"), ("b", b"1"))}
+    assert len(digests) == 3
+
+
+def test_texts_that_a_teacher_cannot_write_have_no_pieces():
+    tokenizer = v.characters()
+    ids, counts = Retokenizer(tokenizer, token_table(tokenizer))([b"a", "\u1e9e\u4dff".encode(), b"b"])
+    assert counts.tolist() == [1, 0, 1] and len(ids) == 2
+
+
+def test_the_best_special_is_kept_among_equal_bounds():
+    names = [f"<{''.join(p)}>" for p in islice(permutations("12345678"), 41)]
+    _, teachers, weights = special_entries({0: b"<12345678>"}, dict(enumerate(name.encode() for name in names)))
+    assert len(teachers) == 32 and dict(zip(teachers.tolist(), weights.tolist(), strict=True))[0] == max(weights)
+    assert sorted(weights, reverse=True)[0] == pytest.approx(0.8 * 0.6)
+
+
+def test_weights_of_zero_are_no_entries():
+    table = table_of([b"a", b"b", b"", b"c"])
+    projection = TopKProjection(
+        torch.tensor([[0, 1], [1, 0], [-1, -1], [3, -1]]),
+        torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]]),
+    )
+    report = inspect_projection(projection, table, table)
+    assert (report.exact, report.spread, report.empty) == (2, 0, 2)
+    assert report.categories["latin words"][0] == 3
+    assert dict(report.samples["exact rows"]) == {"a": [("a", 1.0)], "c": [("c", 1.0)]}
+    assert report.samples["specials"] == []
+
+
+def test_a_picture_has_ids_from_the_top_and_all_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    draw_projection(TopKProjection(torch.tensor([[0, 1], [1, -1]]), torch.tensor([[0.75, 0.25], [1.0, 0.0]])), tmp_path)
+    matrix, histogram = figures[0].axes[:2]
+    assert matrix.yaxis_inverted()
+    assert sum(bar.get_height() for bar in histogram.patches) == 2
