@@ -21,29 +21,15 @@ TITLES = {
 SOURCES = {"python-code": "Python", "handbook-de": "German"}
 
 
-def render(result: Mapping[str, Any], gradients: Mapping[str, Mapping[str, Any]]) -> str:
+def render(result: Mapping[str, Any] | None, gradients: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the tables.
 
     Args:
-        result: What `experiments.white_space` wrote.
+        result: What `experiments.white_space` wrote; None: nothing has been trained.
         gradients: By source, what `xtoken gradients` wrote.
     """
-    records = [record for record in result["records"] if "classes" in record]
-    seeds = sorted({record["seed"] for record in records if "seed" in record})
-    lines = [
-        f"{result['steps']} steps of 16 Python documents, data seeds {', '.join(map(str, seeds))}; "
-        f"{result['documents']} held-out documents; {', '.join(result['machine']['gpus']) or 'CPU'}.",
-        "Nats per token of a class, and the fraction of its tokens to which the student gives the highest probability.",
-        "",
-        "| trained with | bits per byte | " + " | ".join(f"{name}: nats | right" for name in CLASSES) + " |",
-        "|---" * (2 + 2 * len(CLASSES)) + "|",
-    ]
-    for name in ("before training", *VARIANTS):
-        own = [record for record in records if record["variant"] == name]
-        if own:
-            lines.append(f"| {TITLES[name]} | {mean(each['bits_per_byte'] for each in own):.3f} | {_cells(own)} |")
+    lines = [] if result is None else [*_trained(result), ""]
     lines += [
-        "",
         "| text | class | chunks | nats | gradient's norm to cross-entropy's | cosine with cross-entropy |",
         "|---" * 6 + "|",
     ]
@@ -58,6 +44,24 @@ def render(result: Mapping[str, Any], gradients: Mapping[str, Mapping[str, Any]]
     return "\n".join(lines)
 
 
+def _trained(result: Mapping[str, Any]) -> list[str]:
+    records = [record for record in result["records"] if "classes" in record]
+    seeds = sorted({record["seed"] for record in records if "seed" in record})
+    lines = [
+        f"{result['steps']} steps of 16 Python documents, data seeds {', '.join(map(str, seeds))}; "
+        f"{result['documents']} held-out documents; {', '.join(result['machine']['gpus']) or 'CPU'}.",
+        "Nats per token of a class, and the fraction of its tokens to which the student gives the highest probability.",
+        "",
+        "| trained with | bits per byte | " + " | ".join(f"{name}: nats | right" for name in CLASSES) + " |",
+        "|---" * (2 + 2 * len(CLASSES)) + "|",
+    ]
+    for name in ("before training", *VARIANTS):
+        own = [record for record in records if record["variant"] == name]
+        if own:
+            lines.append(f"| {TITLES[name]} | {mean(each['bits_per_byte'] for each in own):.3f} | {_cells(own)} |")
+    return lines
+
+
 def _cells(records: Sequence[Mapping[str, Any]]) -> str:
     cells = []
     for name in CLASSES:
@@ -69,8 +73,10 @@ def _cells(records: Sequence[Mapping[str, Any]]) -> str:
 def written() -> str:
     """Return `docs/losses.md` as the result files ask for."""
     files = {source: RESULT.with_name(f"gradients-{source}.json") for source in SOURCES}
-    gradients = {source: json.loads(file.read_text(encoding="utf-8")) for source, file in files.items()}
-    tables = render(json.loads(RESULT.read_text(encoding="utf-8")), gradients)
+    gradients = {
+        source: json.loads(file.read_text(encoding="utf-8")) for source, file in files.items() if file.exists()
+    }
+    tables = render(json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else None, gradients)
     return insert(PAGE.read_text(encoding="utf-8"), tables, "experiments.white_space.page")
 
 

@@ -5,6 +5,7 @@ import torch
 
 from experiments.vocabularies import page
 from experiments.vocabularies.chunks import Counts, class_of, may_follow
+from experiments.white_space import page as white_space
 from tests.support import vocabularies
 from xtoken_core.chain import ChainTables, build_tables
 from xtoken_core.ops.chain.live import live_mask
@@ -50,6 +51,7 @@ def test_classes_of_text():
     ]
 
 
-def test_the_page_is_in_step_with_the_result():
+def test_the_page_is_in_step_with_the_results():
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.written() == text, "run: python -m experiments.vocabularies.page"
+    assert white_space.written() == text, "run: python -m experiments.white_space.page"
