@@ -117,8 +117,8 @@ def by_class(model_dir: Path, documents: list[str], device: str) -> dict[str, An
             log_q = torch.log_softmax(model(row).logits[0, :-1].float(), dim=-1)  # [T, V]
         target = row[0, 1:]
         nats = -log_q.gather(1, target.unsqueeze(1)).squeeze(1)
-        found = torch.stack([nats, (log_q.argmax(1) == target).float(), torch.ones_like(nats)], 1).cpu().double()
-        totals.index_add_(0, kinds[target.cpu()], found)
+        scores = torch.stack([nats, (log_q.argmax(1) == target).float(), torch.ones_like(nats)], 1).cpu().double()
+        totals.index_add_(0, kinds[target.cpu()], scores)
     return {
         "bits_per_byte": float(totals[:, 0].sum()) / math.log(2) / size,
         "classes": {

@@ -33,10 +33,10 @@ def render(result: Mapping[str, Any] | None, gradients: Mapping[str, Mapping[str
         "| text | class | chunks | nats | gradient's norm to cross-entropy's | cosine with cross-entropy |",
         "|---" * 6 + "|",
     ]
-    for source, found in gradients.items():
-        for name, entry in found["classes"].items():
+    for source, measured in gradients.items():
+        for name, entry in measured["classes"].items():
             if name != "cross_entropy":
-                cosine = found["cosine"]["cross_entropy"][name]
+                cosine = measured["cosine"]["cross_entropy"][name]
                 lines.append(
                     f"| {SOURCES[source]} | {name.removesuffix('_t0').replace('to', ':')} | {entry['count']:,} | "
                     f"{entry['value']:.3f} | {entry['norm_ratio']:.2f} | {cosine:.2f} |"
