@@ -73,6 +73,11 @@ def result(name: str) -> dict[str, Any]:
     return loaded
 
 
+def exists(name: str) -> bool:
+    """Return whether there is a file `results/NAME.json`."""
+    return (RESULTS / f"{name}.json").is_file()
+
+
 def render(template: Path, **variables: Any) -> str:
     """Return a rendered template; `x | f(".1f")` formats a number as Python's `format` does."""
     environment = jinja2.Environment(
@@ -133,6 +138,12 @@ def _fuzz_parsers() -> dict[str, Any]:
     return {"r": result("fuzz_parsers"), "names": names}
 
 
+def _load() -> dict[str, Any]:
+    parts = {name: result(file) for name, file in (("compare", "queue_compare"), ("attack", "attack")) if exists(file)}
+    runs = [result("queue_runs"), result("queue_day")]
+    return {"runs": runs, "kills": result("queue_kills"), "compare": None, "attack": None} | parts
+
+
 def _comparison() -> dict[str, Any]:
     files = {name: result(name) for name in ("end_to_end", "ops", "queue", "collate")}
     queue, calls = files["queue"], ("put", "get")
@@ -167,6 +178,7 @@ PARTS = [
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
     Part("images", ROOT / "docs" / "operations.md", lambda: {"r": result("images")}),
     Part("fuzz_parsers", ROOT / "docs" / "operations.md", _fuzz_parsers),
+    Part("load", ROOT / "docs" / "operations.md", _load),
     Part("bounds", ROOT / "benchmarks" / "README.md", _bounds),
     Part(
         "hidden_states",
