@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.attack.http_client import expect_refusal
 from tests.attack.target import Attack, FaultError, Target
 
-PATIENCE_S = 30.0
+LONGEST_VALIDATION_S = 15.0
 SECRET = "/etc/passwd"
 
 
@@ -91,15 +90,12 @@ def check(target: Target, what: str, *, refused: bool, **changes: Any) -> None:
         (spec[part][0] if part == "teacher" else spec[part])[field] = str(value)
     spec["output"] = str(target.runs / f"hostile-{random.randbytes(4).hex()}")
     began = target.clock.now()
-    try:
-        with target.http(timeout=PATIENCE_S) as http:
-            response = http.post("/v1/runs", json=spec, params={"dry_run": "true"})
-    except httpx.TimeoutException as error:
-        raise FaultError(f"{what}: no answer to its validation within {PATIENCE_S:g} s") from error
+    with target.http() as http:
+        response = http.post("/v1/runs", json=spec, params={"dry_run": "true"})
     expect_refusal(response, what)
     if "root:x:" in response.text:
         raise FaultError(f"{what}: the answer holds {SECRET}")
-    if (seconds := target.clock.since(began)) > PATIENCE_S / 2:
+    if (seconds := target.clock.since(began)) > LONGEST_VALIDATION_S:
         raise FaultError(f"{what}: validation took {seconds:.1f} s")
     if refused and response.status_code == 200:
         raise FaultError(f"{what}: the run is accepted")

@@ -16,6 +16,9 @@ from tests.attack.free_time import FreeTime
 from tests.contract.reference_client import Client
 from xtoken_core.data_plane.address import Address
 
+HUNG_S = 600.0
+"""Wall-clock limit of a request: bounds are of `clock`, which also ends an attack whose request gets no answer."""
+
 
 class FaultError(AssertionError):
     """The product did something that it must never do; the text names it."""
@@ -49,8 +52,8 @@ class Target:
     victim: str
     victim_output: Path
 
-    def http(self, timeout: float = 30.0) -> httpx.Client:
-        """Return an authenticated client of the control plane."""
+    def http(self, timeout: float = HUNG_S) -> httpx.Client:
+        """Return an authenticated client of the control plane; `clock` measures how long an answer takes."""
         return httpx.Client(base_url=self.url, timeout=timeout, headers={"Authorization": f"Bearer {self.http_token}"})
 
     @property
