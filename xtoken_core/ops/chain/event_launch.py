@@ -107,9 +107,9 @@ def _find_inner(
     R, T = other.chunk.numel(), other.chunk.shape[1]
     if not len(side.bare_space):  # no token can be distinguished on the way
         R = 0
-    found = torch.empty((4, R), dtype=torch.int32, device=other.chunk.device)
-    at_end = torch.empty(R, dtype=torch.uint8, device=found.device)
-    chunk, holder_row, fresh_row, node = found.unbind()
+    events = torch.empty((4, R), dtype=torch.int32, device=other.chunk.device)
+    at_end = torch.empty(R, dtype=torch.uint8, device=events.device)
+    chunk, holder_row, fresh_row, node = events.unbind()
     if R:
         event_kernels.chain_inner_kernel[(triton.cdiv(R, BLOCK),)](
             other.chunk, other.predicted, holder.predicted, bounds[1].first, bounds[1].last, bounds[0].first,

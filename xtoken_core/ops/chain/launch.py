@@ -124,10 +124,10 @@ class Comparison:
         self.plan: ChainLayout = chain_layout(tables)
         self.device = sides[0].chunk.device
         self.shape = sides[0].chunk.shape[0], max_chunks
-        found = find_events(sides, max_chunks, tables, options)
-        self.bounds, self.starts = found.sides, found.starts
-        self.in_student, self.in_teacher = found.in_student, found.in_teacher
-        self.event_of_row, self.event_of_teacher_row = found.event_of_row, found.event_of_teacher_row
+        events = find_events(sides, max_chunks, tables, options)
+        self.bounds, self.starts = events.sides, events.starts
+        self.in_student, self.in_teacher = events.in_student, events.in_teacher
+        self.event_of_row, self.event_of_teacher_row = events.event_of_row, events.event_of_teacher_row
 
     def _float(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

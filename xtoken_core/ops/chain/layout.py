@@ -290,9 +290,9 @@ def _spelled_slots(side: SideTable, slot_start: np.ndarray, slot: np.ndarray, me
     keys = (np.searchsorted(slot_start, slot, side="right") - 1) * V + member
     order = np.argsort(keys)
     at = np.searchsorted(keys[order], node * V + token)
-    found = np.zeros(len(node), np.int64)
-    found[node >= 0] = slot[order[at[node >= 0]]]
-    return found
+    slots = np.zeros(len(node), np.int64)
+    slots[node >= 0] = slot[order[at[node >= 0]]]
+    return slots
 
 
 def _live(live: LiveTable, V: int, device: torch.device) -> Live:
