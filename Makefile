@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -101,6 +101,9 @@ bench-collate: $(STAMP)  ## alignment beside TRL's, collation, projection; then 
 	$(BIN)/python -m benchmarks.collate
 	$(BIN)/python -m benchmarks.collate_workers
 	$(BIN)/python -m benchmarks.pages
+
+bench-startup: $(STAMP)  ## from `xtoken run` to the first step, on a finished demo-out, beside COMMIT; needs an idle machine
+	$(BIN)/python -m benchmarks.startup demo-out $(if $(COMMIT),--commit $(COMMIT))
 
 bench-padding: $(STAMP)  ## computed positions that are no token, padded and packed, from the plan alone
 	$(BIN)/python -m benchmarks.padding

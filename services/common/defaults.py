@@ -97,12 +97,45 @@ def load_run(
         InputError: The file cannot be read.
         ConfigError: A setting is wrong.
     """
-    document = _expanded(_read(path))
+    base = path.resolve().parent
+    name = NOT_IN_A_NAME.sub("-", path.stem).lstrip("._-")[:64]
+    return complete_run(
+        _read(path), base, source=str(path), settings=settings, name=name, machine=machine, writes=writes
+    )
+
+
+def complete_run(
+    document: Mapping[str, Any],
+    base: Path,
+    *,
+    source: str,
+    settings: Sequence[str] = (),
+    name: str = "",
+    machine: Machine | None = None,
+    writes: bool = True,
+) -> tuple[RunSpec, list[str]]:
+    """Fill in what the document of a run file leaves out.
+
+    Args:
+        document: The document.
+        base: Directory of its relative paths.
+        source: Name of the document for errors.
+        settings: As for `load_run`.
+        name: The run's name if the document has none.
+        machine: As for `load_run`.
+        writes: As for `load_run`.
+
+    Returns:
+        As `load_run`.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+    document = _expanded(document)
     for setting in settings:
         _override(document, setting)
-    base = path.resolve().parent
     document = _expanded(document)
-    document.setdefault("name", NOT_IN_A_NAME.sub("-", path.stem).lstrip("._-")[:64] or "run")
+    document.setdefault("name", name or "run")
     named = "output" in document
     document.setdefault("output", f"runs/{document['name']}")
     output = base / Path(str(document["output"])).expanduser()
@@ -110,7 +143,7 @@ def load_run(
     if not named:
         completion.notes.append(f'output = "{output}"')
     _complete(completion, base, output, writes=writes)
-    return parse_run_spec(completion.document, source=str(path)).with_base(base), completion.notes
+    return parse_run_spec(completion.document, source=source).with_base(base), completion.notes
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -151,7 +184,7 @@ def _override(document: dict[str, Any], setting: str) -> None:
     table[key] = value
 
 
-def _expanded(document: dict[str, Any]) -> dict[str, Any]:
+def _expanded(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the document with the short forms of models and text as tables, and teachers as a list."""
     expanded = dict(document)
     for name, key in (("student", "model"), ("data", "path")):

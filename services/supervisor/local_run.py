@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import secrets
 import shutil
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ SUMMARY_FIELDS = (
 
 def run_locally(
     spec: RunSpec, *, show: bool = True, as_json: bool = False, launchers: LauncherFactory | None = None,
-    loss: str | None = None,
+    loss: str | None = None, view: ProgressView | None = None,
 ) -> RunResult:  # fmt: skip
     """Run to the end.
 
@@ -46,6 +47,7 @@ def run_locally(
         as_json: Whether to print statuses instead, one object a line.
         launchers: Creates the run's launcher; one that its settings name if left out.
         loss: `module:Class` of a custom loss.
+        view: Shows the run's progress; None: the console, as `show` and `as_json` say.
 
     Returns:
         How it ended; `exit_code` is 128 + N if signal N stopped it.
@@ -67,8 +69,8 @@ def run_locally(
         run.start()
         try:
             run.started.wait(QUIET_S)
-            with open_view(show, as_json=as_json) as view:
-                follow(run, FailsafeView(view), interrupts)
+            with nullcontext(view) if view else open_view(show, as_json=as_json) as shown:
+                follow(run, FailsafeView(shown), interrupts)
         finally:
             _shut_down(run, interrupts)
     result = run.result

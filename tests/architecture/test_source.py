@@ -26,7 +26,7 @@ PICKLERS = {"dill", "cloudpickle", "joblib", "jsonpickle", "marshal", "shelve"}
 PICKLE_ERRORS = {"PickleError", "PicklingError", "UnpicklingError"}
 
 
-HOUSE = ("xtoken_core", "services")
+HOUSE = ("xtoken", "xtoken_core", "services")
 BESIDE = ("docs", "proto", "benchmarks", "experiments")
 
 

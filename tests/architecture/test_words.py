@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CODE = ("xtoken_core", "services")
+CODE = ("xtoken", "xtoken_core", "services")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "proto/*.md", "benchmarks/*.md")
 TEMPLATES = ("services/**/*.html", "services/**/static/*.js", "benchmarks/templates/*", "experiments/**/*.j2")
 

@@ -1,0 +1,94 @@
+"""A student's and a teacher's tokenizer with the collator and the loss between them, for any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from xtoken.parts import CrossTokenizerCollator, CrossTokenizerDistillationLoss, LossConfig, LossTeacher, TokenAligner
+from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES
+from xtoken_core.projection.build import build_projection
+
+
+class TokenizerPair:
+    """Collator and loss of one student and one teacher with another tokenizer.
+
+    Attributes:
+        aligner: The aligner of the two tokenizers.
+        collator: Turns texts into aligned rows of both sides.
+        loss_fn: The loss, for several micro-batches to a step or other uses than `loss`.
+
+    Args:
+        student: The student's tokenizer, from `transformers`.
+        teacher: The teacher's.
+        context_length: Maximum of tokens of a text on either side.
+        device: Device of the logits.
+        loss: Settings of `[loss]` in a run file, such as `mode="alm"`.
+
+    Raises:
+        ConfigError: The settings are wrong.
+        InputError: The two tokenizers have nothing in common that could be compared.
+    """
+
+    def __init__(
+        self, student: Any, teacher: Any, *, context_length: int = 1024, device: torch.device | str = "cpu", **loss: Any
+    ) -> None:
+        config = LossConfig(**loss)
+        self.aligner = TokenAligner(student, teacher)
+        self.collator = CrossTokenizerCollator(
+            student_tokenizer=student, teacher_tokenizer=teacher, aligner=self.aligner,
+            ctx_length_student=context_length, ctx_length_teacher=context_length,
+        )  # fmt: skip
+        self.device = torch.device(device)
+        self.loss_fn = CrossTokenizerDistillationLoss(
+            config, student_vocab_size=len(student), teachers=[_loss_teacher(config, student, teacher)], device=device
+        )
+
+    def collate(self, records: Sequence[str | Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Tokenize and align some texts.
+
+        Args:
+            records: Texts, or records with `text`, `prompt` and `completion`, or `messages`.
+
+        Returns:
+            Padded columns on the device: `input_ids` `[B, T_s]` for the student and `teacher_input_ids` `[B, T_t]` for
+            the teacher, and what `loss` reads beside them. Rows are padded on the right, so causal models need no mask.
+
+        Raises:
+            InputError: A record cannot be used.
+        """
+        batch = self.collator([{"text": record} if isinstance(record, str) else record for record in records])
+        return dict(batch.to(self.device))
+
+    def loss(
+        self,
+        batch: Mapping[str, Tensor],
+        student_logits: Float[Tensor, "B T_s V_s"],
+        teacher_logits: Float[Tensor, "B T_t V_t"],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a batch, differentiable by the student's logits, and its metrics.
+
+        Args:
+            batch: The result of `collate`.
+            student_logits: The student's, of `input_ids`.
+            teacher_logits: The teacher's, of `teacher_input_ids`; no gradient is computed.
+        """
+        loss, metrics = self.loss_fn(batch, student_logits, [teacher_logits])
+        return loss, dict(metrics)
+
+
+def _loss_teacher(config: LossConfig, student: Any, teacher: Any) -> LossTeacher:
+    """Return what the mode reads about the two tokenizers."""
+    mode = config.mode_of(0)
+    if mode in TABLE_MODES:
+        return LossTeacher(len(teacher), tables=ChainTables.of(build_tables(student, teacher)))
+    if mode in PROJECTING_MODES:
+        projection = build_projection(student, teacher)
+        return LossTeacher(len(teacher), projection.indices, projection.likelihoods)
+    return LossTeacher(len(teacher), own_tokenizer=True)

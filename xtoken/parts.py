@@ -1,0 +1,16 @@
+"""Parts of the library for other programs' loops; no service is imported."""
+
+from xtoken_core.alignment import TokenAligner
+from xtoken_core.collate import CrossTokenizerCollator
+from xtoken_core.config import LossConfig
+from xtoken_core.errors import XtokenError
+from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
+
+__all__ = [
+    "CrossTokenizerCollator",
+    "CrossTokenizerDistillationLoss",
+    "LossConfig",
+    "LossTeacher",
+    "TokenAligner",
+    "XtokenError",
+]
