@@ -53,7 +53,11 @@ def full(tmp_path: Path) -> RunSpec:
     return RunSpec.model_validate(
         spec(
             tmp_path,
-            eval={"path": [tmp_path / "a.txt", tmp_path / "b.txt"], "every": 7},
+            eval={
+                "path": [tmp_path / "a.txt", tmp_path / "b.txt"],
+                "every": 7,
+                "tasks": {"path": tmp_path / "sums.jsonl", "match": "number"},
+            },
             loss={"vocab_topk": "none", "teacher_modes": ["gold", "none"]},
             train={"lora": {"targets": ["q_proj", "v_proj"]}, "learning_rate": 1.23456789e-5, "master_weights": False},
             teacher=[
