@@ -10,6 +10,7 @@ from typing import Any
 
 VALIDATION = "bits_per_byte"
 BASELINE = "ce"
+_GROUP = ("condition", "method", "weight", "seed")
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,16 @@ class Outcome:
 
 
 def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
-    """Return the best of every method, weights, condition and seed; ties go to the earlier run and step."""
+    """Return the best of every method, weights, condition and seed; ties go to the earlier run and step.
+
+    Those with a learning rate that has not run are left out: their best is not that of the whole sweep.
+    """
+    partial = {tuple(cell[key] for key in _GROUP) for cell in result.get("not_run", ())}
     groups: dict[tuple[str, str, str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for run in result["runs"]:
-        groups[run["condition"], run["method"], run["weight"], run["seed"]].append(run)
+        key = run["condition"], run["method"], run["weight"], run["seed"]
+        if key not in partial:
+            groups[key].append(run)
     best = []
     for (condition, method, weight, seed), runs in groups.items():
         rows = [(run["rate"], row) for run in runs for row in run["curve"]]

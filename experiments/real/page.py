@@ -1,0 +1,74 @@
+"""Write `docs/real-models.md` from the result file, the predictions and the template `page.md.j2`.
+
+    python -m experiments.real.page [--check]
+
+With `--check` nothing is written; the exit status is 1 if the page is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import render, write
+from experiments.real import methods, predictions, summary
+
+ROOT = Path(__file__).parents[2]
+RESULT = Path(__file__).parent / "results" / "real.json"
+PAGE = ROOT / "docs" / "real-models.md"
+TEMPLATE = Path(__file__).parent / "page.md.j2"
+
+
+def rendered() -> dict[Path, str]:
+    """Return the generated page with its text."""
+    return {PAGE: page(json.loads(RESULT.read_text(encoding="utf-8")))}
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the page's text.
+
+    Args:
+        result: Content of the result file.
+    """
+    titles = {name: method.title for name, method in methods.METHODS.items()}
+    found = summary.outcomes(result)
+    best = summary.chosen(found, methods.SEEDS[0])
+    conditions = []
+    for name, condition in result["conditions"].items():
+        rows = summary.table(result, name)
+        if rows:
+            chosen = [row for row in rows if best.get((name, row.method)) == row.weight]
+            conditions.append(
+                {
+                    "name": name,
+                    **condition,
+                    "table": summary.markdown(result, name, titles),
+                    "chosen": {row.method: row for row in chosen},
+                    "steps_best": {row.method: _best(found, name, row.method, row.weight) for row in chosen},
+                    "rates": sorted({outcome.rate for outcome in found if outcome.condition == name}),
+                }
+            )
+    waiting = Counter(titles[cell["method"]] for cell in result["not_run"])
+    return render(
+        TEMPLATE,
+        machine=result["machine"],
+        conditions=conditions,
+        predictions="\n".join(predictions.compare(result)),
+        waiting=dict(waiting),
+        runs=len(result["runs"]),
+        rates=methods.RATES,
+        weights=methods.WEIGHTS,
+        result_teachers=list(result["teachers"]),
+        samples=methods.SAMPLES_PER_STEP,
+    )
+
+
+def _best(found: list[summary.Outcome], condition: str, method: str, weight: str) -> str:
+    group = [o for o in found if (o.condition, o.method, o.weight) == (condition, method, weight)]
+    return ", ".join(f"{outcome.rate:g} at step {outcome.step}" for outcome in sorted(group, key=lambda o: o.seed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(write(rendered, __doc__))
