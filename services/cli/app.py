@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import getpass
 import os
 import sys
 import traceback
@@ -71,9 +72,21 @@ def options(
 
 def main() -> None:
     """Run a command, and print an expected failure as one line on standard error; exit with its status."""
+    name_user()
     status = _run(sys.argv[1:])
     _write_status(status)
     sys.exit(status)
+
+
+def name_user() -> None:
+    """Set `LOGNAME` where the user id has no name, as in a container that is started with any id.
+
+    torch asks for the user's name when it compiles a kernel, and fails with a `KeyError` if there is none.
+    """
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # OSError from Python 3.13 on
+        os.environ["LOGNAME"] = f"uid-{os.getuid()}"
 
 
 def _write_status(status: int) -> None:

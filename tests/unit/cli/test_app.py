@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import getpass
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -212,3 +214,13 @@ def test_wrong_queue_address_loads_nothing_heavy(queue: str, token: str, said: s
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(said), done.stderr
+
+
+def test_a_user_id_without_a_name_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 17)
+    with pytest.raises((KeyError, OSError)):
+        getpass.getuser()
+    cli.name_user()
+    assert getpass.getuser() == f"uid-{2**31 - 17}"
