@@ -15,7 +15,7 @@ from services.common.step_plan import ring_shape
 from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import check_weights, weights_fingerprint
 from xtoken_core.config.eval import EvalSpec
-from xtoken_core.config.loss import DENSE_ONLY, LossMode
+from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, padded_length
 from xtoken_core.dataset import DataIndex
@@ -195,12 +195,27 @@ def _without_effect(run: ResolvedRun) -> Iterator[str]:
     for number, teacher in enumerate(run.spec.teacher):
         if teacher.projection is not None and run.pair_file(number) != teacher.projection:
             yield f'teacher.{number}.projection is not read by loss.mode = "{run.spec.loss.mode_of(number)}"'
+    yield from _unread_loss_settings(run)
     if train.parallel == "fsdp" and run.world == 1:
         yield 'train.parallel = "fsdp" does nothing for a single rank (workers.ranks, workers.nodes)'
     if train.parallel != "fsdp" and (not train.reshard_after_forward or train.reduce_dtype != "float32"):
         yield 'train.reshard_after_forward and train.reduce_dtype do nothing without train.parallel = "fsdp"'
     if train.min_learning_rate > train.learning_rate:
         yield f"train.min_learning_rate = {train.min_learning_rate:g} is above train.learning_rate: it stays there"
+
+
+def _unread_loss_settings(run: ResolvedRun) -> Iterator[str]:
+    """Yield settings of the loss that differ from their defaults and that no teacher's mode reads."""
+    loss = run.spec.loss
+    modes = {loss.mode_of(number) for number in range(len(run.teachers)) if not run.same_tokenizer[number]}
+    if not run.teachers or "custom" in modes:
+        return
+    compared = sorted(modes) or ["a teacher with the student's tokenizer"]
+    for name, readers in READ_BY.items():
+        by_token = name == "vocab_topk" and any(run.same_tokenizer)
+        is_read = by_token or not modes.isdisjoint(readers)
+        if not is_read and getattr(loss, name) != LossConfig.model_fields[name].default:
+            yield f"loss.{name} is not read by {' and '.join(compared)}"
 
 
 def open_index(

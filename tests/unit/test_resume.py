@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from services.common.resolve import remarks
 from services.common.resume import CHECKPOINTS, VERSION, check_output
 from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.runs import resolved_run
+from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.train import LoraSpec
 from xtoken_core.errors import ConfigError, InputError
@@ -153,6 +155,20 @@ def test_what_the_files_make_of_a_run_is_said(tmp_path: Path) -> None:
 def test_settings_without_effect_are_told(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     (remark,) = remarks(with_train(resolved_run(tmp_path), **changes))
     assert said in remark
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ({"mode": "chain", "vocab_topk": 64}, ["loss.vocab_topk is not read by chain"]),
+        ({"mode": "p_kl", "vocab_topk": 64, "uncommon_topk": 9}, ["loss.uncommon_topk is not read by p_kl"]),
+        ({"mode": "custom", "vocab_topk": 64}, []),
+    ],
+)
+def test_settings_that_no_mode_reads_are_named(tmp_path: Path, loss: dict[str, Any], said: list[str]) -> None:
+    run = resolved_run(tmp_path)
+    changed = run.model_copy(update={"spec": run.spec.model_copy(update={"loss": LossConfig(**loss)})})
+    assert list(remarks(changed)) == said
 
 
 def test_a_context_beyond_what_a_model_was_made_for_is_told(tmp_path: Path) -> None:

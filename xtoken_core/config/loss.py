@@ -43,6 +43,11 @@ LEAST_MASS = 0.0
 PUBLIC_NAMES = (*FLAGS, "vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl")
 """Names of the method's public configuration: a file that uses one without naming a mode means that method."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
+READ_BY: dict[str, tuple[LossMode, ...]] = {
+    "vocab_topk": ("p_kl",),
+    "uncommon_topk": ("gold", "h_kl"),
+}
+"""The modes that read a setting of the method's public configuration; others leave it alone."""
 BETA = (
     "beta: a generalised JSD has a reverse part, which is biased on given text and exact only on text that the student "
     "generated: unset it"
