@@ -210,7 +210,7 @@ def _unread_loss_settings(run: ResolvedRun) -> Iterator[str]:
     modes = {loss.mode_of(number) for number in range(len(run.teachers)) if not run.same_tokenizer[number]}
     if not run.teachers or "custom" in modes:
         return
-    compared = sorted(modes) or ["a teacher with the student's tokenizer"]
+    compared: list[str] = sorted(modes) or ["a teacher with the student's tokenizer"]
     for name, readers in READ_BY.items():
         by_token = name == "vocab_topk" and any(run.same_tokenizer)
         is_read = by_token or not modes.isdisjoint(readers)
