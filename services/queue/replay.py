@@ -24,8 +24,10 @@ from services.queue.log_records import (
 from xtoken_core.errors import InputError
 from xtoken_core.queue.engine import Engine, new_partition
 from xtoken_core.queue.partition import Partition
+from xtoken_core.queue.run.blocks import BlockLease
 from xtoken_core.queue.run.names import TRAINER, teacher_task
 from xtoken_core.queue.run.partition import RunPartition
+from xtoken_core.queue.run.protocol import RunProtocol
 from xtoken_core.queue.sessions import Session
 from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import Column, QueueError, unpack_columns
@@ -137,18 +139,29 @@ def _apply_to_tasks(part: TaskPartition, head: Record, buffers: Sequence[Buffer]
                 samples.finished.add(start, stop)
 
 
+def _leased(run: RunProtocol, block: int) -> BlockLease:
+    """Lease a block to the journal.
+
+    Raises:
+        ValueError: The run has no such block. A later snapshot of one could not be read again.
+    """
+    first, stop = run.blocks.bounds(block)
+    if not 0 <= first < stop:
+        raise ValueError(f"the run has no block {block}")
+    return run.blocks.lease(run.samples.next_lease_id(), OWNER, block)
+
+
 def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -> None:
     run, to = part.run, {"id": OWNER, "session": OWNER, "partition": part.name}
     match head:
         case BlockRows():
             columns = _columns_of(part, head, buffers)
-            block = min([*head.ids, *head.tombstones]) // run.blocks.block_size
-            lease = run.blocks.lease(run.samples.next_lease_id(), OWNER, block)
+            lease = _leased(run, min([*head.ids, *head.tombstones], default=-1) // run.blocks.block_size)
             put = m.Put(**to, ids=head.ids, columns=[], lease=lease.id, tombstones=head.tombstones)
             part.keep(head.ids, columns, run.put_block(put, columns))
         case BlockRefused():
             for _ in range(min(head.times, run.samples.max_attempts)):
-                lease = run.blocks.lease(run.samples.next_lease_id(), OWNER, head.block)
+                lease = _leased(run, head.block)
                 run.nack(m.Nack(**to, lease=lease.id, ids=[], reason=head.reason))
         case Refused():
             for sample_id in head.ids * min(head.times, run.samples.max_attempts):

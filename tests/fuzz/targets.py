@@ -188,10 +188,10 @@ def run_file(data: bytes) -> None:
         return
     try:
         spec = parse_run_spec(document, source="run.toml")
+        spec.with_base(SCRATCH)
     except ConfigError as error:
         assert "\n" not in str(error)
         return
-    spec.with_base(SCRATCH)
     assert parse_run_spec(spec.model_dump(mode="python"), source="again") == spec
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.fuzz import corpus
@@ -15,3 +17,12 @@ def test_kept_inputs_break_nothing(target: str) -> None:
     assert inputs
     for data in inputs:
         TARGETS[target](data)
+
+
+REPAIRED = Path(__file__).parent / "repaired"
+"""Inputs that once broke a target, one file each, named after the target."""
+
+
+@pytest.mark.parametrize("path", sorted(REPAIRED.iterdir()), ids=lambda path: path.name)
+def test_repaired_inputs_break_nothing(path: Path) -> None:
+    TARGETS[path.name.partition(".")[0]](path.read_bytes())

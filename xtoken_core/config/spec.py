@@ -246,7 +246,12 @@ def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:
 
 def _absolute(value: Any, base: Path) -> Any:
     if isinstance(value, Path):
-        return base / value.expanduser()
+        try:
+            return base / value.expanduser()
+        except RuntimeError as error:  # `~name` of an unknown user
+            raise ConfigError(
+                f"{str(value)!r}: there is no home directory of that user: write the whole path"
+            ) from error
     if isinstance(value, dict):
         return {key: _absolute(item, base) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -18,10 +18,12 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
         error: The error as raised.
         model: The model that was validated.
     """
-    return "; ".join(
+    text = "; ".join(
         f"{'.'.join(map(str, item['loc'])) or 'the run'}: {_message(item, model)}"
         for item in error.errors(include_url=False, include_context=False)
     )
+    # Names of unknown fields are the file's own, line ends and control characters included.
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _message(item: Any, model: type[BaseModel]) -> str:
