@@ -257,7 +257,8 @@ def final_line(status: dict[str, Any]) -> str:
     if status["state"] != "completed" or summary is None:
         return f"{where}; logs are in {status['output']}/logs"
     early = f" (ended early: {summary['stopped_early']})" if "stopped_early" in summary else ""
-    where = f"{status['name']}: {status['state']} after step {summary.get('steps', status['step'])} of {status['steps']}{early}"
+    step = summary.get("steps", status["step"])
+    where = f"{status['name']}: {status['state']} after step {step} of {status['steps']}{early}"
     counts = ", ".join(
         f"{summary[name]} {name}" for name in ("trained", "skipped", "dead", "truncated") if name in summary
     )

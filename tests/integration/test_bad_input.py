@@ -257,6 +257,7 @@ def small_disk(tmp_path: Path) -> Any:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_checkpoint_time_ends_the_run(assets: TinyAssets, tmp_path: Path, small_disk: Path) -> None:
     data = write_jsonl(tmp_path / "train.jsonl", documents(64, seed=2))
     raw = raw_spec(assets, tmp_path / "elsewhere")

@@ -111,6 +111,7 @@ def test_killed_queue_is_filled_again_from_the_checkpoint(assets: TinyAssets, tm
     assert trained_ids(spec.output) == list(range(240))
 
 
+@pytest.mark.slow
 def test_two_teachers_two_epochs_and_bad_records(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     texts = documents(44, seed=3)
     data = tmp_path / "train.jsonl"
