@@ -47,6 +47,7 @@ def page(result: dict[str, Any]) -> str:
                     "table": summary.markdown(result, name, titles),
                     "chosen": {row.method: row for row in chosen},
                     "steps_best": {row.method: _best(found, name, row.method, row.weight) for row in chosen},
+                    "swept": methods.CONDITIONS[name].rates,
                     "rates": sorted({outcome.rate for outcome in found if outcome.condition == name}),
                 }
             )
@@ -58,7 +59,6 @@ def page(result: dict[str, Any]) -> str:
         predictions="\n".join(predictions.compare(result)),
         waiting=dict(waiting),
         runs=len(result["runs"]),
-        rates=methods.RATES,
         weights=methods.WEIGHTS,
         result_teachers=list(result["teachers"]),
         samples=methods.SAMPLES_PER_STEP,
