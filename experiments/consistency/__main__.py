@@ -36,6 +36,7 @@ VARIANTS = {
     "chain, all corrections": ChainOptions(conditioning=True, end_terms=True, bare_space=False),
     "chain": ChainOptions(conditioning=False, end_terms=False, bare_space=True),
     "chain + end terms": ChainOptions(conditioning=False, end_terms=True, bare_space=True),
+    "chain + conditioning": ChainOptions(conditioning=True, end_terms=False, bare_space=True),
     "chain + end terms + conditioning": ChainOptions(conditioning=True, end_terms=True, bare_space=True),
 }
 COMPARED = ("chain + end terms + conditioning", "chain")

@@ -21,6 +21,7 @@ WORLDS = {
 ORDER = (CE, *sorted(VARIANTS), "ALM, tau 1", "ALM, tau 100", *CLASSES)
 TITLES = {
     "chain": "chain without corrections",
+    "chain + conditioning": "chain + conditioning, no end terms",
     "chain + end terms + conditioning": "**chain**: end terms, conditioning",
     "chain, all corrections": "chain without the bare space",
 }

@@ -57,6 +57,20 @@ def bpe_model(tokenizer: Any, writer: Retokenizer) -> BpeModel | None:
     return BpeModel(forest, backend_split(backend))
 
 
+def is_unigram(tokenizer: Any) -> bool:
+    """Return True for a Unigram tokenizer, which chooses the most likely of all cuts of a word.
+
+    Args:
+        tokenizer: Hugging Face fast or slow, or mistral-common's.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return type(backend.model).__name__ == "Unigram"
+    inner = getattr(tokenizer, "sp_model", None)
+    # SentencePiece writes a Unigram's log-probabilities and a BPE's negative ranks into the same field.
+    return inner is not None and any(not inner.GetScore(i).is_integer() for i in range(inner.GetPieceSize()))
+
+
 def backend_split(backend: Any) -> Split | None:
     """Return the split into words of a `tokenizers` tokenizer; None if it has none."""
     words, normalizer = backend.pre_tokenizer, backend.normalizer

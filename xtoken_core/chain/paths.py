@@ -2,11 +2,15 @@
 
 A path is a sequence of the other side's tokens with which the spellings of some tokens begin. At such a node
 the tokens that share it are distinguished by their next piece's root, or by ending exactly there.
+
+That a token has ended is a decision of its own where the tokenizer would have written a longer one for the text that
+would have continued it. BPE mostly would. A Unigram chooses the most likely cut of a whole word and ends "t" before "y"
+although it has "ty", so that the next token does not say whether "t" has ended: its tokens have no end terms.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +25,8 @@ class Paths:
     """The nodes of one side's tokens.
 
     Attributes:
-        node: `[n]` int32, for every piece of every spelling the node reached with it; -1 where every token ends.
+        node: `[n]` int32, for every piece of every spelling the node reached with it; -1 where every token ends, and
+            with the last piece where this side has no end terms.
         member_start: `[N + 1]` int32, where a node's tokens begin.
         member: `[m]` int32, token ids of this side.
         member_slot: `[m]` int32, the slot of the token's class.
@@ -40,13 +45,14 @@ class Paths:
     bare_space: np.ndarray
 
 
-def find_paths(spelled: Spellings, other_roots: np.ndarray, spaces: np.ndarray) -> Paths:
+def find_paths(spelled: Spellings, other_roots: np.ndarray, spaces: np.ndarray, *, end_terms: bool = True) -> Paths:
     """Build the nodes.
 
     Args:
         spelled: Of this side's tokens, by the other side.
         other_roots: `[V_o]` int64, classes of the other side's tokens.
         spaces: Ids of the other side whose text is a single space.
+        end_terms: True to compare whether a token has ended, after its last piece.
     """
     count, start = spelled.count, spelled.start[:-1]
     V_o = len(other_roots)
@@ -65,7 +71,8 @@ def find_paths(spelled: Spellings, other_roots: np.ndarray, spaces: np.ndarray) 
     ends = np.arange(len(flat)) == np.repeat(spelled.start[1:] - 1, count)
     following = np.append(spelled.piece[1:], 0)
     cls = np.where(ends, ENDS_HERE, other_roots[following] if len(flat) else 0)
-    return _kept(flat, token, cls, nodes, bare)
+    paths = _kept(flat, token, cls, nodes, bare)
+    return paths if end_terms else replace(paths, node=np.where(ends, -1, paths.node).astype(np.int32))
 
 
 def _kept(flat: np.ndarray, token: np.ndarray, cls: np.ndarray, nodes: int, bare: np.ndarray) -> Paths:

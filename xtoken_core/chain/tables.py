@@ -97,7 +97,7 @@ class SideTable(TensorFields):
         root: `[V]` int32 class of each token; `ChainTables.classes` where it has none.
         spelling_start: `[V + 1]` int32, where a token's pieces begin.
         piece: `[n]` int32 ids of the other side.
-        node: `[n]` int32, the node reached with each piece; -1 = every token ends there.
+        node: `[n]` int32, the node reached with each piece; -1 = every token ends there, or an end without a term.
         status: `[V]` uint8, why a token has no spelling; see `spelling`.
     """
 

@@ -18,7 +18,7 @@ from xtoken_core.regular_files import descriptor_path
 
 PairKind = Literal["projection", "chain"]
 """Contents of a file: the projection that P-KL and gold read, or the chain tables."""
-CHAIN_FORMAT = "xtoken-chain-2"
+CHAIN_FORMAT = "xtoken-chain-3"
 FORMATS: dict[PairKind, str] = {"projection": FORMAT, "chain": CHAIN_FORMAT}
 NAMES: dict[PairKind, str] = {"projection": "projection", "chain": "chain tables"}
 _LOG = logging.getLogger("xtoken.pairs")

@@ -185,7 +185,8 @@ def sample_divergence(pair, logits, ids, chunk_ids, usable, options, tails=None)
             token, spelled = ids[holder][at[holder][0]], [ids[other][i] for i in at[other]]
             for n in range(1, len(spelled) + 1):
                 path = tuple(spelled[:n])
-                if pair.spell(holder, token)[:n] != path or (n == len(spelled) and not options.end_terms):
+                ends = options.end_terms and pair.sides[holder].ends
+                if pair.spell(holder, token)[:n] != path or (n == len(spelled) and not ends):
                     continue
                 if not options.bare_space and b"".join(map(pair.sides[other].bytes_of, path)) == b" ":
                     continue

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.chain.chain_loops import Options, Pair, sample_divergence
-from tests.unit.chain.tiny_tokenizers import PATTERNS, TinyTokenizer, split_words
+from tests.unit.chain.tiny_tokenizers import PATTERNS, TinyTokenizer, TinyUnigram, split_words
 from xtoken_core.alignment import TokenAligner
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
@@ -125,6 +125,15 @@ CROSSED = TinyTokenizer(ALPHABET, [(b"\xa9", b"\xc3"), (b"\xc3", b"\xa9"), (b"a"
 @CASES
 def test_equals_loops(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed)
+
+
+@settings(QUICK, max_examples=25)
+@CASES
+def test_unigram_equals_loops(student, teacher, documents, chosen, seed):
+    sides = [
+        TinyUnigram(ALPHABET + b"xy", side.merges, side.pattern, seed + k) for k, side in enumerate((student, teacher))
+    ]
+    compare(*((student, sides[1]), (sides[0], teacher), sides)[seed % 3], documents, chosen, seed)
 
 
 @pytest.mark.slow

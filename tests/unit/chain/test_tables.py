@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import BertGenerationTokenizer
 
 from tests.support import vocabularies
 from tests.unit.chain.chain_loops import Pair
@@ -16,6 +17,7 @@ from xtoken_core.alignment import token_table
 from xtoken_core.chain import ChainTables, build_tables, cached_tables
 from xtoken_core.chain.files import write_tables
 from xtoken_core.chain.live_sets import live_rows
+from xtoken_core.chain.models import is_unigram
 from xtoken_core.chain.spelling import NO_TEXT, UNKNOWN
 from xtoken_core.ops.chain.live import live_mask
 from xtoken_core.projection.retokenize import Retokenizer
@@ -86,6 +88,31 @@ def test_spellings_have_the_bytes_of_their_token(two_families):
         for token in range(0, len(own), 17):
             pieces = part.spelled.piece[part.spelled.start[token] : part.spelled.start[token + 1]]
             assert part.spelled.status[token] == NO_TEXT or other.spell(pieces) == own.pieces[token]
+
+
+def test_only_unigram_tokens_have_no_end_terms(monkeypatch):
+    monkeypatch.setattr("xtoken_core.chain.live_sets.MOST_PAIRS", 10)
+    built = build_tables(vocabularies.unigram(), vocabularies.byte_level())
+    at_end = [
+        side.paths.node[side.spelled.start[1:][side.spelled.count > 0] - 1] for side in (built.student, built.teacher)
+    ]
+    assert (at_end[0] == -1).all()
+    assert (at_end[1] >= 0).any()
+    assert (built.student.paths.node >= 0).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "unigram"),
+    [("unigram", True), ("byte_level", False), ("wordpiece", False), ("slow_sentencepiece", False)],
+)
+def test_unigram_is_recognized(make, unigram):
+    assert is_unigram(getattr(vocabularies, make)()) == unigram
+
+
+def test_slow_unigram_is_recognized(tmp_path):
+    model = tmp_path / "unigram.model"
+    model.write_bytes(vocabularies._trained_unigram(True, "identity").serialized_model_proto())
+    assert is_unigram(BertGenerationTokenizer(vocab_file=str(model), eos_token="</s>", unk_token="<unk>"))
 
 
 def test_parts_of_characters_have_roots(two_families):

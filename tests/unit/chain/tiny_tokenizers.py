@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from functools import cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -30,6 +32,8 @@ def split_words(text: str, pattern: str) -> list[bytes]:
 
 class TinyTokenizer:
     """A byte-level BPE; every byte of its alphabet is a token, then one per merge, then the end of text."""
+
+    ends = True  # whether a token has ended is compared
 
     def __init__(self, alphabet: bytes, merges: list[tuple[bytes, bytes]], pattern: str):
         self.pattern = pattern
@@ -93,12 +97,15 @@ class TinyTokenizer:
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         return tuple(self.ids[part] for part in parts)
 
+    def _model(self, name: Callable[[bytes], str]) -> models.Model:
+        vocab = {name(piece): i for piece, i in self.ids.items()}
+        return models.BPE(vocab=vocab, merges=[(name(a), name(b)) for a, b in self.merges])
+
     def _fast(self) -> PreTrainedTokenizerFast:
         def name(piece: bytes) -> str:
             return "".join(CHAR_OF[byte] for byte in piece)
 
-        vocab = {name(piece): i for piece, i in self.ids.items()}
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(name(a), name(b)) for a, b in self.merges]))
+        tokenizer = Tokenizer(self._model(name))
         bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter(self.pattern), bytes_])
         tokenizer.decoder = decoders.ByteLevel()
@@ -106,6 +113,37 @@ class TinyTokenizer:
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
         )
+
+
+class TinyUnigram(TinyTokenizer):
+    """The same tokens with random scores; a word is cut where the sum of its tokens' scores is largest."""
+
+    ends = False
+
+    def __init__(self, alphabet: bytes, merges: list[tuple[bytes, bytes]], pattern: str, seed: int):
+        self.seed = seed
+        super().__init__(alphabet, merges, pattern)
+
+    def cuts(self, token: int, text: bytes) -> bool:
+        return self.encode(self.bytes_of(token) + text)[:1] == [token]
+
+    def _scores(self) -> list[float]:
+        rng = random.Random(self.seed)
+        return [-rng.uniform(1, 4) for _ in self.vocab]
+
+    def _merged(self, word: bytes) -> tuple[int, ...]:
+        scores = self._scores()
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        for end in range(1, len(word) + 1):
+            cuts = [(begin, self.ids[piece]) for begin in range(end) if (piece := word[begin:end]) in self.ids]
+            best.append(max((best[begin][0] + scores[i], (*best[begin][1], i)) for begin, i in cuts))
+        return best[-1][1]
+
+    def _model(self, name: Callable[[bytes], str]) -> models.Model:
+        scored = [
+            (name(piece) if piece else END, score) for piece, score in zip(self.vocab, self._scores(), strict=True)
+        ]
+        return models.Unigram(scored, unk_id=self.end)
 
 
 def whole(data: bytes, step: int) -> str:
