@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 from tests.support import vocabularies
 from tests.unit.losses.loss_cases import V_S, make_case
+from xtoken_core import schema
 from xtoken_core.chain.files import cached_tables
 from xtoken_core.config import LossConfig
-from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
+from xtoken_core.losses.chunk_classes import class_means
+from xtoken_core.losses.chunked_head import _scaled
 from xtoken_core.losses.common import ChunkView, partial_mean
+from xtoken_core.losses.lazy_logits import HeadRows
+from xtoken_core.losses.masks import kept_chunk_ids
+from xtoken_core.losses.objective import ComparedTeacher
 from xtoken_core.losses.registry import load_teacher
-from xtoken_core.losses.token_blocks import Extent, _block_of_runs, blocks_of_samples, packed_blocks
+from xtoken_core.losses.token_blocks import (
+    Extent,
+    PackedExtent,
+    _block_of_runs,
+    _largest_group,
+    blocks_of_packed_samples,
+    blocks_of_samples,
+    packed_blocks,
+)
 
 CPU = torch.device("cpu")
 
@@ -59,3 +75,88 @@ def test_chain_tables_are_read_for_their_teacher(tmp_path):
     teacher = load_teacher(None, vocab_size=size, student_vocab_size=300, device=CPU, weight=2.0, tables=path)
     assert (teacher.vocab_size, teacher.weight) == (size, 2.0)
     assert torch.equal(teacher.tables.student.root, built.student.root)
+
+
+def test_padding_of_the_last_block_is_in_no_chunk():
+    ids = torch.tensor([[0, 1]] * 3)
+    valid = torch.ones(3, 2, dtype=torch.bool)
+    sides = blocks_of_samples((3, 2), [Extent(ChunkView(ids, ids, valid, valid), 2), Extent(None, 2)], 4, CPU).teachers
+    assert sides[0].student_chunk_id.tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
+    assert sides[1].rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_blocks_of_packed_samples():
+    sample = torch.tensor([[0, 0, 1, 1]])
+    blocks = blocks_of_packed_samples(sample, [PackedExtent(None, sample, None)], 2)
+    assert blocks.rows.shape[0] == 2
+    assert blocks.rows[:, :3].tolist() == [[0, 1, 4], [2, 3, 4]]
+    assert torch.equal(blocks.teachers[0].rows, blocks.rows)
+
+
+def test_a_position_of_no_chunk_has_the_number_of_none():
+    ids, valid = torch.tensor([[0, 0, -1, 1]]), torch.tensor([[True, False]])
+    needed = torch.ones(1, 4, dtype=torch.bool)
+    (side,) = packed_blocks(needed, [Extent(ChunkView(ids, ids, valid, valid), 4)], 4).teachers
+    assert sorted(side.student_chunk_id[0].tolist()) == [-1, -1, 0, 0]
+    assert packed_blocks(needed[:, :1], [], 1).rows.tolist() == [[0]]
+
+
+@pytest.mark.parametrize(("size", "rounded"), [(1, 128), (128, 128), (129, 256)])
+def test_widths_are_whole_tiles(size, rounded):
+    assert _largest_group(torch.zeros(size, dtype=torch.int64)) == rounded
+
+
+def test_chunks_that_are_not_kept():
+    ids = torch.tensor([[-1, 0, 1, 2, 3]])
+    assert kept_chunk_ids(ids, torch.tensor([[True, False]])).tolist() == [[-1, 0, -1, -1, -1]]
+    assert kept_chunk_ids(ids, torch.tensor([[True, True]])).tolist() == [[-1, 0, 1, -1, -1]]
+
+
+def test_a_sum_without_its_count_has_no_mean():
+    assert class_means({"chunk_kl_sum_1to1_t0": 3.0}) == {}
+
+
+def test_columns_of_a_head_with_a_bias():
+    torch.manual_seed(0)
+    head = HeadProjection(torch.randn(2, 3, 4), torch.randn(7, 4), torch.randn(7))
+    columns = torch.tensor([5, 0, 3])
+    torch.testing.assert_close(head.logits(columns), head.logits()[..., columns])
+    rows = HeadRows(head, columns=columns)(torch.tensor([4, 1]))
+    torch.testing.assert_close(rows[0], head.logits().flatten(0, 1)[[4, 1]][:, columns])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = HeadRows(head)(torch.tensor([2]))
+    torch.testing.assert_close(one[0, 0], head.logits()[0, 2])
+
+
+@pytest.mark.parametrize(("k", "width"), [(4, 4), (31, 31), (None, 31)])
+def test_only_the_compared_columns_are_multiplied(k, width):
+    case = make_case()
+    loss_fn = CrossTokenizerDistillationLoss(LossConfig(vocab_topk=k), student_vocab_size=V_S, teachers=case.teachers)
+    (loss,) = loss_fn.losses
+    assert loss.compares_subset == (width < 31)
+    head = HeadProjection(torch.randn(4, 10, 5), torch.randn(31, 5))
+    teacher = ComparedTeacher(loss, head, loss.columns(head), loss.pairing(schema.with_numbers(case.batch)))
+    logits, gathered = teacher.whole()
+    assert (logits.shape[-1], gathered) == (width, width < 31)
+    rows, gathered = teacher.rows()
+    assert (rows(torch.tensor([0, 1])).shape[-1], gathered) == (width, width < 31)
+    assert teacher.pairing.teacher_targets is None, "no loss but ALM reads them"
+
+
+@pytest.mark.parametrize("k", [4, V_S, None])
+def test_columns_of_a_teacher_with_the_students_tokenizer(k):
+    case = make_case(same_tokenizer=(True,))
+    loss_fn = CrossTokenizerDistillationLoss(LossConfig(vocab_topk=k), student_vocab_size=V_S, teachers=case.teachers)
+    (loss,) = loss_fn.losses
+    assert loss.compares_subset == (k == 4)
+    expected = (case.batch["token_mask"][:, 1:] * case.batch["sample_mask"][:, None]).sum().item()
+    assert loss.count(case.batch).item() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_is_scaled_in_the_dtype_of_its_operand(dtype):
+    x = torch.ones(3)
+    scaled = _scaled(x, torch.tensor(2.0), dtype)
+    assert scaled.dtype == dtype and scaled.tolist() == [2.0] * 3
+    assert (scaled.data_ptr() == x.data_ptr()) == (dtype == torch.float32), "in place where it can be"

@@ -1,0 +1,237 @@
+"""Parts of an alignment, each alone: streams, specials, spellings, traces of normalizers, counts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from tests.support import vocabularies as v
+from tests.support.alignments import padded, table_of
+from tests.unit.alignment.test_boundaries import run
+from xtoken_core.alignment import TokenAligner, token_decoders
+from xtoken_core.alignment.check import _unmatched
+from xtoken_core.alignment.hashing import prefix_hashes, without_space
+from xtoken_core.alignment.matching_blocks import matching_blocks
+from xtoken_core.alignment.normalizer import Normalizer, Step, clusters
+from xtoken_core.alignment.pipeline import Pipeline, _inside_characters
+from xtoken_core.alignment.report import Encoder, ShownToken, plain_chunks, summarize
+from xtoken_core.alignment.specials import match_specials
+from xtoken_core.alignment.tables import spelling_pool, token_table
+from xtoken_core.alignment.token_arrays import ABSENT, build_token_arrays, is_ended
+from xtoken_core.errors import InputError
+
+
+def stream(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("latin-1"), dtype=np.uint8).astype(np.uint16)
+
+
+def words(*vocabulary: str, normalizer: normalizers.Normalizer | None = None):
+    """A tokenizer of words with spaces before them, `</s>` at the end of a text."""
+    vocab = {word: i for i, word in enumerate(["<unk>", "</s>", *vocabulary])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    return v.fast(tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "blocks"),
+    [
+        ("a", "b", []),
+        ("abXcdefZgh", "abYcdefWij", [(0, 0, 2), (3, 3, 4)]),
+        ("ab123cX", "ab890cY", [(0, 0, 2)]),
+        ("abXcd", "abcd", [(0, 0, 2), (3, 2, 2)]),
+    ],
+    ids=["nothing", "four in the middle", "one symbol is not enough", "the end"],
+)
+def test_stretches_in_common(a, b, blocks):
+    assert matching_blocks(stream(a), stream(b)) == blocks
+
+
+def test_specials_in_another_order_keep_the_longest_run():
+    ours, theirs = match_specials(np.array([10, 11, 12, 13, 14]), np.array([10, 13, 11, 12, 14]))
+    assert (ours.tolist(), theirs.tolist()) == ([0, 1, 2, 4], [0, 2, 3, 4])
+
+
+def test_literals_lie_behind_the_pieces():
+    literals = {1: b"<s>", 2: b"</s>"}
+    pool = spelling_pool([b"ab", b"", b"", b"c"], literals)
+    ends = pool.literal_ends
+    for index, literal in literals.items():
+        assert bytes(pool.data[ends[index] - len(literal) : ends[index]]) == literal
+    assert (ends[0], ends[3]) == (2, 3)
+
+
+@pytest.mark.parametrize(("token", "spelled"), [("##ing", b"ing"), ("##", b"##"), ("a##b", b"a##b")])
+def test_word_pieces(token, spelled):
+    assert token_decoders.wordpiece(token) == spelled
+
+
+@pytest.mark.parametrize(("model", "scheme"), [("WordPiece", "wordpiece"), ("BPE", "plain")])
+def test_the_description_decides_between_equals(model, scheme):
+    description = f'{{"model": {{"type": "{model}"}}}}'
+    chosen = token_decoders.choose([token_decoders.Probe("hello", ["hello"])], description)
+    assert chosen is getattr(token_decoders, scheme)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "likeness"), [(["a", " b"], 1.0), ([" a", " b"], 0.9), (["a", "b"], 0.7), (["A", "b"], 0.5), (["c"], 0)]
+)
+def test_likeness_to_a_text(tokens, likeness):
+    assert token_decoders._likeness(token_decoders.plain, token_decoders.Probe("a b", tokens)) == likeness
+
+
+def test_the_printable_bytes_stand_for_themselves():
+    alphabet = token_decoders.byte_alphabet()
+    assert sorted(alphabet.values()) == list(range(256))
+    assert (alphabet["a"], alphabet["Ġ"]) == (ord("a"), ord(" "))
+
+
+def test_a_hash_without_its_space():
+    data = np.frombuffer(b" ab" + b"ab", dtype=np.uint8)
+    hashes = prefix_hashes(data, np.array([3, 2]))
+    assert without_space(hashes[2:3]) == hashes[4:5]
+
+
+def test_tokens_behind_the_shorter_side_are_in_no_chunk():
+    found, _, _ = run([([b"ab", b"c", b"de"], [b"ab"]), ([b"a"], [b"a", b"bc", b"d"]), ([b"x"], [b"x"])])
+    assert found.counts.tolist() == [1, 1, 1]
+    assert found.student_chunk.tolist() == [[0, -1, -1, -1], [0, -1, -1, -1], [0, -1, -1, -1]]
+    assert found.teacher_chunk.tolist() == [[0, -1, -1, -1], [0, -1, -1, -1], [0, -1, -1, -1]]
+
+
+def test_the_absent_tokens_of_both_sides():
+    pieces = [[b"a", b"b"], [b"a", b"b", b"c"]]
+    sides = build_token_arrays(*map(table_of, pieces), *pieces)
+    assert np.flatnonzero(sides.kinds == ABSENT).tolist() == list(sides.absent) == [2, 6]
+
+
+def test_rows_that_are_ended():
+    aligner = TokenAligner(words(" a", "a"), words(" a", "a"))
+    side = aligner._sides.student
+    rows = np.array([[2, 1, side.absent], [2, 2, 3], [1, 2, side.absent], [2, 2, 1]])
+    assert is_ended(side, rows).tolist() == [True, False, False, True]
+    assert is_ended(side, rows[:, :0]).tolist() == [False] * 4
+
+
+def test_ids_of_masked_positions_are_not_read():
+    aligner = TokenAligner(words(" a", "a"), words(" a", "a"))
+    ids, mask = torch.tensor([[3, 2, -100], [3, 99, 99]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    batch = aligner.align(ids, ids, student_attention_mask=mask, teacher_attention_mask=mask)
+    assert batch.student_chunk_id.tolist() == [[0, 1, -1], [0, -1, -1]]
+    for masked in (torch.ones_like(mask), None):
+        with pytest.raises(InputError, match="student's ids hold"):
+            aligner.align(ids, ids, student_attention_mask=masked, teacher_attention_mask=mask)
+
+
+def test_a_side_without_positions_has_no_chunks():
+    edited = words("a", normalizer=normalizers.Replace("b", "cc"))
+    aligner = TokenAligner(words("a"), edited)
+    ids, none = torch.tensor([[2, 2]]), torch.zeros(1, 0, dtype=torch.int64)
+    for student, teacher in ((ids, none), (none, ids), (none, none)):
+        batch = aligner.align(student, teacher, student_attention_mask=None, teacher_attention_mask=None)
+        assert batch.num_chunks.tolist() == [0]
+
+
+class Spaced(Encoder):
+    """A tokenizer that puts a space before a text, and one token before and behind it."""
+
+    @property
+    def table(self):
+        return replace(table_of([b"", b"", b"", b" ", b"", b"a", b"b", b"c"]), prefix="always")
+
+    @property
+    def ends(self):
+        return [1], [2]
+
+    def encode(self, texts, *, specials):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("ids", "chunk", "truncated", "unmatched"),
+    [
+        ([1, 5, 6, 2], [-1, 0, 1, -1], False, 0),
+        ([1, 5, 6, 7], [-1, 0, 1, -1], False, 1),
+        ([5, 6, 7, 2], [-1, 0, -1, -1], False, 2),
+        ([1, 3, 6, 2], [-1, -1, 0, -1], False, 0),
+        ([1, 5, 6, 7], [-1, 0, 1, -1], True, 0),
+        ([1, 5, 6, 7], [-1, -1, 1, -1], True, 1),
+    ],
+    ids=["ends", "no end", "no beginning", "a space alone", "cut", "cut, one before"],
+)
+def test_unmatched_tokens(ids, chunk, truncated, unmatched):
+    assert _unmatched(Spaced(), np.array(ids), np.array(chunk), truncated=truncated) == unmatched
+
+
+def test_counts_of_a_batch():
+    tokenizer = words("a", " a", " b")
+    ids, mask = padded([[2, 3, 1], [2]], pad=1)
+    aligner = TokenAligner(tokenizer, tokenizer)
+    others, other_mask = padded([[2, 3, 1], [2, 4]], pad=1)
+    batch = aligner.align(ids, others, student_attention_mask=mask, teacher_attention_mask=other_mask)
+    batch.pair_is_correct[0, 1] = False
+    report = summarize(aligner, batch, ids, mask, other_mask)
+    assert (report.student_tokens, report.teacher_tokens) == (4, 5)
+    assert (report.chunks, report.correct_chunks, report.incorrect_chunks, report.exact_chunks) == (4, 3, 1, 4)
+    assert (report.special_pairs, report.unchunked_student_tokens, report.unchunked_teacher_tokens) == (1, 0, 1)
+    masked = summarize(aligner, batch, ids, torch.zeros_like(mask), other_mask)
+    assert (masked.special_pairs, masked.unchunked_student_tokens) == (0, 0)
+
+
+def test_lines_of_chunks():
+    right, wrong = ShownToken("a", 0, True), ShownToken("b", 1, False)
+    assert plain_chunks([right, wrong], [right, wrong]) == ["a\ta", "b\tb\tthe two sides differ"]
+    assert plain_chunks([right, wrong], [right]) == ["a\ta", "b\t\tthe two sides differ"]
+
+
+def test_a_prefix_is_traced():
+    trace = Step("Prepend", '{"prepend": "▁"}', lambda text: "▁" + text).trace("ab")
+    assert (trace.source.tolist(), trace.target.tolist()) == ([0, 0, 1, 2], [0, 1, 2, 3])
+
+
+def test_a_step_is_split_near_the_middle():
+    step = Step("Other", "{}", lambda text: re.sub("a+b", "X", text))
+    trace = step.trace("a" * 30 + "b" + "c" * 30)
+    assert trace.text == "X" + "c" * 30
+    assert trace.source.tolist() == [0, *range(31, 62)]
+
+
+def test_a_text_that_no_step_edits():
+    step = Step("Replace", '{"pattern": {"String": "foo"}, "content": "bar"}', lambda text: text.replace("foo", "bar"))
+    assert Normalizer((step,)).leaves("plain") and not Normalizer((step,)).leaves("a foo")
+    assert Normalizer((step,)).edits and not Normalizer(()).edits
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("aé", ["a", "é"]),
+        ("e\u0301x", ["e\u0301", "x"]),
+        ("\u0915\u0903\u0915", ["\u0915\u0903", "\u0915"]),
+        ("+×", ["+", "×"]),
+    ],
+    ids=["letters", "accent", "spacing mark", "signs"],
+)
+def test_clusters(text, parts):
+    assert clusters().findall(text) == parts
+
+
+def test_the_image_of_one_character_ends_nowhere_before():
+    tokenizer = v.byte_level(300)
+    pipeline = Pipeline(tokenizer, token_table(tokenizer))
+    assert [pipeline.image(text).last for text in ("a", "ab", "abc")] == [0, 1, 2]
+
+
+def test_bytes_inside_of_a_character():
+    source, target = np.array([0, 1, 2]), np.array([0, 1, 3])
+    places = _inside_characters("aé", np.array([0, 1, 3]), source, target, "aé".encode())
+    assert [part.tolist() for part in places] == [[2], [2]]
+    assert [part.tolist() for part in _inside_characters("aé", np.array([0, 1, 3]), source, target, b"abc")] == [[], []]
