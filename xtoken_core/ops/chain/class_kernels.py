@@ -18,8 +18,8 @@ def narrow_sums(base, scale, lse, bits, start_ptr, token_ptr, m, there, height):
     total = tl.zeros(m.shape, dtype=tl.float32)
     reached = tl.zeros(m.shape, dtype=tl.int32)
     for j in range(height):
-        x = tl.load(token_ptr + first + j, mask=j < count, other=0)
-        live = is_live(bits, x, j < count)
+        live = is_live(bits, first + j, j < count)
+        x = tl.load(token_ptr + first + j, mask=live, other=0)
         z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
         total += tl.exp(z - lse)
         reached = reached | live.to(tl.int32)
@@ -36,8 +36,8 @@ def wide_sums(base, scale, lse, bits, start_ptr, token_ptr, m, there, height, LA
     for begin in range(0, height, LANES):
         j = begin + tl.arange(0, LANES)[None, :]
         inside = j < count[:, None]
-        x = tl.load(token_ptr + first[:, None] + j, mask=inside, other=0)
-        live = is_live(bits, x, inside)
+        live = is_live(bits, first[:, None] + j, inside)
+        x = tl.load(token_ptr + first[:, None] + j, mask=live, other=0)
         z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
         total += tl.exp(z - lse)
         reached = reached | live.to(tl.int32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_kernels import ADJACENT, LOG_TINY, columns_of, in_64_bits, is_live, live_of, row_of
+from xtoken_core.ops.chain.start_kernels import ADJACENT, LOG_TINY, columns_of, in_64_bits, live_of, row_of
 
 
 @triton.jit
@@ -50,9 +50,9 @@ def part_of_node(
 
 @triton.jit
 def part_of_start(
-    x, z, live, event,
-    of_start_ptr, teacher_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr, ratio_ptr, mass_ptr,
-    s_lse_ptr, t_lse_ptr, T_t, V, M, W_s, W_t, t_stride_b, t_stride_t, scale
+    x, z, live, t_live, event,
+    of_start_ptr, teacher_ptr, teacher_row_ptr, partner_ptr, ratio_ptr, mass_ptr,
+    s_lse_ptr, t_lse_ptr, T_t, M, t_stride_b, t_stride_t, scale
 ):  # fmt: skip
     """Return the gradient of the start of a row's chunk."""
     gradient = tl.zeros(z.shape, dtype=tl.float32)
@@ -62,9 +62,8 @@ def part_of_start(
         y = tl.load(partner_ptr + x, mask=live, other=0)
         log_q = z * scale - tl.load(s_lse_ptr + event)
         q = tl.where(live, tl.exp(log_q), 0.0)
-        plain = live & (y >= 0)
-        t_live = plain & is_live(t_bits_ptr + in_64_bits(event) * W_t, y, plain) & (log_q >= LOG_TINY)
-        log_p = tl.load(t_base + y, mask=t_live, other=float("-inf")).to(tl.float32) * scale
+        both = live & t_live & (log_q >= LOG_TINY)
+        log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * scale
         p = tl.exp(log_p - tl.load(t_lse_ptr + event))
         ratio = tl.load(ratio_ptr + in_64_bits(event) * M - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
         gradient = of_start * scale * (q * (tl.load(mass_ptr + event) - ratio) - p)
@@ -73,9 +72,9 @@ def part_of_start(
 
 @triton.jit
 def gradient_at(
-    x, there, live, row, student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
-    partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    x, there, live, t_live, row, student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, partner_ptr,
+    ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
+    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS: tl.constexpr
 ):  # fmt: skip
     """Return the gradient of some of a row's logits in float32, all that is computed element by element."""
@@ -86,9 +85,9 @@ def gradient_at(
         x, z, row, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, top_ptr, total_ptr, V, scale
     )  # fmt: skip
     gradient += part_of_start(
-        x, z, live, tl.load(event_ptr + row),
-        of_start_ptr, teacher_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr,
-        ratio_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, V, M, W_s, W_t, t_stride_b, t_stride_t, scale
+        x, z, live, t_live, tl.load(event_ptr + row),
+        of_start_ptr, teacher_ptr, teacher_row_ptr, partner_ptr,
+        ratio_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, M, t_stride_b, t_stride_t, scale
     )  # fmt: skip
     return gradient
 
@@ -97,7 +96,7 @@ def gradient_at(
 def chain_row_bwd_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
     grad_ptr, V_head, blocks, TARGETS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
@@ -106,13 +105,15 @@ def chain_row_bwd_kernel(
     begin = tl.program_id(0) % blocks * LANES * ADJACENT
     x = columns_of(begin, LANES)
     event = tl.load(event_ptr + row)
-    bits_ptr = s_bits_ptr + in_64_bits(tl.maximum(event, 0)) * W_s
-    live = live_of(bits_ptr, begin, x, tl.where(event >= 0, V, 0), LANES)
+    own_bits = in_64_bits(tl.maximum(event, 0)) * W
+    compared = tl.where(event >= 0, V, 0)
+    live = live_of(s_bits_ptr + own_bits, begin, x, compared, LANES)
+    t_live = live_of(t_bits_ptr + own_bits, begin, x, compared, LANES)
     gradient = gradient_at(
-        x, x < V_head, live, row,
-        student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+        x, x < V_head, live, t_live, row,
+        student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr,
         partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-        of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+        of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M,
         s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS
     )  # fmt: skip
     own = grad_ptr + in_64_bits(row) * V_head

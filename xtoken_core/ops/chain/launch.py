@@ -41,7 +41,7 @@ class StartResults(NamedTuple):
 
     Attributes:
         student_bits: `[E, W_s]` int32 live sets.
-        teacher_bits: `[E, W_t]` int32.
+        teacher_bits: `[E, W_s]` int32, of the teacher's tokens of plain classes at the student's tokens.
         ratio: `[E, M]`, the teacher's probability of a class over the student's.
         head_lse: `[B * T_s]`.
         top: `[B * T_s]` float32, largest logit of a student's row.
@@ -135,18 +135,18 @@ class Comparison:
     def _programs(self, per_processor: int, most: int) -> int:
         return max(1, min(processors(self.device) * per_processor, most))
 
-    def live_bits(self, live: Live, before: Tensor, token: Tensor) -> Tensor:
-        """Return the live sets of the starts' events, `[E, W]` int32."""
-        bits = torch.empty((len(before), live.words), dtype=torch.int32, device=self.device)
-        table = live.table
-        live_kernels.chain_live_kernel[(len(before),)](
-            before, token, self.starts.chunk, self.starts.at_cut, bits, live.base, live.heavy,
-            live.stored, table.tail, table.head, live.joined, live.position_start, live.by_position, table.point,
-            table.low, table.high, table.rule_start, table.tail_start, table.tail_count, table.right, live.heads,
-            live.words, table.depth, CONDITIONING=self.options.conditioning, WORDS=WORDS, RULES=RULES, TOKENS=TOKENS,
-            num_warps=LIVE_WARPS,
+    def live_bits(self, live: Live, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the live sets of the starts' events, `[E, words]` int32: by token, of plain classes, of members."""
+        E, table = len(before), live.table
+        own, plain, members = (torch.empty((E, W), dtype=torch.int32, device=self.device) for W in live.words)
+        live_kernels.chain_live_kernel[(E,)](
+            before, token, self.starts.chunk, self.starts.at_cut, own, plain, members, live.base, live.heavy,
+            live.stored, table.tail, live.joined, live.position_start, live.by_position, live.second_by_position,
+            live.head_by_position, live.second, table.point, table.low, table.high, table.rule_start, table.tail_start,
+            table.tail_count, table.right, live.heads, *live.words, len(live.base) - 1, table.depth,
+            CONDITIONING=self.options.conditioning, WORDS=WORDS, RULES=RULES, TOKENS=TOKENS, num_warps=LIVE_WARPS,
         )  # fmt: skip
-        return bits
+        return own, plain, members
 
     def start_values(
         self, student: Rows, teacher: Rows, targets: Tensor | None
@@ -158,15 +158,12 @@ class Comparison:
         plan, starts = self.plan, self.starts
         B, T_s = student.logits.shape[:2]
         E, M, R_s, R_t, blocks = len(starts.chunk), plan.others, B * T_s, B * teacher.positions, len(plan.blocks)
-        bits = (
-            self.live_bits(plan.student.live, starts.teacher_before, starts.student_token),
-            self.live_bits(plan.teacher.live, starts.student_before, starts.teacher_token),
-        )
-        words = plan.student.live.words, plan.teacher.live.words
+        s_bits, _, s_members = self.live_bits(plan.student.live, starts.teacher_before, starts.student_token)
+        t_own, t_bits, t_members = self.live_bits(plan.teacher.live, starts.student_before, starts.teacher_token)
         t_top, t_total, t_lse = self._float(R_t), self._float(R_t), self._float(E)
         start_kernels.chain_teacher_kernel[(R_t,)](
-            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), bits[1],
-            t_top, t_total, t_lse, teacher.positions, teacher.width, words[1], *teacher.strides, self.scale,
+            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), t_own,
+            t_top, t_total, t_lse, teacher.positions, teacher.width, t_own.shape[1], *teacher.strides, self.scale,
             LANES=TEACHER_LANES, num_warps=TEACHER_WARPS,
         )  # fmt: skip
         head_lse, top, total = (self._float(R_s) for _ in range(3))
@@ -174,23 +171,24 @@ class Comparison:
         losses = None if targets is None else self._float(B, T_s)
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
         start_kernels.chain_student_kernel[(R_s,)](
-            student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, *bits, plan.partner, t_lse,
-            losses, hits, head_lse, top, total, s_lse, terms, E, T_s, teacher.positions, student.logits.shape[2],
-            student.width, *words, *student.strides, *teacher.strides, self.scale, TARGETS=targets is not None,
-            UNSCALED=self.scale == 1.0, LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
+            student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, s_bits, t_bits,
+            plan.partner, t_lse, losses, hits, head_lse, top, total, s_lse, terms, E, T_s, teacher.positions,
+            student.logits.shape[2], student.width, s_bits.shape[1], *student.strides, *teacher.strides, self.scale,
+            TARGETS=targets is not None, UNSCALED=self.scale == 1.0, LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
         )  # fmt: skip
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
         if blocks:
             class_kernels.chain_class_kernel[(E * blocks,)](
-                student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, *bits, s_lse,
-                t_lse, plan.blocks, plan.student.members.start, plan.student.members.token, plan.teacher.members.start,
-                plan.teacher.members.token, ratio, terms, blocks, E, M, T_s, teacher.positions, *words,
-                *student.strides, *teacher.strides, self.scale, NARROW=layout.NARROW_CLASSES,
-                MEDIUM=layout.MEDIUM_CLASSES, WIDE=layout.WIDE_CLASSES, M_LANES=layout.MEDIUM_LANES,
+                student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, s_members,
+                t_members, s_lse, t_lse, plan.blocks, plan.student.members.start, plan.student.members.token,
+                plan.teacher.members.start, plan.teacher.members.token, ratio, terms, blocks, E, M, T_s,
+                teacher.positions, s_members.shape[1], t_members.shape[1], *student.strides, *teacher.strides,
+                self.scale, NARROW=layout.NARROW_CLASSES, MEDIUM=layout.MEDIUM_CLASSES, WIDE=layout.WIDE_CLASSES, M_LANES=layout.MEDIUM_LANES,
                 W_LANES=layout.WIDE_LANES, num_warps=CLASS_WARPS,
             )  # fmt: skip
-        return StartResults(*bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse), terms, losses, hits
+        kept = StartResults(s_bits, t_bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse)
+        return kept, terms, losses, hits
 
     def node_values(self, student: Rows, teacher: Rows, starts: StartResults, *, learns: bool) -> NodeResults:
         """Compute the values of the nodes inside the student's tokens (`learns`) or the teacher's."""
@@ -253,7 +251,7 @@ class Comparison:
             of_parts: `[3, B * P]`, likewise.
         """
         starts, mass, inside, beside = kept
-        plan, words = self.plan, (self.plan.student.live.words, self.plan.teacher.live.words)
+        plan = self.plan
         B, T_s, V_head = student.logits.shape
         gradient = torch.empty((B, T_s, V_head), dtype=student.logits.dtype, device=self.device)
         row = (
@@ -261,7 +259,8 @@ class Comparison:
             starts.teacher_bits, plan.partner, starts.ratio, starts.head_lse, starts.top, starts.total, mass,
             starts.student_lse, starts.teacher_lse, of_losses, of_parts, self.in_teacher.chunk,
             self.in_teacher.at_end, of_parts.shape[1], beside.level,
-            len(beside.level), T_s, teacher.positions, student.width, plan.others, *words, *student.strides,
+            len(beside.level), T_s, teacher.positions, student.width, plan.others,
+            starts.student_bits.shape[1], *student.strides,
             *teacher.strides, self.scale, gradient, V_head,
         )  # fmt: skip
         blocks = triton.cdiv(V_head, GRADIENT_LANES * start_kernels.ADJACENT.value)

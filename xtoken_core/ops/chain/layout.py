@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xtoken_core.chain.tables import ChainTables, LiveTable, SideTable
-from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
+from xtoken_core.chain.tables import ChainTables, SideTable
+from xtoken_core.ops.chain.live_layout import Live, as_int32, live_layout
 
 NARROW, MEDIUM = 8, 64
 """Most tokens of a class that has one lane, and of one that has a few."""
@@ -23,8 +23,6 @@ MEDIUM_LANES, WIDE_LANES = 32, 256
 """Lanes of a class."""
 NODE_SEGMENT = 32
 """Most tokens of a segment of a node's slot."""
-HEAVY, MOST_HEAVY = 400, 1024
-"""A preceding token whose intervals take more steps than this has its live set stored whole; and how many may."""
 
 
 @dataclass(frozen=True)
@@ -86,33 +84,6 @@ class Nodes:
     spelled_node: Tensor
     spelled_slot: Tensor
     most_slots: int
-
-
-@dataclass(frozen=True)
-class Live:
-    """Live sets of one side's tokens as words of 32 bits.
-
-    Attributes:
-        base: `[tails, W]` int32, what follows from the split into words alone.
-        heavy: `[V_w]` int32 row of `stored` of a preceding token; -1 = none.
-        stored: `[rows, W]` int32 whole live sets.
-        position_start: `[width + 1]` int32, where the tokens of a position begin.
-        by_position: `[V_x]` int32 tokens by the position of their first piece.
-        joined: `[tails, heads]` uint8, 1 where the model decides.
-        heads: Number of groups by beginning.
-        words: `W`.
-        table: The sets' rules.
-    """
-
-    base: Tensor
-    heavy: Tensor
-    stored: Tensor
-    position_start: Tensor
-    by_position: Tensor
-    joined: Tensor
-    heads: int
-    words: int
-    table: LiveTable
 
 
 @dataclass(frozen=True)
@@ -178,17 +149,22 @@ def _build(tables: ChainTables) -> ChainLayout:
     partner = -1 - number
     partner[roots[1][plain[roots[1]]]] = np.flatnonzero(plain[roots[1]])
     by_class = [_by_class(root, C + 1) for root in roots]
-    layouts = [
-        SideLayout(
-            root=_int32(roots[k], device),
-            members=_members(roots[k], number, len(others), device),
-            nodes=_nodes(side, by_class[1 - k], device),
-            live=_live(side.live, len(roots[k]), device),
+    partner = partner[roots[0]]
+    columns = [np.full(len(root), -1) for root in roots]  # the student's have none but their own
+    columns[1][partner[partner >= 0]] = np.flatnonzero(partner >= 0)
+    layouts = []
+    for k, side in enumerate(sides):
+        start, members = _members(roots[k], number, len(others))
+        layouts.append(
+            SideLayout(
+                root=as_int32(roots[k], device),
+                members=Members(as_int32(start, device), as_int32(members, device)),
+                nodes=_nodes(side, by_class[1 - k], device),
+                live=live_layout(side.live, columns[k], members, k * len(roots[0]), device),
+            )
         )
-        for k, side in enumerate(sides)
-    ]
-    blocks = _int32(_blocks(sizes[:, others]), device)
-    return ChainLayout(layouts[0], layouts[1], _int32(partner[roots[0]], device), blocks, len(others), C)
+    blocks = as_int32(_blocks(sizes[:, others]), device)
+    return ChainLayout(layouts[0], layouts[1], as_int32(partner, device), blocks, len(others), C)
 
 
 def _kinds(sizes: np.ndarray) -> np.ndarray:
@@ -224,11 +200,11 @@ def _by_class(root: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
     return start, np.argsort(root, kind="stable")
 
 
-def _members(root: np.ndarray, number: np.ndarray, M: int, device: torch.device) -> Members:
+def _members(root: np.ndarray, number: np.ndarray, M: int) -> tuple[np.ndarray, np.ndarray]:
     own = number[root]
     tokens = np.flatnonzero(own >= 0)
     start, order = _by_class(own[tokens], M)
-    return Members(_int32(start, device), _int32(tokens[order], device))
+    return start, tokens[order]
 
 
 def _nodes(side: SideTable, other: tuple[np.ndarray, np.ndarray], device: torch.device) -> Nodes:
@@ -244,13 +220,13 @@ def _nodes(side: SideTable, other: tuple[np.ndarray, np.ndarray], device: torch.
     owner = np.repeat(np.arange(len(slot_class)), count)
     tokens = by_class[start[known][owner] + np.arange(len(owner)) - begin[owner]]
     return Nodes(
-        slot_start=_int32(slot_start, device),
-        slot_class=_int32(slot_class, device),
+        slot_start=as_int32(slot_start, device),
+        slot_class=as_int32(slot_class, device),
         held=_slot_tokens(own, member[order], slot_start, device),
         fresh=_slot_tokens(begin, tokens, slot_start, device),
-        spelling_start=_int32(side.spelling_start.cpu().numpy(), device),
-        spelled_node=_int32(side.node.cpu().numpy(), device),
-        spelled_slot=_int32(_spelled_slots(side, slot_start, member_slot, member), device),
+        spelling_start=as_int32(side.spelling_start.cpu().numpy(), device),
+        spelled_node=as_int32(side.node.cpu().numpy(), device),
+        spelled_slot=as_int32(_spelled_slots(side, slot_start, member_slot, member), device),
         most_slots=int(np.diff(slot_start).max(initial=1)),
     )
 
@@ -272,11 +248,11 @@ def _slot_tokens(begin: np.ndarray, tokens: np.ndarray, slot_start: np.ndarray, 
     start = np.append(begin[:-1][owner] + rank * NODE_SEGMENT, len(tokens))
     node_start = begin[slot_start]
     return SlotTokens(
-        segment_start=_int32(segment_start, device),
-        start=_int32(start, device),
-        token=_int32(tokens, device),
-        slot=_int32(np.repeat(np.arange(len(size)), size), device),
-        node_start=_int32(node_start, device),
+        segment_start=as_int32(segment_start, device),
+        start=as_int32(start, device),
+        token=as_int32(tokens, device),
+        slot=as_int32(np.repeat(np.arange(len(size)), size), device),
+        node_start=as_int32(node_start, device),
         most_segments=int(np.diff(segment_start[slot_start]).max(initial=1)),
         most_tokens=int(np.diff(node_start).max(initial=1)),
     )
@@ -293,87 +269,3 @@ def _spelled_slots(side: SideTable, slot_start: np.ndarray, slot: np.ndarray, me
     slots = np.zeros(len(node), np.int64)
     slots[node >= 0] = slot[order[at[node >= 0]]]
     return slots
-
-
-def _live(live: LiveTable, V: int, device: torch.device) -> Live:
-    head, state = live.head.cpu().numpy(), live.state.cpu().numpy()
-    position = live.position.cpu().numpy().astype(np.int64)
-    position_start = np.concatenate([[0], np.cumsum(np.bincount(position, minlength=live.width))])
-    by_position = np.argsort(position, kind="stable")
-    slices = _rules(live)
-    rows, heavy = _heavy(live, position_start, slices)
-    stored = [_words(_whole_set(live, state, head, position, int(w), slices)) for w in rows]
-    W = -(-V // 32)
-    return Live(
-        base=_int32(np.stack([_words((row != BROKEN)[head]) for row in state]), device),
-        heavy=_int32(heavy, device),
-        stored=_int32(np.stack(stored) if stored else np.zeros((1, W), np.int32), device),
-        position_start=_int32(position_start, device),
-        by_position=_int32(by_position, device),
-        joined=torch.from_numpy((state == JOINED).astype(np.uint8)).to(device),
-        heads=state.shape[1],
-        words=W,
-        table=live,
-    )
-
-
-def _rules(live: LiveTable) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the slices of rules of each token begin, and how many rules they have, `[V_w, D]`."""
-    arrays = (live.rule_start, live.tail_start, live.tail_count, live.right)
-    rule_start, tail_start, tail_count, right = (each.cpu().numpy().astype(np.int64) for each in arrays)
-    at = np.arange(len(right))
-    starts, counts = [rule_start[:-1]], [np.diff(rule_start)]
-    for _ in range(live.depth):
-        known = np.maximum(at, 0)
-        starts.append(tail_start[known])
-        counts.append(np.where(at >= 0, tail_count[known], 0))
-        at = np.where(at >= 0, right[known], -1)
-    return np.stack(starts, 1), np.stack(counts, 1)
-
-
-def _heavy(
-    live: LiveTable, position_start: np.ndarray, slices: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens with many or long intervals, the worst first, and each token's row among them."""
-    low, high = (each.cpu().numpy().astype(np.int64) for each in (live.low, live.high))
-    steps = np.concatenate([[0], np.cumsum((position_start[high] - position_start[low]) / 512 + 1 / 16)])
-    starts, counts = slices
-    cost = (steps[starts + counts] - steps[starts]).sum(1)
-    rows = np.argsort(-cost, kind="stable")[:MOST_HEAVY]
-    rows = rows[cost[rows] > HEAVY]
-    heavy = np.full(len(cost), -1)
-    heavy[rows] = np.arange(len(rows))
-    return rows, heavy
-
-
-def _whole_set(
-    live: LiveTable,
-    state: np.ndarray,
-    head: np.ndarray,
-    position: np.ndarray,
-    w: int,
-    slices: tuple[np.ndarray, np.ndarray],
-) -> np.ndarray:
-    starts, counts = (each[w] for each in slices)
-    point, low, high = (each.cpu().numpy() for each in (live.point, live.low, live.high))
-    change = np.zeros(live.width + 2, np.int64)
-    for begin, count in zip(starts.tolist(), counts.tolist(), strict=True):
-        chosen = slice(begin, begin + count)
-        np.add.at(change, point[chosen], 1)
-        np.add.at(change, point[chosen] + 1, -1)
-        np.add.at(change, low[chosen], 1)
-        np.add.at(change, high[chosen], -1)
-    blocked = np.cumsum(change)[position] > 0
-    of_pair = state[int(live.tail[w]), head]
-    alive: np.ndarray = (of_pair == KEPT) | ((of_pair == JOINED) & ~blocked)
-    return alive
-
-
-def _words(bits: np.ndarray) -> np.ndarray:
-    padded = np.zeros(-(-len(bits) // 32) * 32, bool)
-    padded[: len(bits)] = bits
-    return np.packbits(padded, bitorder="little").view("<u4").astype(np.uint32).view(np.int32)
-
-
-def _int32(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values.astype(np.int32))).to(device)

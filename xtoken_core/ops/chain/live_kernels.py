@@ -9,30 +9,58 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 
 @triton.jit
+def copy_words(from_ptr, to_ptr, count, WORDS: tl.constexpr):
+    """Copy words."""
+    for begin in range(0, count, WORDS):
+        at = begin + tl.arange(0, WORDS)
+        tl.store(to_ptr + at, tl.load(from_ptr + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def change_bit(ptr, x, there, SET: tl.constexpr):
+    """Set or clear bits; the order does not matter."""
+    bit = tl.full((1,), 1, dtype=tl.int32) << (x & 31)
+    if SET:
+        tl.atomic_or(ptr + (x >> 5), bit, mask=there, sem="relaxed")
+    else:
+        tl.atomic_and(ptr + (x >> 5), ~bit, mask=there, sem="relaxed")
+
+
+@triton.jit
+def change_bits(own_ptr, plain_ptr, members_ptr, x, second, plain_bits, there, SET: tl.constexpr):
+    """Set or clear both bits of tokens."""
+    change_bit(own_ptr, x, there, SET)
+    change_bit(plain_ptr, second, there & (second >= 0) & (second < plain_bits), SET)
+    change_bit(members_ptr, second - plain_bits, there & (second >= plain_bits), SET)
+
+
+@triton.jit
 def chain_live_kernel(
-    before_ptr, token_ptr, chunk_ptr, at_cut_ptr, bits_ptr, base_ptr, heavy_ptr, stored_ptr, tail_ptr, head_ptr,
-    joined_ptr, position_start_ptr, by_position_ptr, point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr,
-    tail_count_ptr, right_ptr, heads, W, depth, CONDITIONING: tl.constexpr, WORDS: tl.constexpr, RULES: tl.constexpr,
+    before_ptr, token_ptr, chunk_ptr, at_cut_ptr, own_ptr, plain_ptr, members_ptr, base_ptr, heavy_ptr, stored_ptr,
+    tail_ptr, joined_ptr, position_start_ptr, by_position_ptr, second_by_position_ptr, head_by_position_ptr, second_ptr,
+    point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr, tail_count_ptr, right_ptr, heads, W, W_plain,
+    W_members, last_row, depth, CONDITIONING: tl.constexpr, WORDS: tl.constexpr, RULES: tl.constexpr,
     TOKENS: tl.constexpr
 ):  # fmt: skip
     """Set the bits of the tokens that can follow one event's last token of the other side."""
     event = tl.program_id(0)
     if tl.load(chunk_ptr + event) >= 0:
-        own_ptr = bits_ptr + event.to(tl.int64) * W
-        words = tl.arange(0, WORDS)
+        own_ptr += event.to(tl.int64) * W
+        plain_ptr += event.to(tl.int64) * W_plain
+        members_ptr += event.to(tl.int64) * W_members
         w = tl.load(before_ptr + event)
         row = tl.load(heavy_ptr + w)
         tail = tl.load(tail_ptr + w)
         conditioned = tl.load(at_cut_ptr + event).to(tl.int32)
         if not CONDITIONING:
             conditioned = conditioned * 0
-        for begin in range(0, W, WORDS):
-            inside = begin + words < W
-            from_ptr = base_ptr + tail.to(tl.int64) * W
-            if row >= 0:
-                from_ptr = stored_ptr + row.to(tl.int64) * W
-            value = tl.load(from_ptr + begin + words, mask=begin + words < W * conditioned, other=-1)
-            tl.store(own_ptr + begin + words, value, mask=inside)
+        all_words = (W + W_plain + W_members).to(tl.int64)
+        from_ptr = base_ptr + tl.where(conditioned != 0, tail, last_row) * all_words
+        if (conditioned != 0) & (row >= 0):
+            from_ptr = stored_ptr + row * all_words
+        copy_words(from_ptr, own_ptr, W, WORDS)
+        copy_words(from_ptr + W, plain_ptr, W_plain, WORDS)
+        copy_words(from_ptr + W + W_plain, members_ptr, W_members, WORDS)
         tl.debug_barrier()
         if (conditioned != 0) & (row < 0):
             at = w.to(tl.int32)
@@ -47,46 +75,36 @@ def chain_live_kernel(
                     low = tl.load(low_ptr + rule, mask=there, other=0)
                     high = tl.load(high_ptr + rule, mask=there, other=0)
                     clear(
-                        own_ptr, point, point + 1, there, tail, position_start_ptr, by_position_ptr, head_ptr,
-                        joined_ptr, heads, TOKENS
+                        own_ptr, plain_ptr, members_ptr, W_plain * 32, point, point + 1, there, position_start_ptr,
+                        by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr + tail * heads, TOKENS
                     )  # fmt: skip
                     clear(
-                        own_ptr, low, high, there, tail, position_start_ptr, by_position_ptr, head_ptr, joined_ptr,
-                        heads, TOKENS
+                        own_ptr, plain_ptr, members_ptr, W_plain * 32, low, high, there, position_start_ptr,
+                        by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr + tail * heads, TOKENS
                     )  # fmt: skip
                 known = tl.maximum(at, 0)
                 start = tl.load(tail_start_ptr + known)
                 count = tl.where(at >= 0, tl.load(tail_count_ptr + known), 0)
                 at = tl.where(at >= 0, tl.load(right_ptr + known), -1)
         tl.debug_barrier()
-        token = tl.load(token_ptr + event).to(tl.int32)  # the text's own token can follow: it does
-        word = tl.load(own_ptr + (token >> 5))
-        bit = tl.full((), 1, dtype=tl.int32) << (token & 31)
-        tl.store(own_ptr + (token >> 5), word | bit)
+        token = tl.load(token_ptr + event + tl.arange(0, 1)).to(tl.int32)  # the text's own token can follow: it does
+        second = tl.load(second_ptr + token)
+        change_bits(own_ptr, plain_ptr, members_ptr, token, second, W_plain * 32, token >= 0, True)
 
 
 @triton.jit
 def clear(
-    own_ptr,
-    low,
-    high,
-    there,
-    tail,
-    position_start_ptr,
-    by_position_ptr,
-    head_ptr,
-    joined_ptr,
-    heads,
-    TOKENS: tl.constexpr,
-):
-    """Clear the bits of the tokens in intervals of capacity where the model decides; the order does not matter."""
+    own_ptr, plain_ptr, members_ptr, plain_bits, low, high, there, position_start_ptr, by_position_ptr,
+    second_by_position_ptr, head_by_position_ptr, joined_ptr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Clear the bits of the tokens in intervals of capacity where the model decides."""
     first = tl.load(position_start_ptr + low, mask=there, other=0)
     last = tl.load(position_start_ptr + high, mask=there, other=0)
     for begin in range(0, tl.max(last - first, axis=0), TOKENS):
         at = first[:, None] + begin + tl.arange(0, TOKENS)[None, :]
         inside = at < last[:, None]
         x = tl.load(by_position_ptr + at, mask=inside, other=0)
-        head = tl.load(head_ptr + x, mask=inside, other=0)
-        joined = tl.load(joined_ptr + tail * heads + head, mask=inside, other=0) != 0
-        bit = tl.full((1, 1), 1, dtype=tl.int32) << (x & 31)
-        tl.atomic_and(own_ptr + (x >> 5), ~bit, mask=inside & joined, sem="relaxed")
+        second = tl.load(second_by_position_ptr + at, mask=inside, other=-1)
+        head = tl.load(head_by_position_ptr + at, mask=inside, other=0)
+        joined = tl.load(joined_ptr + head, mask=inside, other=0) != 0
+        change_bits(own_ptr, plain_ptr, members_ptr, x, second, plain_bits, inside & joined, False)

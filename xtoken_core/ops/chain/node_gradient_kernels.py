@@ -85,7 +85,7 @@ def store_list(
     list_ptr, first, last, sum_ptr, row,
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
     grad_ptr, V_head, TARGETS: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
@@ -95,13 +95,15 @@ def store_list(
         at = begin + tl.arange(0, SLOTS)
         x = tl.load(list_ptr + at, mask=at < last, other=0)
         event = tl.load(event_ptr + row)
-        bits_ptr = s_bits_ptr + in_64_bits(tl.maximum(event, 0)) * W_s
-        live = is_live(bits_ptr, x, at < tl.where(event >= 0, last, first))
+        own_bits = in_64_bits(tl.maximum(event, 0)) * W
+        compared = at < tl.where(event >= 0, last, first)
+        live = is_live(s_bits_ptr + own_bits, x, compared)
+        t_live = is_live(t_bits_ptr + own_bits, x, compared)
         gradient = gradient_at(
-            x, at < last, live, row,
-            student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
+            x, at < last, live, t_live, row,
+            student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr,
             partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M,
             s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS
         )  # fmt: skip
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
@@ -129,7 +131,7 @@ def list_of_node(node_ptr, start_ptr, event, known):
 def chain_node_bwd_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
     grad_ptr, V_head, R,
     i_chunk_ptr, i_first_ptr, i_size_ptr, i_events, i_node_ptr, i_slot_start_ptr, i_list_start_ptr, i_list_ptr,
@@ -172,7 +174,7 @@ def chain_node_bwd_kernel(
             i_list_ptr, first, last, inside_ptr, row,
             student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
             partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
             s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
             grad_ptr, V_head, TARGETS, SLOTS
         )  # fmt: skip
@@ -181,7 +183,7 @@ def chain_node_bwd_kernel(
             o_list_ptr, o_first, o_last, named_ptr, row,
             student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
             partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W_s, W_t,
+            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
             s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
             grad_ptr, V_head, TARGETS, SLOTS
         )  # fmt: skip

@@ -148,11 +148,9 @@ def chain_teacher_kernel(
 
 
 @triton.jit
-def compare_plain(z, x, t_base, partner_ptr, live, t_bits, scale, t_lse):
-    """Return the teacher's probability of the live plain classes of tokens, times its log ratio, and itself."""
-    y = tl.load(partner_ptr + x, mask=live, other=-1)
-    plain = live & (y >= 0)
-    both = plain & is_live(t_bits, y, plain)
+def compare_plain(z, x, t_base, partner_ptr, both, scale, t_lse):
+    """Return the teacher's probability of plain classes live on both sides, times its log ratio, and itself."""
+    y = tl.load(partner_ptr + x, mask=both, other=0)
     log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * scale - t_lse
     p = tl.exp(log_p)
     return tl.where(p > 0.0, p * (log_p - z), 0.0), p
@@ -168,8 +166,9 @@ def exact_plain(
     for begin in range(0, V, LANES * ADJACENT):
         x = columns_of(begin, LANES)
         live = live_of(bits, begin, x, V, LANES)
+        both = live & live_of(t_bits, begin, x, V, LANES)
         log_q = tl.load(base + x, mask=live, other=0.0).to(tl.float32) * scale - s_lse
-        term, p = compare_plain(tl.maximum(log_q, LOG_TINY), x, t_base, partner_ptr, live, t_bits, scale, t_lse)
+        term, p = compare_plain(tl.maximum(log_q, LOG_TINY), x, t_base, partner_ptr, both, scale, t_lse)
         kl += tl.sum(term, axis=1)
         unclipped += tl.sum(tl.where(log_q >= LOG_TINY, p, 0.0), axis=1)
     return tl.sum(kl, axis=0), tl.sum(unclipped, axis=0)
@@ -220,7 +219,7 @@ def store_cross_entropy(
 def chain_student_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr, t_lse_ptr,
     losses_ptr, hits_ptr, head_lse_ptr, top_ptr, total_ptr, s_lse_ptr, terms_ptr, E,
-    T_s, T_t, V_head, V, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
+    T_s, T_t, V_head, V, W, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
     TARGETS: tl.constexpr, UNSCALED: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Compute one student row: cross-entropy, its sums, and the KL over plain classes where a chunk starts."""
@@ -229,7 +228,7 @@ def chain_student_kernel(
     event = tl.load(event_ptr + row)
     compared = tl.where(event >= 0, V, 0)
     at = tl.maximum(event, 0)
-    bits, t_bits = s_bits_ptr + at.to(tl.int64) * W_s, t_bits_ptr + at.to(tl.int64) * W_t
+    bits, t_bits = s_bits_ptr + at.to(tl.int64) * W, t_bits_ptr + at.to(tl.int64) * W
     t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + at), T_t, t_stride_b, t_stride_t)
     t_lse = tl.load(t_lse_ptr + at, mask=event >= 0, other=0.0)
     top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
@@ -242,7 +241,8 @@ def chain_student_kernel(
         x = columns_of(begin, LANES)
         z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
         live = live_of(bits, begin, x, compared, LANES)
-        term, p = compare_plain(z, x, t_base, partner_ptr, live, t_bits, scale, t_lse)
+        both = live & live_of(t_bits, begin, x, compared, LANES)
+        term, p = compare_plain(z, x, t_base, partner_ptr, both, scale, t_lse)
         top, pivot, shrink = raised(top, z)
         e = tl.exp(z - pivot[:, None])
         total = total * shrink + tl.sum(e, axis=1)
