@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_kernels import TINY, floored_log, is_live, row_of, xlogx
+from xtoken_core.ops.chain.start_kernels import TINY, exp, floored_log, is_live, row_of, xlogx
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def narrow_sums(base, scale, lse, bits, start_ptr, token_ptr, m, there, height):
         live = is_live(bits, first + j, j < count)
         x = tl.load(token_ptr + first + j, mask=live, other=0)
         z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
-        total += tl.exp(z - lse)
+        total += exp(z - lse)
         reached = reached | live.to(tl.int32)
     return total, reached
 
@@ -39,7 +39,7 @@ def wide_sums(base, scale, lse, bits, start_ptr, token_ptr, m, there, height, LA
         live = is_live(bits, first[:, None] + j, inside)
         x = tl.load(token_ptr + first[:, None] + j, mask=live, other=0)
         z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
-        total += tl.exp(z - lse)
+        total += exp(z - lse)
         reached = reached | live.to(tl.int32)
     return tl.sum(total, axis=1), tl.max(reached, axis=1)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_kernels import ADJACENT, LOG_TINY, columns_of, in_64_bits, live_of, row_of
+from xtoken_core.ops.chain.start_kernels import ADJACENT, LOG_TINY, columns_of, exp, in_64_bits, live_of, row_of
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def part_of_loss(x, z, row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS: t
         of_loss = tl.load(of_losses_ptr + row)
         if of_loss != 0.0:
             hit = (x == tl.load(targets_ptr + row)).to(tl.float32)
-            gradient = (tl.exp(z - tl.load(head_lse_ptr + row)) - hit) * of_loss
+            gradient = (exp(z - tl.load(head_lse_ptr + row)) - hit) * of_loss
     return gradient
 
 
@@ -44,7 +44,7 @@ def part_of_node(
             / tl.load(total_ptr + row)
         )
         if factor != 0.0:
-            gradient = tl.where(x < V, tl.exp(z * scale - tl.load(top_ptr + row)) * factor, 0.0)
+            gradient = tl.where(x < V, exp(z * scale - tl.load(top_ptr + row)) * factor, 0.0)
     return gradient
 
 
@@ -52,19 +52,19 @@ def part_of_node(
 def part_of_start(
     x, z, live, t_live, event,
     of_start_ptr, teacher_ptr, teacher_row_ptr, partner_ptr, ratio_ptr, mass_ptr,
-    s_lse_ptr, t_lse_ptr, T_t, M, t_stride_b, t_stride_t, scale
+    s_lse_ptr, t_lse_ptr, T_t, V, M, t_stride_b, t_stride_t, scale
 ):  # fmt: skip
     """Return the gradient of the start of a row's chunk."""
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     of_start = tl.load(of_start_ptr + event, mask=event >= 0, other=0.0)
     if of_start != 0.0:
         t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + event), T_t, t_stride_b, t_stride_t)
-        y = tl.load(partner_ptr + x, mask=live, other=0)
+        y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
         log_q = z * scale - tl.load(s_lse_ptr + event)
-        q = tl.where(live, tl.exp(log_q), 0.0)
+        q = tl.where(live, exp(log_q), 0.0)
         both = live & t_live & (log_q >= LOG_TINY)
         log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * scale
-        p = tl.exp(log_p - tl.load(t_lse_ptr + event))
+        p = exp(log_p - tl.load(t_lse_ptr + event))
         ratio = tl.load(ratio_ptr + in_64_bits(event) * M - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
         gradient = of_start * scale * (q * (tl.load(mass_ptr + event) - ratio) - p)
     return gradient
@@ -87,7 +87,7 @@ def gradient_at(
     gradient += part_of_start(
         x, z, live, t_live, tl.load(event_ptr + row),
         of_start_ptr, teacher_ptr, teacher_row_ptr, partner_ptr,
-        ratio_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, M, t_stride_b, t_stride_t, scale
+        ratio_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, V, M, t_stride_b, t_stride_t, scale
     )  # fmt: skip
     return gradient
 

@@ -184,8 +184,8 @@ class Comparison:
                 t_members, s_lse, t_lse, plan.blocks, plan.student.members.start, plan.student.members.token,
                 plan.teacher.members.start, plan.teacher.members.token, ratio, terms, blocks, E, M, T_s,
                 teacher.positions, s_members.shape[1], t_members.shape[1], *student.strides, *teacher.strides,
-                self.scale, NARROW=layout.NARROW_CLASSES, MEDIUM=layout.MEDIUM_CLASSES, WIDE=layout.WIDE_CLASSES, M_LANES=layout.MEDIUM_LANES,
-                W_LANES=layout.WIDE_LANES, num_warps=CLASS_WARPS,
+                self.scale, NARROW=layout.NARROW_CLASSES, MEDIUM=layout.MEDIUM_CLASSES, WIDE=layout.WIDE_CLASSES,
+                M_LANES=layout.MEDIUM_LANES, W_LANES=layout.WIDE_LANES, num_warps=CLASS_WARPS,
             )  # fmt: skip
         kept = StartResults(s_bits, t_bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse)
         return kept, terms, losses, hits

@@ -12,7 +12,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from xtoken_core.ops.chain.gradient_kernels import gradient_at, weight_of
-from xtoken_core.ops.chain.start_kernels import in_64_bits, is_live, row_of
+from xtoken_core.ops.chain.start_kernels import exp, in_64_bits, is_live, row_of
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def add_inside_token(
         held = held & (tl.load(spelled_node_ptr + spelled, mask=held, other=-1) == node)
         k = tl.load(spelled_slot_ptr + spelled, mask=held, other=0) - slot
         z = tl.load(base + x, mask=held, other=float("-inf")).to(tl.float32) * scale
-        slope = tl.exp(z - held_lse) * (mass - tl.load(ratio_ptr + k, mask=held, other=0.0)) * weight
+        slope = exp(z - held_lse) * (mass - tl.load(ratio_ptr + k, mask=held, other=0.0)) * weight
         before = tl.load(sum_ptr + at - first, mask=held, other=0.0)
         tl.store(sum_ptr + at - first, before + slope, mask=held)
 
@@ -48,7 +48,7 @@ def start_sums(
         k = tl.load(slot_ptr + at, mask=there, other=0) - slot
         z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32) * scale
         ratio = tl.load(ratio_ptr + k, mask=there, other=0.0)
-        tl.store(sum_ptr + at - first, tl.exp(z - pivot) * (mass - level - ratio) * weight, mask=there)
+        tl.store(sum_ptr + at - first, exp(z - pivot) * (mass - level - ratio) * weight, mask=there)
 
 
 @triton.jit

@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_kernels import TINY, finite, floored_log, in_64_bits, row_of, sum_over_lanes, xlogx
+from xtoken_core.ops.chain.start_kernels import (
+    TINY,
+    exp,
+    finite,
+    floored_log,
+    in_64_bits,
+    row_of,
+    sum_over_lanes,
+    xlogx,
+)
 
 SMALL_REST = tl.constexpr(0.25)
 """A smaller mass of the classes that no slot names is summed; a larger one is what the named ones leave of 1."""
@@ -39,7 +48,7 @@ def unnamed_sum(
         cls = tl.load(root_ptr + x, mask=x < V, other=0)
         rest = (x < V) & (tl.load(flag_ptr + cls, mask=x < V, other=1) == 0)
         z = tl.load(base + x, mask=rest, other=float("-inf")).to(tl.float32) * scale
-        total += tl.exp(z - top)
+        total += exp(z - top)
     tl.debug_barrier()
     marked(flag_ptr, slot_class_ptr, slot, slots, 0, SLOTS)
     tl.debug_barrier()
@@ -57,7 +66,7 @@ def member_log_sum(base, member_ptr, first, last, scale, SLOTS: tl.constexpr):
         z = tl.load(base + x, mask=at < last, other=float("-inf")).to(tl.float32) * scale
         new = tl.maximum(top, z)
         pivot = finite(new)
-        total = total * tl.exp(top - pivot) + tl.exp(z - pivot)
+        total = total * exp(top - pivot) + exp(z - pivot)
         top = new
     highest, whole = sum_over_lanes(top, total)
     return tl.where(whole > 0.0, tl.log(whole) + highest, 0.0)
@@ -79,7 +88,7 @@ def store_segment_sums(
         for j in range(tl.max(count, axis=0)):
             x = tl.load(member_ptr + start + j, mask=j < count, other=0)
             z = tl.load(base + x, mask=j < count, other=float("-inf")).to(tl.float32) * scale
-            total += tl.exp(z - pivot)
+            total += exp(z - pivot)
         tl.store(sums_ptr + segment - first, total * factor, mask=there)
 
 
