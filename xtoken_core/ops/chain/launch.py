@@ -22,7 +22,8 @@ from xtoken_core.ops.chain import (
 )
 from xtoken_core.ops.chain.event_launch import find_events
 from xtoken_core.ops.chain.events import Inner, SideTokens
-from xtoken_core.ops.chain.layout import ChainLayout, Live, SideLayout, chain_layout
+from xtoken_core.ops.chain.layout import ChainLayout, SideLayout, chain_layout
+from xtoken_core.ops.chain.live_layout import Live
 from xtoken_core.ops.chain.reference import ChainOptions
 
 WORDS, RULES, TOKENS = 1024, 16, 32
