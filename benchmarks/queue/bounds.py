@@ -13,7 +13,7 @@ def queue_bounds(result: dict[str, Any]) -> list[Bound]:
     return [
         *_rates(result),
         at_most("start to first put, s", max(r["start_to_first_put_s"] for r in result["ours"].values()), 1.5),
-        *_latencies(result["latency"]),
+        *latency_bounds(result["latency"]),
         at_most("memory over payload", max(r["memory_over_payload"] for r in result["ours"].values()), 1.25),
         at_most("RSS after 10,240 samples are done, relative to the start", one["rss_after_over_start"], 1.1),
         at_least(
@@ -42,7 +42,7 @@ def _rates(result: dict[str, Any]) -> list[Bound]:
     return bounds
 
 
-def _latencies(latency: dict[str, Any]) -> list[Bound]:
+def latency_bounds(latency: dict[str, Any]) -> list[Bound]:
     """Return the latencies of single samples relative to a raw round trip of the same size."""
     return [
         at_most(

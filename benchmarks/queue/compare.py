@@ -3,10 +3,12 @@
     python -m benchmarks.queue.compare COMMIT --rounds 5 --out benchmarks/results/queue_compare.json
     python -m benchmarks.queue.compare COMMIT --directory DIR   # its files, where there is no repository
 
-Each round runs the whole benchmark of both trees once, the one that goes first alternating, and medians are compared.
-Between the rounds blocks of requests to the two engines alternate, in processor time, which other load of the machine
-disturbs less. The result file is written after every round. The exit status is 1 if a ratio is more than 5% worse than
-that of the commit.
+Each round starts processes for the commit, for the commit again and for this tree, and has them measure the same parts
+one after the other, a different one first each time: rates, journal and crowd as wholes, single calls and requests to
+the engines in short blocks. So whatever else the machine does changes little between measurements that are compared. A
+ratio is the median over the rounds of this tree relative to the commit; that of the commit to itself shows how much of
+it is chance. Processor time of single calls is compared as well. The result file is written after every round. The exit
+status is 1 if a ratio is more than 5% worse than that of the commit.
 """
 
 from __future__ import annotations
@@ -26,19 +28,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.queue import engine_cost, ours
-from benchmarks.queue.__main__ import ROUNDS, machine, rounded
-from benchmarks.queue.bounds import queue_bounds
+from benchmarks.bounds import Bound
+from benchmarks.queue import ours, source_tree
+from benchmarks.queue.__main__ import IN_FLIGHT, ROUNDS, TRANSPORTS, machine, rounded
+from benchmarks.queue.bounds import latency_bounds, queue_bounds
+from benchmarks.queue.workload import quantiles
 from xtoken_core.atomic import atomic_write
 
 ROOT = ours.ROOT
 RESULT = ROOT / "benchmarks" / "results" / "queue_compare.json"
-ENGINE = Path(engine_cost.__file__)
 WORST = 0.95
-BLOCKS = 60
-"""Blocks of requests per workload and tree in each round."""
+BLOCKS = 30
+"""Blocks of calls and of requests to the engine per size and side in each round."""
 WARM_BLOCKS = 3
-SIDES = ("commit", "here")
+COMMIT, AGAIN, HERE = SIDES = ("commit", "commit again", "here")
+RATES = [f"{transport}_{in_flight}" for transport in TRANSPORTS for in_flight in IN_FLIGHT]
+UNCOMPARED = {"transferqueue": {"skipped": "not compared"}, "idle": {"idle_pss_mib": 0.0, "idle_core_share": 0.0}}
+
+Round = dict[str, dict[str, float]]
+"""Figures by side and name, larger being better."""
 
 
 @contextmanager
@@ -59,73 +67,111 @@ def environment(tree: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *others])}
 
 
-def benchmark(tree: Path, out: Path) -> dict[str, Any]:
-    """Run the whole benchmark of a tree with one round, and return its result."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.queue",
-        "--rounds",
-        "1",
-        "--out",
-        str(out),
-        "--transferqueue",
-        str(out.with_name("none")),
-    ]
-    subprocess.run(command, cwd=tree, env=environment(tree), stdout=subprocess.DEVNULL, check=False)
-    if not out.exists():
-        raise SystemExit(f"the benchmark of {tree} failed, see above")
-    result: dict[str, Any] = json.loads(out.read_text())
-    out.unlink()
-    return result
+class Sides:
+    """A measuring process for each side.
+
+    Args:
+        trees: Directory of each side's files.
+    """
+
+    def __init__(self, trees: dict[str, Path]) -> None:
+        command = [sys.executable, source_tree.__file__]
+        self._processes = {
+            side: subprocess.Popen(
+                command, cwd=tree, env=environment(tree), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True,
+            )
+            for side, tree in trees.items()
+        }  # fmt: skip
+        self._turn = 0
+
+    def measure(self, what: str) -> dict[str, Any]:
+        """Return what each side answers, asked one after the other."""
+        self._turn += 1
+        first = self._turn % len(SIDES)
+        return {side: self._ask(side, what) for side in (*SIDES[first:], *SIDES[:first])}
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes.values():
+            process.communicate()
+
+    def _ask(self, side: str, what: str) -> dict[str, Any]:
+        process = self._processes[side]
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{what}\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{side}: cannot measure {what}: run {source_tree.__file__} in its tree to see why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
-def ratios(result: dict[str, Any]) -> dict[str, float]:
-    """Return every bound that is relative to something measured in the same run, larger being better."""
-    found = {}
-    for bound in queue_bounds(result):
-        if "relative to" in bound.what and bound.value:
-            found[bound.what] = 1 / bound.value if bound.most else bound.value
-    return found
+def measure_round(sides: Sides, blocks: int, *, only_calls: bool) -> Round:
+    """Return the figures of each side, all measured once."""
+    results: dict[str, dict[str, Any]] = {
+        side: {"ours": {}, "plain": {}, "latency": {}, **UNCOMPARED} for side in SIDES
+    }
+    figures = single_calls(sides, blocks, results)
+    if only_calls:
+        for side in SIDES:
+            figures[side] |= latency_ratios(results[side]["latency"])
+    else:
+        for key in RATES:
+            for side, answer in sides.measure(f"rates {key}").items():
+                results[side]["ours"][key], results[side]["plain"][key] = answer["ours"], answer["plain"]
+        for part in ("journal", "crowd"):
+            for side, answer in sides.measure(part).items():
+                results[side][part] = answer
+        for side in SIDES:
+            figures[side] |= ratios(results[side])
+    for side, speeds in engine_speeds(sides, blocks).items():
+        figures[side] |= speeds
+    return figures
 
 
-def engine_blocks(trees: dict[str, Path], blocks: int) -> dict[str, list[float]]:
-    """Return the speed of this tree's engine relative to the commit's by workload and call, for pairs of blocks."""
-    workers = {
-        side: subprocess.Popen(
-            [sys.executable, str(ENGINE)], cwd=tree, env=environment(tree),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for side, tree in trees.items()
-    }  # fmt: skip
-    found: dict[str, list[float]] = {}
-    for name in engine_cost.REQUESTS:
-        for number in range(WARM_BLOCKS + blocks):
-            block = {side: _block(workers[side], name) for side in (SIDES if number % 2 else SIDES[::-1])}
-            for call in engine_cost.CALLS if number >= WARM_BLOCKS else ():
-                found.setdefault(f"engine, {call}, {name}", []).append(block["commit"][call] / block["here"][call])
-    for worker in workers.values():
-        worker.communicate()
-    return found
+def single_calls(sides: Sides, blocks: int, results: dict[str, dict[str, Any]]) -> Round:
+    """Measure single calls; add their latencies to the results and return calls per second of processor time."""
+    figures: Round = {side: {} for side in SIDES}
+    for size in source_tree.SIZES:
+        answers = [sides.measure(f"calls {size}") for _ in range(WARM_BLOCKS + blocks)][WARM_BLOCKS:]
+        for side in SIDES:
+            for call in answers[0][side]["seconds"]:
+                seconds = [one for answer in answers for one in answer[side]["seconds"][call]]
+                results[side]["latency"][f"{size}_{call}"] = quantiles(seconds)
+            for call, used in answers[0][side]["processor_us"].items():
+                for process in used:
+                    spent = statistics.median(one[side]["processor_us"][call][process] for one in answers)
+                    if spent:
+                        figures[side][f"{call} of one {size} sample, processor time of the {process}"] = 1e6 / spent
+    return figures
 
 
-def _block(worker: subprocess.Popen[str], name: str) -> dict[str, float]:
-    assert worker.stdin is not None and worker.stdout is not None
-    worker.stdin.write(f"{name}\n")
-    worker.stdin.flush()
-    answer: dict[str, float] = json.loads(worker.stdout.readline())
-    return answer
+def engine_speeds(sides: Sides, blocks: int) -> Round:
+    """Return requests per second of processor time that each side's engine handles."""
+    speeds: Round = {side: {} for side in SIDES}
+    for name in source_tree.REQUESTS:
+        answers = [sides.measure(f"engine {name}") for _ in range(WARM_BLOCKS + blocks)][WARM_BLOCKS:]
+        for side in SIDES:
+            for call in source_tree.CALLS:
+                spent = statistics.median(one[side][call] for one in answers)
+                speeds[side][f"engine, {call}, {name}"] = 1e6 / spent
+    return speeds
 
 
-def compare(commit: str, directory: Path, here: str, rounds: int, blocks: int) -> Iterator[dict[str, Any]]:
+def compare(
+    commit: str, directory: Path, here: str, rounds: int, blocks: int, *, only_calls: bool
+) -> Iterator[dict[str, Any]]:
     """Measure both trees, and yield the result of all rounds so far after each.
 
     Args:
         commit: Name of the other commit.
         directory: Its files.
         here: Name of the commit of this tree.
-        rounds: Rounds of the whole benchmark; 0 compares the engines only.
-        blocks: Blocks of requests to the engines, per workload, tree and round.
+        rounds: Number of rounds.
+        blocks: Blocks of calls and of requests to the engines, per size, side and round.
+        only_calls: Leave out rates, journal and crowd.
     """
     start = time.perf_counter()
     described = {
@@ -133,32 +179,55 @@ def compare(commit: str, directory: Path, here: str, rounds: int, blocks: int) -
         "versions": {"python": platform.python_version(), "pyzmq": version("pyzmq")},
         "commit": commit, "here": here, "blocks": blocks,
     }  # fmt: skip
-    measured: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    engines: dict[str, list[float]] = {}
-    trees = {"commit": directory, "here": ROOT}
-    with tempfile.TemporaryDirectory(prefix="xc-") as name:
-        for number in range(max(rounds, 1)):
-            for side in SIDES if number % 2 else SIDES[::-1] if rounds else ():
-                measured[side].append(ratios(benchmark(trees[side], Path(name) / "result.json")))
-            for what, values in engine_blocks(trees, blocks).items():
-                engines.setdefault(what, []).extend(values)
-            rows = compared(measured) + [
-                {"what": what, "of_commit": statistics.median(values)} for what, values in engines.items()
-            ]
-            yield described | {
-                "rounds": len(measured["here"]), "ratios": rows, "worst": min(row["of_commit"] for row in rows),
-                "took_s": time.perf_counter() - start,
-            }  # fmt: skip
+    measured: list[Round] = []
+    for _ in range(rounds):
+        sides = Sides({COMMIT: directory, AGAIN: directory, HERE: ROOT})
+        try:
+            measured.append(measure_round(sides, blocks, only_calls=only_calls))
+        finally:
+            sides.close()
+        rows = compared(measured)
+        yield described | {
+            "rounds": len(measured), "ratios": rows, "worst": min(row["of_commit"] for row in rows),
+            "worst_of_itself": min(row["of_itself"] for row in rows), "took_s": time.perf_counter() - start,
+        }  # fmt: skip
 
 
-def compared(measured: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """Return the medians of each ratio over the rounds by side, and how they compare."""
+def compared(measured: list[Round]) -> list[dict[str, Any]]:
+    """Return each figure of this tree relative to the commit's, and the commit's relative to itself.
+
+    Returns:
+        Rows with medians over the rounds and the quotients of each round.
+    """
     rows = []
-    for name in measured["here"][0] if measured["here"] else ():
-        medians = {side: statistics.median(one[name] for one in measured[side]) for side in SIDES}
-        rounds = {side: [one[name] for one in measured[side]] for side in SIDES}
-        rows.append({"what": name, **medians, "of_commit": medians["here"] / medians["commit"], "rounds": rounds})
+    for name in measured[0][HERE]:
+        here, again = ([one[side][name] / one[COMMIT][name] for one in measured] for side in (HERE, AGAIN))
+        medians = {side: statistics.median(one[side][name] for one in measured) for side in (COMMIT, HERE)}
+        rows.append(
+            {
+                "what": name, **medians, "of_commit": statistics.median(here), "of_itself": statistics.median(again),
+                "rounds": {"of_commit": here, "of_itself": again},
+            }
+        )  # fmt: skip
     return rows
+
+
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """Return every bound that is relative to something measured in the same run, larger being better."""
+    return _larger_is_better(queue_bounds(result))
+
+
+def latency_ratios(latency: dict[str, Any]) -> dict[str, float]:
+    """Return the same of single calls alone."""
+    return _larger_is_better(latency_bounds(latency))
+
+
+def _larger_is_better(bounds: list[Bound]) -> dict[str, float]:
+    found = {}
+    for bound in bounds:
+        if "relative to" in bound.what and bound.value:
+            found[bound.what] = 1 / bound.value if bound.most else bound.value
+    return found
 
 
 def this_commit() -> str:
@@ -173,19 +242,23 @@ def main() -> int:
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--directory", type=Path, help="with the files of that commit; default: git checks it out")
     parser.add_argument("--here", help="name of this tree's commit; default: git's answer")
-    parser.add_argument(
-        "--rounds", type=int, default=ROUNDS, help="of the whole benchmark; 0 compares the engines only"
-    )
-    parser.add_argument("--blocks", type=int, default=BLOCKS, help="of requests per engine, workload and round")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often everything is measured")
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help="of calls and requests per size, side and round")
+    parser.add_argument("--only-calls", action="store_true", help="leave out rates, journal and crowd")
     parser.add_argument("--out", type=Path, default=RESULT, help="where the JSON goes")
     options = parser.parse_args()
     given, here = options.directory, options.here or this_commit()
     with nullcontext(given.resolve()) if given else checkout(options.commit) as directory:
-        for one in compare(options.commit, directory, here, options.rounds, options.blocks):
+        for one in compare(
+            options.commit, directory, here, options.rounds, options.blocks, only_calls=options.only_calls
+        ):
             result = rounded(one)
             atomic_write(options.out, json.dumps(result, indent=1) + "\n")
     for row in result["ratios"]:
-        print(f"{'holds' if row['of_commit'] >= WORST else 'fails'}  {row['of_commit']:.3f}  {row['what']}")
+        print(
+            f"{'holds' if row['of_commit'] >= WORST else 'fails'}  {row['of_commit']:.3f}  "
+            f"(itself {row['of_itself']:.3f})  {row['what']}"
+        )
     return 0 if result["worst"] >= WORST else 1
 
 

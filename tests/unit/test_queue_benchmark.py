@@ -61,3 +61,14 @@ def test_load_of_two_runs() -> None:
     with tempfile.TemporaryDirectory(prefix="xq-") as name:
         found = load.measure(Address.parse(f"ipc://{name}/q"), 2, 3, 1)
     assert (found["errors"], found["steps_done"]) == ([], 6)
+
+
+def test_comparison_within_rounds() -> None:
+    """A machine that slows down between two rounds changes no ratio."""
+    slower = [
+        {"commit": {"put": 2.0 * s}, "commit again": {"put": 2.2 * s}, "here": {"put": 1.0 * s}} for s in (1, 2, 9)
+    ]
+    row = compare.compared(slower)[0]
+    assert (row["what"], row["of_commit"]) == ("put", 0.5)
+    assert row["of_itself"] == pytest.approx(1.1)
+    assert len(row["rounds"]["of_commit"]) == 3

@@ -1,0 +1,198 @@
+"""Measurements of the queue of one source tree: a process that takes one per input line.
+
+Run by path with a tree as working directory, it measures the queue of that tree by that tree's own benchmark, so that
+two commits can be measured in turn (see `benchmarks.queue.compare`). A line names a measurement and its argument, the
+answer is one line of JSON:
+
+    rates ipc_1     put and get beside raw pyzmq, by transport and requests in flight
+    journal         put without a journal, with one, and the disk's rate
+    crowd           1,000 connections
+    calls small     a block of single calls to a server at rest beside raw round trips: seconds of each, and
+                    microseconds of processor time per call that server and client take, all their threads together
+    engine batch    a block of requests to the engine, without sockets: microseconds of processor time per request, for
+                    decoding, handling, and encoding the reply
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path.cwd()))
+m = importlib.import_module("xtoken_core.wire.messages")
+wire = importlib.import_module("xtoken_core.wire")
+workload = importlib.import_module("benchmarks.queue.workload")
+latency = importlib.import_module("benchmarks.queue.latency")
+ours = importlib.import_module("benchmarks.queue.ours")
+plain = importlib.import_module("benchmarks.queue.plain")
+thousand = importlib.import_module("benchmarks.queue.crowd")
+whole = importlib.import_module("benchmarks.queue.__main__")
+OLDER = Path("xtoken_core/protocol/engine.py")
+engine = importlib.import_module("xtoken_core.protocol.engine" if OLDER.exists() else "xtoken_core.queue.engine")
+
+WAIT_AFTER = "SETTLE_S" if hasattr(ours, "SETTLE_S") else "IDLE_WAIT_S"
+"""Name of the wait before memory is measured, which is done at one of the rates only."""
+AT_REST = "ipc_1"
+SIZES = {"small": latency.small_sample, "workload": lambda: workload.batch(1)}
+
+REQUESTS = {"batch": 25, "sample": 100, "small": 100}
+COLUMNS = {"batch": workload.batch, "sample": SIZES["workload"], "small": SIZES["small"]}
+CALLS = ("put", "get", "claim", "ack")
+MEMORY_LIMIT = 1 << 33
+
+
+class EngineLoad:
+    """An engine and the requests of one workload.
+
+    Args:
+        name: A key of `REQUESTS`.
+    """
+
+    def __init__(self, name: str) -> None:
+        columns = COLUMNS[name]()
+        heads, buffers = wire.pack_columns(columns)
+        self.requests, self.heads, self.fields = REQUESTS[name], heads, list(columns)
+        self.buffers = [bytes(buffer) for buffer in buffers]
+        self.rows = workload.BATCH if name == "batch" else 1
+        self.engine = engine.Engine(memory_limit=MEMORY_LIMIT, clock=time.monotonic)
+        hello = m.Hello(id="h", versions=[1], name="n", role="bench", incarnation=1)
+        session = self.engine.handle(hello, ()).reply.session
+        self.at = {"session": session, "partition": "p"}
+        tasks = [m.TaskDef(name="a", requires=["input_ids"])]
+        self.engine.handle(m.OpenPartition(id="o", **self.at, tasks=tasks), ())
+        self.number = 0
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def block(self) -> dict[str, float]:
+        """Return microseconds per request of each call, over one block."""
+        taken = dict.fromkeys(CALLS, 0.0)
+        for _ in range(self.requests):
+            for call, header in self._headers().items():
+                start = time.thread_time()
+                response = self.engine.handle(m.decode_request(header), self.buffers if call == "put" else ())
+                response.frames()
+                m.encode(response.reply)
+                taken[call] += time.thread_time() - start
+        return {call: 1e6 * seconds / self.requests for call, seconds in taken.items()}
+
+    def _headers(self) -> dict[str, bytes]:
+        ids = list(range(self.number * self.rows, (self.number + 1) * self.rows))
+        self.number += 1
+        put = m.Put(id=f"a.{self.number}1", **self.at, ids=ids, columns=self.heads)
+        get = m.Get(id=f"a.{self.number}2", **self.at, ids=ids, fields=self.fields)
+        claim = m.Claim(id=f"a.{self.number}3", **self.at, task="a", count=self.rows, fields=["input_ids"])
+        ack = m.Ack(id=f"a.{self.number}4", **self.at, task="a", ids=ids)
+        return {name: m.encode(request) for name, request in zip(CALLS, (put, get, claim, ack), strict=True)}
+
+
+class SingleCalls:
+    """A server and a raw one, both at rest but for one client.
+
+    Args:
+        addresses: Unused addresses.
+        stack: Ends the servers.
+    """
+
+    def __init__(self, addresses: Any, stack: ExitStack) -> None:
+        address, url = addresses.address(), addresses.url("ipc")
+        self._server = stack.enter_context(ours.server(address)).pid
+        stack.enter_context(plain.server(url))
+        self._client, self._socket = ours.connect(address, "singles"), plain.connect(url)
+        self._numbers = count()
+
+    def block(self, size: str) -> dict[str, Any]:
+        """Return the seconds of each call and round trip of one block, and the processor time of both processes."""
+        columns = SIZES[size]()
+        calls: dict[str, Callable[[int], None]] = {
+            "put": partial(latency.put, self._client, columns),
+            "claim": partial(latency.claim, self._client, [name for name in workload.FIELDS if name in columns]),
+            "ack": partial(latency.ack, self._client),
+        }
+        ids = [next(self._numbers) for _ in range(latency.BLOCK)]
+        echo = [b"echo", b"0", *workload.buffers_of(columns)]
+        seconds = {"round_trip": [plain.round_trip(self._socket, echo) for _ in ids]}
+        used: dict[str, dict[str, float]] = {}
+        for name, call in calls.items():
+            server, client = processor_ns(self._server), time.process_time_ns()
+            seconds[name] = [latency.timed(call, sample) for sample in ids]
+            spent = {"client": time.process_time_ns() - client, "server": processor_ns(self._server) - server}
+            used[name] = {process: ns / 1e3 / len(ids) for process, ns in spent.items()}
+        return {"seconds": seconds, "processor_us": used}
+
+
+def processor_ns(pid: int) -> int:
+    """Return the processor time that the threads of a process have used, in nanoseconds; 0 off Linux."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
+class Measurements:
+    """The measurements by name; what they need is started by the first that needs it.
+
+    Args:
+        directory: Holds sockets and journals.
+        stack: Ends what they have started.
+    """
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._addresses, self._stack = whole.Places(directory), stack
+        self._engines: dict[str, EngineLoad] = {}
+        self._calls: SingleCalls | None = None
+        self._wait_s = getattr(ours, WAIT_AFTER)
+
+    def rates(self, key: str) -> dict[str, Any]:
+        """Measure put and get through raw pyzmq and through the queue."""
+        transport, in_flight = key.split("_")
+        setattr(ours, WAIT_AFTER, self._wait_s if key == AT_REST else 0.0)
+        raw = plain.measure(self._addresses.url(transport), int(in_flight))
+        return {"plain": raw, "ours": ours.measure(self._addresses.address(transport), int(in_flight))}
+
+    def journal(self) -> dict[str, Any]:
+        """Measure put with a journal and without."""
+        found: dict[str, Any] = whole.journal(self._addresses, 1)
+        return found
+
+    def crowd(self) -> dict[str, Any]:
+        """Measure 1,000 connections."""
+        found: dict[str, Any] = thousand.measure(self._addresses.address("tcp"))
+        return found
+
+    def calls(self, size: str) -> dict[str, Any]:
+        """Measure a block of single calls."""
+        if self._calls is None:
+            self._calls = SingleCalls(self._addresses, self._stack)
+        return self._calls.block(size)
+
+    def engine(self, name: str) -> dict[str, float]:
+        """Measure a block of requests to the engine."""
+        if name not in self._engines:
+            self._engines[name] = EngineLoad(name)
+        return self._engines[name].block()
+
+
+def main() -> None:
+    """Answer each line of standard input."""
+    assert str(m.__file__).startswith(str(Path.cwd()))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # servers inherit standard output
+    with tempfile.TemporaryDirectory(prefix="xs-") as name, ExitStack() as stack:
+        measurements = Measurements(Path(name), stack)
+        for line in sys.stdin:
+            what, *arguments = line.split()
+            print(json.dumps(getattr(measurements, what)(*arguments)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
