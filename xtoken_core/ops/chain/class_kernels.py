@@ -19,7 +19,7 @@ def narrow_sums(base, scale, lse, bits, start_ptr, token_ptr, m, there, height):
     reached = tl.zeros(m.shape, dtype=tl.int32)
     for j in range(height):
         live = is_live(bits, first + j, j < count)
-        x = tl.load(token_ptr + first + j, mask=live, other=0)
+        x = tl.load(token_ptr + first + j, mask=j < count, other=0)
         z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
         total += exp(z - lse)
         reached = reached | live.to(tl.int32)
@@ -37,7 +37,7 @@ def wide_sums(base, scale, lse, bits, start_ptr, token_ptr, m, there, height, LA
         j = begin + tl.arange(0, LANES)[None, :]
         inside = j < count[:, None]
         live = is_live(bits, first[:, None] + j, inside)
-        x = tl.load(token_ptr + first[:, None] + j, mask=live, other=0)
+        x = tl.load(token_ptr + first[:, None] + j, mask=inside, other=0)
         z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
         total += exp(z - lse)
         reached = reached | live.to(tl.int32)

@@ -30,6 +30,8 @@ WORDS, RULES, TOKENS = 1024, 16, 32
 """Words of a live set, rules, and tokens of a rule's interval that are read at once."""
 TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 256, 128, 128
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
+GRADIENT_TILES = 8
+"""Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
 BLOCK, SLOTS, CHUNKS = 1024, 512, 128
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
 LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 4, 4, 4, 4, 8
@@ -264,10 +266,16 @@ class Comparison:
             starts.student_bits.shape[1], *student.strides,
             *teacher.strides, self.scale, gradient, V_head,
         )  # fmt: skip
-        blocks = triton.cdiv(V_head, GRADIENT_LANES * start_kernels.ADJACENT.value)
+        blocks = triton.cdiv(V_head, GRADIENT_TILES * GRADIENT_LANES * start_kernels.ADJACENT.value)
         has_targets = of_losses is not None
         gradient_kernels.chain_row_bwd_kernel[(B * T_s * blocks,)](
-            *row, blocks, TARGETS=has_targets, LANES=GRADIENT_LANES, num_warps=GRADIENT_WARPS
+            *row,
+            blocks,
+            TARGETS=has_targets,
+            UNSCALED=self.scale == 1.0,
+            TILES=GRADIENT_TILES,
+            LANES=GRADIENT_LANES,
+            num_warps=GRADIENT_WARPS,
         )
         if len(inside.value) or len(beside.value):
             own, other = plan.student.nodes, plan.teacher.nodes
@@ -279,7 +287,8 @@ class Comparison:
                 inside.mass, inside.ratio, own.most_slots, self.in_student.at_end, own.spelling_start, own.spelled_node,
                 own.spelled_slot, self.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token,
                 other.fresh.slot, beside.mass, beside.ratio, other.most_slots, self._float(programs, sum(capacity)),
-                sum(capacity), capacity[0], TARGETS=has_targets, SLOTS=SLOTS, num_warps=NODE_WARPS,
+                sum(capacity), capacity[0], TARGETS=has_targets, UNSCALED=self.scale == 1.0, SLOTS=SLOTS,
+                num_warps=NODE_WARPS,
             )  # fmt: skip
         return gradient
 

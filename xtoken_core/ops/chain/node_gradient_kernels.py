@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.gradient_kernels import gradient_at, weight_of
+from xtoken_core.ops.chain.gradient_kernels import gradient_at, parts_of_row, weight_of
 from xtoken_core.ops.chain.start_kernels import exp, in_64_bits, is_live, row_of
 
 
@@ -82,32 +82,20 @@ def clear_sums(sum_ptr, count, SLOTS: tl.constexpr):
 
 @triton.jit
 def store_list(
-    list_ptr, first, last, sum_ptr, row,
-    student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
-    partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
-    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    grad_ptr, V_head, TARGETS: tl.constexpr, SLOTS: tl.constexpr
+    list_ptr, first, last, sum_ptr, own_ptr, event, base, parts, s_bits_ptr, t_bits_ptr, partner_ptr, ratios_ptr, V,
+    scale, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """Store the gradient of a list of a row's tokens: what is the same for the row, and what was added up."""
-    own = grad_ptr + in_64_bits(row) * V_head
+    compared = tl.where(event >= 0, last, first)
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
         x = tl.load(list_ptr + at, mask=at < last, other=0)
-        event = tl.load(event_ptr + row)
-        own_bits = in_64_bits(tl.maximum(event, 0)) * W
-        compared = at < tl.where(event >= 0, last, first)
-        live = is_live(s_bits_ptr + own_bits, x, compared)
-        t_live = is_live(t_bits_ptr + own_bits, x, compared)
+        live, t_live = is_live(s_bits_ptr, x, at < compared), is_live(t_bits_ptr, x, at < compared)
         gradient = gradient_at(
-            x, at < last, live, t_live, row,
-            student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr,
-            partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M,
-            s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TARGETS
+            x, at < last, live, t_live, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS, UNSCALED
         )  # fmt: skip
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
-        tl.store(own + x, gradient.to(grad_ptr.dtype.element_ty), mask=at < last)
+        tl.store(own_ptr + x, gradient.to(own_ptr.dtype.element_ty), mask=at < last)
 
 
 @triton.jit
@@ -137,7 +125,7 @@ def chain_node_bwd_kernel(
     i_chunk_ptr, i_first_ptr, i_size_ptr, i_events, i_node_ptr, i_slot_start_ptr, i_list_start_ptr, i_list_ptr,
     i_held_lse_ptr, i_mass_ptr, i_ratio_ptr, i_slots, i_end_ptr, spelling_start_ptr, spelled_node_ptr,
     spelled_slot_ptr, o_node_ptr, o_slot_start_ptr, o_list_start_ptr, o_list_ptr, o_slot_ptr, o_mass_ptr, o_ratio_ptr,
-    o_slots, sums_ptr, capacity, i_capacity, TARGETS: tl.constexpr, SLOTS: tl.constexpr
+    o_slots, sums_ptr, capacity, i_capacity, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
     inside_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * capacity
@@ -146,6 +134,12 @@ def chain_node_bwd_kernel(
         row = in_64_bits(i)
         base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
         chunk = tl.load(event_ptr + row)
+        own, own_ptr = in_64_bits(tl.maximum(chunk, 0)), grad_ptr + row * V_head
+        parts = parts_of_row(
+            row, chunk, teacher_ptr, targets_ptr, teacher_row_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr,
+            s_lse_ptr, t_lse_ptr, of_losses_ptr, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_t,
+            t_stride_b, t_stride_t, scale, TARGETS
+        )  # fmt: skip
         begin = tl.load(i_first_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32)
         end = tl.minimum(begin + tl.load(i_size_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32), i_events)
         outer = outermost(i_chunk_ptr, chunk, begin, end)
@@ -171,20 +165,12 @@ def chain_node_bwd_kernel(
                     ratios_ptr, i_mass_ptr, i_held_lse_ptr, i_end_ptr, of_start_ptr, E, scale, SLOTS
                 )  # fmt: skip
         store_list(
-            i_list_ptr, first, last, inside_ptr, row,
-            student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
-            partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
-            s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-            grad_ptr, V_head, TARGETS, SLOTS
+            i_list_ptr, first, last, inside_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
+            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED, SLOTS
         )  # fmt: skip
         tl.debug_barrier()  # what is in both lists is stored again, with all its parts
         store_list(
-            o_list_ptr, o_first, o_last, named_ptr, row,
-            student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
-            partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-            of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
-            s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-            grad_ptr, V_head, TARGETS, SLOTS
+            o_list_ptr, o_first, o_last, named_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
+            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED, SLOTS
         )  # fmt: skip
         tl.debug_barrier()
