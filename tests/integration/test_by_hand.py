@@ -47,6 +47,7 @@ def hand(tmp_path: Path) -> Iterator[Hand]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_four_commands_make_a_run_that_is_stopped_exported_and_gone_on_with(
     assets: TinyAssets, tmp_path: Path, hand: Hand
 ) -> None:

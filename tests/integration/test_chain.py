@@ -48,7 +48,3 @@ def test_chain_and_p_kl_learn_from_files_built_at_the_start(
     own = {"model": assets.student, "context_length": 64, "weight": 0.1}
     loss = {"mode": "chain", "teacher_modes": ["none", "p_kl", "none"]}
     assert resolve_run(tiny_spec(assets, tmp_path, teacher=[*teachers, own], loss=loss)).same_tokenizer[2]
-    before = run.identity()
-    for path in (tmp_path / "cache").rglob("*.safetensors"):
-        path.unlink()
-    assert resolve_run(spec).identity() == before  # built again, to the byte

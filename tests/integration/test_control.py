@@ -166,6 +166,7 @@ def _complete(tmp_path: Path, http: httpx.Client, url: str, spec: RunSpec) -> No
     assert http.get(path).json()["summary"]["trained"] == 240
 
 
+@pytest.mark.slow
 def test_interrupting_a_run_in_place_stops_it_in_order(tmp_path: Path, assets: TinyAssets) -> None:
     spec = tiny_spec(assets, tmp_path, records=4000, workers={"collators": 1}, train={"checkpoint_every": 1000})
     command = Command(tmp_path, "run", str(run_file(spec, tmp_path)))

@@ -64,6 +64,7 @@ def test_a_run_trains_every_position_once_and_leaves_a_model(assets: TinyAssets,
     assert out.shape[1] > prompt["input_ids"].shape[1]
 
 
+@pytest.mark.slow
 def test_killed_collator_and_teacher_lose_and_double_nothing(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     spec = tiny_spec(assets, tmp_path, records=400)
     crew = start(spec)

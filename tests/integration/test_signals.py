@@ -103,6 +103,7 @@ def test_all_tokens_as_largest_logits_train_as_logits_do(
     assert measured[1] == pytest.approx(measured[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_of_largest_logits_stops_and_resumes(
     assets: TinyAssets, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

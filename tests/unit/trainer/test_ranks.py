@@ -58,9 +58,10 @@ def exported_whole(directory: Path, case: dict[str, Any], found: dict[str, Any])
         assert torch.equal(weight, found["state"][name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [FSDP, pytest.param(KEPT, marks=pytest.mark.slow), pytest.param(REPLICATE, marks=pytest.mark.slow)],
+    [FSDP, KEPT, REPLICATE],
     ids=["fsdp", "fsdp, weights kept", "replicate"],
 )
 def test_two_ranks_sum_their_gradients_and_one_goes_on_from_their_checkpoint(
