@@ -9,6 +9,8 @@ from .compat.packing import pack_per_token_field as pack_per_token_field
 from .compat.packing import response_from_nested as response_from_nested
 from .compat.packing import stack_or_nest as stack_or_nest
 from .compat.packing import to_nested_by_length as to_nested_by_length
+from .compat.rows import column_from_rows as column_from_rows
+from .compat.rows import rows_from_column as rows_from_column
 from .compat.samples import get_samples as get_samples
 from .compat.samples import kv_first_write as kv_first_write
 from .compat.samples import put_samples as put_samples
@@ -19,7 +21,5 @@ from .queue_client import QueueClient as QueueClient
 from .run_client import RunClient as RunClient
 from .task_client import DataPlaneClient as DataPlaneClient
 from .task_client import TaskClient as TaskClient
-from .tensors import column_from_rows as column_from_rows
 from .tensors import columns_from_tensordict as columns_from_tensordict
-from .tensors import rows_from_column as rows_from_column
 from .tensors import tensordict_from_columns as tensordict_from_columns

@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from xtoken_core.ops import get_op
 from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
 from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.p_kl import PKLOptions, PKLResult
 from xtoken_core.ops.p_kl.reference import compared_chunks, teacher_log_probs
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
-from xtoken_core.ops.sparse_projection.reference import NativeSparseProjectionOp
 from xtoken_core.topk_logits import TopKLogits
 
 
@@ -39,7 +39,7 @@ def p_kl_with_rest(
     """
     probabilities = torch.softmax(upcast(student_logits) / options.temperature, dim=-1)
     q, _ = chunk_average_log_probs(probabilities, student_chunk_id, options.max_chunks)  # [B, P, V_s]
-    projected = NativeSparseProjectionOp().forward_fp32(q, projection)  # [B, P, V_t]
+    projected: Tensor = get_op("sparse_projection", q.device)(q, projection)  # [B, P, V_t]
     Q = projected.index_select(-1, columns)
     if len(columns) < teacher.vocab_size:
         others = projected.index_fill(-1, columns, 0.0).sum(-1, keepdim=True)

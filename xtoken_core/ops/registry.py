@@ -123,7 +123,7 @@ def priority(name: str, device: torch.device | str) -> tuple[OpBackend, ...]:
         ConfigError: No such op, or `XTOKEN_OPS` names an op or backend that does not exist.
     """
     if name not in BACKENDS:
-        raise ConfigError(f"there is no op {name!r}: there are {', '.join(BACKENDS)}")
+        raise ConfigError(f"there is no op {name!r}: there are {', '.join(op_names())}")
     overrides = _overrides(os.environ.get(ENVIRONMENT, ""))
     chosen = overrides.get(name) or overrides.get(FOLLOWS.get(name, ""))
     if chosen:
