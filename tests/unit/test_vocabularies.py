@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from experiments.real import combinations
 from experiments.vocabularies import page
 from experiments.vocabularies.chunks import Counts, class_of, may_follow
 from experiments.white_space import page as white_space
@@ -55,3 +56,4 @@ def test_the_page_is_in_step_with_the_results():
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.written() == text, "run: python -m experiments.vocabularies.page"
     assert white_space.written() == text, "run: python -m experiments.white_space.page"
+    assert combinations.written() == text, "run: python -m experiments.real.combinations"
