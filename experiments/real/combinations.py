@@ -37,7 +37,8 @@ def render(digits: Mapping[str, Any], real: Mapping[str, Any]) -> str:
         if (outcome.condition, outcome.seed) == (CONDITION, SEEDS[0])
     }
     lines = [
-        "| loss | weight | weight of cross-entropy | digits, reduced: right answers | German: bits per byte, validation |",
+        "| loss | weight | weight of cross-entropy "
+        "| digits, reduced: right answers | German: bits per byte, validation |",
         "|---|---|---|---|---|",
         _row("cross-entropy only", (0.0, 1.0), answers, "ce", bits.get(("ce", "ce"))),
     ]
