@@ -58,6 +58,7 @@ def page(result: dict[str, Any]) -> str:
         conditions=conditions,
         predictions="\n".join(predictions.compare(result)),
         waiting=dict(waiting),
+        missing=[name for name in methods.CONDITIONS if name not in {condition["name"] for condition in conditions}],
         runs=len(result["runs"]),
         weights=methods.WEIGHTS,
         result_teachers=list(result["teachers"]),
