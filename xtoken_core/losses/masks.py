@@ -101,10 +101,10 @@ def whole_chunks(
     """
     B, T = chunk_id.shape
     inside = (chunk_id >= 0) & (chunk_id < max_chunks)
-    # Tokens of no chunk go to a spare entry, so that nothing depends on how many there are.
-    group = torch.where(inside, chunk_id, max_chunks)
-    spare = torch.zeros(B, max_chunks + 1, dtype=torch.int64, device=chunk_id.device)
     position = torch.arange(T, device=chunk_id.device).expand(B, T)
+    # Tokens of no chunk go to spare entries, one each: nothing depends on how many there are, and none waits.
+    group = torch.where(inside, chunk_id, max_chunks + position)
+    spare = torch.zeros(B, max_chunks + T, dtype=torch.int64, device=chunk_id.device)
     size = spare.scatter_add(1, group, torch.ones_like(group))
     first = (spare + T).scatter_reduce(1, group, position, "amin")
     last = (spare - 1).scatter_reduce(1, group, position, "amax")
