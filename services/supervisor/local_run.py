@@ -6,19 +6,24 @@ import dataclasses
 import logging
 import secrets
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from services.common.custom_loss import check_custom_loss, check_importable
+from services.common.input_files import check_input_files
 from services.common.resume import CHECKPOINTS, newest_checkpoint
 from services.supervisor.interrupts import POLL_S, Interrupts
 from services.supervisor.json_files import first_line, last_line, read_json
 from services.supervisor.launch_check import check_launch
+from services.supervisor.launchers.forks import ForkServer, fork_server_of
+from services.supervisor.process_group import worker_environment
+from services.supervisor.process_spec import PASSIVE_THREADS, THREADS, threads_of_model_workers
 from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
 from services.supervisor.run_record import SPEC, SUMMARY, RunResult, RunState
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 
@@ -64,7 +69,7 @@ def run_locally(
         if is_unused(spec.output):
             shutil.rmtree(spec.output, ignore_errors=True)
         raise
-    run = LocalRun(spec, launchers or launcher_factory(tied=True), loss)
+    run = LocalRun(spec, launchers, loss)
     with Interrupts() as interrupts:
         run.start()
         try:
@@ -73,6 +78,7 @@ def run_locally(
                 follow(run, FailsafeView(shown), interrupts)
         finally:
             _shut_down(run, interrupts)
+            run.close()
     result = run.result
     assert result is not None, "a local run is never left"
     if run.refusal is not None:
@@ -84,13 +90,34 @@ def run_locally(
 
 
 class LocalRun(SupervisedRun):
-    """A run without a control plane: its status document is put together from its supervisor and its files."""
+    """A run without a control plane: its status document is put together from its supervisor and its files.
 
-    def __init__(self, spec: RunSpec, launchers: LauncherFactory, loss: str | None = None) -> None:
-        super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", launchers, loss=loss)
+    Its workers are forked from a server that imports while the files are checked. A control plane's are not: they may
+    outlive it.
+    """
+
+    def __init__(self, spec: RunSpec, launchers: LauncherFactory | None, loss: str | None = None) -> None:
+        factory = launchers or launcher_factory(tied=True, forks=lambda: self._forks)
+        super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", factory, loss=loss)
+        self._wants_forks = launchers is None and spec.workers.launcher == "local"
+        self._forks: ForkServer | None = None
         self._began = _now()
         self._is_new = is_unused(self.spec.output)
         self._spec_document = spec.model_dump(mode="json")
+
+    def close(self) -> None:
+        """End the server that its workers are forked from, once none of them is left."""
+        if self._forks is not None:
+            self._forks.close()
+
+    def _resolve(self) -> tuple[ResolvedRun, list[str]]:
+        """Return the run with what its files say, and warnings; start the fork server if its files are there."""
+        if self._wants_forks:
+            with suppress(XtokenError, OSError):  # raised again below, or workers are started as programs
+                check_input_files(self.spec)
+                threads = {THREADS: str(threads_of_model_workers(self.spec)), **PASSIVE_THREADS}
+                self._forks = fork_server_of(worker_environment(threads))
+        return super()._resolve()
 
     def discard_if_new(self) -> None:
         """Remove the output directory of a refused run, unless it was there before."""

@@ -192,7 +192,7 @@ class ProcessGroup:
                 MARK: os_process.mark_of(self._run_id, process.spec.name, self.incarnation),
                 STATUS_FILE: str(status_path(process.log)),
             }
-            env = _environment({**process.spec.env, **rendezvous, **own})
+            env = worker_environment({**process.spec.env, **rendezvous, **own})
             command, node = process.spec.command_line(self.incarnation), process.spec.node
             process.handle = launcher.start(command, env, process.log, node=node)
             self._events.started(process.spec.name, self.incarnation, process.handle.identity)
@@ -342,6 +342,7 @@ def describe_exit(code: int | None) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a worker: this process's own, without a rank's variables, and `extra`."""
     inherited = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
     return inherited | KEEP_ENVIRONMENT | dict(extra)

@@ -14,6 +14,7 @@ from services.common.input_files import check_input_files
 from services.common.resume import check_output
 from services.supervisor.events import SupervisorEvents
 from services.supervisor.launchers.base import Launcher
+from services.supervisor.launchers.forks import ForkServer
 from services.supervisor.launchers.local import LocalLauncher
 from services.supervisor.process_group import RecoveredGroup
 from services.supervisor.process_spec import ProcessSpec, build_process_specs
@@ -50,15 +51,15 @@ class StoppedEarly(Exception):  # noqa: N818 - requested by the user, not a fail
     """The run was stopped before any of its processes was started."""
 
 
-def launcher_factory(*, tied: bool) -> LauncherFactory:
-    """Return a factory of the launchers that runs' settings name; see `LocalLauncher` for `tied`."""
+def launcher_factory(*, tied: bool, forks: Callable[[], ForkServer | None] = lambda: None) -> LauncherFactory:
+    """Return a factory of the launchers that runs' settings name; see `LocalLauncher` for the arguments."""
 
     def create(spec: RunSpec, private: Path) -> Launcher:
         if spec.workers.launcher == "ray":
             from services.supervisor.launchers.ray import RayLauncher
 
             return RayLauncher(spec, private, tied=tied)
-        return LocalLauncher(tied=tied, private=[private])
+        return LocalLauncher(tied=tied, private=[private], forks=forks())
 
     return create
 

@@ -326,7 +326,7 @@ class Supervisor:
         return group
 
     def _start(self, group: ProcessGroup) -> None:
-        if not all(self._launcher.ready(node) for node in group.nodes):
+        if not all(self._launcher.ready(node, group.kind) for node in group.nodes):
             return
         try:
             group.start(self._launcher, self._logs)

@@ -53,8 +53,8 @@ class Handle(Protocol):
 class Launcher(Protocol):
     """Starts the processes of one run, each node group on a machine."""
 
-    def ready(self, node: int) -> bool:
-        """Return whether processes of a node group can be started now; never wait.
+    def ready(self, node: int, kind: str) -> bool:
+        """Return whether processes of a kind and node group can be started now; never wait.
 
         Raises:
             XtokenError: They never will.

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from services.common.supervised import MARK
 from services.supervisor import os_process
-from services.supervisor.launchers.base import read_status
+from services.supervisor.launchers.base import STATUS_FILE, read_status
+from services.supervisor.launchers.forks import ForkServer
 from services.supervisor.orphan_reaper import DETACH
 from services.supervisor.os_process import Identity
 from xtoken_core.data_plane.address import Address
@@ -131,6 +133,72 @@ class AttachedHandle:
                 signal.pidfd_send_signal(self._pidfd, number)
 
 
+class ForkedHandle:
+    """A child of the fork server, leader of a session and process group of its own.
+
+    Args:
+        server: The fork server.
+        pid: Process id, reserved until the process is reaped here.
+        mark: Mark in its environment and in its children's.
+        status: File in which it leaves its exit status, read if the server is lost.
+        reaper: The orphan reaper that watches it.
+    """
+
+    def __init__(self, server: ForkServer, pid: int, mark: str, status: Path, reaper: OrphanReaper | None) -> None:
+        self._server, self._pid, self._reaper = server, pid, reaper
+        self._mark, self._status = mark, status
+        self._process = os_process.identify(pid)
+        self._attached: AttachedHandle | None = None
+        self._exit_code: int | None = None
+        if reaper is not None:
+            reaper.watch(pid)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of its process group."""
+        return self._pid
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Process id, start time, boot id and PID namespace."""
+        return self._process.to_document() if self._process else {}
+
+    def poll(self) -> int | None:
+        """Return its exit status; what it leaves in its process group is killed."""
+        if self._exit_code is not None:
+            return self._exit_code
+        status = self._server.exit_status(self._pid)
+        if status is not None:
+            self._server.reap(self._pid)
+        elif self._server.lost:
+            self._attached = self._attached or AttachedHandle(self._process, self._mark, self._status)
+            status = self._attached.poll()
+        self._exit_code = status
+        if status is not None and self._reaper is not None:
+            self._reaper.forget(self._pid)
+        return status
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process alone: it ends its children itself."""
+        if self.poll() is not None:
+            return
+        if self._attached is not None:
+            self._attached.terminate()
+        else:
+            os.kill(self._pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL to its process group and to all descendants, also those that left the group."""
+        if self.poll() is not None:
+            return
+        if self._attached is not None:
+            self._attached.kill()
+            return
+        descendants = os_process.descendants(self._pid)
+        os_process.kill_group(self._pid)
+        os_process.kill(descendants)
+
+
 class LocalLauncher:
     """Starts processes on this machine, each in a session of its own.
 
@@ -139,14 +207,19 @@ class LocalLauncher:
             keep running.
         private: Directories to remove in that case.
         detached: Make the orphan reaper no child of this process, for a parent that kills its children as it exits.
+        forks: Forks the processes that it can; None: every process is started as a program.
     """
 
-    def __init__(self, *, tied: bool = False, private: Sequence[Path] = (), detached: bool = False) -> None:
+    def __init__(
+        self, *, tied: bool = False, private: Sequence[Path] = (), detached: bool = False,
+        forks: ForkServer | None = None,
+    ) -> None:  # fmt: skip
         self._reaper = OrphanReaper(private, detached=detached) if tied else None
+        self._forks = forks
 
-    def ready(self, node: int) -> bool:
-        """Return True: this machine is always there."""
-        return True
+    def ready(self, node: int, kind: str) -> bool:
+        """Return True, except for workers while the fork server imports."""
+        return kind == "queue" or self._forks is None or self._forks.ready
 
     def machine(self, node: int) -> str:
         """Return the empty string, for this machine."""
@@ -156,13 +229,19 @@ class LocalLauncher:
         """Return the planned address."""
         return planned
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, *, node: int = 0) -> LocalHandle:
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], log: Path, *, node: int = 0
+    ) -> LocalHandle | ForkedHandle:
         """Start a command.
 
         Raises:
             OSError: The program or the log's directory is missing, or the log is no regular file.
         """
         with os.fdopen(append_regular(log), "ab") as output:
+            if self._forks is not None:
+                pid = self._forks.start(command, env, output.fileno())
+                if pid is not None:
+                    return ForkedHandle(self._forks, pid, env[MARK], Path(env[STATUS_FILE]), self._reaper)
             process = subprocess.Popen(
                 list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,

@@ -119,7 +119,7 @@ class RayLauncher:
 
     # The interface of `Launcher`
 
-    def ready(self, node: int) -> bool:
+    def ready(self, node: int, kind: str) -> bool:
         """Return whether a node group has a machine.
 
         Raises:

@@ -207,7 +207,7 @@ def test_a_cluster_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None
     launcher = RayLauncher(spec, place.private, tied=True)
     try:
         with pytest.raises(XtokenError, match=r"^the Ray cluster at 127\.0\.0\.1:\d+ cannot be reached: .*refused"):
-            while not launcher.ready(0):
+            while not launcher.ready(0, "queue"):
                 time.sleep(0.05)
         assert launcher.attach(None, "mark", tmp_path / "status").poll() == NODE_LOST_EXIT
     finally:
