@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.supervisor.launchers.local import LocalHandle, LocalLauncher, free_port
+from services.supervisor.launchers.local import ForkedHandle, LocalHandle, LocalLauncher, free_port
 from xtoken_core.transports import sweep as sweep_shared_memory
 
 POLL_S = 0.02
@@ -40,7 +40,7 @@ class NodeAgent:
             file.touch(mode=0o600)
             file.write_text(text)
         self._launcher = LocalLauncher(tied=True, private=[self._private], detached=True)
-        self._handles: dict[str, LocalHandle] = {}
+        self._handles: dict[str, LocalHandle | ForkedHandle] = {}
         self._facts: dict[str, Any] = {
             "address": address,
             "host": socket.gethostname(),
