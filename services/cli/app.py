@@ -25,6 +25,7 @@ from services.cli.projection import projection_app
 from services.cli.queue import queue_app
 from services.cli.run import run
 from services.cli.runs import runs_app
+from services.cli.store import store_app
 from services.cli.version import version
 from services.cli.workers import collator, teacher, trainer
 from xtoken_core.errors import XtokenError
@@ -48,6 +49,7 @@ app.add_typer(queue_app, name="queue")
 app.add_typer(align_app, name="align")
 app.add_typer(projection_app, name="projection")
 app.add_typer(chain_app, name="chain")
+app.add_typer(store_app, name="store")
 
 
 def _print_version(requested: bool) -> None:

@@ -6,12 +6,15 @@ import logging
 from typing import NoReturn
 
 from services.common.resolve import open_index
+from services.common.teacher_stores import open_store
 from services.common.tokenizers import load_tokenizer
 from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset import BadRecord, DataIndex, record_at
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.queue.run.names import COLLATOR, SUPERVISOR
+from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block
 
@@ -67,6 +70,12 @@ def open_data(worker: Worker) -> DataIndex:
     return index
 
 
+def stores_to_skip(run: ResolvedRun) -> list[TeacherStore]:
+    """Return the stores whose missing records are skipped: the collator looks for them before it makes a row."""
+    teachers = enumerate(run.spec.teacher)
+    return [open_store(run, number) for number, spec in teachers if spec.store and spec.store_missing == "skip"]
+
+
 class CollatorLoop:
     """The collator's main loop: lease a block, read, collate, put."""
 
@@ -74,6 +83,7 @@ class CollatorLoop:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.collator, self.index = collator, index
         self.counts = loss_counts(self.run.spec.loss, self.run.same_tokenizer)
+        self.stores = stores_to_skip(self.run)
 
     def serve(self) -> None:
         """Collate until the run ends."""
@@ -97,23 +107,36 @@ class CollatorLoop:
         numbers = [
             record_at(p, records=run.records, seed=run.spec.seed, shuffle=run.spec.data.shuffle) for p in positions
         ]
-        readable, tombstones = [], {}
+        readable, tombstones, without_store = [], {}, {}
         for position, record in zip(positions, self.index.read(numbers), strict=True):
             if isinstance(record, BadRecord):
                 tombstones[position] = f"{record.location}: {record.reason}"[:MAX_REASON]
+            elif reason := self._missing(record.number):
+                without_store[position] = f"{self.index.location(record.number)}: {reason}"[:MAX_REASON]
             else:
                 readable.append((position, record))
         rows = self.collator.rows([record.value for _, record in readable], self.counts)
         for index, reason in rows.refused.items():
             position, record = readable[index]
             tombstones[position] = f"{self.index.location(record.number)}: {reason}"[:MAX_REASON]
-        for position, reason in tombstones.items():
+        for position, reason in (tombstones | without_store).items():
             log.warning("position %d is skipped: %s", position, reason)
         if tombstones and run.spec.data.on_bad_record == "fail":
             position, reason = next(iter(tombstones.items()))
             self._fail(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
-        self.queue.put_block(block.lease, [readable[index][0] for index in rows.records], rows.columns, tombstones)
+        self.queue.put_block(
+            block.lease, [readable[index][0] for index in rows.records], rows.columns, tombstones | without_store
+        )
         self.worker.alive(1)
+
+    def _missing(self, record: int) -> str:
+        """Return why a record is skipped for what a store does not have of it; empty if it is not skipped."""
+        try:
+            for store in self.stores:
+                store.frame(record)
+        except MissingRecordError as error:
+            return str(error)
+        return ""
 
     def _fail(self, reason: str) -> NoReturn:
         """End the run: its supervisor does so on this worker's exit status; without one, the queue notifies the others.

@@ -82,6 +82,19 @@ class Roots:
         """
         for field, path in paths_of(spec.model_dump()):
             self.check(path, field, write=field in WRITTEN)
+        for number, teacher in enumerate(spec.teacher):
+            if teacher.store is not None:
+                self.check_store(teacher.store, f"teacher.{number}.store")
+
+    def check_store(self, store: str, field: str) -> None:
+        """Check the directory of a store; an address lies in no root.
+
+        Raises:
+            OutsideError: It lies outside the roots.
+        """
+        if "://" in store:
+            raise OutsideError(field, f"{store} lies under none of this control plane's roots: name a directory")
+        self.check(Path(store), field)
 
     def check(self, path: Path, field: str, *, write: bool = False) -> None:
         """Check a path, and every symbolic link below it if it is a directory to read.

@@ -105,7 +105,8 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
             for number, teacher in enumerate(spec.teacher if beside else ()):
                 what = f"teacher {number}'s weights beside the student{of_rank} while the held-out text is read"
                 yield Need(what, weight_bytes(teacher.model, teacher.dtype))
-        for number, teacher in enumerate(spec.teacher):
+        for number in spec.living_teachers:
+            teacher = spec.teacher[number]
             if (rank if teacher.gpu is None else teacher.gpu + rank) % gpus != gpu:
                 continue
             weights = weight_bytes(teacher.model, teacher.dtype)

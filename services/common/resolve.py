@@ -12,6 +12,7 @@ from services.common.input_files import check_input_files, read_model_config
 from services.common.packable import why_not_packed
 from services.common.pair_files import cache_of, kind_of, pair_file
 from services.common.step_plan import ring_shape
+from services.common.teacher_stores import check_stores
 from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import check_weights, weights_fingerprint
 from xtoken_core.config.eval import EvalSpec
@@ -86,6 +87,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     )
     _check_signal(resolved)
     _check_memory(resolved)
+    check_stores(resolved)
     return resolved
 
 
@@ -144,7 +146,7 @@ def _obstacle_to_packing(spec: RunSpec) -> str:
     if spec.train.packing == "off":
         return ""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
-    sides += [(f"teacher {number}", teacher) for number, teacher in enumerate(spec.teacher)]
+    sides += [(f"teacher {number}", spec.teacher[number]) for number in spec.living_teachers]
     for what, model in sides:
         reason = why_not_packed(read_model_config(what, model.model), model.context_length)
         if reason is None:
@@ -263,7 +265,7 @@ def _check_memory(resolved: ResolvedRun) -> None:
     spec = resolved.spec
     rows, signals = resolved.span // spec.workers.nodes * largest_row(spec), 0
     if spec.workers.transport_name == "queue":
-        shapes = [ring_shape(resolved, number) for number in range(len(resolved.teachers))]
+        shapes = [ring_shape(resolved, number) for number in spec.living_teachers]
         signals = spec.workers.ranks * sum(shape.slots * shape.slot_bytes for shape in shapes)
     if rows + signals > spec.queue.memory_limit:
         slots = f"workers.slots = {spec.workers.slots}"

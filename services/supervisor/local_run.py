@@ -69,7 +69,13 @@ def run_locally(
         if is_unused(spec.output):
             shutil.rmtree(spec.output, ignore_errors=True)
         raise
-    run = LocalRun(spec, launchers, loss)
+    return run_to_end(LocalRun(spec, launchers, loss), show=show, as_json=as_json, view=view)
+
+
+def run_to_end(
+    run: LocalRun, *, show: bool = True, as_json: bool = False, view: ProgressView | None = None
+) -> RunResult:
+    """Start a run and show its progress until it is over; arguments, result and errors as of `run_locally`."""
     with Interrupts() as interrupts:
         run.start()
         try:

@@ -81,7 +81,7 @@ class _NodeProcesses:
 
     def specs(self, resolved_file: Path) -> Iterator[ProcessSpec]:
         """Yield the processes, the queue first."""
-        workers, teachers = self.run.spec.workers, len(self.run.spec.teacher)
+        workers, teachers = self.run.spec.workers, self.run.spec.living_teachers
         heavy = {THREADS: str(threads_of_model_workers(self.run.spec)), **PASSIVE_THREADS}
         light = {THREADS: "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         serve = ["--bind", self.queue.url, *self.credentials, "--run", str(resolved_file)]
@@ -89,9 +89,9 @@ class _NodeProcesses:
         yield self._spec("queue", "queue", tuple(serve), light)
         for index in range(workers.collators):
             yield self._worker("collator", f"collator-{index}", (), light)
-        for teacher, rank in product(range(teachers), range(workers.ranks)):
+        for (number, teacher), rank in product(enumerate(teachers), range(workers.ranks)):
             role = ("--teacher", str(teacher), "--rank", str(rank))
-            yield self._worker("teacher", f"teacher-{teacher}-{rank}", role, heavy, task=teacher_task(teacher))
+            yield self._worker("teacher", f"teacher-{teacher}-{rank}", role, heavy, task=teacher_task(number))
         for rank in range(workers.ranks):
             world = {"RANK": str(self.node * workers.ranks + rank), "WORLD_SIZE": str(self.run.world)}
             env = heavy | world | {"LOCAL_RANK": str(rank)} if self.run.world > 1 else heavy
@@ -126,7 +126,7 @@ def threads_of_model_workers(spec: RunSpec) -> int:
     if setting.isdigit() and int(setting) > 0:
         return int(setting)
     workers, cores = spec.workers, len(os.sched_getaffinity(0))
-    processes = workers.ranks * (1 + len(spec.teacher))
+    processes = workers.ranks * (1 + len(spec.living_teachers))
     if workers.launcher == "ray":
         cores = int(spec.ray.cpus or cores)  # of a node; all nodes are alike
     else:

@@ -82,6 +82,7 @@ class TeacherLoop:
         self.model, self.transport = model, transport
         self.teacher, self.rank, self.pad_id = teacher, rank, pad_id
         spec = self.run.spec
+        self.number = spec.living_teachers.index(teacher)
         shared = self.run.same_tokenizer[teacher]
         self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
         self.shape = ring_shape(self.run, teacher)
@@ -126,7 +127,7 @@ class TeacherLoop:
         completions = EventCallbacks(self.model.device, f"completions of teacher {self.teacher}", limit_s=limit)
         try:
             with self._head_in(ring):
-                number = self.queue.announce_ring(self.teacher, self.rank, trainer.trainer, ring.handle.to_bytes())
+                number = self.queue.announce_ring(self.number, self.rank, trainer.trainer, ring.handle.to_bytes())
                 while not self.queue.await_opened(number, wait_s=WAIT_S):
                     self.worker.alive()
                 ring.unlink()
@@ -251,6 +252,6 @@ class TeacherLoop:
         def complete() -> None:
             ring.write_generation(slot, claimed.generation)
             lengths = layout.lengths if layout is not None else None
-            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.teacher, lengths=lengths))
+            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.number, lengths=lengths))
 
         pair.completions.after(complete)

@@ -41,6 +41,8 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
                 f"and {spec.workers.ranks} ranks"
             )
         settings = spec.teacher[teacher]
+        if settings.store is not None:
+            raise ConfigError(f"--teacher {teacher}: its output is read from a store (teacher.{teacher}.store)")
         for leftover in sweep():
             log.warning("removed %s, left behind by a process that is gone", leftover)
         device = device_of(spec, teacher, rank)

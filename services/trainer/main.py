@@ -24,6 +24,7 @@ from services.trainer.jsonl import replace_file
 from services.trainer.loop import TrainerLoop
 from services.trainer.rings import TeacherRings
 from services.trainer.step import StepRunner
+from services.trainer.stored_teachers import StoredTeachers
 from services.trainer.student import load_student
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.config.loss import TABLE_MODES
@@ -119,8 +120,9 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
     loss = make_loss(run, device, custom_loss, tokenizer)
     worker.activity("")
     rings = TeacherRings(worker, device)
+    stored = StoredTeachers(worker, device, rank=rank)
     try:
-        runner = StepRunner(worker, student, loss, rings, group, rank=rank, pad_id=pad_id(tokenizer))
+        runner = StepRunner(worker, student, loss, rings, stored, group, rank=rank, pad_id=pad_id(tokenizer))
         evaluator = Evaluator(worker, tokenizer, loss) if run.spec.eval is not None else None
         loop = TrainerLoop(worker, student, runner, group, evaluator)
         exported = loop.train()
@@ -128,6 +130,7 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
         finish(worker, loop, exported, tokenizer, writes=group.is_leader)
         group.barrier()
     finally:
+        stored.close()
         rings.close()
 
 

@@ -25,7 +25,9 @@ log = logging.getLogger("xtoken.trainer")
 
 
 class TeacherRings:
-    """The open rings of all teachers, at most one each, in the process's `RINGS`.
+    """The open rings of all living teachers, at most one each, in the process's `RINGS`.
+
+    The queue numbers these teachers from 0, whatever others of the run are read from a store.
 
     Args:
         worker: The session.
@@ -34,7 +36,8 @@ class TeacherRings:
 
     def __init__(self, worker: Worker, device: torch.device) -> None:
         self.worker, self.device = worker, device
-        self._teachers = range(len(worker.run.spec.teacher))
+        self._numbers = worker.run.spec.living_teachers
+        self._teachers = range(len(self._numbers))
         self._releases = EventCallbacks(device, "releaser", limit_s=worker.run.spec.workers.step_timeout_s)
 
     def poll(self) -> None:
@@ -84,13 +87,24 @@ class TeacherRings:
         signal = SignalSlot(RINGS.get(ref.ring), ref.slot, ref.generation, 0, rows, width)
         if signal.ring.shape.topk:
             rows_of_slot = signal.topk().to(self.device, non_blocking=True)
-            return read_topk(rows_of_slot, topk_settings(self.worker.run, ref.teacher))
+            return read_topk(rows_of_slot, topk_settings(self.worker.run, self._numbers[ref.teacher]))
         if not signal.ring.shape.hidden:
             return signal.logits().to(self.device, non_blocking=True)
         states = signal.hidden(self.device)
         maxima = None if states.maxima is None else states.maxima.to(self.device, non_blocking=True)
         hidden = states.hidden.to(self.device, non_blocking=True)
         return HeadProjection(hidden, states.head, column_maxima=maxima)
+
+    def values(self, ref: SlotRef, rows: int, width: int) -> Tensor:
+        """Return a copy on the host of what a slot holds, `[B, T_t, C]`.
+
+        Args:
+            ref: The slot.
+            rows: Samples of the micro-batch; 1 if they are packed.
+            width: Padded tokens per row, T_t.
+        """
+        values = SignalSlot(RINGS.get(ref.ring), ref.slot, ref.generation, 0, rows, width).values()
+        return values.to("cpu", copy=True).contiguous()
 
     def release(self, slots: Sequence[SlotRef]) -> None:
         """Check and release slots once the backward that read them has completed on the device.
@@ -126,7 +140,8 @@ class TeacherRings:
 
     def _open(self, teacher: int, number: int, handle: bytes) -> None:
         run = self.worker.run
-        shape, spec = ring_shape(run, teacher), run.spec.teacher[teacher]
+        number_in_run = self._numbers[teacher]
+        shape, spec = ring_shape(run, number_in_run), run.spec.teacher[number_in_run]
 
         def head() -> Tensor:
             dtype: torch.dtype = getattr(torch, shape.dtype)

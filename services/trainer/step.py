@@ -17,6 +17,7 @@ from services.common.step_plan import StepPlan
 from services.common.worker import WAIT_S, StopRequested, Worker
 from services.trainer.distributed import RankGroup
 from services.trainer.rings import TeacherRings
+from services.trainer.stored_teachers import StoredTeachers
 from services.trainer.student import Student
 from services.trainer.timing import DeviceTimer
 from xtoken_core import schema
@@ -38,13 +39,15 @@ class Received:
         batch: The micro-batch as planned.
         data: Its columns, padded or packed.
         row: The layout of the student's packed row; None: each row is a sample.
-        slots: Each teacher's slot, in the order of the teachers.
+        slots: The slot of each living teacher, in their order.
+        stored: By number of the teacher, what was read of a store.
     """
 
     batch: MicroBatch
     data: dict[str, Any]
     row: PackedRow | None
     slots: Sequence[SlotRef]
+    stored: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class StepRunner:
         worker: The session.
         student: The student.
         loss: The run's loss.
-        rings: The teachers' rings.
+        rings: The living teachers' rings.
+        stored: The teachers that are read from stores.
         group: All ranks.
         rank: Number of this rank in its node group.
         pad_id: Token id for the student's padding.
@@ -84,6 +88,7 @@ class StepRunner:
         student: Student,
         loss: CrossTokenizerDistillationLoss,
         rings: TeacherRings,
+        stored: StoredTeachers,
         group: RankGroup,
         *,
         rank: int,
@@ -91,6 +96,7 @@ class StepRunner:
     ) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.student, self.loss, self.rings, self.group = student, loss, rings, group
+        self.stored, self.living = stored, self.run.spec.living_teachers
         self.rank, self.pad_id = rank, pad_id
         self.world_rank = self.run.group * self.run.spec.workers.ranks + rank
         self.fields = list(schema.run_fields(self.run.same_tokenizer))
@@ -136,6 +142,9 @@ class StepRunner:
         began = time.monotonic()
         try:
             claimed, columns = self._claim(batch, rewinds)
+            if len(claimed.slots) < len(self.living) or set(claimed.dead).issuperset(batch.ids):
+                return None  # every sample is dead
+            stored = self.stored.take(batch, columns, claimed.dead)
         except StopRequested:
             if self.run.world == 1:
                 raise
@@ -143,11 +152,9 @@ class StepRunner:
             return None
         finally:
             self.waited_s += time.monotonic() - began
-        if len(claimed.slots) < len(self.run.spec.teacher) or set(claimed.dead).issuperset(batch.ids):
-            return None  # every sample is dead
         slots = sorted(claimed.slots, key=lambda ref: ref.teacher)
         self.rings.receive(slots, columns)
-        return Received(batch, *self._tensors(batch, claimed, columns), slots)
+        return Received(batch, *self._tensors(batch, claimed, columns), slots, stored)
 
     def _if_open(self, micro_batch: Received | None) -> Received | None:
         """Return the micro-batch if all its rings are still open after later claims; None otherwise.
@@ -180,7 +187,11 @@ class StepRunner:
     def _teacher_logits(self, micro_batch: Received) -> list[Logits]:
         """Return each teacher's logits `[B, T_t, V_t]`, or their factors."""
         batch = micro_batch.batch
-        return [self.rings.logits(ref, batch.rows, batch.widths[1 + ref.teacher]) for ref in micro_batch.slots]
+        logits = {teacher: self.stored.logits(teacher, values) for teacher, values in micro_batch.stored.items()}
+        for ref in micro_batch.slots:
+            teacher = self.living[ref.teacher]
+            logits[teacher] = self.rings.logits(ref, batch.rows, batch.widths[1 + teacher])
+        return [logits[teacher] for teacher in sorted(logits)]
 
     def _backward(
         self, step: StepPlan, micro_batch: Received, index: int, choices: Choices | None

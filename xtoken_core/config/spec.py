@@ -97,12 +97,25 @@ class TeacherSpec(ModelSpec):
     topk_mass: Annotated[float | None, Field(gt=0, le=1)] = None
     """`topk`: of a position's largest tokens send only as many as have this fraction of its probability, at most
     `topk`."""
+    store: str | None = None
+    """Directory, or `fsspec` address such as `s3://bucket/name`, of its stored output (`xtoken store build`), which is
+    read instead of running it. `content` must be what the store holds; left out, it is `hidden`."""
+    store_missing: Literal["fail", "skip"] = "fail"
+    """A record that the store does not have, or that is damaged: end the run, or skip the sample and count it."""
 
     @model_validator(mode="after")
     def _settings_of_topk(self) -> TeacherSpec:
         for name in ("topk", "topk_mass"):
             if self.content != "topk" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'{name} belongs to content = "topk": set that or unset {name}')
+        return self
+
+    @model_validator(mode="after")
+    def _settings_of_store(self) -> TeacherSpec:
+        if self.store is None and self.store_missing != "fail":
+            raise ValueError("store_missing belongs to a store: set store or unset store_missing")
+        if self.store is not None and self.content == "logits":
+            raise ValueError('store: whole logits are not stored: set content to "hidden" or "topk"')
         return self
 
 
@@ -201,7 +214,13 @@ class RunSpec(Part):
         """Return what a teacher sends, by its number."""
         workers = self.workers
         hidden = workers.signal.endswith(HIDDEN_SUFFIX) or workers.transport_name == "queue"
+        hidden = hidden or self.teacher[teacher].store is not None
         return self.teacher[teacher].content or ("hidden" if hidden else "logits")
+
+    @property
+    def living_teachers(self) -> tuple[int, ...]:
+        """Numbers of the teachers that have processes: those without a store. The queue counts only these, from 0."""
+        return tuple(number for number, teacher in enumerate(self.teacher) if teacher.store is None)
 
     @property
     def ring_slots(self) -> int:
@@ -228,7 +247,11 @@ class RunSpec(Part):
 
     def with_base(self, base: Path) -> RunSpec:
         """Return the run with every relative path made absolute against `base`."""
-        return RunSpec.model_validate(_absolute(self.model_dump(), base))
+        document = _absolute(self.model_dump(), base)
+        for teacher in document["teacher"]:
+            if teacher["store"] is not None and "://" not in teacher["store"]:
+                teacher["store"] = str(_absolute(Path(teacher["store"]), base))
+        return RunSpec.model_validate(document)
 
 
 def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:

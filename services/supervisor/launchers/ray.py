@@ -318,7 +318,7 @@ class Bridge:
 def cpus_of(spec: RunSpec) -> float:
     """Return the CPUs of a node group, in Ray's count."""
     workers = spec.workers
-    return spec.ray.cpus or 1 + workers.collators + workers.ranks * (1 + len(spec.teacher))
+    return spec.ray.cpus or 1 + workers.collators + workers.ranks * (1 + len(spec.living_teachers))
 
 
 def gpus_of(spec: RunSpec) -> int:

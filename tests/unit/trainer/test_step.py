@@ -24,12 +24,13 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepRunner:
     loss: Any = SimpleNamespace(select=lambda *_: Selection(torch.tensor(1), torch.tensor(3.0)))
     device: Any = SimpleNamespace(device=torch.device("cpu"))
     rings: Any = None
-    made = StepRunner(worker, device, loss, rings, RankGroup(0, 1), rank=0, pad_id=0)
+    stored: Any = None
+    made = StepRunner(worker, device, loss, rings, stored, RankGroup(0, 1), rank=0, pad_id=0)
     monkeypatch.setattr(made, "_teacher_logits", lambda _: [])
     return made
 
 
-RECEIVED = Received(MicroBatch((0, 1), (8, 8, 8)), {}, None, [])
+RECEIVED = Received(MicroBatch((0, 1), (8, 8, 8)), {}, None, [], {})
 
 
 def test_the_teachers_of_a_step_are_chosen_and_their_chunks_added_up(runner: StepRunner) -> None:

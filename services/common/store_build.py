@@ -1,0 +1,71 @@
+"""Settings of the build of a store: a run's own, with one teacher and what else a build does not need left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
+from xtoken_core.teacher_store.files import is_address
+
+SUFFIX = "-store"
+BUILD = "build"
+"""Directory within a store that holds the logs and the record of its build."""
+
+
+def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
+    """Return the settings of a build.
+
+    Text, order, tokenizers, lengths and the teacher's settings are the run's. Each record that the run reads is
+    computed once, whatever its number of epochs.
+
+    Args:
+        spec: The run, with absolute paths.
+        teacher: Number of the teacher; None: its only one.
+        out: Directory or address of the store.
+
+    Raises:
+        ConfigError: There is no such teacher, or it sends whole logits.
+    """
+    number = teacher_number(spec, teacher)
+    chosen = spec.teacher[number]
+    if chosen.content == "logits":
+        raise ConfigError(
+            f'teacher.{number}.content = "logits": whole logits are not stored: set it to "hidden" or "topk"'
+        )
+    document: dict[str, Any] = spec.model_dump(exclude={"teacher", "loss", "eval", "report", "ray"})
+    own = {"store": None, "store_missing": "fail", "content": chosen.content or "hidden", "weight": 1.0}
+    document["teacher"] = [chosen.model_dump() | own]
+    # Of the loss only its temperature reaches the teacher, and hidden states not even that. ALM reads no file about the
+    # two tokenizers, but has no temperature.
+    at_temperature = own["content"] == "topk" and spec.loss.temperature != 1.0
+    loss = {"mode": "p_kl", "temperature": spec.loss.temperature} if at_temperature else {"mode": "alm"}
+    document["loss"] = loss | {"vocab_topk": None}
+    document["ray"] = spec.ray.model_dump()
+    document["data"]["epochs"] = 1
+    document["train"]["lora"] = None
+    document["workers"]["nodes"] = 1
+    document["queue"]["address"] = None
+    document["name"] = spec.name[: 64 - len(SUFFIX)] + SUFFIX
+    document["output"] = (
+        spec.output.with_name(spec.output.name + SUFFIX) if is_address(out) else Path(out).absolute() / BUILD
+    )
+    return RunSpec.model_validate(document)
+
+
+def teacher_number(spec: RunSpec, teacher: int | None) -> int:
+    """Return the number of the teacher whose output is stored.
+
+    Raises:
+        ConfigError: There is none of this number, or several and no number.
+    """
+    count = len(spec.teacher)
+    if not count:
+        raise ConfigError("this run has no teacher, and so nothing to store: name a [teacher]")
+    if teacher is None and count > 1:
+        raise ConfigError(f"this run has {count} teachers, and a store holds one's output: choose it by --teacher")
+    number = teacher or 0
+    if number >= count:
+        raise ConfigError(f"--teacher {number}: the run has {count} teachers, numbered from 0")
+    return number

@@ -1,0 +1,173 @@
+"""Stores on disk: whole or not there at all, damage named, and only for what they were built from."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xtoken_core.teacher_store.codec import Array, pack
+from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
+from xtoken_core.teacher_store.shards import ShardWriter, remove_unfinished
+from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore, empty_values, parts_of
+
+BASE: dict[str, Any] = {
+    "content": "topk", "text": "a" * 64, "records": 10_000, "append_eos": True, "tokenizer": "b" * 64,
+    "context_length": 64, "model": "c" * 64, "dtype": "bfloat16", "fp8": False, "vocab_size": 500, "topk": 4,
+}  # fmt: skip
+IDENTITY = StoreIdentity(**BASE)
+
+
+def values_of(record: int) -> Array:
+    """The values of a record, by its number."""
+    tokens = record % 7 + 1
+    return np.random.default_rng(record).normal(size=(tokens, IDENTITY.width)).astype(np.float32)
+
+
+def add(writer: ShardWriter, record: int) -> None:
+    """Add a record to a shard."""
+    values = values_of(record)
+    frame = pack([np.ascontiguousarray(part) for part in parts_of(values, IDENTITY)])
+    writer.add(record, len(values), f"digest-{record}", frame)
+
+
+def write_store(store: str, records: range) -> TeacherStore:
+    """A store of some records in one shard."""
+    opened = TeacherStore.create(store, IDENTITY)
+    writer = ShardWriter(opened.files, 1 << 20)
+    for record in records:
+        add(writer, record)
+    writer.flush()
+    return TeacherStore.open(store)
+
+
+def read(store: TeacherStore, record: int) -> Array:
+    """A record's values as the store has them."""
+    out = empty_values(store.identity, store.entries[record].tokens)
+    store.read_into(record, out)
+    return out
+
+
+@pytest.fixture(params=["directory", "memory"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "store") if request.param == "directory" else f"memory://{tmp_path.name}"
+
+
+def test_records_come_back(address: str) -> None:
+    store = write_store(address, range(20))
+    assert sorted(store.entries) == list(range(20))
+    assert all((read(store, record) == values_of(record)).all() for record in range(20))
+    assert store.damaged(range(20)) == {}
+    assert store.tokens == sum(len(values_of(record)) for record in range(20))
+
+
+def test_a_second_writer_adds_and_changes_nothing(address: str) -> None:
+    first = write_store(address, range(5))
+    writer = ShardWriter(first.files, 1 << 20)
+    add(writer, 4)
+    add(writer, 9)
+    writer.skip(7, "train.jsonl:8: empty")
+    assert first.missing([4, 7, 9]) == [7, 9]
+    writer.flush()
+    before = first.entries[4]
+    first.refresh()
+    assert first.missing([4, 7, 9]) == []
+    assert first.skipped == {7: "train.jsonl:8: empty"}
+    assert first.entries[4] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"text": "d" * 64}, "the text"), ({"tokenizer": "d" * 64}, "the teacher's tokenizer"),
+        ({"model": "d" * 64}, "the teacher's weights"), ({"topk": 8}, r"teacher.topk \(4 in the store, 8 in the run\)"),
+        ({"temperature": 2.0}, "loss.temperature"), ({"context_length": 32}, "context_length"),
+        ({"content": "hidden", "topk": 0, "hidden_size": 8}, "teacher.content"),
+    ],
+)  # fmt: skip
+def test_a_store_of_something_else_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    write_store(str(tmp_path / "store"), range(2))
+    with pytest.raises(StoreError, match=named):
+        TeacherStore.create(str(tmp_path / "store"), StoreIdentity(**{**BASE, **change}))
+
+
+def test_no_store_and_a_damaged_manifest_are_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="there is no store at"):
+        TeacherStore.open(str(tmp_path))
+    (tmp_path / "store.json").write_text('{"format": 2}')
+    with pytest.raises(StoreError, match=r"store\.json is damaged, or of another version"):
+        TeacherStore.open(str(tmp_path))
+
+
+def test_a_missing_record_is_named(tmp_path: Path) -> None:
+    store = write_store(str(tmp_path), range(3))
+    with pytest.raises(MissingRecordError, match="record 3 of the text is not in the store"):
+        store.frame(3)
+    store.check_tokens(2, "digest-2", 3)
+    for digest, count in (("digest-1", 3), ("digest-2", 4)):
+        with pytest.raises(MissingRecordError, match="record 2 of the text has other tokens"):
+            store.check_tokens(2, digest, count)
+
+
+def test_flipped_bytes_are_detected_and_named(tmp_path: Path) -> None:
+    store = write_store(str(tmp_path), range(3))
+    (frames,), (index,) = tmp_path.glob("*.frames"), tmp_path.glob("shard-*.json")
+    whole = frames.read_bytes()
+    for at in range(0, len(whole), 7):
+        frames.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        record = max(number for number, entry in store.entries.items() if entry.offset <= at)
+        errors = TeacherStore.open(str(tmp_path)).damaged(range(3))
+        assert list(errors) == [record]
+        assert errors[record].startswith(f"record {record} of the text is damaged in the store")
+        assert frames.name in errors[record]
+    frames.write_bytes(whole[:-1])
+    assert list(TeacherStore.open(str(tmp_path)).damaged(range(3))) == [2]
+    frames.write_bytes(whole)
+    whole = index.read_bytes()
+    for at in range(0, len(whole), 5):
+        index.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(StoreError, match=r"the index .* is damaged"):
+            TeacherStore.open(str(tmp_path))
+
+
+def write_without_end(store: str) -> None:
+    """Write shard after shard, from the first record that is missing."""
+    opened = TeacherStore.create(store, IDENTITY)
+    writer = ShardWriter(opened.files, 2000)
+    for record in itertools.count(len(opened.entries)):
+        add(writer, record)
+        if writer.is_full:
+            writer.flush()
+
+
+def test_a_writer_killed_at_any_moment_leaves_only_whole_records(tmp_path: Path) -> None:
+    rng, count, kills = random.Random(3), 0, 0
+    TeacherStore.create(str(tmp_path), IDENTITY)
+    while kills < 12 or not count:
+        pid = os.fork()  # a new interpreter would take a second to import numpy
+        if not pid:
+            try:
+                write_without_end(str(tmp_path))
+            finally:
+                os._exit(1)
+        time.sleep(rng.uniform(0.0, 0.2))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        kills += 1
+        store = TeacherStore.open(str(tmp_path))
+        assert sorted(store.entries) == list(range(len(store.entries)))
+        assert len(store.entries) >= count
+        assert store.damaged(range(count, len(store.entries))) == {}
+        count = len(store.entries)
+        remove_unfinished(store.files)
+        stems = [{path.stem for path in tmp_path.glob(pattern)} for pattern in ("*.frames", "shard-*.json")]
+        assert stems[0] == stems[1]
+        assert not list(tmp_path.glob(".shard*"))
+    assert all((read(store, record) == values_of(record)).all() for record in store.entries)

@@ -1,0 +1,133 @@
+"""The identity of a store: the text, tokenizer, model and content that its records were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from xtoken_core.config.base import Part
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import Dtype
+from xtoken_core.errors import InputError
+from xtoken_core.transports.ring import TOPK_DTYPE, TOPK_SCALARS
+
+FORMAT = 1
+
+
+class StoreError(InputError):
+    """A store, or a record of it, is missing, damaged or made from something else."""
+
+
+class StoreIdentity(Part):
+    """Identity of a store. A record depends on nothing else, so that runs of other order, steps or student read it.
+
+    Attributes:
+        format: Version of the files.
+        content: Hidden states, or the largest logits of each position.
+        text: Fingerprint of the text.
+        records: Records of the text.
+        append_eos: The end-of-text token is appended.
+        tokenizer: Fingerprint of the tokenizer.
+        context_length: Tokens of a text beyond this are cut off.
+        model: Fingerprint of the teacher's configuration and weights.
+        dtype: Of the teacher's forward pass.
+        fp8: Its matrix products are in float8.
+        vocab_size: Tokens of its vocabulary.
+        hidden_size: Width of the hidden states; 0 for largest logits.
+        topk: Tokens of a position; 0 for hidden states.
+        topk_mass: Fraction of the probability that these reach; None: all `topk`.
+        temperature: The loss's, at which largest logits have a second log-normaliser.
+    """
+
+    format: Literal[1] = FORMAT
+    content: Literal["hidden", "topk"]
+    text: str
+    records: int
+    append_eos: bool
+    tokenizer: str
+    context_length: int
+    model: str
+    dtype: Dtype
+    fp8: bool
+    vocab_size: int
+    hidden_size: int = 0
+    topk: int = 0
+    topk_mass: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def value_dtype(self) -> str:
+        """Dtype of the stored values."""
+        return TOPK_DTYPE if self.topk else self.dtype
+
+    @property
+    def width(self) -> int:
+        """Values of one token: as in a slot of a ring."""
+        return 2 * self.topk + TOPK_SCALARS if self.topk else self.hidden_size
+
+    def check(self, wanted: StoreIdentity, directory: str) -> None:
+        """Refuse a store that was made from something else than a run needs.
+
+        Raises:
+            StoreError: Naming what differs.
+        """
+        different = list(self._differences(wanted))
+        if different:
+            raise StoreError(
+                f"the store {directory} was built from something else: what differs is {', '.join(different)}; build "
+                "another one with xtoken store build, or restore what it was built from"
+            )
+
+    def _differences(self, wanted: StoreIdentity) -> Iterator[str]:
+        for name in type(self).model_fields:
+            mine, other = getattr(self, name), getattr(wanted, name)
+            if mine == other:
+                continue
+            hashed = isinstance(mine, str) and len(mine) > 16
+            label = _LABELS.get(name, name)
+            yield label if hashed else f"{label} ({mine} in the store, {other} in the run)"
+
+
+_LABELS = {
+    "text": "the text (data)", "records": "the number of records (data)", "append_eos": "data.append_eos",
+    "tokenizer": "the teacher's tokenizer", "model": "the teacher's weights (teacher.model)",
+    "context_length": "the teacher's context_length", "dtype": "teacher.dtype", "fp8": "teacher.fp8",
+    "content": "teacher.content", "topk": "teacher.topk", "topk_mass": "teacher.topk_mass",
+    "temperature": "loss.temperature",
+}  # fmt: skip
+
+
+def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:
+    """Return the identity of the store that a run needs for a teacher.
+
+    Args:
+        run: The run.
+        teacher: Number of the teacher.
+
+    Raises:
+        StoreError: The teacher sends whole logits, which are not stored.
+    """
+    spec, files = run.spec.teacher[teacher], run.teachers[teacher]
+    content = run.spec.content_of(teacher)
+    if content == "logits":
+        raise StoreError(
+            f'teacher.{teacher}.content = "logits": whole logits are not stored: set it to "hidden" or "topk"'
+        )
+    side = run.spec.student if run.same_tokenizer[teacher] else spec
+    by_topk = content == "topk"
+    return StoreIdentity(
+        content=content,
+        text=run.data_fingerprint,
+        records=run.records,
+        append_eos=run.spec.data.append_eos,
+        tokenizer=files.tokenizer_fingerprint,
+        context_length=side.context_length,
+        model=files.weights_fingerprint,
+        dtype=spec.dtype,
+        fp8=spec.fp8,
+        vocab_size=files.vocab_size,
+        hidden_size=0 if by_topk else files.hidden_size,
+        topk=min(spec.topk, files.vocab_size) if by_topk else 0,
+        topk_mass=spec.topk_mass if by_topk else None,
+        temperature=run.spec.loss.temperature if by_topk else 1.0,
+    )

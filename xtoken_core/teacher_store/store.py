@@ -1,0 +1,194 @@
+"""A store of a teacher's output: what it holds, and its records by number."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from pydantic import ValidationError
+
+from xtoken_core.teacher_store import codec
+from xtoken_core.teacher_store.codec import Array
+from xtoken_core.teacher_store.files import StoreFiles, open_files
+from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
+from xtoken_core.teacher_store.shards import INDEX, MANIFEST, PREFIX, Entry, manifest_bytes, read_index
+from xtoken_core.transports.ring import TOPK_SCALARS
+
+BUILD_IT = "build it with xtoken store build"
+
+
+class MissingRecordError(StoreError):
+    """A record is not in the store, is damaged, or was made from other tokens."""
+
+
+class TeacherStore:
+    """A store, opened for reading. Records may be read from several threads.
+
+    Args:
+        files: Its files.
+        identity: What it was built from.
+
+    Attributes:
+        entries: Location of every record, by number.
+        skipped: Records of the text that have no row, with the reason.
+    """
+
+    def __init__(self, files: StoreFiles, identity: StoreIdentity) -> None:
+        self.files, self.identity = files, identity
+        self.entries: dict[int, Entry] = {}
+        self.skipped: dict[int, str] = {}
+        self._known: set[str] = set()
+        self.refresh()
+
+    @classmethod
+    def open(cls, store: str) -> TeacherStore:
+        """Open a store.
+
+        Args:
+            store: Its directory or address.
+
+        Raises:
+            StoreError: There is none, or its manifest or an index is damaged.
+            ConfigError: The address needs a package that is not installed.
+        """
+        files = open_files(store)
+        if MANIFEST not in files.names():
+            raise StoreError(f"there is no store at {store}: {BUILD_IT}")
+        try:
+            return cls(files, StoreIdentity.model_validate_json(files.read(MANIFEST)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            at = ".".join(map(str, first["loc"])) or "the file"
+            raise StoreError(f"{store}/{MANIFEST} is damaged, or of another version: {at}: {first['msg']}") from error
+
+    @classmethod
+    def create(cls, store: str, identity: StoreIdentity) -> TeacherStore:
+        """Open a store, and create it if there is none.
+
+        Raises:
+            StoreError: There is one that was built from something else, or it is damaged.
+            OutputError: It cannot be written.
+        """
+        files = open_files(store)
+        if MANIFEST not in files.names():
+            files.write(MANIFEST, manifest_bytes(identity.model_dump(mode="json")))
+        opened = cls.open(store)
+        opened.identity.check(identity, store)
+        return opened
+
+    def refresh(self) -> None:
+        """Read the indices of shards that other processes have written meanwhile.
+
+        Raises:
+            StoreError: One is damaged.
+        """
+        for name in self.files.names():
+            if name.startswith(PREFIX) and name.endswith(INDEX) and name not in self._known:
+                entries, skipped = read_index(self.files, name)
+                self.entries = entries | self.entries  # of a record that was written twice the first one counts
+                self.skipped.update(skipped)
+                self._known.add(name)
+
+    def frame(self, record: int) -> bytes | memoryview:
+        """Return a record's frame, its checksum verified.
+
+        Raises:
+            MissingRecordError: There is none, or it is damaged.
+        """
+        entry = self.entries.get(record)
+        if entry is None:
+            raise MissingRecordError(f"record {record} of the text is not in the store {self.files.name}: {BUILD_IT}")
+        frame = self.files.read_range(entry.shard, entry.offset, entry.size)
+        if len(frame) != entry.size or zlib.crc32(frame) != entry.checksum:
+            raise self._damaged(record, entry, "its checksum does not match")
+        return frame
+
+    def read_into(self, record: int, out: Array) -> None:
+        """Read a record's values into an array.
+
+        Args:
+            record: Its number.
+            out: `[tokens, identity.width]`, float32 or the bits of a half-precision dtype, the last dimension
+                contiguous.
+
+        Raises:
+            MissingRecordError: There is none, or it is damaged.
+        """
+        frame = self.frame(record)
+        try:
+            codec.unpack(frame, parts_of(out, self.identity))
+        except StoreError as error:
+            raise self._damaged(record, self.entries[record], str(error)) from error
+
+    def check_tokens(self, record: int, digest: str, count: int) -> None:
+        """Refuse a record that was made from other tokens than a row has.
+
+        Args:
+            record: Its number.
+            digest: Of the row's token ids (`digest_of`).
+            count: Their number.
+
+        Raises:
+            MissingRecordError: There is none, or it was made from other tokens.
+        """
+        entry = self.entries.get(record)
+        if entry is not None and (entry.digest, entry.tokens) != (digest, count):
+            raise MissingRecordError(
+                f"record {record} of the text has other tokens than its record in the store {self.files.name}: "
+                "restore what the store was built from, or build another one with xtoken store build"
+            )
+
+    def missing(self, records: Iterable[int]) -> list[int]:
+        """Return those of some records that the store has neither stored nor skipped."""
+        return [record for record in records if record not in self.entries and record not in self.skipped]
+
+    def damaged(self, records: Sequence[int]) -> dict[int, str]:
+        """Return the records that cannot be read, each with its error."""
+        errors = {}
+        for record in records:
+            try:
+                entry = self.entries.get(record)
+                tokens = entry.tokens if entry else 0
+                self.read_into(record, empty_values(self.identity, tokens))
+            except StoreError as error:
+                errors[record] = str(error)
+        return errors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames."""
+        return sum(entry.size for entry in self.entries.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all records."""
+        return sum(entry.tokens for entry in self.entries.values())
+
+    def _damaged(self, record: int, entry: Entry, reason: str) -> MissingRecordError:
+        return MissingRecordError(
+            f"record {record} of the text is damaged in the store: {self.files.name}/{entry.shard} at byte "
+            f"{entry.offset}: {reason}: remove {entry.shard.rpartition('.')[0]}{INDEX}, and {BUILD_IT}"
+        )
+
+
+def numpy_dtype(identity: StoreIdentity) -> np.dtype:
+    """Return the dtype of arrays that hold a store's values; half precision as the bits, which numpy may not know."""
+    return np.dtype(np.float32 if identity.value_dtype == "float32" else np.uint16)
+
+
+def empty_values(identity: StoreIdentity, tokens: int) -> Array:
+    """Return memory for a record's values `[tokens, width]`."""
+    return np.empty((tokens, identity.width), dtype=numpy_dtype(identity))
+
+
+def parts_of(values: Array, identity: StoreIdentity) -> list[Array]:
+    """Return the arrays whose planes a frame holds, as views.
+
+    Of largest logits: logits, ids, and the values beside them (`xtoken_core.topk_logits.write_topk`).
+    """
+    k = identity.topk
+    if not k:
+        return [values]
+    assert values.shape[1] == 2 * k + TOPK_SCALARS, "a record's values have the width of a slot"
+    return [values[:, :k], values[:, k : 2 * k], values[:, 2 * k :]]
