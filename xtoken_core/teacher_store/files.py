@@ -143,7 +143,7 @@ class RemoteFiles(StoreFiles):
 
     def __init__(self, address: str) -> None:
         try:
-            import fsspec
+            import fsspec  # type: ignore[import-untyped] # it has no stubs
         except ImportError as error:
             raise ConfigError(f"{address}: reading it needs fsspec: install it by pip install fsspec") from error
         self.name = address
@@ -155,7 +155,8 @@ class RemoteFiles(StoreFiles):
 
     def names(self) -> list[str]:
         """See `StoreFiles.names`."""
-        return self._try(self._names)
+        listed: list[str] = self._try(self._names)
+        return listed
 
     def _names(self) -> list[str]:
         try:

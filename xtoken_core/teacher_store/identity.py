@@ -11,8 +11,6 @@ from xtoken_core.config.spec import Dtype
 from xtoken_core.errors import InputError
 from xtoken_core.transports.ring import TOPK_DTYPE, TOPK_SCALARS
 
-FORMAT = 1
-
 
 class StoreError(InputError):
     """A store, or a record of it, is missing, damaged or made from something else."""
@@ -39,7 +37,7 @@ class StoreIdentity(Part):
         temperature: The loss's, at which largest logits have a second log-normaliser.
     """
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     content: Literal["hidden", "topk"]
     text: str
     records: int
