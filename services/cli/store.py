@@ -76,10 +76,9 @@ def build(
     from services.supervisor.launch_check import check_launch
     from services.supervisor.local_run import run_to_end
     from services.supervisor.store_build import StoreBuild
-    from services.supervisor.supervised_run import launcher_factory
 
     check_launch(spec)
-    result = run_to_end(StoreBuild(spec, launcher_factory(tied=True), target), as_json=as_json)
+    result = run_to_end(StoreBuild(spec, target), as_json=as_json)
     if result.error:
         typer.echo(f"error: {result.error}", err=True)
     if result.exit_code:

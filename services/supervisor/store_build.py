@@ -13,7 +13,6 @@ from services.supervisor.process_group import RecoveredGroup
 from services.supervisor.process_spec import ProcessSpec
 from services.supervisor.run_directory import QueueDirectory
 from services.supervisor.run_record import RunResult, RunState
-from services.supervisor.supervised_run import LauncherFactory
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.teacher_store.identity import identity_of
@@ -30,12 +29,11 @@ class StoreBuild(LocalRun):
 
     Args:
         spec: From `build_spec`.
-        launchers: Creates its launcher.
         store: Directory or address of the store.
     """
 
-    def __init__(self, spec: RunSpec, launchers: LauncherFactory, store: str) -> None:
-        super().__init__(spec, launchers)
+    def __init__(self, spec: RunSpec, store: str) -> None:
+        super().__init__(spec, None)
         self.store = store
 
     def _supervise(

@@ -13,7 +13,6 @@ from services.common.store_build import build_spec
 from services.supervisor.local_run import run_to_end
 from services.supervisor.run_record import RunState
 from services.supervisor.store_build import StoreBuild
-from services.supervisor.supervised_run import launcher_factory
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
@@ -24,9 +23,7 @@ Start = Callable[[RunSpec], Crew]
 
 def build(spec: RunSpec, store: Path) -> TeacherStore:
     """Build the store of a run's only teacher."""
-    result = run_to_end(
-        StoreBuild(build_spec(spec, None, str(store)), launcher_factory(tied=True), str(store)), show=False
-    )
+    result = run_to_end(StoreBuild(build_spec(spec, None, str(store)), str(store)), show=False)
     assert result.state == RunState.COMPLETED, result.error
     return TeacherStore.open(str(store))
 
