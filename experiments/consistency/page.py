@@ -70,7 +70,10 @@ def _is_whole(entry: Mapping[str, Any]) -> bool:
 def _section(found: Mapping[str, Any]) -> str:
     chunks = ", ".join(f"{shape} {fraction:.1%}" for shape, fraction in found["chunks"].items())
     environments = [entry["environment"] for entry in found["losses"].values()]
-    first = environments[0]
+    machines = dict.fromkeys(
+        f"{of['cpu']}; Python {of['python']}, torch {of['torch']}, transformers {of['transformers']}"
+        for of in environments
+    )
     seconds = sum(entry["cpu_seconds"] for entry in found["losses"].values())
     tokens, states = found["tokens"], found["states"]
     lines = [
@@ -79,7 +82,7 @@ def _section(found: Mapping[str, Any]) -> str:
         f"{WORLDS[found['world']]} {tokens[0]:,} student and {tokens[1]:,} teacher tokens, {found['common']:,} common;",
         f"{states[0]:,} and {states[1]:,} states; {found['events']:,} distinct chunks: {chunks}.",
         f"{found['steps']} steps of descent, seed {found['seed']}, {seconds:,.0f} CPU seconds on one thread of",
-        f"{first['cpu']}; Python {first['python']}, torch {first['torch']}, transformers {first['transformers']}.",
+        "\nand ".join(machines) + ".",
         "",
         "| loss | " + " | ".join(COLUMNS) + " | best | final | with cross-entropy: best | final |",
         "|---" * (len(COLUMNS) + 5) + "|",
