@@ -31,7 +31,10 @@ def run(
     loss: LossOption = None,
     settings: SetOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved run file, defaults included, and start nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything, print the resolved run file with its defaults, and start nothing."
+        ),
     ] = False,
     baseline: Annotated[
         bool,
@@ -52,9 +55,10 @@ def run(
 
     spec, notes = load_run(run_file, settings or (), writes=not dry_run)
     if dry_run:
-        from services.common.input_files import check_input_files
+        from services.cli.dry_run import check_run
 
-        check_input_files(spec)
+        for warning in check_run(run_file, spec, settings or (), None if control else loss):
+            typer.echo(f"warning: {warning}", err=True)
         typer.echo(resolved_text(spec, notes, as_json=as_json))
         return
     if control and loss is not None:

@@ -43,7 +43,7 @@ def make_collator(worker: Worker) -> CrossTokenizerCollator:
     spec = worker.run.spec
     student = load_tokenizer(spec.student.tokenizer_dir, "student")
     teachers = [
-        None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {number}")
+        None if same else load_tokenizer(teacher.tokenizer_dir, spec.teacher_name(number))
         for number, (teacher, same) in enumerate(zip(spec.teacher, worker.run.same_tokenizer, strict=True))
     ]
     worker.alive()

@@ -17,7 +17,7 @@ def check_input_files(spec: RunSpec) -> None:
     Raises:
         InputError: A model's configuration or a projection file cannot be read.
     """
-    for what, model in (("student", spec.student), *((f"teacher {i}", t) for i, t in enumerate(spec.teacher))):
+    for what, model in (("student", spec.student), *((spec.teacher_name(i), t) for i, t in enumerate(spec.teacher))):
         read_model_config(what, model.model)
     for teacher in spec.teacher:
         if teacher.projection is not None:

@@ -103,14 +103,16 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
                 f"the student's state{of_rank}", student_bytes(spec, copies=COPIES_BETWEEN_STEPS if beside else COPIES)
             )
             for number, teacher in enumerate(spec.teacher if beside else ()):
-                what = f"teacher {number}'s weights beside the student{of_rank} while the held-out text is read"
+                what = (
+                    f"{spec.teacher_name(number)}'s weights beside the student{of_rank} while the held-out text is read"
+                )
                 yield Need(what, weight_bytes(teacher.model, teacher.dtype))
         for number in spec.living_teachers:
             teacher = spec.teacher[number]
             if (rank if teacher.gpu is None else teacher.gpu + rank) % gpus != gpu:
                 continue
             weights = weight_bytes(teacher.model, teacher.dtype)
-            yield Need(f"teacher {number}'s weights{of_rank}", weights // 2 if teacher.fp8 else weights)
+            yield Need(f"{spec.teacher_name(number)}'s weights{of_rank}", weights // 2 if teacher.fp8 else weights)
             if rings:
                 shape = ring_shape(run, number)
                 yield Need(f"its signal's {shape.slots} slots", shape.memory_bytes)

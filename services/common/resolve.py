@@ -51,7 +51,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     """
     check_input_files(spec)
     student = _model("student", spec.student)
-    teachers = tuple(_model(f"teacher {i}", teacher) for i, teacher in enumerate(spec.teacher))
+    teachers = tuple(_model(spec.teacher_name(i), teacher) for i, teacher in enumerate(spec.teacher))
     for number, teacher in enumerate(spec.teacher):
         if teacher.projection is not None:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
@@ -134,7 +134,7 @@ def _pair_file(
     if kind is None or (teacher.projection is None and fingerprints[0] == fingerprints[1]):
         return None
     directories = spec.student.tokenizer_dir, teacher.tokenizer_dir
-    return pair_file(cache_of(spec), kind, *directories, fingerprints, f"teacher {number}", progress=progress)
+    return pair_file(cache_of(spec), kind, *directories, fingerprints, spec.teacher_name(number), progress=progress)
 
 
 def _obstacle_to_packing(spec: RunSpec) -> str:
@@ -146,7 +146,7 @@ def _obstacle_to_packing(spec: RunSpec) -> str:
     if spec.train.packing == "off":
         return ""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
-    sides += [(f"teacher {number}", spec.teacher[number]) for number in spec.living_teachers]
+    sides += [(spec.teacher_name(number), spec.teacher[number]) for number in spec.living_teachers]
     for what, model in sides:
         reason = why_not_packed(read_model_config(what, model.model), model.context_length)
         if reason is None:
@@ -240,7 +240,7 @@ def _check_messages(spec: RunSpec, index: DataIndex, same_tokenizer: Sequence[bo
     """Refuse a file that begins with messages where a tokenizer cannot take them: each of its records would be bad."""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
     for number, (teacher, same) in enumerate(zip(spec.teacher, same_tokenizer, strict=True)):
-        sides += [] if same else [(f"teacher {number}", teacher)]
+        sides += [] if same else [(spec.teacher_name(number), teacher)]
     without = [(what, side.tokenizer_dir) for what, side in sides if not has_chat_template(side.tokenizer_dir)]
     location = index.first_conversation() if without else None
     if location is not None:

@@ -89,7 +89,7 @@ class TeacherLoop:
         directory, width = spec.teacher[teacher].model, model.head.shape[0]
         if width != self.shape.head_width:
             raise InputError(
-                f"teacher {teacher}: the head of {directory} has {width} rows, "
+                f"{spec.teacher_name(teacher)}: the head of {directory} has {width} rows, "
                 f"its config.json says {self.shape.head_width}"
             )
         if self.shape.hidden and not model.plain_head:

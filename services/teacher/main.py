@@ -50,11 +50,11 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
         worker.activity("loading the model")
         model = prepared_model(worker.run, teacher, device, transport)
         worker.alive()
-        tokenizer = load_tokenizer(settings.tokenizer_dir, f"teacher {teacher}")
+        tokenizer = load_tokenizer(settings.tokenizer_dir, spec.teacher_name(teacher))
         worker.phase("run")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        log.info("teacher %d loaded from %s on %s", teacher, settings.model, device)
+        log.info("%s loaded from %s on %s", spec.teacher_name(teacher), settings.model, device)
         with torch.inference_mode():
             loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer))
             loop.serve()
@@ -65,7 +65,7 @@ def device_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:
     device, gpu = spec.workers.device, spec.teacher[teacher].gpu
     if gpu is None or not takes_gpu(device):
         return pick_device(device, rank)
-    return nth_gpu(gpu + rank, f"teacher {teacher} of rank {rank} (teacher.gpu = {gpu})")
+    return nth_gpu(gpu + rank, f"{spec.teacher_name(teacher)} of rank {rank} (teacher.gpu = {gpu})")
 
 
 def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transport: str) -> TeacherModel:
@@ -75,7 +75,7 @@ def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transpo
         ConfigError: It does not fit, or the device lacks what the settings need.
         InputError: It cannot be loaded.
     """
-    spec, what = run.spec.teacher[teacher], f"teacher {teacher}"
+    spec, what = run.spec.teacher[teacher], run.spec.teacher_name(teacher)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if spec.fp8:

@@ -73,7 +73,7 @@ class EvalLoss:
         self.packed = run.packed
         tokenizers = []
         for number, (teacher, same) in enumerate(zip(spec.teacher, self.same_tokenizer, strict=True)):
-            tokenizers.append(None if same else load_tokenizer(teacher.tokenizer_dir, f"teacher {number}"))
+            tokenizers.append(None if same else load_tokenizer(teacher.tokenizer_dir, spec.teacher_name(number)))
             progress()
         collator = CrossTokenizerCollator(
             student_tokenizer=tokenizer,
@@ -159,7 +159,7 @@ class EvalLoss:
         """
         teachers = []
         for number, spec in enumerate(self.spec.teacher):
-            teacher = load_model(spec, f"teacher {number}", device, packed=self.packed)
+            teacher = load_model(spec, self.spec.teacher_name(number), device, packed=self.packed)
             teachers.append(teacher.eval())  # type: ignore[no-untyped-call]
             progress()
         return teachers

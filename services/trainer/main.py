@@ -184,7 +184,7 @@ def _with_tokenizers(run: ResolvedRun, number: int, teacher: LossTeacher) -> Los
         teacher,
         tokenizers=lambda: (
             load_tokenizer(directories[0], "student"),
-            load_tokenizer(directories[1], f"teacher {number}"),
+            load_tokenizer(directories[1], run.spec.teacher_name(number)),
         ),
     )
 

@@ -163,8 +163,8 @@ def unknown_family(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
 CASES: list[tuple[Change, list[str]]] = [
     (missing_tokenizer, ["tokenizer", "nowhere"]),
     (damaged_tokenizer, ["tokenizer", "damaged"]),
-    (missing_model, ["teacher 0", "nowhere/config.json"]),
-    (damaged_weights, ["teacher 0", "damaged"]),
+    (missing_model, ["the teacher's model", "nowhere/config.json"]),
+    (damaged_weights, ["the teacher", "damaged"]),
     (missing_data, ["no-data.jsonl"]),
     (wrong_field, ["content"]),
     (missing_projection, ["there is no projection file", "no-projection.safetensors", "xtoken projection build"]),
@@ -176,8 +176,8 @@ CASES: list[tuple[Change, list[str]]] = [
     (narrow_head, ["head", "100"]),
     (unknown_field, ["train.learning_rat"]),
     (impossible_loss, ["xtoken_loss", 'mode = "p_kl"']),
-    (unknown_family, ['train.packing = "on"', "teacher 0", "mamba2", 'set it to "auto" or "off"']),
-    (too_few_positions, ["teacher 0", "context_length = 96", "36 positions", "lower it to 32"]),
+    (unknown_family, ['train.packing = "on"', "the teacher (", "mamba2", 'set it to "auto" or "off"']),
+    (too_few_positions, ["the teacher's context_length = 96", "36 positions", "lower it to 32"]),
 ]
 
 
@@ -192,6 +192,24 @@ def test_a_run_with_bad_input_says_what_is_wrong(
     line = only_line(xtoken("run", str(run_file(tmp_path, raw))))
     assert all(word in line for word in words), line
     assert not (tmp_path / "out" / "model").exists()
+
+
+def test_dry_run_refuses_what_a_start_refuses(assets: TinyAssets, tmp_path: Path) -> None:
+    raw = raw_spec(assets, tmp_path)
+    for place, value in narrow_head(tmp_path, assets).items():
+        part, name = place.split(".")
+        (raw["teacher"][0] if part == "teacher" else raw[part])[name] = value
+    file = str(run_file(tmp_path, raw))
+    assert only_line(xtoken("run", file, "--dry-run")) == only_line(xtoken("run", file))
+
+
+def test_dry_run_writes_nothing(assets: TinyAssets, tmp_path: Path) -> None:
+    raw = raw_spec(assets, tmp_path)
+    del raw["eval"]  # a start would hold text back
+    done = xtoken("run", str(run_file(tmp_path, raw)), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "[student]" in done.stdout and "held-out" in done.stdout
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

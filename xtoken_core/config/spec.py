@@ -210,6 +210,10 @@ class RunSpec(Part):
         self.loss.check_weights([t.weight for t in self.teacher])
         return self
 
+    def teacher_name(self, number: int) -> str:
+        """Return a teacher as messages name it: with its number if there are several."""
+        return f"teacher {number}" if len(self.teacher) > 1 else "teacher"
+
     def content_of(self, teacher: int) -> Content:
         """Return what a teacher sends, by its number."""
         workers = self.workers

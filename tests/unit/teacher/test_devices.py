@@ -52,8 +52,8 @@ def test_a_rank_of_torchrun_is_its_own(
         (None, 3, 1, "rank 3 would be on GPU 3"),
         (1, 0, 1, ""),
         (0, 1, 1, ""),
-        (1, 1, 0, "teacher 0 of rank 1 (teacher.gpu = 1) would be on GPU 2"),
-        (0, 3, 1, "teacher 0 of rank 3 (teacher.gpu = 0) would be on GPU 3"),
+        (1, 1, 0, "teacher of rank 1 (teacher.gpu = 1) would be on GPU 2"),
+        (0, 3, 1, "teacher of rank 3 (teacher.gpu = 0) would be on GPU 3"),
     ],
 )
 def test_a_teacher_on_a_gpu_of_its_own_says_what_became_of_it(
