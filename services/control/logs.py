@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -120,11 +120,18 @@ class Follower:
     Args:
         output: Output directory of the run.
         worker: Follow only this worker; if empty follow all, and prefix each line by its worker.
+        positions: Where to begin in each log; by default at its end.
     """
 
-    def __init__(self, output: Path, worker: str) -> None:
+    def __init__(self, output: Path, worker: str, positions: Mapping[str, int] | None = None) -> None:
         self._output, self._worker = output, worker
-        self._read_to = {log.name: tail(log, 0)[1] for log in self._logs()}
+        ends = positions if positions is not None else {log.name: tail(log, 0)[1] for log in self._logs()}
+        self._read_to = dict(ends)
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """Return the position in each log up to which it was read."""
+        return dict(self._read_to)
 
     def read(self) -> bytes:
         """Return the complete lines added since the last call."""

@@ -10,10 +10,12 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from services.common.resume import CHECKPOINTS, RESOLVED, newest_checkpoint
 from services.control.metric_log import MetricLog
 from services.control.runs import Runs
+from services.control.shared_logs import LogStream, SharedLogs
 from services.control.store import AttemptRow, RunRow
 from services.supervisor.json_files import read_json
 from services.supervisor.run_record import SUMMARY, RunState
@@ -37,6 +39,7 @@ class View:
         self.steps = MetricLog(output / "steps.jsonl")
         self.eval = MetricLog(output / "eval.jsonl")
         self._same_tokenizer: tuple[bool, ...] = ()
+        self._followed: WeakValueDictionary[str, SharedLogs] = WeakValueDictionary()
 
     def refresh(self) -> None:
         """Read the lines that the trainer has added to both curves."""
@@ -80,6 +83,13 @@ class View:
             return run.over.is_set()
         row = self._runs.store.run(self.run_id)
         return row is None or RunState(row.state).over
+
+    def follow_logs(self, worker: str) -> LogStream:
+        """Return a stream of the lines added to the logs of a worker, or of all if empty; streams share the reading."""
+        shared = self._followed.get(worker)
+        if shared is None:  # two threads may both make one, which costs no more than a second read
+            shared = self._followed[worker] = SharedLogs(self.output, worker, self.is_over)
+        return shared.join()
 
     def _checkpoint(self) -> int | None:
         try:

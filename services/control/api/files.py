@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
-import anyio
 from fastapi import APIRouter, HTTPException, Query, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, StreamingResponse
-from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from services.control.api.dependencies import Context, RunId, problems_of
 from services.control.api.models import Artifacts, LogFile, Note, RunMetrics
 from services.control.artifacts import list_files, open_file
-from services.control.logs import Follower, last_attempts, logs_in, merged, tail
-from services.control.views import View
+from services.control.logs import last_attempts, logs_in, merged, tail
+from services.control.shared_logs import LogStream
 
 MAX_POINTS = 10_000
 MAX_LINES = 10_000
 MAX_FILES = 10_000
-FOLLOW_POLL_S, MAX_FOLLOW_POLL_S = 0.5, 5.0
-LOAD_FACTOR = 4
-"""Pause of a followed log, in durations of its last read: many of them leave an overloaded server time for requests."""
 MAX_STEP = 2**62
 FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -87,34 +81,18 @@ def show_logs(
     if (worker or attempt is not None) and not logs:
         raise HTTPException(404, f"the run {run_id!r} has no such log: see /v1/runs/{run_id}/logs/files")
     logs = last_attempts(logs)
-    follower = Follower(view.output, worker) if follow else None
+    stream = view.follow_logs(worker) if follow else None
     selected = tail(logs[0], lines)[0] if worker else list(merged(logs, lines))
     first = b"".join(line + b"\n" for line in selected)
-    if follower is None:
+    if stream is None:
         return Response(first, media_type="text/plain; charset=utf-8")
-    return StreamingResponse(_followed(view, first, follower), media_type="text/plain; charset=utf-8")
+    return StreamingResponse(_followed(first, stream), media_type="text/plain; charset=utf-8")
 
 
-async def _followed(view: View, first: bytes, follower: Follower) -> AsyncIterator[bytes]:
-    def read() -> tuple[bool, bytes]:
-        over = view.is_over()  # first, so that the last lines are read after the end
-        return over, follower.read()
-
+async def _followed(first: bytes, stream: LogStream) -> AsyncIterator[bytes]:
     yield first
-    while True:
-        began = time.monotonic()
-        over, added = await run_in_threadpool(read)
-        pause = pause_after(time.monotonic() - began)
-        if added:
-            yield added
-        if over:
-            return
-        await anyio.sleep(pause)
-
-
-def pause_after(seconds: float) -> float:
-    """Return the seconds until a log is read again, after a read that took so long, including the wait for a thread."""
-    return min(MAX_FOLLOW_POLL_S, max(FOLLOW_POLL_S, LOAD_FACTOR * seconds))
+    async for added in stream.lines():
+        yield added
 
 
 @router.get("/artifacts", responses=problems_of(404, 422))

@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 
 from services.common.baseline import baseline_of, baseline_output
 from services.control.api.dependencies import AppContext, Context, RunId
@@ -18,6 +18,7 @@ from services.control.web.charts import DETAIL, MAIN, SPEED, charts_of
 from services.control.web.form import to_toml
 from services.control.web.gauges import gauges_of
 from services.control.web.render import PageRoute, page
+from services.control.web.rendered import RenderedPages
 from services.control.web.run_view import RunView, run_views
 from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
@@ -51,6 +52,14 @@ def list_runs(
     cursor: Cursor = None,
 ) -> Response:  # fmt: skip
     """Show the runs; for an htmx request only their table."""
+    if cursor is None and not name:  # the pages that stay open in browsers
+        key = (tab, "hx-request" in request.headers)
+        rendered: RenderedPages = request.app.state.rendered
+        return rendered.get(key, lambda: _list_of_runs(request, context, tab, name, cursor))
+    return _list_of_runs(request, context, tab, name, cursor)
+
+
+def _list_of_runs(request: Request, context: AppContext, tab: Tab, name: str, cursor: int | None) -> HTMLResponse:
     rows = context.runs.store.page(PAGE_SIZE + 1, before=cursor, states=TABS[tab], name=name.strip())
     counts = context.runs.store.counts()
     tabs = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from services.control import logs
-from services.control.api.files import pause_after
+from services.control import logs, shared_logs
 from services.control.logs import Follower, last_attempts, logs_in, merged
+from services.control.shared_logs import LogStream, SharedLogs, pause_after
 
 
 def write(output: Path, name: str, text: str = "") -> None:
@@ -52,3 +53,56 @@ def test_follower_of_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_pause_of_a_followed_log_under_load() -> None:
     assert [pause_after(seconds) for seconds in (0.001, 0.5, 60)] == [0.5, 2.0, 5.0]
+
+
+def followed(shared: SharedLogs, streams: list[LogStream], write_lines: list[str], end: list[bool]) -> list[bytes]:
+    """Return what each stream yields while these lines are written, one every other read."""
+
+    async def lines_of(stream: LogStream) -> bytes:
+        return b"".join([part async for part in stream.lines()])
+
+    async def run() -> list[bytes]:
+        tasks = [asyncio.create_task(lines_of(stream)) for stream in streams]
+        for line in write_lines:
+            write(shared._output, "a.1.log", line)
+            await asyncio.sleep(2.5 * shared_logs.POLL_S)
+        end.append(True)
+        return await asyncio.gather(*tasks)
+
+    return asyncio.run(run())
+
+
+def test_streams_share_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the lines since it began; lines of before its first part are in its tail."""
+    monkeypatch.setattr(shared_logs, "POLL_S", 0.02)
+    write(tmp_path, "a.1.log", "before\n")
+    end: list[bool] = []
+    shared = SharedLogs(tmp_path, "", lambda: bool(end))
+    early = shared.join()
+    write(tmp_path, "a.1.log", "1\n")
+    late = [shared.join() for _ in range(3)]
+    texts = followed(shared, [early, *late], ["2\n", "3\n"], end)
+    assert texts == [b"a | 1\na | 2\na | 3\n"] + [b"a | 2\na | 3\n"] * 3
+
+
+def test_stream_behind_the_others_reads_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_logs, "POLL_S", 0.02)
+    monkeypatch.setattr(shared_logs, "KEPT_BYTES", 10)
+    write(tmp_path, "a.1.log")
+    end: list[bool] = []
+    shared = SharedLogs(tmp_path, "", lambda: bool(end))
+    slow = shared.join()
+    for number in range(5):
+        write(tmp_path, "a.1.log", f"line {number}\n")
+        shared.join()
+    texts = followed(shared, [slow], ["line 5\n"], end)
+    assert slow.own is not None
+    assert texts[0].split(b"\n") == [b"a | line %d" % number for number in range(6)] + [b""]
+
+
+def test_error_of_a_followed_log(tmp_path: Path) -> None:
+    answers = [False]
+    shared = SharedLogs(tmp_path, "", lambda: answers.pop())
+    stream = shared.join()
+    with pytest.raises(IndexError):
+        followed(shared, [stream], [], [])

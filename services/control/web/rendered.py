@@ -1,0 +1,50 @@
+"""Rendered pages that many readers have open: rendered once for all of them, and again when the database changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from fastapi.responses import HTMLResponse
+
+from services.control.metric_log import POLL_S
+from services.control.store import Store
+from services.control.web.render import HEADERS
+
+KEPT_S = POLL_S
+"""Longest use of a page: values from metric files are not newer than that either."""
+
+
+@dataclass
+class _Page:
+    """Body of a page, the version of the database it shows, and when it was rendered (monotonic clock)."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    body: bytes = b""
+    version: int = -1
+    at: float = 0.0
+
+
+class RenderedPages:
+    """Cache of pages by key, of which there must be few.
+
+    Args:
+        store: The database that the pages show.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pages: dict[Hashable, _Page] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, render: Callable[[], HTMLResponse]) -> HTMLResponse:
+        """Return a page, rendered by this call, or by another one lately; concurrent calls render it once."""
+        with self._lock:
+            page = self._pages.setdefault(key, _Page())
+        with page.lock:
+            version = self._store.version
+            if page.version != version or time.monotonic() - page.at > KEPT_S:
+                page.body, page.version, page.at = bytes(render().body), version, time.monotonic()
+            return HTMLResponse(page.body, headers=HEADERS)

@@ -1,0 +1,33 @@
+"""Pages that are rendered once for many readers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi.responses import HTMLResponse
+
+from services.control.store import Store
+from services.control.web import rendered
+from services.control.web.rendered import RenderedPages
+
+
+def test_pages_are_rendered_again_after_a_change_and_after_a_while() -> None:
+    store = Store(None)
+    pages, calls = RenderedPages(store), []
+
+    def render() -> HTMLResponse:
+        calls.append(threading.get_ident())
+        time.sleep(0.02)
+        return HTMLResponse(f"{len(calls)}")
+
+    with ThreadPoolExecutor(8) as threads:
+        bodies = list(threads.map(lambda _: bytes(pages.get("list", render).body), range(16)))
+    assert bodies == [b"1"] * 16 and len(calls) == 1
+    store.change("no-run", step=1)
+    assert pages.get("list", render).body == b"2"
+    assert pages.get("other", render).body == b"3"
+    time.sleep(rendered.KEPT_S + 0.05)
+    assert pages.get("list", render).body == b"4"
+    store.close()
