@@ -257,7 +257,7 @@ class TrainerLoop:
             "tokens_per_second": round(step.tokens / seconds, 3),
             "padding": round(step.padding, 6),
             **{name: round(wait / seconds, 6) for name, wait in waits.items()},
-            **self.runner.stored.metrics(),
+            **self.runner.stored.metrics(outcome.skipped),
             "memory_peak_bytes": peak_memory(self.student.device),
             "skipped": list(outcome.skipped),
             "dead": list(outcome.dead),

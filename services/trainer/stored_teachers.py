@@ -90,7 +90,7 @@ class StoredTeachers:
         self._step: tuple[int, int] = (0, 0)
         self.waited_s = 0.0
         self._waited_before = 0.0
-        self._hits = self._misses = self._bytes = 0
+        self._hits = self._bytes = 0
 
     def follow(self, step: StepPlan, rewinds: int) -> None:
         """Read a step's micro-batches ahead, and the next step's as soon as its rows are there.
@@ -147,17 +147,27 @@ class StoredTeachers:
             return read_topk(on_device, topk_settings(self.run, teacher))
         return HeadProjection(on_device, head)
 
-    def metrics(self) -> dict[str, float | int]:
-        """Return the metrics since the last call: records read and missing, bytes read, seconds waited."""
+    def metrics(self, skipped: Iterable[int]) -> dict[str, float | int]:
+        """Return this rank's metrics since the last call.
+
+        Args:
+            skipped: Positions of the step that have no row.
+
+        Returns:
+            Records that were read; positions that were skipped for what a store does not have; bytes that were read,
+            compressed; seconds that the trainer waited for them.
+        """
         if self._pool is None:
             return {}
+        records = [record_of(self.run, position) for position in skipped]
+        misses = sum(any(record not in side.store.skipped for side in self.sides.values()) for record in records)
         values = {
             "store_hits": self._hits,
-            "store_misses": self._misses,
+            "store_misses": misses,
             "store_bytes": self._bytes,
             "store_wait_seconds": round(self.waited_s - self._waited_before, 6),
         }
-        self._hits = self._misses = self._bytes = 0
+        self._hits = self._bytes = 0
         self._waited_before = self.waited_s
         return values
 
@@ -267,7 +277,6 @@ class StoredTeachers:
             if record in store.entries:
                 store.check_tokens(record, digest_of(column.values[start:stop]), lengths[index])
             if position in values.errors:
-                self._misses += 1
                 raise values.errors[position]
             self._hits += 1
         self._bytes += values.nbytes

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.common.resolve import resolve_run
 from services.common.store_build import build_spec
-from services.supervisor.local_run import run_to_end
+from services.supervisor.local_run import run_locally, run_to_end
 from services.supervisor.run_record import RunState
 from services.supervisor.store_build import StoreBuild
+from services.teacher.model import TeacherModel
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.dataset.order import record_at
+from xtoken_core.teacher_store.identity import StoreError
+from xtoken_core.teacher_store.shards import Entry
 from xtoken_core.teacher_store.store import TeacherStore
+from xtoken_core.tokenizing import TextTokenizer
 
 Start = Callable[[RunSpec], Crew]
 
@@ -28,9 +36,9 @@ def build(spec: RunSpec, store: Path) -> TeacherStore:
     return TeacherStore.open(str(store))
 
 
-def of_store(spec: RunSpec, store: Path, output: Path) -> RunSpec:
+def of_store(spec: RunSpec, store: Path, output: Path, **settings: Any) -> RunSpec:
     """The same run, its teacher read from a store."""
-    teacher = spec.teacher[0].model_copy(update={"store": str(store)})
+    teacher = spec.teacher[0].model_copy(update={"store": str(store), **settings})
     return RunSpec.model_validate(spec.model_copy(update={"teacher": (teacher,), "output": output}).model_dump())
 
 
@@ -41,6 +49,13 @@ def losses(spec: RunSpec, start: Start, positions: int) -> torch.Tensor:
     steps = steps_of(spec.output)
     assert [i for line in steps for i in line["ids"]] == list(range(positions))
     return torch.tensor([line["loss"] for line in steps])
+
+
+def damage(store: Path, entry: Entry) -> None:
+    """Flip a bit within a record."""
+    content = bytearray((store / entry.shard).read_bytes())
+    content[entry.offset + entry.size // 2] ^= 1
+    (store / entry.shard).write_bytes(content)
 
 
 @pytest.mark.slow
@@ -62,3 +77,33 @@ def test_a_run_from_a_store_equals_one_with_the_living_teacher(
     assert last["store_misses"] == 0
     assert last["store_bytes"] > 0
     assert not list((stored.output / "logs").glob("teacher*"))
+
+
+def test_a_run_reads_the_store_that_a_build_has_written(assets: TinyAssets, tmp_path: Path) -> None:
+    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "hidden"}
+    spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None})
+    store = build(spec, tmp_path / "store")
+    assert sorted(store.entries) == list(range(24))
+    model = TeacherModel(AutoModelForCausalLM.from_pretrained(assets.teacher))
+    text = TextTokenizer(AutoTokenizer.from_pretrained(assets.teacher), "teacher")
+    lines = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for record, ids in enumerate(text.encode(lines, specials=True)):
+        stored = torch.empty(1, store.entries[record].tokens, 32)
+        store.read_into(record, stored[0].numpy())
+        living = model.hidden(torch.tensor(ids).unsqueeze(0))[:, : stored.shape[1]]
+        torch.testing.assert_close(stored[:, : living.shape[1]], living, rtol=1e-5, atol=1e-6)
+    damage(tmp_path / "store", store.entries[5])
+    stored_run = of_store(spec, tmp_path / "store", tmp_path / "stored", store_missing="skip")
+    result = run_locally(stored_run, show=False)
+    assert result.state == RunState.COMPLETED, result.error
+    steps = steps_of(stored_run.output)
+    skipped = next(position for position in range(24) if record_at(position, records=24, seed=7, shuffle=True) == 5)
+    assert sorted(i for line in steps for i in line["ids"]) == sorted({*range(24)} - {skipped})
+    assert [i for line in steps for i in line["skipped"]] == [skipped]
+    assert (sum(line["store_hits"] for line in steps), sum(line["store_misses"] for line in steps)) == (23, 1)
+    assert not list((stored_run.output / "logs").glob("teacher*"))
+    log = next((stored_run.output / "logs").glob("collator-0*.log")).read_text()
+    assert "train.jsonl:6: record 5 of the text is damaged in the store" in log
+    other = tiny_spec(assets, tmp_path / "other", records=25, teacher=[teacher], loss={"vocab_topk": None})
+    with pytest.raises(StoreError, match=r"what differs is the text \(data\), the number of records"):
+        resolve_run(of_store(other, tmp_path / "store", tmp_path / "no"))

@@ -9,6 +9,7 @@ from typing import Any
 from services.control.web.loss_terms import CROSS_ENTROPY, ce_weight, divergence_name, names_by_teacher, weighted
 
 GIB = float(1 << 30)
+MIB = float(1 << 20)
 MAIN, DETAIL, SPEED = "main", "detail", "speed"
 
 
@@ -111,6 +112,14 @@ RATES = (
     Chart(
         "memory", "Trainer memory", "steps", "GiB",
         (Line("memory_peak_bytes", "peak per step"),), divisor=GIB, floor=0.0, group=SPEED,
+    ),
+    Chart(
+        "store", "Stored teacher output", "steps", "MiB read per step",
+        (Line("store_bytes", "read"),), divisor=MIB, floor=0.0, group=SPEED,
+    ),
+    Chart(
+        "store-misses", "Records missing from a store", "steps", "samples skipped",
+        (Line("store_misses", "skipped"),), floor=0.0, group=SPEED,
     ),
     Chart("queue", "Queue", "gauges", "samples", (Line("queue_samples", "held"),), floor=0.0, group=SPEED),
     Chart(

@@ -116,8 +116,12 @@ class RunView:
 
     @property
     def teachers(self) -> str:
-        """Names of the teachers' directories; empty without a teacher."""
-        return ", ".join(_model_name(teacher) for teacher in self.spec.get("teacher") or ())
+        """Names of the teachers' directories, and which of them are read from a store; empty without a teacher."""
+        names = []
+        for teacher in self.spec.get("teacher") or ():
+            stored = isinstance(teacher, dict) and teacher.get("store")
+            names.append(_model_name(teacher) + (" (stored)" if stored else ""))
+        return ", ".join(names)
 
     @property
     def loss(self) -> str:
