@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from services.common.resolve import open_index
 from services.common.teacher_stores import open_store
-from services.common.tokenizers import load_tokenizer
+from services.common.tokenizers import tokenizer_of
 from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.config.resolved import ResolvedRun
@@ -41,9 +41,9 @@ def work(link: QueueLink, *, name: str | None) -> None:
 def make_collator(worker: Worker) -> CrossTokenizerCollator:
     """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own."""
     spec = worker.run.spec
-    student = load_tokenizer(spec.student.tokenizer_dir, "student")
+    student = tokenizer_of(spec.student, "student")
     teachers = [
-        None if same else load_tokenizer(teacher.tokenizer_dir, spec.teacher_name(number))
+        None if same else tokenizer_of(teacher, spec.teacher_name(number))
         for number, (teacher, same) in enumerate(zip(spec.teacher, worker.run.same_tokenizer, strict=True))
     ]
     worker.alive()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.common.allowed_paths import confined, readable_roots
+from services.common.chat_templates import read_chat_template
 from services.common.input_files import check_input_files, read_model_config
 from services.common.packable import why_not_packed
 from services.common.pair_files import cache_of, kind_of, pair_file
@@ -241,14 +243,26 @@ def _check_messages(spec: RunSpec, index: DataIndex, same_tokenizer: Sequence[bo
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
     for number, (teacher, same) in enumerate(zip(spec.teacher, same_tokenizer, strict=True)):
         sides += [] if same else [(spec.teacher_name(number), teacher)]
-    without = [(what, side.tokenizer_dir) for what, side in sides if not has_chat_template(side.tokenizer_dir)]
+    without = [(what, side.tokenizer_dir) for what, side in sides if not _takes_messages(side)]
     location = index.first_conversation() if without else None
     if location is not None:
         what, directory = without[0]
         raise InputError(
             f"{location} holds messages, but the {what}'s tokenizer has no chat template: it cannot take messages "
-            f"({directory}): name a tokenizer that has one, or write the records as text"
+            f"({directory}): name one (chat_template), or a tokenizer that has one, or write the records as text"
         )
+
+
+def _takes_messages(side: ModelSpec) -> bool:
+    return side.chat_template is not None or has_chat_template(side.tokenizer_dir)
+
+
+def _template_fingerprint(what: str, spec: ModelSpec) -> str:
+    """Return the SHA-256 of the chat template that a model's settings name; empty without one."""
+    if spec.chat_template is None:
+        return ""
+    template = read_chat_template(confined(spec.chat_template, f"the {what}'s chat template"))
+    return hashlib.sha256(template.encode()).hexdigest()
 
 
 def _check_signal(resolved: ResolvedRun) -> None:
@@ -301,6 +315,7 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
         hidden_size=hidden if isinstance(hidden, int) else 0,
         max_length=_max_length(what, spec, text),
         weights_fingerprint=weights_fingerprint(spec.model),
+        template_fingerprint=_template_fingerprint(what, spec),
     )
 
 

@@ -8,10 +8,24 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from services.common.allowed_paths import confined
+from services.common.chat_templates import read_chat_template
 from services.common.vocabulary import first_line
+from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import InputError
 from xtoken_core.model_files import check_model_directory
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+
+
+def tokenizer_of(spec: ModelSpec, what: str) -> Any:
+    """Load the tokenizer of a run's model, with the chat template that its settings name.
+
+    Raises:
+        InputError: It cannot be loaded, or there is no such template.
+    """
+    tokenizer = load_tokenizer(spec.tokenizer_dir, what)
+    if spec.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(confined(spec.chat_template, f"the {what}'s chat template"))
+    return tokenizer
 
 
 def load_tokenizer(directory: Path, what: str) -> Any:

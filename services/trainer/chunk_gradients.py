@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.common.models import pick_device
 from services.common.resolve import open_index, resolve_run
-from services.common.tokenizers import load_tokenizer
+from services.common.tokenizers import tokenizer_of
 from services.trainer.eval_loss import EvalLoss, on_device
 from services.trainer.main import make_loss
 from services.trainer.student import load_student
@@ -49,7 +49,7 @@ def measure_gradients(spec: RunSpec, *, custom_loss: str | None = None) -> dict[
     run = resolve_run(spec)
     device = pick_device(spec.workers.device, 0)
     student = load_student(spec, device, ranks=1, packed=run.packed)
-    tokenizer = load_tokenizer(spec.student.tokenizer_dir, "student")
+    tokenizer = tokenizer_of(spec.student, "student")
     loss = make_loss(run, device, custom_loss, tokenizer)
     held_out = EvalLoss(run, loss, tokenizer, open_index(spec, spec.eval.paths, spec.eval.field).documents())
     teachers = held_out.load_teachers(device)

@@ -14,7 +14,7 @@ from services.common.models import load_model
 from services.common.packed_attention import packed_inputs
 from services.common.packed_batch import PackedBatch, packed_batch
 from services.common.step_plan import topk_settings
-from services.common.tokenizers import load_tokenizer
+from services.common.tokenizers import tokenizer_of
 from services.trainer.metrics import to_floats
 from services.trainer.student import Student
 from xtoken_core import schema
@@ -73,7 +73,7 @@ class EvalLoss:
         self.packed = run.packed
         tokenizers = []
         for number, (teacher, same) in enumerate(zip(spec.teacher, self.same_tokenizer, strict=True)):
-            tokenizers.append(None if same else load_tokenizer(teacher.tokenizer_dir, spec.teacher_name(number)))
+            tokenizers.append(None if same else tokenizer_of(teacher, spec.teacher_name(number)))
             progress()
         collator = CrossTokenizerCollator(
             student_tokenizer=tokenizer,

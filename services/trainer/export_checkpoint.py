@@ -122,7 +122,7 @@ def export_checkpoint(output: Path, step: int | None = None, to: Path | None = N
     """
     import torch
 
-    from services.common.tokenizers import load_tokenizer
+    from services.common.tokenizers import tokenizer_of
     from services.trainer.export import export_student
     from services.trainer.student import load_student
 
@@ -130,7 +130,7 @@ def export_checkpoint(output: Path, step: int | None = None, to: Path | None = N
     trained = {"compile": False, "checkpoint_activations": False, "blockwise_head": False}  # nothing is computed here
     plain = spec.model_copy(update={"student": spec.student.model_copy(update=trained)})
     student = load_student(plain, torch.device("cpu"))
-    tokenizer = load_tokenizer(spec.student.tokenizer_dir, "student")
+    tokenizer = tokenizer_of(spec.student, "student")
     state = {f"model.{name}": weight.detach() for name, weight in student.trainable.items()}
     chosen, cursor = read_checkpoint(output, step, to, state)
     student.sync_weights()

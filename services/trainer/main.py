@@ -14,7 +14,7 @@ from services.common.allowed_paths import confined
 from services.common.custom_loss import check_custom_loss
 from services.common.memory_estimate import check_room
 from services.common.models import head_width, pick_device
-from services.common.tokenizers import load_tokenizer, pad_id
+from services.common.tokenizers import pad_id, tokenizer_of
 from services.common.worker import QueueLink, Worker, worker_session
 from services.trainer.checkpoint import Cursor
 from services.trainer.distributed import RankGroup
@@ -111,7 +111,7 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
     check_room(run, device)
     worker.activity("loading the student")
     student = load_student(run.spec, device, ranks=group.size, packed=run.packed)
-    tokenizer = load_tokenizer(run.spec.student.tokenizer_dir, "student")
+    tokenizer = tokenizer_of(run.spec.student, "student")
     if head_width(student.model) < run.student.vocab_size:
         raise InputError(
             f"the student's head has {head_width(student.model)} rows, its tokenizer {run.student.vocab_size} ids"
@@ -179,12 +179,11 @@ def _with_tokenizers(run: ResolvedRun, number: int, teacher: LossTeacher) -> Los
     """Give a custom loss access to both tokenizers; the library's own losses need none."""
     if run.spec.loss.mode_of(number) != "custom":
         return teacher
-    directories = run.spec.student.tokenizer_dir, run.spec.teacher[number].tokenizer_dir
     return replace(
         teacher,
         tokenizers=lambda: (
-            load_tokenizer(directories[0], "student"),
-            load_tokenizer(directories[1], run.spec.teacher_name(number)),
+            tokenizer_of(run.spec.student, "student"),
+            tokenizer_of(run.spec.teacher[number], run.spec.teacher_name(number)),
         ),
     )
 

@@ -20,12 +20,14 @@ class ModelIdentity(Part):
         tokenizer: Fingerprint of its tokenizer.
         context_length: Tokens of a text beyond this are cut off.
         dtype: Of its weights.
+        chat_template: Fingerprint of the chat template that the settings name; empty: the tokenizer's own.
     """
 
     model: str
     tokenizer: str
     context_length: int
     dtype: str
+    chat_template: str = ""
 
 
 class TeacherIdentity(ModelIdentity):

@@ -23,6 +23,7 @@ class ResolvedModel(Part):
         hidden_size: Columns of its head; 0 if its configuration does not say.
         max_length: Tokens that it was made for; 0 likewise.
         weights_fingerprint: Of its configuration and weights.
+        template_fingerprint: SHA-256 of the chat template that the settings name; empty without one.
     """
 
     vocab_size: int
@@ -31,6 +32,7 @@ class ResolvedModel(Part):
     hidden_size: int = 0
     max_length: int = 0
     weights_fingerprint: str = ""
+    template_fingerprint: str = ""
 
 
 class ResolvedRun(Part):
@@ -99,6 +101,7 @@ class ResolvedRun(Part):
         student = ModelIdentity(
             model=self.student.weights_fingerprint,
             tokenizer=self.student.tokenizer_fingerprint,
+            chat_template=self.student.template_fingerprint,
             context_length=spec.student.context_length,
             dtype=spec.student.dtype,
         )
@@ -106,6 +109,7 @@ class ResolvedRun(Part):
             TeacherIdentity(
                 model=files.weights_fingerprint,
                 tokenizer=files.tokenizer_fingerprint,
+                chat_template=files.template_fingerprint,
                 context_length=teacher.context_length,
                 dtype=teacher.dtype,
                 projection=projection,

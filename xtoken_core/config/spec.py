@@ -49,6 +49,10 @@ class ModelSpec(Part):
     """The model's directory: `config.json` and `.safetensors` weights."""
     tokenizer: Path | None = None
     """Directory of the tokenizer; default: the model's."""
+    chat_template: Path | None = None
+    """Template that renders records with `messages`, in place of the tokenizer's own: a file with a Jinja template, or
+    the directory of a chat model whose template this side borrows. A teacher with the student's tokenizer reads the
+    student's rows."""
     dtype: Dtype = "float32"
     """Dtype of the forward pass."""
     context_length: Annotated[int, Field(ge=2)]

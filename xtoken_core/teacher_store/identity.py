@@ -88,7 +88,7 @@ class StoreIdentity(Part):
 
 _LABELS = {
     "text": "the text (data)", "records": "the number of records (data)", "append_eos": "data.append_eos",
-    "tokenizer": "the teacher's tokenizer", "model": "the teacher's weights (teacher.model)",
+    "tokenizer": "the teacher's tokenizer or chat template", "model": "the teacher's weights (teacher.model)",
     "context_length": "the teacher's context_length", "dtype": "teacher.dtype", "fp8": "teacher.fp8",
     "content": "teacher.content", "topk": "teacher.topk", "topk_mass": "teacher.topk_mass",
     "temperature": "loss.temperature",
@@ -111,14 +111,16 @@ def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:
         raise StoreError(
             f'teacher.{teacher}.content = "logits": whole logits are not stored: set it to "hidden" or "topk"'
         )
-    side = run.spec.student if run.same_tokenizer[teacher] else spec
+    same = run.same_tokenizer[teacher]
+    side = run.spec.student if same else spec
+    template = (run.student if same else files).template_fingerprint
     by_topk = content == "topk"
     return StoreIdentity(
         content=content,
         text=run.data_fingerprint,
         records=run.records,
         append_eos=run.spec.data.append_eos,
-        tokenizer=files.tokenizer_fingerprint,
+        tokenizer=files.tokenizer_fingerprint + (f" with {template}" if template else ""),
         context_length=side.context_length,
         model=files.weights_fingerprint,
         dtype=spec.dtype,
