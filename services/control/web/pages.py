@@ -17,7 +17,7 @@ from services.control.logs import last_attempts, logs_in, merged, tail
 from services.control.web.charts import DETAIL, MAIN, SPEED, charts_of
 from services.control.web.form import to_toml
 from services.control.web.gauges import gauges_of
-from services.control.web.render import PageRoute, page
+from services.control.web.render import HEADERS, PageRoute, page
 from services.control.web.rendered import RenderedPages
 from services.control.web.run_view import RunView, run_views
 from services.supervisor.run_record import RunState
@@ -55,7 +55,8 @@ def list_runs(
     if cursor is None and not name:  # the pages that stay open in browsers
         key = (tab, "hx-request" in request.headers)
         rendered: RenderedPages = request.app.state.rendered
-        return rendered.get(key, lambda: _list_of_runs(request, context, tab, name, cursor))
+        body = rendered.get(key, lambda: bytes(_list_of_runs(request, context, tab, name, cursor).body))
+        return HTMLResponse(body, headers=HEADERS)
     return _list_of_runs(request, context, tab, name, cursor)
 
 

@@ -7,11 +7,8 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from fastapi.responses import HTMLResponse
-
 from services.control.metric_log import POLL_S
 from services.control.store import Store
-from services.control.web.render import HEADERS
 
 KEPT_S = POLL_S
 """Longest use of a page: values from metric files are not newer than that either."""
@@ -39,12 +36,12 @@ class RenderedPages:
         self._pages: dict[Hashable, _Page] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable, render: Callable[[], HTMLResponse]) -> HTMLResponse:
-        """Return a page, rendered by this call, or by another one lately; concurrent calls render it once."""
+    def get(self, key: Hashable, render: Callable[[], bytes]) -> bytes:
+        """Return the body of a page, rendered now or by another call lately; concurrent calls render it once."""
         with self._lock:
             page = self._pages.setdefault(key, _Page())
         with page.lock:
             version = self._store.version
             if page.version != version or time.monotonic() - page.at > KEPT_S:
-                page.body, page.version, page.at = bytes(render().body), version, time.monotonic()
-            return HTMLResponse(page.body, headers=HEADERS)
+                page.body, page.version, page.at = render(), version, time.monotonic()
+            return page.body
