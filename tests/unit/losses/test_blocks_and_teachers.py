@@ -16,9 +16,11 @@ from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
 from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.chunked_head import _scaled
 from xtoken_core.losses.common import ChunkView, partial_mean
-from xtoken_core.losses.lazy_logits import HeadRows
+from xtoken_core.losses.gold import first_rows
+from xtoken_core.losses.lazy_logits import HeadRows, logit_rows
 from xtoken_core.losses.masks import kept_chunk_ids
 from xtoken_core.losses.objective import ComparedTeacher
+from xtoken_core.losses.p_kl_rest import column_log_probs
 from xtoken_core.losses.registry import load_teacher
 from xtoken_core.losses.token_blocks import (
     Extent,
@@ -29,6 +31,8 @@ from xtoken_core.losses.token_blocks import (
     blocks_of_samples,
     packed_blocks,
 )
+from xtoken_core.topk_logits import largest_logits
+from xtoken_core.transports.ring import TopKSettings
 
 CPU = torch.device("cpu")
 
@@ -160,3 +164,35 @@ def test_a_gradient_is_scaled_in_the_dtype_of_its_operand(dtype):
     scaled = _scaled(x, torch.tensor(2.0), dtype)
     assert scaled.dtype == dtype and scaled.tolist() == [2.0] * 3
     assert (scaled.data_ptr() == x.data_ptr()) == (dtype == torch.float32), "in place where it can be"
+
+
+def test_rows_that_a_projection_lacks():
+    x = torch.tensor([[1], [2], [3]])
+    assert first_rows(x, 2, fill=-1).tolist() == [[1], [2]]
+    assert first_rows(x, 5, fill=-1).tolist() == [[1], [2], [3], [-1], [-1]]
+
+
+def test_rows_of_leading_columns():
+    logits = torch.arange(24.0).view(2, 3, 4)
+    assert logit_rows(logits, width=2)(torch.tensor([4, 9])).tolist() == [[[16.0, 17.0], [20.0, 21.0]]]
+    assert torch.equal(logit_rows(logits)(torch.arange(6))[0], logits.view(6, 4))
+
+
+def test_blocks_of_a_teacher_that_is_longer_than_its_vocabulary():
+    case = make_case(lengths=(9, 7), teacher_vocab=(5,))
+    loss_fn = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    (teacher,) = case.teacher_logits
+    (side,) = loss_fn._blocks(schema.with_numbers(case.batch), [teacher]).teachers
+    positions = teacher.shape[0] * teacher.shape[1]
+    assert side.rows.max().item() == positions, "the index behind the last position is the padding"
+
+
+def test_probabilities_of_compared_columns_of_the_largest_logits():
+    torch.manual_seed(0)
+    whole = torch.randn(1, 4, 9, dtype=torch.float64)
+    topk = largest_logits(whole, torch.zeros(1, 4, dtype=torch.int64), TopKSettings(3, 9, None, 1.0))
+    columns = torch.tensor([7, 0, 4])
+    filled = topk.log_equal_part().unsqueeze(-1).repeat(1, 1, 10).scatter(-1, topk.columns, topk.log_probs())[..., :9]
+    found = column_log_probs(topk, columns).exp()
+    torch.testing.assert_close(found[..., :3], filled[..., columns].exp())
+    torch.testing.assert_close(found.sum(-1), torch.ones(1, 4, dtype=torch.float64), rtol=1e-6, atol=0)

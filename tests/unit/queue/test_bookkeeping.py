@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.unit.queue.run_calls import COLLATOR, leased, make_run, nack, put, put_block, rewind, rows
+from xtoken_core import schema
 from xtoken_core.queue.budget import (
     BATCH_BYTES,
     COLUMN_BYTES,
@@ -27,6 +29,7 @@ from xtoken_core.queue.budget import (
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.reply_cache import ReplyCache
 from xtoken_core.queue.response import Response
+from xtoken_core.queue.run.names import signal_fields
 from xtoken_core.queue.run.slots import RegisteredRing, Slot
 from xtoken_core.queue.sample import Status, Task
 from xtoken_core.queue.sessions import ENDED_KEPT, Session, Sessions
@@ -300,8 +303,60 @@ def test_every_task_starts_over() -> None:
     samples = OrderedSamples(tasks)
     samples.produce([1, 2], ["x"])
     samples.claim_next("s", "b", 2)
+    samples.finish("b", [1, 2])
     samples.reset()
     assert samples.claim_next("s", "b", 3).ids == (1, 2)
+
+
+def test_an_order_is_rebuilt_without_stale_entries() -> None:
+    samples = OrderedSamples([Task("t", frozenset({"x"}), "arrival")])
+    samples.produce([1, 2, 3], ["x"])
+    samples.rebuild_ready_queues()
+    assert samples.queue_entries == 3
+    assert samples.claim_next("s", "t", 4).ids == (1, 2, 3)
+
+
+def test_a_claim_that_cannot_be_read_leaves_an_earlier_lease() -> None:
+    engine, worker = opened(m.TaskDef(name="a", requires=["x"]))
+    worker.ask(m.Put, {"x": column(1)}, ids=[1])
+    lease = worker.ask(m.Claim, task="a", ids=[1]).lease
+    with pytest.raises(QueueError, match="has no field 'y'"):
+        worker.ask(m.Claim, task="a", ids=[1], fields=["y"])
+    assert engine.partitions["p"].lease_ids() == [lease]
+
+
+def test_a_trainers_claim_that_cannot_be_read_is_undone() -> None:
+    engine, trainer = opened(run=RUN)
+    rewinds = trainer.ask(m.Rewind, step=0).rewinds
+    collator, teacher = Worker(engine, "collator"), Worker(engine, "teacher")
+    lease = collator.ask(m.LeaseBlock).lease
+    collator.ask(m.Put, {schema.INPUT_IDS.name: column(2)}, ids=[0, 1], lease=lease)
+    public = engine.sessions.get(trainer.session).public_id
+    ring = teacher.ask(m.AnnounceRing, teacher=0, rank=0, trainer=public, handle=b"").ring
+    trainer.ask(m.OpenedRing, teacher=0, ring=ring)
+    lease = teacher.ask(m.ClaimSlot, ring=ring, ids=[0, 1], rewinds=rewinds).lease
+    teacher.ask(m.Complete, lease=lease)
+    with pytest.raises(QueueError, match="has no field"):
+        trainer.ask(m.ClaimBatch, ids=[0, 1], rewinds=rewinds, fields=signal_fields(1))
+    part = engine.partitions["p"]
+    assert part.lease_ids() == [] and part.run.slots.readings == {}
+    assert trainer.ask(m.ClaimBatch, ids=[0, 1], rewinds=rewinds).ids == [0, 1]
+
+
+def test_a_tombstone_of_the_first_position_outlives_a_rewind_to_it() -> None:
+    run = make_run()
+    put(run)
+    block = leased(run)
+    put_block(run, block.lease, [3], {2: "empty"})
+    rewind(run, step=1)
+    assert (dict(run.skipped), rows(run, 1)) == ({2: "empty"}, [3])
+    assert run.finished.first_gap() == 3
+
+
+def test_dead_positions_are_finished() -> None:
+    run = make_run()
+    nack(run, COLLATOR, leased(run).lease, [], "unreadable")
+    assert run.finished.first_gap() == 2
 
 
 def test_leases_of_two_tasks_are_distinct() -> None:
