@@ -178,13 +178,14 @@ def test_rows_of_leading_columns():
     assert torch.equal(logit_rows(logits)(torch.arange(6))[0], logits.view(6, 4))
 
 
-def test_blocks_of_a_teacher_that_is_longer_than_its_vocabulary():
+def test_blocks_of_a_batch_on_a_device_have_every_position():
     case = make_case(lengths=(9, 7), teacher_vocab=(5,))
     loss_fn = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
     (teacher,) = case.teacher_logits
-    (side,) = loss_fn._blocks(schema.with_numbers(case.batch), [teacher]).teachers
-    positions = teacher.shape[0] * teacher.shape[1]
-    assert side.rows.max().item() == positions, "the index behind the last position is the padding"
+    batch = {name: x.to("meta") for name, x in schema.with_numbers(case.batch).items()}
+    blocks = loss_fn._blocks(batch, [teacher.to("meta")])
+    assert blocks.rows.shape == (1, 2 * case.batch["input_ids"].shape[1])
+    assert blocks.teachers[0].rows.shape == (1, 2 * teacher.shape[1])
 
 
 def test_probabilities_of_compared_columns_of_the_largest_logits():
