@@ -101,18 +101,15 @@ def whole_chunks(
     """
     B, T = chunk_id.shape
     inside = (chunk_id >= 0) & (chunk_id < max_chunks)
-    position = torch.arange(T, device=chunk_id.device).expand(B, T)
     # Tokens of no chunk go to spare entries, one each: nothing depends on how many there are, and none waits.
-    group = torch.where(inside, chunk_id, max_chunks + position)
-    spare = torch.zeros(B, max_chunks + T, dtype=torch.int64, device=chunk_id.device)
-    size = spare.scatter_add(1, group, torch.ones_like(group))
-    first = (spare + T).scatter_reduce(1, group, position, "amin")
-    last = (spare - 1).scatter_reduce(1, group, position, "amax")
-    opens = position == 0
+    group = torch.where(inside, chunk_id, max_chunks + torch.arange(T, device=chunk_id.device))
+    # 1 where a run of tokens of one chunk begins, 2 more at a token that nothing predicts: a whole chunk has 1 in all.
+    begins = torch.full_like(chunk_id, 2)
+    begins[:, 1:] = chunk_id[:, 1:] != chunk_id[:, :-1]
     if sample is not None:
-        opens[:, 1:] |= sample[:, 1:] != sample[:, :-1]
-    unpredicted = spare.scatter_add(1, group, opens.long())
-    return ((size > 0) & (last - first + 1 == size) & (unpredicted == 0))[:, :max_chunks]
+        begins[:, 1:] += 2 * (sample[:, 1:] != sample[:, :-1])
+    total = chunk_id.new_zeros(B, max_chunks + T).scatter_add(1, group, begins)
+    return total[:, :max_chunks] == 1
 
 
 def kept_chunk_ids(chunk_id: Int[Tensor, "B T"], kept: Bool[Tensor, "B P"]) -> Int[Tensor, "B T"]:
