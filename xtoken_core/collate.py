@@ -17,7 +17,7 @@ from xtoken_core.config.loss import LossConfig
 from xtoken_core.data_plane.batch import BatchedDataDict
 from xtoken_core.dataset.records import UnusableRecordError, usable_value
 from xtoken_core.errors import InputError
-from xtoken_core.tokenizing import ConversationError, TextTokenizer
+from xtoken_core.tokenizing import ConversationError, TextTokenizer, only_answer, tokenize_conversation
 from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
 
 Batch = BatchedDataDict[Any]
@@ -229,7 +229,7 @@ class CrossTokenizerCollator:
                     of_side[index] = self._close(side, np.r_[prompt, rest], learn)
             elif "messages" in value:
                 try:
-                    rendered = _conversation(sides, value["messages"])
+                    rendered = tokenize_conversation([side.text for side in sides], value["messages"])
                 except ConversationError as error:
                     refused[index] = str(error)
                     continue
@@ -329,24 +329,11 @@ def loss_counts(config: LossConfig, same_tokenizer: Sequence[bool]) -> Counts:
     return counts
 
 
-def _conversation(sides: Sequence[_Side], messages: Sequence[Mapping[str, Any]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return every side's ids and learn mask; an answer is trained on only if every side's template shows it."""
-    rendered = [side.text.render(messages) for side in sides]
-    shared = sorted(set.intersection(*(set(spans) for _, spans in rendered)))
-    if not shared:
-        raise ConversationError("no assistant message that every chat template shows as it is")
-    return [
-        side.text.tokenize_spans(text, [spans[number] for number in shared])
-        for side, (text, spans) in zip(sides, rendered, strict=True)
-    ]
-
-
 def _aligned_text(value: Mapping[str, Any]) -> str | None:
     """Return the text that is aligned, if it is one stretch."""
     if "text" in value or "completion" in value:
         return str(value.get("text", value.get("completion")))
-    answers = [str(m["content"]).strip() for m in value["messages"] if m["role"] == "assistant"]
-    return answers[0] if len(answers) == 1 else None
+    return only_answer(value["messages"])
 
 
 def _usable(record: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:

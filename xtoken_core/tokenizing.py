@@ -145,3 +145,30 @@ class TextTokenizer:
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             line = " ".join(str(error).split())
             raise ConversationError(f"the {self.name}'s chat template refuses the messages: {line}") from error
+
+
+def tokenize_conversation(
+    sides: Sequence[TextTokenizer], messages: Sequence[Mapping[str, Any]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokenize a conversation on every side, each by its own chat template.
+
+    Returns:
+        Per side token ids `[n]` and a mask `[n]`, int64: 1 for an answer that every side's template shows as it is.
+
+    Raises:
+        ConversationError: A template refuses the messages, or there is no such answer.
+    """
+    rendered = [side.render(messages) for side in sides]
+    shared = sorted(set.intersection(*(set(spans) for _, spans in rendered)))
+    if not shared:
+        raise ConversationError("no assistant message that every chat template shows as it is")
+    return [
+        side.tokenize_spans(text, [spans[number] for number in shared])
+        for side, (text, spans) in zip(sides, rendered, strict=True)
+    ]
+
+
+def only_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the text that is aligned, if it is one stretch: the answer of a conversation that has a single one."""
+    answers = [str(message["content"]).strip() for message in messages if message["role"] == "assistant"]
+    return answers[0] if len(answers) == 1 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,6 +88,7 @@ def check(
 
     Records that cannot be used are counted as skipped. A record with misfits has tokens in no chunk beyond those that
     any text may have: specials and a space that a tokenizer sets around it, and the rest of a text that was cut.
+    Messages are rendered by each side's chat template, and their answers are aligned, as in a run.
     """
     from services.common.progress import progress_bar
     from xtoken_core.alignment.check import CheckReport, check_records
@@ -97,7 +98,10 @@ def check(
     reports: dict[str, CheckReport] = {}
     for path in files:
         report = CheckReport()
-        with progress_bar(f"aligning {path.name}", quiet=as_json) as advance, _records(path, field) as (records, count):
+        with (
+            progress_bar(f"aligning {path.name}", quiet=as_json) as advance,
+            _records(path, field, (ours, theirs)) as (records, count),
+        ):
             for batch in _batches(records):
                 report += check_records(aligner, ours, theirs, batch, context=context)
                 advance(report.records, count)
@@ -135,7 +139,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 @contextmanager
-def _records(path: Path, field: str) -> Iterator[tuple[Iterable[Record], int]]:
+def _records(path: Path, field: str, sides: Sequence[TextTokenizer]) -> Iterator[tuple[Iterable[Record], int]]:
     """Open a file and yield its records and their number; a file of a kind that runs do not read is one record."""
     import tempfile
 
@@ -145,19 +149,27 @@ def _records(path: Path, field: str) -> Iterator[tuple[Iterable[Record], int]]:
     if path.is_dir() or path.suffix.lower() in (".jsonl", ".parquet", ".txt"):
         with tempfile.TemporaryDirectory() as cache:
             index = DataIndex.build([path], field=field, cache_dir=Path(cache))
-            yield _indexed(index), len(index)
+            yield _indexed(index, sides), len(index)
     else:
         yield [Record(str(path), read_text(None, path))], 1
 
 
-def _indexed(index: DataIndex) -> Iterator[Record]:
+def _indexed(index: DataIndex, sides: Sequence[TextTokenizer]) -> Iterator[Record]:
+    """Yield the records; of messages, rendered by each side's chat template, the answers are aligned, as in a run."""
+    from functools import partial
+
     from xtoken_core.alignment.check import Record
     from xtoken_core.dataset import BadRecord
+    from xtoken_core.tokenizing import only_answer, tokenize_conversation
 
     for number in range(len(index)):
         (record,) = index.read([number])
         if isinstance(record, BadRecord):
             yield Record(record.location, None, record.reason)
+        elif "messages" in record.value:
+            messages = record.value["messages"]
+            tokenize = partial(tokenize_conversation, sides, messages)
+            yield Record(index.location(number), only_answer(messages), tokenize=tokenize)
         else:
             yield Record(index.location(number), record.document)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from services.cli.align import align_app
 from services.common.chat_templates import read_chat_template
 from services.common.tokenizers import tokenizer_of
 from tests.support import vocabularies as v
@@ -133,3 +135,24 @@ def test_base_model_borrows_a_template(tmp_path: Path, sides: tuple[Any, Any, An
     rendered = tokenizer_of(spec, "teacher").apply_chat_template(CHAT[:2], tokenize=False)
     assert rendered == f"User: say hello there\n\nAssistant: {ANSWERS[0]}\n\n"
     assert tokenizer_of(spec.model_copy(update={"chat_template": None}), "teacher").chat_template is None
+
+
+def test_align_check_renders_messages_as_a_run_does(tmp_path: Path, sides: tuple[Any, Any, Any]) -> None:
+    student, teacher, aligner = copy.copy(sides[0]), copy.copy(sides[1]), sides[2]
+    student.chat_template, teacher.chat_template = TEMPLATES["inst"], TEMPLATES["im_start"]
+    student.save_pretrained(tmp_path / "student")
+    teacher.save_pretrained(tmp_path / "teacher")
+    file = tmp_path / "chat.jsonl"
+    lines = [{"messages": CHAT}, {"messages": CHAT[:1]}, {"messages": CHAT[:2]}, {"text": "hello there"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sides_given = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
+    done = CliRunner().invoke(align_app, ["check", *sides_given, "--json", str(file)], catch_exceptions=False)
+    total = json.loads(done.stdout)["total"]
+    collator = CrossTokenizerCollator(
+        student_tokenizer=student, teacher_tokenizer=teacher, aligner=aligner, ctx_length_student=500,
+        ctx_length_teacher=500, append_eos=False,
+    )  # fmt: skip
+    rows = rows_of(collator.rows(lines).columns)
+    assert (total["records"], total["skipped"], total["records_with_misfits"]) == (4, 1, 0)
+    assert total["first_skipped"]["reason"] == "no assistant message that every chat template shows as it is"
+    assert total["chunks"] == sum(row["alignment_0_num_chunks"] for row in rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any
@@ -22,13 +22,30 @@ class Record:
 
     Attributes:
         location: File and line, for messages.
-        text: Its text; None if it cannot be used.
+        text: The text that is aligned; None if it cannot be used, or is not one stretch.
         reason: Reason for which it cannot be used.
+        tokenize: Returns token ids and a mask of those that are aligned, for student and teacher, `[n]` int64 each;
+            None: the whole text is tokenized. It raises `ValueError` with the reason if it cannot be used.
     """
 
     location: str
     text: str | None
     reason: str = ""
+    tokenize: Callable[[], Sequence[tuple[np.ndarray, np.ndarray]]] | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A tokenized record; ids and masks of student and teacher, `[n]` int64, not truncated.
+
+    Attributes:
+        is_part: Only the tokens of the masks are aligned; otherwise all are.
+    """
+
+    record: Record
+    ids: Sequence[np.ndarray]
+    masks: Sequence[np.ndarray]
+    is_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,55 +137,87 @@ def check_records(
         records: Records, usable or not.
         context: Length in tokens to which both sides are truncated; None for no truncation.
     """
-    skipped = [record for record in records if record.text is None]
-    usable = [(record.location, record.text) for record in records if record.text is not None]
-    report = CheckReport(records=len(records), skipped=len(skipped), first_skipped=next(iter(skipped), None))
-    if not usable:
-        return report
-    locations, texts = zip(*usable, strict=True)
     sides = (student, teacher)
     began = perf_counter()
-    ids = [side.encode(texts, specials=True) for side in sides]
-    (s, s_mask), (t, t_mask) = (_padded([row[:context] for row in rows]) for rows in ids)
+    rows, skipped = _tokenized(sides, records)
+    report = CheckReport(records=len(records), skipped=len(skipped), first_skipped=next(iter(skipped), None))
+    if not rows:
+        return report
+    (s, s_mask), (t, t_mask) = (_padded(rows, side, context) for side in range(2))
+    texts = [row.record.text for row in rows]
     batch = aligner.align(s, t, student_attention_mask=s_mask, teacher_attention_mask=t_mask, texts=texts)
     seconds = perf_counter() - began
     incorrect = (batch.pair_valid & ~batch.pair_is_correct).any(dim=1).nonzero()
-    misfits = list(_misfits(locations, sides, ids, batch, context))
+    misfits = list(_misfits(rows, sides, batch, context))
     return replace(
         report,
         misfits=len(misfits),
         first_misfit=next(iter(misfits), None),
-        first_incorrect=locations[int(incorrect[0])] if len(incorrect) else "",
+        first_incorrect=rows[int(incorrect[0])].record.location if len(incorrect) else "",
         counts=replace(summarize(aligner, batch, s, s_mask, t_mask), seconds=seconds),
     )
 
 
-def _padded(rows: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Return ids and attention mask, `[B, T]` int64 each, padded on the right."""
-    shape = len(rows), max(map(len, rows))
+def _tokenized(sides: Sequence[Encoder], records: Sequence[Record]) -> tuple[list[_Row], list[Record]]:
+    """Return the usable records with their tokens, and the others with the reason."""
+    whole = [index for index, record in enumerate(records) if record.tokenize is None and record.text is not None]
+    encoded = [side.encode([str(records[index].text) for index in whole], specials=True) for side in sides]
+    rows = {
+        index: _Row(records[index], ids, [np.ones_like(i) for i in ids])
+        for index, *ids in zip(whole, *encoded, strict=True)
+    }
+    skipped = []
+    for index, record in enumerate(records):
+        if record.tokenize is not None:
+            try:
+                ids, masks = zip(*record.tokenize(), strict=True)
+                rows[index] = _Row(record, ids, masks, is_part=True)
+            except ValueError as error:
+                skipped.append(replace(record, reason=str(error)))
+        elif record.text is None:
+            skipped.append(record)
+    return [rows[index] for index in sorted(rows)], skipped
+
+
+def _padded(rows: Sequence[_Row], side: int, context: int | None) -> tuple[Tensor, Tensor]:
+    """Return ids and mask of a side, `[B, T]` int64 each, truncated to `context` and padded on the right."""
+    shape = len(rows), max(len(row.ids[side][:context]) for row in rows)
     ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    for row, kept in enumerate(rows):
-        ids[row, : len(kept)], mask[row, : len(kept)] = torch.from_numpy(kept), 1
+    for number, row in enumerate(rows):
+        kept = row.ids[side][:context]
+        ids[number, : len(kept)] = torch.from_numpy(kept)
+        mask[number, : len(kept)] = torch.from_numpy(row.masks[side][:context])
     return ids, mask
 
 
 def _misfits(
-    locations: Sequence[str],
-    sides: tuple[Encoder, Encoder],
-    ids: Sequence[Sequence[np.ndarray]],
-    batch: AlignmentBatch,
-    context: int | None,
+    rows: Sequence[_Row], sides: tuple[Encoder, Encoder], batch: AlignmentBatch, context: int | None
 ) -> Iterator[Misfit]:
-    """Yield the records with unmatched tokens other than those at their ends; `ids` are not truncated."""
+    """Yield the records with unmatched tokens other than those at their ends."""
     chunks = (batch.student_chunk_id.numpy(), batch.teacher_chunk_id.numpy())  # [B, T_s], [B, T_t]
-    for row, location in enumerate(locations):
-        truncated = context is not None and any(len(encoded[row]) > context for encoded in ids)
+    for number, row in enumerate(rows):
+        truncated = context is not None and any(len(ids) > context for ids in row.ids)
         unmatched = [
-            _unmatched(side, encoded[row], chunk[row][: len(encoded[row])], truncated=truncated)
-            for side, encoded, chunk in zip(sides, ids, chunks, strict=True)
+            _unmatched_part(mask, chunk[number][: len(ids)], truncated=truncated)
+            if row.is_part
+            else _unmatched(side, ids, chunk[number][: len(ids)], truncated=truncated)
+            for side, ids, mask, chunk in zip(sides, row.ids, row.masks, chunks, strict=True)
         ]
         if any(unmatched):
-            yield Misfit(location, *unmatched)
+            yield Misfit(row.record.location, *unmatched)
+
+
+def _unmatched_part(mask: np.ndarray, chunk: np.ndarray, *, truncated: bool) -> int:
+    """Return the number of unmatched tokens of a row of which only a part is aligned.
+
+    Args:
+        mask: `[n]` int64, 1 for that part, not truncated.
+        chunk: `[m]` int64, m at most n: the chunk of each token, -1 = none.
+        truncated: A side of this record was truncated.
+    """
+    matched = (chunk >= 0).nonzero()[0]
+    end = (int(matched[-1]) + 1 if len(matched) else 0) if truncated else len(chunk)
+    return int(((chunk[:end] < 0) & (mask[:end] > 0)).sum())
 
 
 def _unmatched(side: Encoder, ids: np.ndarray, chunk: np.ndarray, *, truncated: bool) -> int:
