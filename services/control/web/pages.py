@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -35,6 +36,8 @@ TABS = {
     "ended": (RunState.FAILED, RunState.STOPPED, RunState.INTERRUPTED),
 }
 """Run states in each tab of the list; empty for all."""
+LIVE_TABS = ("overview", "log", "configuration", "files")
+"""Tabs of a run's page."""
 TAB_LABELS = {"": "All", "active": "Active", "completed": "Completed", "ended": "Stopped or failed"}
 LOG_LINE = re.compile(
     r"(?:(?P<worker>[\w.-]+) \| )?(?:(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) )?(?:(?P<level>[A-Z]+) )?(?P<text>.*)"
@@ -52,12 +55,16 @@ def list_runs(
     cursor: Cursor = None,
 ) -> Response:  # fmt: skip
     """Show the runs; for an htmx request only their table."""
-    if cursor is None and not name:  # the pages that stay open in browsers
+    if cursor is None and not name:  # other lists do not stay open in many browsers
         key = (tab, "hx-request" in request.headers)
-        rendered: RenderedPages = request.app.state.rendered
-        body = rendered.get(key, lambda: bytes(_list_of_runs(request, context, tab, name, cursor).body))
-        return HTMLResponse(body, headers=HEADERS)
+        return _rendered_once(request, key, lambda: _list_of_runs(request, context, tab, name, cursor))
     return _list_of_runs(request, context, tab, name, cursor)
+
+
+def _rendered_once(request: Request, key: tuple[str, object], render: Callable[[], HTMLResponse]) -> HTMLResponse:
+    """Return a page that many readers have open and that depends on nothing but the key."""
+    rendered: RenderedPages = request.app.state.rendered
+    return HTMLResponse(rendered.get((request.url.path, *key), lambda: bytes(render().body)), headers=HEADERS)
 
 
 def _list_of_runs(request: Request, context: AppContext, tab: Tab, name: str, cursor: int | None) -> HTMLResponse:
@@ -93,7 +100,11 @@ def show_run(request: Request, run_id: RunId, context: Context) -> Response:
 @router.get("/runs/{run_id}/live")
 def show_live(request: Request, run_id: RunId, context: Context, tab: str = "overview") -> Response:
     """Return the changing parts of a run's page: its header, and on the first tab its metrics, workers and history."""
-    return page(request, "run_live.html", tab=tab, **_variables(context, run_id))
+
+    def render() -> HTMLResponse:
+        return page(request, "run_live.html", tab=tab, **_variables(context, run_id))
+
+    return _rendered_once(request, (run_id, tab), render) if tab in LIVE_TABS else render()
 
 
 @router.get("/runs/{run_id}/gauges")

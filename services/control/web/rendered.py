@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from services.control.store import Store
 
 KEPT_S = POLL_S
 """Longest use of a page: values from metric files are not newer than that either."""
+KEPT_PAGES = 64
 
 
 @dataclass
@@ -25,7 +27,7 @@ class _Page:
 
 
 class RenderedPages:
-    """Cache of pages by key, of which there must be few.
+    """Cache of pages by key; holds the most recently used.
 
     Args:
         store: The database that the pages show.
@@ -33,13 +35,16 @@ class RenderedPages:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._pages: dict[Hashable, _Page] = {}
+        self._pages: OrderedDict[Hashable, _Page] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, render: Callable[[], bytes]) -> bytes:
         """Return the body of a page, rendered now or by another call lately; concurrent calls render it once."""
         with self._lock:
             page = self._pages.setdefault(key, _Page())
+            self._pages.move_to_end(key)
+            while len(self._pages) > KEPT_PAGES:
+                self._pages.popitem(last=False)
         with page.lock:
             version = self._store.version
             if page.version != version or time.monotonic() - page.at > KEPT_S:

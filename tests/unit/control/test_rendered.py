@@ -28,4 +28,7 @@ def test_pages_are_rendered_again_after_a_change_and_after_a_while() -> None:
     assert pages.get("other", render) == b"3"
     time.sleep(rendered.KEPT_S + 0.05)
     assert pages.get("list", render) == b"4"
+    for number in range(rendered.KEPT_PAGES):
+        pages.get(number, lambda: b"")
+    assert pages.get("list", render) == b"5"
     store.close()
