@@ -48,22 +48,30 @@ def page(result: dict[str, Any]) -> str:
                     "chosen": {row.method: row for row in chosen},
                     "steps_best": {row.method: _best(found, name, row.method, row.weight) for row in chosen},
                     "swept": methods.CONDITIONS[name].rates,
+                    "own": f"{condition['source']}.test",
+                    "teacher": result["teachers"].get(name, {}),
                     "rates": sorted({outcome.rate for outcome in found if outcome.condition == name}),
                 }
             )
+    compared = [entry for entry in conditions if {"chain", "ce"} <= set(entry["chosen"])]
     waiting = Counter(titles[cell["method"]] for cell in result["not_run"])
     return render(
         TEMPLATE,
         machine=result["machine"],
         conditions=conditions,
+        compared=compared,
+        transfers=sum(_transfers(entry["chosen"], f"{entry['others'][0]}.test") for entry in compared),
         predictions="\n".join(predictions.compare(result)),
         waiting=dict(waiting),
         missing=[name for name in methods.CONDITIONS if name not in {condition["name"] for condition in conditions}],
         runs=len(result["runs"]),
         weights=methods.WEIGHTS,
-        result_teachers=list(result["teachers"]),
         samples=methods.SAMPLES_PER_STEP,
     )
+
+
+def _transfers(chosen: dict[str, summary.Row], text: str) -> bool:
+    return chosen["chain"].others[text] < chosen["ce"].others[text]
 
 
 def _best(found: list[summary.Outcome], condition: str, method: str, weight: str) -> str:

@@ -84,7 +84,8 @@ class Row:
         deviation: Standard deviation over the seeds; 0 for one seed.
         gain: Mean of cross-entropy's bits per byte minus the method's, seed by seed; None without a common seed.
         gain_deviation: Its standard deviation.
-        closed: Fraction of the gap from cross-entropy to the teacher that is closed; None without the teacher.
+        closed: Fraction of the gap from cross-entropy to the teacher that is closed; None without the teacher, and where
+            cross-entropy alone passes it.
         others: Mean bits per byte on the other test sets.
     """
 
@@ -127,7 +128,7 @@ def _row(
         deviation=_deviation(test),
         gain=statistics.fmean(gains) if gains else None,
         gain_deviation=_deviation(gains),
-        closed=statistics.fmean(gains) / statistics.fmean(gaps) if gains and gaps else None,
+        closed=statistics.fmean(gains) / statistics.fmean(gaps) if gains and gaps and statistics.fmean(gaps) > 0 else None,
         others={name: statistics.fmean(outcome.bits[name] for outcome in group) for name in others},
     )
 
