@@ -128,7 +128,9 @@ def _row(
         deviation=_deviation(test),
         gain=statistics.fmean(gains) if gains else None,
         gain_deviation=_deviation(gains),
-        closed=statistics.fmean(gains) / statistics.fmean(gaps) if gains and gaps and statistics.fmean(gaps) > 0 else None,
+        closed=statistics.fmean(gains) / statistics.fmean(gaps)
+        if gains and gaps and statistics.fmean(gaps) > 0
+        else None,
         others={name: statistics.fmean(outcome.bits[name] for outcome in group) for name in others},
     )
 
