@@ -84,8 +84,8 @@ class Row:
         deviation: Standard deviation over the seeds; 0 for one seed.
         gain: Mean of cross-entropy's bits per byte minus the method's, seed by seed; None without a common seed.
         gain_deviation: Its standard deviation.
-        closed: Fraction of the gap from cross-entropy to the teacher that is closed; None without the teacher, and where
-            cross-entropy alone passes it.
+        closed: Fraction of the gap from cross-entropy to the teacher that is closed; None without the teacher
+            and where cross-entropy alone passes it.
         others: Mean bits per byte on the other test sets.
     """
 
