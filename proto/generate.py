@@ -116,6 +116,8 @@ def _runs_and_rings() -> Plain:
         ("ack_window", m.AckWindow(id="a.27", **IN, step=1, rewinds=1)),
         ("rewind", m.Rewind(id="a.28", **IN, step=7, skipped={3: "empty document"}, dead={})),
         ("rewound", m.Rewound(id="a.28", rewinds=2)),
+        ("publish", m.Publish(id="a.30", **IN, step=7, rewinds=2, tag=5)),
+        ("block_of_prompts", m.Block(id="a.15", lease=2, first=12, count=4, version=1, tag=5)),
         ("give_up", m.Giveup(id="a.29", **IN, reason="record 17 is not valid UTF-8")),
     ]  # fmt: skip
 

@@ -39,10 +39,10 @@ class RunClient:
         self.client = client
         self.partition = partition or client.partition
 
-    # Collators
+    # Collators and rollout workers
 
     def lease_block(self, *, wait_s: float) -> m.Block | None:
-        """Lease the lowest free block of positions."""
+        """Lease the lowest free block of positions: of text for a collator, of prompts for a rollout worker."""
         reply = self.client.wait(lambda s: m.LeaseBlock(**self._head(), wait_s=s), m.Block, wait_s)
         return reply[0] if reply else None
 
@@ -151,6 +151,10 @@ class RunClient:
     def ack_window(self, step: int, *, rewinds: int) -> None:
         """Acknowledge a step that the optimiser has taken."""
         self.client.ask(m.AckWindow(**self._head(), step=step, rewinds=rewinds), m.Ok)
+
+    def publish(self, step: int, *, tag: int, rewinds: int) -> None:
+        """Report that rollout workers can read the weights of the current step, by their tag."""
+        self.client.ask(m.Publish(**self._head(), step=step, rewinds=rewinds, tag=tag), m.Ok)
 
     # All roles
 

@@ -6,7 +6,7 @@ argument is what the move has chosen; a negative one says that the answer is los
 
 from __future__ import annotations
 
-from tests.unit.queue.world import Checkpoint, Config, Ids, ViolationError, Worker, World, ask, owned
+from tests.unit.queue.world import Checkpoint, Config, Ids, ViolationError, Weights, Worker, World, ask, owned
 from xtoken_core import schema
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
@@ -34,7 +34,7 @@ class Agents:
 
     def _refuse(self, world: World, worker: Worker, _: int) -> bool:
         world.nacks -= 1
-        if worker.role == "collator":
+        if worker.role in ("collator", "rollout"):
             world.protocol.nack(ask(m.Nack, worker.session, lease=worker.lease, ids=[], reason="bad"))
             worker.phase, worker.lease, worker.todo = "idle", -1, ()
         else:
@@ -63,6 +63,34 @@ class Agents:
             return False
         if not lost:
             worker.phase, worker.lease, worker.todo = "idle", -1, ()
+        return True
+
+    # Rollout workers
+
+    def _rollout_idle(self, world: World, worker: Worker, _: int) -> bool:
+        block = world.protocol.lease_block(ask(m.LeaseBlock, worker.session))
+        if block is None:
+            return False
+        worker.phase, worker.lease, worker.weights = "reading", block.lease, Weights(block.tag, block.version)
+        worker.todo = (tuple(range(block.first, block.first + block.count)),)
+        return True
+
+    def _rollout_reading(self, world: World, worker: Worker, _: int) -> bool:
+        """Its weights are those of the file by now; of another tag: its lease is from before a rewind."""
+        assert worker.weights is not None and world.file is not None
+        if world.file.tag != worker.weights.tag:
+            worker.phase, worker.lease, worker.todo, worker.weights = "idle", -1, (), None
+            return True
+        if world.file.step < worker.weights.step:
+            raise ViolationError("stale", f"{worker.weights.step} is published, the file has {world.file.step}")
+        worker.weights, worker.phase = world.file, "holding"
+        return True
+
+    def _rollout_holding(self, world: World, worker: Worker, lost: int) -> bool:
+        weights, ids = worker.weights, worker.todo[0]
+        self._collator_holding(world, worker, lost)
+        world.generated |= dict.fromkeys(ids, weights)
+        worker.weights = weights if lost else None
         return True
 
     # Teachers
@@ -186,6 +214,21 @@ class Agents:
         if not lost:
             for trainer in world.trainers:
                 trainer.rewinds, trainer.phase = world.protocol.rewinds, "window"
+            if self.config.prompts:
+                world.tags += 1
+                worker.weights, worker.phase = Weights(world.tags, known.step, known.chain), "saving_weights"
+        return True
+
+    def _trainer_saving_weights(self, world: World, worker: Worker, _: int) -> bool:
+        world.file, worker.phase = worker.weights, "publishing"
+        return True
+
+    def _trainer_publishing(self, world: World, worker: Worker, lost: int) -> bool:
+        assert worker.weights is not None
+        tag, step, _ = worker.weights
+        world.protocol.publish(ask(m.Publish, worker.session, step=step, rewinds=worker.rewinds, tag=tag))
+        if not lost:
+            worker.phase = "window"
         return True
 
     def _trainer_see(self, world: World, worker: Worker, teacher: int) -> bool:
@@ -305,6 +348,13 @@ class Agents:
             counted = [t.counted for t in world.trainers]
             raise ViolationError("denominator", f"step {step} has trained {trained} and counted {counted}")
         known, leader = world.cursor, world.trainers[0]
+        for position in filter(world.protocol.is_prompt, trained):
+            weights = world.generated[position]
+            assert weights is not None
+            assert leader.weights is not None
+            of_this_life = weights.tag == leader.weights.tag and weights.chain == known.chain[: weights.step]
+            if step - weights.step > self.config.max_staleness or not of_this_life:
+                raise ViolationError("stale", f"step {step} trains position {position} of weights {weights}")
         world.cursor = Checkpoint(
             step + 1, (*known.chain, tuple(trained)), (*known.skipped, *leader.absent), (*known.dead, *leader.dead)
         )
@@ -324,6 +374,10 @@ class Agents:
         for trainer in world.trainers:
             trainer.step = step
             trainer.phase = "saving" if end else "window"
+        if self.config.prompts and not end and step % self.config.publish_every == 0:
+            assert worker.weights is not None
+            worker.weights = Weights(worker.weights.tag, step, world.cursor.chain)
+            worker.phase = "saving_weights"
         return True
 
     def _trainer_saving(self, world: World, worker: Worker, _: int) -> bool:

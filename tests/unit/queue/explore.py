@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tests.unit.queue.model import Model
-from tests.unit.queue.world import Config, ViolationError, Worker, World
+from tests.unit.queue.world import Config, ViolationError, Weights, Worker, World
 
 
 @dataclass
@@ -160,7 +160,9 @@ def key_of(world: World) -> int:
     state = (
         tuple(sorted(map(hash, teachers))),
         tuple(sorted(hash(_collator_key(world, c)) for c in world.collators)),
+        tuple(sorted(hash(_rollout_key(world, r)) for r in world.rollouts)),
         tuple(_trainer_key(world, t) for t in world.trainers),
+        _weights_key(world),
         tuple((p, int(s.status["train"]), s.attempts) for p, s in sorted(samples.samples.items())),
         tuple(sorted(samples.dead)),
         tuple(sorted(protocol.skipped)),
@@ -182,6 +184,25 @@ def _collator_key(world: World, worker: Worker) -> tuple[object, ...]:
     return worker.phase, world.alive(worker), worker.todo, tuple(held), worker.lease in world.protocol.blocks.leases
 
 
+def _rollout_key(world: World, worker: Worker) -> tuple[object, ...]:
+    return *_collator_key(world, worker), _relative(world, worker.weights)
+
+
+def _weights_key(world: World) -> tuple[object, ...]:
+    held = world.protocol.samples.samples
+    generated = tuple((p, _relative(world, weights)) for p, weights in sorted(world.generated.items()) if p in held)
+    protocol = world.protocol
+    published = protocol.published, world.file is not None and protocol.weights_tag == world.file.tag
+    return generated, published, world.file and world.file[1:]
+
+
+def _relative(world: World, weights: Weights | None) -> tuple[object, ...]:
+    """Weights with what counts of their tag: whether it is the file's, which is the newest one that was written."""
+    if weights is None:
+        return ()
+    return weights[1:], world.file is not None and weights.tag == world.file.tag
+
+
 def _trainer_key(world: World, worker: Worker) -> tuple[object, ...]:
     protocol = world.protocol
     readings = [
@@ -201,6 +222,7 @@ def _trainer_key(world: World, worker: Worker) -> tuple[object, ...]:
         tuple((len(refs), ids) for refs, ids in worker.reading),
         tuple(sorted(map(hash, readings))),
         tuple(sorted(lease.ids for lease in protocol.samples.of_session(worker.session))),
+        _relative(world, worker.weights),
     )
 
 

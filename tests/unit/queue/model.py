@@ -1,8 +1,8 @@
 """A run as an explicit-state model: the queue's own transition functions, driven by small agents.
 
-Queue: `RunProtocol` and `Sessions`, the very code of the server. Agents: collators, one teacher process per (teacher,
-rank), the ranks of one trainer group, and a supervisor that starts what is down. A move is one request with its answer
-and what its sender does before the next one, so that every interleaving of requests is explored.
+Queue: `RunProtocol` and `Sessions`, the very code of the server. Agents: collators, rollout workers, one teacher
+process per (teacher, rank), the ranks of one trainer group, and a supervisor that starts what is down. A move is one
+request with its answer and what its sender does before the next one, so that every interleaving is explored.
 
 What is assumed of the world:
 
@@ -24,13 +24,16 @@ from xtoken_core.queue.run.slots import SlotState
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 
+LOSING = ("holding", "announce", "claim", "writing", "start", "ack", "publishing")
+"""Phases in which an answer may be lost."""
+
 
 class Model(Agents):
     """All moves of all workers under one configuration."""
 
     def moves(self, world: World) -> Iterator[Move]:
         """What may happen in this state; a move that turns out to be waiting changes nothing."""
-        for role, workers in (("collator", world.collators), ("teacher", world.teachers), ("trainer", world.trainers)):
+        for role, workers in world.by_role.items():
             for at, worker in enumerate(workers):
                 yield from self._moves_of(world, role, at, worker)
         for at in range(len(world.late)):
@@ -58,7 +61,7 @@ class Model(Agents):
         if role == "trainer" and phase == "claim":
             for teacher in range(self.config.teachers):
                 yield Move(f"{name} sees the ring of teacher {teacher}", "see", role, at, teacher)
-        if world.losses and phase in ("holding", "announce", "claim", "writing", "start", "ack"):
+        if world.losses and phase in LOSING:
             yield Move(f"{name} {phase}, answer lost", phase, role, at, -1, fault=True)
         if world.duplicates and phase == "releasing":
             yield Move(f"{name} {phase}, and a repetition under way", phase, role, at, 1, fault=True)
@@ -89,8 +92,7 @@ class Model(Agents):
         if not move.role:
             act_of_fate: Callable[[World, int], bool] = getattr(self, f"_{move.act}")
             return act_of_fate(world, move.argument)
-        workers = {"collator": world.collators, "teacher": world.teachers, "trainer": world.trainers}[move.role]
-        worker = workers[move.worker]
+        worker = world.by_role[move.role][move.worker]
         act: Callable[[World, Worker, int], bool] = getattr(self, f"_{move.act}", None) or getattr(
             self, f"_{move.role}_{move.act}"
         )
@@ -115,7 +117,7 @@ class Model(Agents):
             world.die(worker, "exited")
             world.protocol.sessions.end(worker.session, "bye")
         elif code == "lease_revoked" and worker.role != "trainer":
-            worker.phase = "idle" if worker.role == "collator" else self._again(worker)
+            worker.phase = "idle" if worker.role in ("collator", "rollout") else self._again(worker)
         elif code == "rewound" and worker.role == "teacher":
             worker.step, worker.rewinds, worker.phase = (
                 error.detail["step"],

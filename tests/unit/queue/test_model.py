@@ -66,9 +66,31 @@ RUNS = {
     "lost-answer-and-crash": replace(ONE_TEACHER, micro_batch=2, losses=1, crashes=1, crashing=TEACHER),
 }
 
+PROMPTS = replace(NO_TEACHER, positions=6, collators=0, rollouts=1, prompts=2)
+"""Three steps of two prompts; weights are published after every step."""
+MIXED = replace(ONE_TEACHER, rollouts=1, prompts=1, block_size=1)
+"""Two steps of a text and a prompt."""
+ROLLOUT = frozenset({"rollout"})
+RUNS |= {
+    "prompts": PROMPTS,
+    "prompts-and-text": MIXED,
+    "prompts-of-stale-weights": replace(PROMPTS, max_staleness=1, publish_every=2, rollouts=2, block_size=1),
+    "prompts-tombstones": replace(PROMPTS, tombstones=frozenset({1, 2, 3}), crashes=1, checkpoints=FIRST_STEP),
+    "prompts-rollout-crashes": replace(MIXED, crashes=1, crashing=ROLLOUT),
+    "prompts-trainer-crashes": replace(
+        PROMPTS, max_staleness=1, publish_every=2, crashes=1, crashing=TRAINER, checkpoints=FIRST_STEP
+    ),
+    "prompts-teacher-crashes": replace(MIXED, crashes=1, crashing=TEACHER),
+    "prompts-sessions-lapse": replace(PROMPTS, max_staleness=1, lapses=1, checkpoints=FIRST_STEP),
+    "prompts-queue-lost": replace(PROMPTS, max_staleness=1, queue_losses=1, checkpoints=FIRST_STEP),
+    "prompts-nacks": replace(MIXED, nacks=1),
+    "prompts-lost-answers": replace(PROMPTS, max_staleness=1, losses=1),
+}  # fmt: skip
+
 LONG = (
     "two-crashes", "teacher-crashes", "two-slots", "two-collators", "nack-and-crash", "ahead-sessions-lapse",
-    "nacks-below-the-limit", "lost-answer-and-crash",
+    "nacks-below-the-limit", "lost-answer-and-crash", "prompts-teacher-crashes", "prompts-nacks",
+    "prompts-rollout-crashes", "prompts-sessions-lapse", "prompts-queue-lost", "prompts-and-text", "prompts-tombstones",
 )  # fmt: skip
 """Runs whose states take several seconds to visit."""
 LARGE_RUNS = {
@@ -176,6 +198,38 @@ def test_without_generations_a_late_release_frees_a_slot_in_use(monkeypatch: pyt
 )
 def test_without_redo_a_wrong_step_is_taken(name: str, expected: str) -> None:
     assert violation_without_a_rule(name, protocol=NeverRedo).startswith(expected)
+
+
+class RowsOutliveRewinds(RunProtocol):
+    """A rewind keeps the completions that are there."""
+
+    def is_prompt(self, position: int) -> bool:
+        return not getattr(self, "rewinding", False) and super().is_prompt(position)
+
+    def rewind(self, request: m.Rewind) -> list[int]:
+        self.rewinding = True
+        dropped = super().rewind(request)
+        self.rewinding = False
+        return dropped
+
+
+class UnboundedStaleness(RunProtocol):
+    """Prompts are leased as far ahead as text."""
+
+    def last_step_of(self, version: int) -> int:
+        return version + self.positions
+
+
+def test_without_dropping_rows_a_rewind_trains_text_of_lost_weights() -> None:
+    assert violation_without_a_rule("prompts-trainer-crashes", protocol=RowsOutliveRewinds).startswith("stale")
+
+
+def test_without_a_span_of_their_own_prompts_are_stale() -> None:
+    assert violation_without_a_rule("prompts", protocol=UnboundedStaleness).startswith("stale")
+
+
+def test_publishing_too_rarely_gets_stuck() -> None:
+    assert violation_without_a_rule("prompts", publish_every=2).startswith("stuck")
 
 
 def test_without_restarts_a_trainer_crash_at_the_end_gets_stuck() -> None:

@@ -29,6 +29,7 @@ from tests.unit.queue.run_calls import (
     signal,
 )
 from tests.unit.queue.world import ask
+from xtoken_core.queue.run.protocol import RunProtocol
 from xtoken_core.queue.run.slots import SlotState
 from xtoken_core.queue.run.state import run_tasks
 from xtoken_core.wire import QueueError
@@ -203,3 +204,67 @@ def test_roles_are_checked(call: str) -> None:
         else:
             rewind(run, COLLATOR)
     assert code_of(caught) == "forbidden"
+
+
+def prompts_run(**changes: int) -> RunProtocol:
+    """Three steps of a text and a prompt, with weights of step 0 published."""
+    run = make_run(**{"positions": 6, "block_size": 1, "prompts": 1, "teachers": 0, **changes})
+    join(run, "rollout")
+    publish(run, 0)
+    return run
+
+
+def publish(run: RunProtocol, step: int, tag: int = 5) -> None:
+    run.publish(ask(m.Publish, TRAINER, step=step, rewinds=run.rewinds, tag=tag))
+
+
+def lease_prompts(run: RunProtocol) -> m.Block | None:
+    return run.lease_block(ask(m.LeaseBlock, "rollout/1"))
+
+
+def test_prompts_are_leased_to_rollout_workers_up_to_the_staleness_of_their_weights() -> None:
+    run = prompts_run(max_staleness=1)
+    blocks = [lease_prompts(run) for _ in range(3)]
+    assert [block and (block.first, block.version, block.tag) for block in blocks] == [(1, 0, 5), (3, 0, 5), None]
+    assert [leased(run).first for _ in range(3)] == [0, 2, 4]
+
+
+def test_before_weights_are_published_no_prompt_is_leased() -> None:
+    run = prompts_run()
+    rewind(run)
+    assert lease_prompts(run) is None
+    with pytest.raises(QueueError, match="weights of step 1 are published, the run is at 0"):
+        publish(run, 1)
+    publish(run, 0)
+    assert lease_prompts(run) is not None
+
+
+def test_a_rewind_drops_completions_and_keeps_text() -> None:
+    run = prompts_run(max_staleness=2)
+    for session, lease in (
+        ("rollout/1", lease_prompts(run)),
+        ("rollout/1", lease_prompts(run)),
+        (COLLATOR, leased(run)),
+    ):
+        assert lease is not None
+        tombstones = {3: "no valid text"} if lease.first == 3 else {}
+        ids = [] if tombstones else [lease.first]
+        run.put_block(ask(m.Put, session, ids=ids, columns=[], lease=lease.lease, tombstones=tombstones), ["input_ids"])
+    assert rewind(run) == [1]
+    assert (list(run.samples.samples), dict(run.skipped)) == ([0], {})
+    publish(run, 0, tag=6)
+    block = lease_prompts(run)
+    assert block is not None
+    assert (block.first, block.tag) == (1, 6)
+
+
+def test_a_run_without_prompts_publishes_no_weights() -> None:
+    run = make_run()
+    with pytest.raises(QueueError, match="the run has no prompts"):
+        publish(run, 0)
+
+
+def test_prompts_that_are_no_whole_blocks_are_refused() -> None:
+    for wrong in ({"prompts": 1}, {"prompts": 4}, {"prompts": 2, "groups": 2, "block_size": 1}):
+        with pytest.raises(QueueError, match="must be whole blocks"):
+            make_run(**wrong)

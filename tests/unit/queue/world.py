@@ -41,14 +41,18 @@ class Config:
     groups: int = 1
     slots: int = 1
     collators: int = 2
+    rollouts: int = 0
+    prompts: int = 0
+    max_staleness: int = 0
+    publish_every: int = 1
     tombstones: frozenset[int] = frozenset()
     max_attempts: int = 1
     crashes: int = 0
-    crashing: frozenset[str] = frozenset({"collator", "teacher", "trainer"})
+    crashing: frozenset[str] = frozenset({"collator", "rollout", "teacher", "trainer"})
     lapses: int = 0
     queue_losses: int = 0
     nacks: int = 0
-    nacking: frozenset[str] = frozenset({"collator", "teacher", "trainer"})
+    nacking: frozenset[str] = frozenset({"collator", "rollout", "teacher", "trainer"})
     losses: int = 0
     duplicates: int = 0
     checkpoints: frozenset[int] = frozenset()
@@ -57,6 +61,17 @@ class Config:
     supervised: bool = True
     bounded_positions: bool = True
     protocol: type[RunProtocol] = RunProtocol
+
+
+class Weights(NamedTuple):
+    """Published weights: their tag, their step and the positions that the steps behind them have trained.
+
+    What a rollout worker needs to know of its lease has no chain.
+    """
+
+    tag: int
+    step: int
+    chain: tuple[Ids, ...] = ()
 
 
 @dataclass(slots=True)
@@ -85,6 +100,7 @@ class Worker:
     absent: Ids = ()
     trained: Ids = ()
     clean: bool = True
+    weights: Weights | None = None
 
     @property
     def name(self) -> str:
@@ -112,6 +128,8 @@ def new_protocol(config: Config) -> RunProtocol:
         ranks=config.ranks,
         slots=config.slots,
         max_dead=config.positions,
+        prompts=config.prompts,
+        max_staleness=config.max_staleness,
         group=config.group,
         groups=config.groups,
         document=b"",
@@ -132,10 +150,14 @@ class World:
     def __init__(self, config: Config) -> None:
         self.protocol = new_protocol(config)
         self.collators = [Worker("collator", i) for i in range(config.collators)]
+        self.rollouts = [Worker("rollout", i) for i in range(config.rollouts)]
         self.teachers = [Worker("teacher", i, r) for i in range(config.teachers) for r in range(config.ranks)]
         self.trainers = [Worker("trainer", 0, r) for r in range(config.ranks)]
         self.memory: dict[int, list[tuple[int, Ids] | None]] = {}
         self.late: list[tuple[int, str, int, int, int]] = []
+        self.file: Weights | None = None
+        self.tags = 0
+        self.generated: dict[int, Weights | None] = {}
         self.cursor = Checkpoint()
         self.checkpoint = Checkpoint()
         self.crashes, self.lapses, self.nacks = config.crashes, config.lapses, config.nacks
@@ -147,7 +169,13 @@ class World:
     @property
     def workers(self) -> list[Worker]:
         """All of them."""
-        return [*self.collators, *self.teachers, *self.trainers]
+        return [*self.collators, *self.rollouts, *self.teachers, *self.trainers]
+
+    @property
+    def by_role(self) -> dict[str, list[Worker]]:
+        """All of them by role."""
+        roles = {"collator": self.collators, "rollout": self.rollouts}
+        return {**roles, "teacher": self.teachers, "trainer": self.trainers}
 
     @property
     def finished(self) -> bool:

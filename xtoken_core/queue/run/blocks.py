@@ -26,6 +26,7 @@ class Blocks:
         span: How far ahead of the lowest position not done blocks are leased, in positions.
         own: Blocks of each step that this queue's node group leases; the others belong to other groups' queues.
         per_step: Blocks per step.
+        prompts: Blocks of prompts, the last ones of each step.
 
     Attributes:
         done: Blocks of which every position has its row or tombstone.
@@ -34,10 +35,10 @@ class Blocks:
     """
 
     def __init__(
-        self, positions: int, block_size: int, span: int, *, own: range = range(1), per_step: int = 1
+        self, positions: int, block_size: int, span: int, *, own: range = range(1), per_step: int = 1, prompts: int = 0
     ) -> None:  # fmt: skip
         self.positions = positions
-        self.own, self.per_step = own, per_step
+        self.own, self.per_step, self.prompts = own, per_step, prompts
         self.block_size = block_size
         self.span = span
         self.done = IntervalSet()
@@ -48,16 +49,23 @@ class Blocks:
         """Return the first and last (exclusive) position of a block."""
         return block * self.block_size, min((block + 1) * self.block_size, self.positions)
 
-    def lowest_free(self, floor: int) -> int | None:
-        """Return the lowest free block that ends inside `[floor, floor + span)`.
+    def holds_prompts(self, block: int) -> bool:
+        """Return True for a block of prompts."""
+        return block % self.per_step >= self.per_step - self.prompts
+
+    def lowest_free(self, floor: int, limit: int | None = None) -> int | None:
+        """Return the lowest free block of text that ends inside `[floor, floor + span)`.
 
         Args:
             floor: Lowest position not done.
+            limit: For a block of prompts: the position at which it ends at most; None: a block of text.
         """
+        stop = floor + self.span if limit is None else min(floor + self.span, limit)
         leased = {lease.block for lease in self.leases.values()}
         block = self.done.first_gap(floor // self.block_size)
-        while self.bounds(block)[0] < self.positions and self.bounds(block)[1] <= floor + self.span:
-            if block % self.per_step in self.own and block not in leased:
+        while self.bounds(block)[0] < self.positions and self.bounds(block)[1] <= stop:
+            wanted = self.holds_prompts(block) == (limit is not None)
+            if wanted and block % self.per_step in self.own and block not in leased:
                 return block
             block = self.done.first_gap(block + 1)
         return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from xtoken_core import schema
 
 COLLATOR, TEACHER, TRAINER = "collator", "teacher", "trainer"
+ROLLOUT = "rollout"
+"""Role of a worker that completes prompts with the student."""
 SUPERVISOR = "supervisor"
 """Role of the supervisor's session, which only reads statistics and gives a run up."""
 TRAIN = "train"

@@ -167,6 +167,8 @@ class RunPartition(Partition):
             "skipped": len(run.skipped),
             "ended": run.ended,
             "failed": run.failed,
+            "published": run.published,
+            "weights_tag": run.weights_tag,
             "blocks_leased": len(run.blocks.leases),
             "rings": rings,
         }
@@ -213,6 +215,7 @@ PROTOCOL_CALLS: dict[type[m.Request], Callable[[RunProtocol, Any], m.Reply | Non
     m.AwaitOpened: RunProtocol.await_opened,
     m.Release: RunProtocol.release,
     m.CheckStep: RunProtocol.check_step,
+    m.Publish: RunProtocol.publish,
     m.Giveup: RunProtocol.give_up,
 }
 """Calls whose replies have no columns: the protocol answers them itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from xtoken_core import schema
-from xtoken_core.queue.run.names import COLLATOR, TEACHER, TRAIN, TRAINER
+from xtoken_core.queue.run.names import COLLATOR, ROLLOUT, TEACHER, TRAIN, TRAINER
 from xtoken_core.queue.run.slots import Filling, RegisteredRing, Slot
 from xtoken_core.queue.run.state import RunState
 from xtoken_core.queue.sample import Status
@@ -27,24 +27,40 @@ class RunProtocol(RunState):
         self.fail(request.reason)
         return m.Ok()
 
-    # Collators
+    # Collators and rollout workers
 
     def lease_block(self, request: m.LeaseBlock) -> m.Block | None:
-        """Lease the lowest free block inside the span.
+        """Lease the lowest free block inside the span: of text to a collator, of prompts to a rollout worker.
+
+        The span of prompts is narrower: it ends with the last step for which the published weights are not too old.
 
         Raises:
             QueueError: `exhausted` once every window is done; `forbidden` for another role.
         """
-        self._require_role(request.session, COLLATOR)
+        caller = self.sessions.get(request.session)
+        if caller.role != ROLLOUT:
+            self._require_role(request.session, COLLATOR)
         self._check_alive()
         if self.ended:
             raise QueueError("exhausted", "every position of the run is done")
-        block = self.blocks.lowest_free(self.finished.first_gap())
+        version = limit = None
+        if caller.role == ROLLOUT:
+            version = self.published
+            if version is None:
+                return None
+            limit = self.last_step_of(version) * self.samples_per_step + self.samples_per_step
+        block = self.blocks.lowest_free(self.finished.first_gap(), limit)
         if block is None:
             return None
         lease = self.blocks.lease(self.samples.next_lease_id(), request.session, block)
         first, stop = self.blocks.bounds(block)
-        return m.Block(lease=lease.id, first=first, count=stop - first)
+        if version is None:
+            return m.Block(lease=lease.id, first=first, count=stop - first)
+        return m.Block(lease=lease.id, first=first, count=stop - first, version=version, tag=self.weights_tag)
+
+    def last_step_of(self, version: int) -> int:
+        """Return the last step that may train a completion by the weights of a step."""
+        return version + self.definition.max_staleness
 
     def put_block(self, request: m.Put, fields: Iterable[str]) -> list[int]:
         """Finish a leased block with a row or a tombstone for each position; return the new rows.
@@ -265,8 +281,26 @@ class RunProtocol(RunState):
         self.blocks.finish_below(self.cursor * self.samples_per_step)
         return rows
 
+    def publish(self, request: m.Publish) -> m.Ok:
+        """Let rollout workers use the trainer's weights of the current step.
+
+        Raises:
+            QueueError: `bad_request` in a run without prompts; `conflict` at another step than the run's.
+        """
+        self._check_rewinds(request.rewinds)
+        self._require_role(request.session, TRAINER)
+        if not self.definition.prompts:
+            raise QueueError("bad_request", "the run has no prompts: its weights are not published")
+        if request.step != self.cursor:
+            raise QueueError("conflict", f"weights of step {request.step} are published, the run is at {self.cursor}")
+        self.published, self.weights_tag = request.step, request.tag
+        return m.Ok()
+
     def rewind(self, request: m.Rewind) -> list[int]:
-        """Start, or start again, at a step; return the positions whose rows were dropped. The only recovery path."""
+        """Start, or start again, at a step; return the positions whose rows were dropped. The only recovery path.
+
+        Completions are dropped with the weights that generated them, which may be of steps that no longer count.
+        """
         self._check_alive()
         caller = self._require_role(request.session, TRAINER)
         older = [s for s in self.sessions.live.values() if s.role == TRAINER and s.incarnation < caller.incarnation]
@@ -279,7 +313,9 @@ class RunProtocol(RunState):
         self._replace_below(start, request.skipped, request.dead)
         self.slots.clear()
         keep = range(start, start + self.blocks.span)
-        drop = [p for p in self.samples.samples if p not in keep]
+        self.published = None
+        dead = self.samples.dead  # the row of a dead completion stays: nothing is generated for it any more
+        drop = [p for p in self.samples.samples if p not in keep or (self.is_prompt(p) and p not in dead)]
         self._drop(drop)
         self.samples.reset()
         self._recount(start, keep)

@@ -40,6 +40,8 @@ class RunState:
         skipped: Reason of every tombstone, by position.
         blocks: Blocks of positions and their leases.
         slots: Slots that hold the teachers' signals.
+        published: Step of the newest weights that rollout workers can read; None: none since the last rewind.
+        weights_tag: Tag of the weights that were published last.
         trainer_incarnation: Incarnation of the trainers that the last rewind admitted.
         failed: Reason for which the run was given up; empty before.
     """
@@ -51,6 +53,10 @@ class RunState:
             raise QueueError(
                 "bad_request", f"group {run.group} of {run.groups} has no share of whole blocks in each step"
             )
+        if run.prompts % run.block_size or run.prompts > run.samples_per_step or (run.prompts and run.groups > 1):
+            raise QueueError(
+                "bad_request", f"{run.prompts} prompts of a step must be whole blocks of it, in a single node group"
+            )
         self.definition = run
         self.positions, self.samples_per_step = run.positions, run.samples_per_step
         self.sessions = sessions
@@ -59,11 +65,14 @@ class RunState:
         per_step = run.samples_per_step // run.block_size
         per_group = per_step // run.groups
         own = range(per_group * run.group, per_group * (run.group + 1))
-        self.blocks = Blocks(run.positions, run.block_size, run.span, own=own, per_step=per_step)
+        prompts = run.prompts // run.block_size
+        self.blocks = Blocks(run.positions, run.block_size, run.span, own=own, per_step=per_step, prompts=prompts)
         self.slots = SlotTable(self.samples, run.teachers, run.slots)
         self.rings = self.slots.rings
         self.cursor = 0
         self.rewinds = 0
+        self.published: int | None = None
+        self.weights_tag = 0
         self.trainer_incarnation = -1
         self.finished = IntervalSet()
         self.skipped = ReasonMap()
@@ -80,6 +89,10 @@ class RunState:
         """Return the positions of a step that this queue's node group owns."""
         size = {"samples_per_step": self.samples_per_step, "positions": self.positions}
         return window_positions(step, **size, group=self.definition.group, groups=self.definition.groups)
+
+    def is_prompt(self, position: int) -> bool:
+        """Return True for a position that a rollout worker completes."""
+        return position % self.samples_per_step >= self.samples_per_step - self.definition.prompts
 
     def fail(self, reason: str) -> None:
         """Record why the run cannot continue; the first reason stays."""
@@ -115,7 +128,12 @@ class RunState:
             mine.update({p: reason for p, reason in recorded.items() if p < start})
 
     def _recount(self, start: int, keep: range) -> None:
-        """Recompute finished positions and free blocks after the cursor was set."""
+        """Recompute finished positions and free blocks after the cursor was set.
+
+        A tombstone of a prompt is dropped with the rows around it: its completion is generated anew.
+        """
+        for position in [p for p in self.skipped if p >= start and self.is_prompt(p)]:
+            del self.skipped[position]
         for reasons in (self.skipped, self.samples.dead):
             for position in [p for p in reasons if p >= keep.stop]:
                 del reasons[position]

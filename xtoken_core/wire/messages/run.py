@@ -20,17 +20,22 @@ from xtoken_core.wire.messages.base import (
 
 
 class LeaseBlock(PartitionRequest, tag="lease_block", kw_only=True):
-    """Lease the lowest free block of positions less than `span` above the lowest one not done."""
+    """Lease the lowest free block of positions less than `span` above the lowest one not done.
+
+    A collator gets blocks of text, a rollout worker blocks of prompts of steps that may train on the published weights.
+    """
 
     wait_s: Seconds = 0.0
 
 
 class Block(Reply, tag="block", kw_only=True):
-    """Positions `first .. first + count - 1`."""
+    """Positions `first .. first + count - 1`; for prompts the oldest weights that may complete them and their tag."""
 
     lease: Id
     first: Id
     count: Id
+    version: Id = 0
+    tag: Id = 0
 
 
 class Window(PartitionRequest, tag="window", kw_only=True):
@@ -165,6 +170,14 @@ class Rewound(Reply, tag="rewound", kw_only=True):
     rewinds: Id
 
 
+class Publish(PartitionRequest, tag="publish", kw_only=True):
+    """The trainer has published its weights of the current step; they carry a tag that is new at every rewind."""
+
+    step: Id
+    rewinds: Id
+    tag: Id
+
+
 class Giveup(PartitionRequest, tag="give_up", kw_only=True):
     """End the run for all workers, with a reason such as too many dead letters."""
 
@@ -185,6 +198,7 @@ RunRequests = (
     | CheckStep
     | AckWindow
     | Rewind
+    | Publish
     | Giveup
 )
 RunReplies = Block | WindowRows | Trainer | Ring | Verdict | Rewound
