@@ -179,12 +179,22 @@ class CrossTokenizerCollator:
             return CollatedRows([], {}, refused)
         records = [usable[at][0] for at in good]
         kept = [[side[at] for at in good] for side in sides]
-        columns = self._columns([usable[at][1] for at in good], kept, padded=False)
         weights = [float(batch[index].get("loss_multiplier", 1.0)) for index in records]
+        columns = self._row_columns([usable[at][1] for at in good], kept, weights, counts)
+        return CollatedRows(records, columns, refused)
+
+    def _row_columns(
+        self,
+        values: Sequence[Mapping[str, Any]],
+        sides: Sequence[list[_Tokens]],
+        weights: Sequence[float],
+        counts: Counts | None,
+    ) -> dict[str, Column]:
+        columns = self._columns(values, sides, padded=False)
         columns[schema.SAMPLE_MASK.name] = torch.tensor(weights, dtype=torch.float32)
         if counts is not None:
             columns.update(counts(columns))
-        return CollatedRows(records, self._unpadded(columns), refused)
+        return self._unpadded(columns)
 
     @staticmethod
     def _tokenize_batch(

@@ -60,6 +60,15 @@ TRUNCATED = Field("truncated", "bool", "sample", False)
 KD_CHUNKS = Field("kd_chunks", "int64", "sample", per_teacher=True)
 """Chunks valid after the next-token shift under the run's loss settings: its part of the KD denominator."""
 
+WEIGHTS_VERSION = Field("weights_version", "int64", "sample", -1)
+"""Runs with rollouts: step of the weights that generated the row; -1 for ordinary text."""
+FINISHED = Field("finished", "bool", "sample", False)
+"""Runs with rollouts: the completion ended by itself, not at the limit of its length."""
+GENERATION_TIME = Field("generation_microseconds", "int64", "sample")
+"""Runs with rollouts: the row's part of the time in which its block was generated."""
+COMPLETION_TOKENS = Field("completion_tokens", "int64", "sample")
+"""Runs with rollouts: tokens of the row's completion."""
+
 TEACHER_LOGITS = Field("teacher_full_logits_ipc", "object", "sample", per_teacher=True)
 """Reference to the teacher's logits of the row: `{ring, slot, row, generation}`. Volatile."""
 
@@ -78,6 +87,7 @@ PAIR_SAMPLE = Field("alignment_packed_sample", "int64", "pair", per_teacher=True
 """Packed batches only: likewise for a pair."""
 
 STUDENT_FIELDS = (INPUT_IDS, INPUT_LENGTHS, TOKEN_MASK, SAMPLE_MASK)
+ROLLOUT_FIELDS = (WEIGHTS_VERSION, FINISHED, GENERATION_TIME, COMPLETION_TOKENS)
 TEACHER_FIELDS = (TEACHER_INPUT_IDS, TEACHER_INPUT_LENGTHS, TEACHER_TOKEN_MASK)
 ALIGNMENT_FIELDS = (
     PAIR_VALID,
@@ -146,20 +156,21 @@ def teacher_fields(teacher: int) -> tuple[str, ...]:
     return tuple(field_name(f, teacher) for f in (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS))
 
 
-def run_fields(same_tokenizer: Sequence[bool]) -> tuple[str, ...]:
-    """Return the columns of a run's rows.
+def run_fields(same_tokenizer: Sequence[bool], *, rollouts: bool = False) -> tuple[str, ...]:
+    """Return the columns of a run's rows that its loss reads.
 
     Args:
         same_tokenizer: Per teacher, True if it shares the student's tokenizer and so adds no column.
+        rollouts: Some rows are generated.
     """
-    own = [field.name for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED)]
+    own = [field.name for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *[WEIGHTS_VERSION] * rollouts)]
     added = [teacher_fields(teacher) for teacher, same in enumerate(same_tokenizer) if not same]
     return (*own, *(name for names in added for name in names))
 
 
 def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
     """Return for every column of such a run what it has one value for, and the teacher it belongs to."""
-    own = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED)
+    own = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *ROLLOUT_FIELDS)
     per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
     axes: dict[str, tuple[Axis, int | None]] = {field.name: (field.axis, None) for field in own}
     axes.update({field_name(f, teacher): (f.axis, teacher) for f in per_teacher for teacher in range(teachers)})
@@ -169,6 +180,6 @@ def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
 def pad_values(teachers: int) -> dict[str, int | float | bool]:
     """Return the pad value of every column of such a run (token ids are padded by their tokenizer's own id)."""
     per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
-    pads = {field.name: field.pad for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED)}
+    pads = {field.name: field.pad for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *ROLLOUT_FIELDS)}
     pads.update({field_name(field, teacher): field.pad for field in per_teacher for teacher in range(teachers)})
     return pads

@@ -84,6 +84,21 @@ class TextTokenizer:
                 return both[len(alone) :]
         return self.encode([text], specials=False)[0]
 
+    def prompt(self, value: Mapping[str, Any]) -> np.ndarray:
+        """Tokenize a prompt that is to be completed.
+
+        Args:
+            value: `text`, or `messages`, whose next message is the completion.
+
+        Raises:
+            ConversationError: As `render`.
+        """
+        if "messages" not in value:
+            return self.begin(str(value["text"]))
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConversationError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
+        return self.encode([self._apply(value["messages"], add_generation_prompt=True)], specials=False)[0]
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, dict[int, tuple[int, int]]]:
         """Render a conversation by its chat template, and locate each assistant message's content in it.
 

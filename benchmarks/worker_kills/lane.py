@@ -91,7 +91,7 @@ class Lane:
     def kill(self, victim: Victim, *, paired: bool) -> Kill:
         """SIGKILL a worker."""
         done = Kill(victim, paired, self.step())
-        pid = self.wait(lambda: self._pid(victim))
+        pid = self.wait(lambda: self.pid(victim))
         self._reports_before = self._reports(victim)
         os.kill(pid, signal.SIGKILL)
         self._killed_at = time.monotonic()
@@ -170,7 +170,8 @@ class Lane:
             self._thread.join(60)
         shutil.rmtree(self._sockets, ignore_errors=True)
 
-    def _pid(self, name: str) -> int:
+    def pid(self, name: str) -> int:
+        """The process id of a worker; 0 while it does not run."""
         return next((w["pid"] for w in self.supervisor.status()["workers"] if w["name"] == name and w["pid"]), 0)
 
     def _reports(self, victim: Victim) -> int:

@@ -27,7 +27,7 @@ from services.cli.run import run
 from services.cli.runs import runs_app
 from services.cli.store import store_app
 from services.cli.version import version
-from services.cli.workers import collator, teacher, trainer
+from services.cli.workers import collator, rollout, teacher, trainer
 from xtoken_core.errors import XtokenError
 
 STATUS_VARIABLE = "XTOKEN_STATUS_FILE"
@@ -42,7 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (demo, init, run, collator, teacher, trainer, export, gradients, control, version):
+for command in (demo, init, run, collator, rollout, teacher, trainer, export, gradients, control, version):
     app.command()(command)
 app.add_typer(runs_app, name="runs")
 app.add_typer(queue_app, name="queue")

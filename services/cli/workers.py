@@ -1,4 +1,4 @@
-"""`xtoken collator`, `xtoken teacher` and `xtoken trainer`: one worker of a run."""
+"""`xtoken collator`, `xtoken rollout`, `xtoken teacher` and `xtoken trainer`: one worker of a run."""
 
 from __future__ import annotations
 
@@ -34,6 +34,23 @@ def collator(
     from services.collator.main import work
 
     work(link, name=name or "collator-0")
+
+
+def rollout(
+    queue: QueueOption,
+    rank: RankOption = 0,
+    name: NameOption = None,
+    incarnation: IncarnationOption = None,
+    token_file: QueueTokenOption = None,
+    keys: KeysOption = None,
+    patience: PatienceOption = 30.0,
+) -> None:
+    """Complete a run's prompts with the student's current weights."""
+    set_up_logging()
+    link = queue_link(queue, token_file, keys, incarnation, patience)
+    from services.rollout.main import work
+
+    work(link, rank=rank, name=name)
 
 
 def teacher(

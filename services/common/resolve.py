@@ -120,6 +120,11 @@ def _check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[Re
     try:
         same_tokenizer = _same_tokenizer(spec, student, teachers)
         spec.loss.check_teachers([t.weight for t in spec.teacher], same_tokenizer)
+        if spec.rollout is not None and any(same_tokenizer):
+            raise ValueError(
+                f"teacher {same_tokenizer.index(True)} has the student's tokenizer, and [rollout] takes teachers with "
+                "tokenizers of their own: name a projection, or unset one of them"
+            )
         spec.loss.check_topk([t.content == "topk" for t in spec.teacher], same_tokenizer)
     except ValueError as error:
         raise ConfigError(f"loss: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xtoken_core import schema
@@ -13,6 +13,41 @@ from xtoken_core.data_plane.run_client import StepRows
 from xtoken_core.plan import Plan, RowLengths, plan
 from xtoken_core.transports.ring import TOPK_DTYPE, RingShape, TopKSettings
 from xtoken_core.wire import Column
+
+
+@dataclass(frozen=True)
+class GeneratedRows:
+    """The completions of a step.
+
+    Attributes:
+        count: Number of them.
+        tokens: Their tokens, without the prompts'.
+        finished: Those that ended by themselves.
+        staleness: Sum over them of the steps since the weights that generated them.
+        stalest: The largest of these.
+        seconds: Time in which they were generated, summed over rollout workers.
+    """
+
+    count: int = 0
+    tokens: int = 0
+    finished: int = 0
+    staleness: int = 0
+    stalest: int = 0
+    seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the columns of `steps.jsonl`; none without completions."""
+        if not self.count:
+            return {}
+        metrics = {
+            "completions": self.count,
+            "completion_tokens": round(self.tokens / self.count, 3),
+            "finished": round(self.finished / self.count, 6),
+            "staleness": round(self.staleness / self.count, 6),
+        }
+        if self.seconds:
+            metrics["generated_tokens_per_second"] = round(self.tokens / self.seconds, 3)
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -31,6 +66,7 @@ class StepPlan:
         tokens: Student tokens of the step, without padding.
         truncated: Truncated documents of the step.
         padding: Fraction of this node group's computed positions, of all sides, that are no token.
+        generated: The step's completions.
     """
 
     step: int
@@ -43,6 +79,7 @@ class StepPlan:
     tokens: int
     truncated: int
     padding: float = 0.0
+    generated: GeneratedRows = GeneratedRows()
 
 
 def length_fields(run: ResolvedRun) -> list[str]:
@@ -66,6 +103,8 @@ def count_fields(run: ResolvedRun) -> list[str]:
 def plan_fields(run: ResolvedRun) -> list[str]:
     """Return the names of the columns that `plan_step` reads."""
     own = [schema.CE_TOKENS.name, schema.TRUNCATED.name]
+    if run.spec.rollout is not None:
+        own += [field.name for field in schema.ROLLOUT_FIELDS]
     return list(dict.fromkeys([*length_fields(run), *count_fields(run), *own]))
 
 
@@ -100,7 +139,20 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
         tokens=total(schema.INPUT_LENGTHS.name),
         truncated=total(schema.TRUNCATED.name),
         padding=1.0 - sum(sum(row.lengths) for row in table) / max(made.padded_tokens, 1) if table else 0.0,
+        generated=_generated(step, columns, alive) if run.spec.rollout is not None and rows.ids else GeneratedRows(),
     )
+
+
+def _generated(step: int, columns: Mapping[str, Sequence[int]], alive: Sequence[int]) -> GeneratedRows:
+    """Sum up the living completions of a step."""
+    versions = columns[schema.WEIGHTS_VERSION.name]
+    rows = [row for row in alive if versions[row] >= 0]
+    ages = [step - versions[row] for row in rows]
+    tokens, finished, times = (
+        sum(columns[field.name][row] for row in rows)
+        for field in (schema.COMPLETION_TOKENS, schema.FINISHED, schema.GENERATION_TIME)
+    )
+    return GeneratedRows(len(rows), tokens, finished, sum(ages), max(ages, default=0), times / 1e6)
 
 
 def max_widths(run: ResolvedRun) -> tuple[int, ...]:

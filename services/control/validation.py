@@ -25,6 +25,7 @@ MAX_PARTS = 64
 """Deepest path: directories are made and removed by code that recurses."""
 BOUNDS = {
     "workers.collators": 256,
+    "rollout.workers": 64,
     "workers.ranks": 64,
     "workers.nodes": 256,
     "train.samples_per_step": 1 << 20,

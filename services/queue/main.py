@@ -106,6 +106,8 @@ def open_run(engine: Engine, resolved: ResolvedRun) -> None:
         max_dead=spec.queue.max_dead,
         group=resolved.group,
         groups=spec.workers.nodes,
+        prompts=spec.prompts_per_step,
+        max_staleness=spec.rollout.max_staleness if spec.rollout else 0,
         document=resolved.model_dump_json().encode(),
     )
     engine.handle(

@@ -15,8 +15,8 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.queue.run.names import TRAIN, teacher_task
 
-Kind = Literal["queue", "collator", "teacher", "trainer"]
-STOP_ORDER: tuple[Kind, ...] = ("trainer", "teacher", "collator", "queue")
+Kind = Literal["queue", "collator", "rollout", "teacher", "trainer"]
+STOP_ORDER: tuple[Kind, ...] = ("trainer", "teacher", "rollout", "collator", "queue")
 THREADS = "OMP_NUM_THREADS"
 PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Makes waiting OpenMP threads sleep: teacher and student share the cores, and spinning takes them from the other."""
@@ -55,6 +55,8 @@ def build_process_specs(
 ) -> tuple[ProcessSpec, ...]:
     """Return all processes of a run: per node group a queue, collators, a teacher per teacher and rank, trainers.
 
+    A run with rollouts has rollout workers too, and no collators if all of its samples are prompts.
+
     Args:
         run: The run.
         resolved_file: File from which the queues read it.
@@ -87,8 +89,11 @@ class _NodeProcesses:
         serve = ["--bind", self.queue.url, *self.credentials, "--run", str(resolved_file)]
         serve += ["--group", str(self.node)] if self.node else []
         yield self._spec("queue", "queue", tuple(serve), light)
-        for index in range(workers.collators):
+        text = self.run.spec.prompts_per_step < self.run.spec.train.samples_per_step
+        for index in range(workers.collators if text else 0):
             yield self._worker("collator", f"collator-{index}", (), light)
+        for index in range(self.run.spec.rollout.workers if self.run.spec.rollout else 0):
+            yield self._worker("rollout", f"rollout-{index}", ("--rank", str(index)), heavy)
         for (number, teacher), rank in product(enumerate(teachers), range(workers.ranks)):
             role = ("--teacher", str(teacher), "--rank", str(rank))
             yield self._worker("teacher", f"teacher-{teacher}-{rank}", role, heavy, task=teacher_task(number))
@@ -126,7 +131,7 @@ def threads_of_model_workers(spec: RunSpec) -> int:
     if setting.isdigit() and int(setting) > 0:
         return int(setting)
     workers, cores = spec.workers, len(os.sched_getaffinity(0))
-    processes = workers.ranks * (1 + len(spec.living_teachers))
+    processes = workers.ranks * (1 + len(spec.living_teachers)) + (spec.rollout.workers if spec.rollout else 0)
     if workers.launcher == "ray":
         cores = int(spec.ray.cpus or cores)  # of a node; all nodes are alike
     else:

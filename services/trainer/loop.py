@@ -24,6 +24,7 @@ from services.trainer.loggers import MetricLogger, make_loggers
 from services.trainer.metrics import flops_per_token, kl_fraction, peak_flops, peak_memory, to_floats
 from services.trainer.node_reduce import StepOutcome, own_positions, reduce_plan, step_outcome
 from services.trainer.optimizer import StudentOptimizer
+from services.trainer.publish import WeightsPublisher
 from services.trainer.step import StepRunner
 from services.trainer.student import Student
 from services.trainer.timing import DeviceTimer
@@ -56,6 +57,7 @@ class TrainerLoop:
         self.optimizer = StudentOptimizer(student, spec.train, self.run.steps)
         self.checkpoints = Checkpoints(spec.output / CHECKPOINTS, self.run, group)
         self.best = BestFollower(self.run, group, self.checkpoints)
+        self.publisher = WeightsPublisher(worker, student, writes=group.is_leader)
         self.lines = JsonLines(spec.output / "steps.jsonl")
         self.loggers: list[MetricLogger] = []
         self.cursor = Cursor()
@@ -100,6 +102,7 @@ class TrainerLoop:
             self.checkpoints.wait()
             raise
         finally:
+            self.publisher.close()
             for logger in self.loggers:
                 logger.close()
         self.checkpoints.wait()
@@ -141,12 +144,15 @@ class TrainerLoop:
             step = self.run.steps if self.best.ends_run else self.cursor.step
             rewinds = self.queue.rewind(step, skipped, dead)
         self.rewinds = self.group.broadcast_in_node(rewinds)
+        if not self.best.ends_run:
+            self.publisher.after_rewind(self.cursor.step, self.rewinds)
 
     # One step
 
     def _one_step(self) -> None:
         began = time.monotonic()
         step = reduce_plan(self._window(), self.group)
+        self.publisher.check(step)
         waits = {"data_wait": time.monotonic() - began, "teacher_wait": -self.runner.waited_s}
         self.worker.phase("run")
         self.runner.stored.follow(step, self.rewinds)
@@ -228,6 +234,7 @@ class TrainerLoop:
             self._log_step(step, outcome, row, waits, seconds)
         if self.group.is_node_leader:
             self.queue.ack_window(step.step, rewinds=self.rewinds)
+        self.publisher.after_step(self.cursor.step, self.rewinds)
         spec = self.run.spec
         if self.cursor.nonfinite_in_a_row >= spec.train.max_nonfinite_steps:
             raise ConfigError(
@@ -251,6 +258,7 @@ class TrainerLoop:
             "step": step.step,
             "ids": list(outcome.ids),
             **row,
+            **step.generated.metrics(),
             "tokens": step.tokens,
             "time": round(time.time(), 6),
             "seconds": round(seconds, 6),

@@ -99,7 +99,7 @@ class StepRunner:
         self.stored, self.living = stored, self.run.spec.living_teachers
         self.rank, self.pad_id = rank, pad_id
         self.world_rank = self.run.group * self.run.spec.workers.ranks + rank
-        self.fields = list(schema.run_fields(self.run.same_tokenizer))
+        self.fields = list(schema.run_fields(self.run.same_tokenizer, rollouts=self.run.spec.rollout is not None))
         self.waited_s = 0.0
         self.stopped = False
         self.timer = DeviceTimer(student.device)

@@ -25,16 +25,22 @@ DEADLINE_S = 240.0
 
 
 class Crew:
-    """The processes of one run under their supervisor, in a thread of the test."""
+    """The processes of one run under their supervisor, in a thread of the test.
 
-    def __init__(self, spec: RunSpec) -> None:
+    Args:
+        spec: The run.
+        launcher: Starts its processes, and is closed by its owner; None: one of the run's own.
+    """
+
+    def __init__(self, spec: RunSpec, launcher: LocalLauncher | None = None) -> None:
         self.spec = spec
         self.sockets = Path(tempfile.mkdtemp(prefix="xtoken-test-"))
         resolved = resolve_run(spec)
         file = spec.output / "resolved.json"
         file.write_text(resolved.model_dump_json(), encoding="utf-8")
         queues = [Address.parse(f"ipc://{self.sockets}/queue-{node}") for node in range(spec.workers.nodes)]
-        self.launcher = LocalLauncher(tied=True)
+        self._own_launcher = launcher is None
+        self.launcher = launcher or LocalLauncher(tied=True)
         self.supervisor = Supervisor(
             build_process_specs(resolved, file, queues),
             queues,
@@ -94,7 +100,8 @@ class Crew:
         if self._thread.is_alive():
             self.supervisor.stop(now=True)
             self._thread.join(60)
-        self.launcher.close()
+        if self._own_launcher:
+            self.launcher.close()
         left = list(self.sockets.iterdir())
         shutil.rmtree(self.sockets)
         assert left == [], f"sockets are left: {left}"
@@ -119,8 +126,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunSpec], Crew]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     crews: list[Crew] = []
 
-    def make(spec: RunSpec) -> Crew:
-        crews.append(Crew(spec))
+    def make(spec: RunSpec, launcher: LocalLauncher | None = None) -> Crew:
+        crews.append(Crew(spec, launcher))
         return crews[-1]
 
     yield make

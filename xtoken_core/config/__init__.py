@@ -2,6 +2,7 @@
 
 from xtoken_core.config.eval import EvalSpec, TasksSpec
 from xtoken_core.config.loss import LossConfig
+from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.spec import (
     DataSpec,
     ModelSpec,
@@ -21,6 +22,7 @@ __all__ = [
     "ModelSpec",
     "QueueSpec",
     "ReportSpec",
+    "RolloutSpec",
     "RunSpec",
     "StudentSpec",
     "TasksSpec",

@@ -90,6 +90,11 @@ class ResolvedRun(Part):
         """Trainers of all node groups."""
         return self.spec.workers.nodes * self.spec.workers.ranks
 
+    def is_prompt(self, position: int) -> bool:
+        """Return True if a position is a prompt that a rollout worker completes."""
+        per_step = self.spec.train.samples_per_step
+        return position % per_step >= per_step - self.spec.prompts_per_step
+
     def owns(self, position: int) -> bool:
         """Return True if a position is this node group's."""
         per_step = self.spec.train.samples_per_step
@@ -139,6 +144,9 @@ class ResolvedRun(Part):
             optimizer=spec.train.optimizer,
             teacher=teachers,
             loss=spec.loss,
+            rollout=spec.rollout.model_copy(update={"workers": 1, "weights": "shared_memory"})
+            if spec.rollout
+            else None,
         )
 
 

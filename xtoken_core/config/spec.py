@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from xtoken_core.config.base import Count, Part
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
+from xtoken_core.config.rollout import RolloutSpec, check_rollout
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.config.workers import (
@@ -159,6 +160,7 @@ class RunSpec(Part):
     """One or several teachers; without any, the student is trained on the text by cross-entropy alone."""
     data: DataSpec
     eval: EvalSpec | None = None
+    rollout: RolloutSpec | None = None
     loss: LossConfig = LossConfig()
     train: TrainSpec = TrainSpec()
     report: ReportSpec = ReportSpec()
@@ -212,6 +214,8 @@ class RunSpec(Part):
             if teacher.fp8 and self.workers.device == "cpu":
                 raise ValueError(f'teacher.{index}.fp8 needs a GPU, and workers.device is "cpu": set it to false')
         self.loss.check_weights([t.weight for t in self.teacher])
+        if self.rollout is not None:
+            check_rollout(self.rollout, self)
         return self
 
     def teacher_name(self, number: int) -> str:
@@ -249,9 +253,15 @@ class RunSpec(Part):
 
     @property
     def block_size(self) -> int:
-        """Positions a collator leases at once."""
+        """Positions that a collator or rollout worker leases at once."""
         share = self.train.samples_per_step // self.workers.nodes
-        return self.queue.block_size or max(d for d in range(1, min(share, 16) + 1) if share % d == 0)
+        parts = math.gcd(share, self.prompts_per_step)
+        return self.queue.block_size or max(d for d in range(1, min(parts, 16) + 1) if parts % d == 0)
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Samples of a step that are prompts to complete, the last ones; 0 without `[rollout]`."""
+        return 0 if self.rollout is None else self.rollout.prompts_of(self.train.samples_per_step)
 
     def with_base(self, base: Path) -> RunSpec:
         """Return the run with every relative path made absolute against `base`."""

@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from xtoken_core import schema
 from xtoken_core.losses.common import CE_EPSILON, Scalar
-from xtoken_core.losses.masks import student_tokens
+from xtoken_core.losses.masks import of_samples, student_tokens
 
 
 class CrossEntropy(NamedTuple):
@@ -25,6 +26,17 @@ class CrossEntropy(NamedTuple):
     accuracy: Float[Tensor, ""]
 
 
+def next_token_weights(batch: Mapping[str, Tensor]) -> Float[Tensor, "B T_minus_1"]:
+    """Return the weight of each next-token prediction in the cross-entropy, 0 in generated rows."""
+    tokens = student_tokens(batch)
+    weights = tokens.next_weights()
+    version = batch.get(schema.WEIGHTS_VERSION.name)
+    if version is None:
+        return weights
+    given = of_samples((version < 0).float(), tokens.sample)  # [B, 1], or [B, T] of a packed row
+    return weights * (given if tokens.sample is None else given[:, 1:])
+
+
 def mean_over_tokens(
     batch: Mapping[str, Tensor],
     losses: Float[Tensor, "B T"],
@@ -33,13 +45,15 @@ def mean_over_tokens(
 ) -> CrossEntropy:
     """Compute this micro-batch's part of the step's mean over unmasked next tokens.
 
+    A row that the student has generated has no part in it: its own samples are no targets.
+
     Args:
-        batch: Holds `input_ids`, `token_mask`, `sample_mask`.
+        batch: Holds `input_ids`, `token_mask`, `sample_mask`, and `weights_version` where rows may be generated.
         losses: Nats at each position.
         hits: True where the position's first guess was right.
         global_valid_toks: The step's number of predictions; None: this micro-batch's.
     """
-    mask = student_tokens(batch).next_weights()
+    mask = next_token_weights(batch)
     count = mask.sum() if global_valid_toks is None else global_valid_toks
     total = (torch.where(mask > 0, losses[:, :-1], 0.0) * mask).sum()
     return CrossEntropy(total / (count + CE_EPSILON), (hits[:, :-1] * mask).sum() / (count + CE_EPSILON))

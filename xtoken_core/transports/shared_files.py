@@ -19,6 +19,9 @@ from xtoken_core.transports.ring import SignalError
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "xtoken-ring-"
+WEIGHTS_PREFIX = "xtoken-weights-"
+PATTERNS = (f"{PREFIX}*", f"{WEIGHTS_PREFIX}*", f".{WEIGHTS_PREFIX}*")
+"""Names of files that are swept; one that begins with a dot was being written."""
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -102,13 +105,14 @@ def _complaint(found: os.stat_result, size: int) -> str:
 
 
 def sweep(directory: Path = DIRECTORY) -> list[Path]:
-    """Remove this user's ring files whose owner is gone.
+    """Remove this user's files whose owner is gone.
 
     Returns:
         The removed files.
     """
     removed = []
-    for path in sorted(directory.glob(f"{PREFIX}*")) if directory.is_dir() else []:
+    found_here = {path for pattern in PATTERNS for path in directory.glob(pattern)} if directory.is_dir() else set()
+    for path in sorted(found_here):
         try:
             fd = os.open(path, _OPEN | os.O_RDONLY)
         except OSError:

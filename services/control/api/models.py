@@ -22,7 +22,7 @@ class WorkerStatus(ApiModel):
 
     name: str
     kind: str
-    """`queue`, `collator`, `teacher` or `trainer`."""
+    """`queue`, `collator`, `rollout`, `teacher` or `trainer`."""
     state: str
     """`waiting`, `running`, `finished` or `stopped`."""
     pid: int | None

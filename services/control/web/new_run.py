@@ -34,14 +34,15 @@ MAIN_FIELDS = {
 """Fields that are always visible; the others are collapsed."""
 TITLES = {
     "": "Run", "student": "Student", TEACHER: "Teacher", "data": "Data", "eval": "Evaluation", "eval.tasks": "Tasks",
-    "loss": "Loss", "train": "Training", "train.lora": "LoRA", "report": "Reporting", "queue": "Queue",
-    "workers": "Workers", "ray": "Ray",
+    "rollout": "Rollouts", "loss": "Loss", "train": "Training", "train.lora": "LoRA", "report": "Reporting",
+    "queue": "Queue", "workers": "Workers", "ray": "Ray",
 }  # fmt: skip
 ORDER = (
     "",
     "student",
     TEACHER,
     "data",
+    "rollout",
     "loss",
     "train",
     "workers",

@@ -19,7 +19,13 @@ from services.supervisor.launchers.base import STATUS_FILE
 
 SWITCH = "XTOKEN_FORK"
 """Variable that, set to 0, has every worker started as a program of its own."""
-PRELOADED = ("services.cli.app", "services.collator.main", "services.teacher.main", "services.trainer.main")
+PRELOADED = (
+    "services.cli.app",
+    "services.collator.main",
+    "services.rollout.main",
+    "services.teacher.main",
+    "services.trainer.main",
+)
 READY_LIMIT_S = 600.0
 ANSWER_LIMIT_S = 30.0
 PROGRAM = (sys.executable, "-P", "-m")

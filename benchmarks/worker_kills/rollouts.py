@@ -1,0 +1,141 @@
+"""Kill the workers of an on-policy run at random moments: `python -m benchmarks.worker_kills.rollouts`.
+
+A tiny run on CPU whose steps are half prompts. Rollout worker, trainer (also while it publishes weights) and queue are
+killed; after each kill the run must take a step. At the end every id was trained once and in order, no completion by
+weights older than the bound was trained, and neither weights nor sockets are left. Writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.worker_kills.forks import ForkLauncher
+from benchmarks.worker_kills.lane import Lane
+from services.common.published_weights import weights_file
+from services.common.resolve import resolve_run
+from services.supervisor.run_record import RunState
+from tests.support.tiny_run import make_assets, tiny_spec
+from tests.support.trained_student import train_briefly
+
+RESULT = Path(__file__).parents[1] / "results" / "rollout_kills.json"
+VICTIMS = {"rollout-0": 5, "trainer-0": 4, "queue": 1}
+"""What is killed, and how often of ten kills."""
+RECORDS = 60_000
+MAX_STALENESS = 1
+LIMIT_S = 600.0
+"""Maximum of seconds until the run has taken a step after a kill."""
+
+
+@dataclass
+class Outcome:
+    """Outcome of the kills.
+
+    Attributes:
+        kills: Number of kills by victim.
+        steps: Optimiser steps that were taken.
+        stalest: Largest mean staleness of a step.
+        back_s: Seconds from each kill to the second step after it.
+        errors: What did not hold.
+    """
+
+    kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(VICTIMS, 0))
+    steps: int = 0
+    stalest: float = 0.0
+    back_s: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def kill_repeatedly(directory: Path, *, kills: int, seed: int = 3) -> Outcome:
+    """Kill so many workers of one run.
+
+    Args:
+        directory: Everything is written there.
+        kills: How many.
+        seed: Of what is killed when.
+    """
+    outcome, began = Outcome(), time.monotonic()
+    assets = make_assets(directory / "assets")
+    train_briefly(assets.student)
+    rollout = {"fraction": 0.5, "max_new_tokens": 10, "prompt_characters": 40, "publish_every": MAX_STALENESS + 1}
+    spec = tiny_spec(
+        assets, directory / "run", records=RECORDS, rollout={**rollout, "max_staleness": MAX_STALENESS},
+        workers={"collators": 1, "device": "cpu", "max_restarts": 1000}, train={"checkpoint_every": 3},
+    )  # fmt: skip
+    weights = weights_file(resolve_run(spec))
+    launcher = ForkLauncher()
+    lane = Lane(spec, launcher, seed)
+    try:
+        lane.paired(LIMIT_S)
+        for _ in range(kills):
+            time.sleep(lane.rng.uniform(0.0, 1.0))
+            victim = lane.rng.choices(list(VICTIMS), weights=list(VICTIMS.values()))[0]
+            outcome.kills[victim] += _kill(lane, victim, outcome)
+        lane.supervisor.stop()
+        if lane.join(LIMIT_S).state != RunState.STOPPED:
+            outcome.errors.append(f"the run has ended otherwise: {lane.ending}")
+    except RuntimeError as error:
+        outcome.errors.append(str(error))
+    finally:
+        lane.close()
+        launcher.close()
+    _check(outcome, spec.output, weights)
+    outcome.seconds = round(time.monotonic() - began, 1)
+    return outcome
+
+
+def _kill(lane: Lane, victim: str, outcome: Outcome) -> int:
+    """Kill a worker and wait for two more lines of `steps.jsonl`."""
+    pid = lane.wait(lambda: lane.pid(victim), LIMIT_S)
+    os.kill(pid, signal.SIGKILL)
+    began, at = time.monotonic(), time.time()
+    lane.wait(lambda: _lines_after(lane, at) >= 2, LIMIT_S)
+    outcome.back_s.append(round(time.monotonic() - began, 2))
+    return 1
+
+
+def _lines_after(lane: Lane, at: float) -> int:
+    """Count the lines of `steps.jsonl` that are younger than a time."""
+    lines = (lane.spec.output / "steps.jsonl").read_text(encoding="utf-8").split("\n")[-4:-1]
+    return sum(json.loads(line)["time"] > at for line in lines if line)
+
+
+def _check(outcome: Outcome, output: Path, weights: Path) -> None:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
+    ids = [i for line in lines for i in line["ids"]]
+    outcome.steps, outcome.stalest = len(lines), max(line["staleness"] for line in lines)
+    if ids != list(range(len(ids))):
+        outcome.errors.append("steps.jsonl does not have each id once")
+    if {line["completions"] for line in lines} != {4}:
+        outcome.errors.append("a step has not half of its samples generated")
+    if outcome.stalest > MAX_STALENESS:
+        outcome.errors.append(f"completions of a staleness of {outcome.stalest} were trained")
+    left = [str(path) for path in weights.parent.iterdir() if weights.name in path.name]
+    if left:
+        outcome.errors.append(f"weights are left: {left}")
+
+
+def main() -> int:
+    """Kill, write, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rollout-kills-") as directory:
+        outcome = kill_repeatedly(Path(directory), kills=arguments.kills)
+    arguments.out.write_text(json.dumps(asdict(outcome), indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({**asdict(outcome), "back_s": max(outcome.back_s, default=None)}, indent=1))
+    return 1 if outcome.errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

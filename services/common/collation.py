@@ -1,0 +1,80 @@
+"""What collators and rollout workers share: the run's collator, its text, the counts of rows, the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from services.common.resolve import open_index
+from services.common.tokenizers import tokenizer_of
+from services.common.worker import Worker
+from xtoken_core import schema
+from xtoken_core.collate import Counts, loss_counts
+from xtoken_core.collate_generated import CompletionCollator, marks_of_text
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.dataset import DataIndex
+from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.queue.run.names import SUPERVISOR
+
+MAX_REASON = 2000
+"""Longest reason of a tombstone, in characters."""
+
+
+def make_collator(worker: Worker) -> CompletionCollator:
+    """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own."""
+    spec = worker.run.spec
+    student = tokenizer_of(spec.student, "student")
+    teachers = [
+        None if same else tokenizer_of(teacher, spec.teacher_name(number))
+        for number, (teacher, same) in enumerate(zip(spec.teacher, worker.run.same_tokenizer, strict=True))
+    ]
+    worker.alive()
+    return CompletionCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=teachers,
+        aligner=[None] * len(teachers),
+        ctx_length_student=spec.student.context_length,
+        ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
+        append_eos=spec.data.append_eos,
+    )
+
+
+def open_data(worker: Worker) -> DataIndex:
+    """Open the training-data index; its fingerprint must match the run's.
+
+    Raises:
+        ConfigError: It has changed.
+    """
+    run = worker.run
+    index = open_index(run.spec, run.spec.data.paths, run.spec.data.field)
+    if index.fingerprint != run.data_fingerprint:
+        raise ConfigError("the training data has changed since the run was opened: restore it, or start a new run")
+    return index
+
+
+def row_counts(run: ResolvedRun) -> Counts:
+    """Return a function that counts each row's part of a step's denominators, and marks text in a run with rollouts."""
+    counts = loss_counts(run.spec.loss, run.same_tokenizer)
+    if run.spec.rollout is None:
+        return counts
+
+    def marked(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        return {**counts(batch), **marks_of_text(len(batch[schema.INPUT_IDS.name]))}
+
+    return marked
+
+
+def end_run(worker: Worker, reason: str) -> NoReturn:
+    """End the run: its supervisor does so on this worker's exit status; without one, the queue notifies the others.
+
+    Doing both would be a race: the other workers' exits could hide the status that names the cause.
+
+    Raises:
+        InputError: Always.
+    """
+    sessions = worker.client.stats()["sessions"]
+    if not any(session["role"] == SUPERVISOR and not session["ended"] for session in sessions):
+        worker.queue.give_up(reason)
+    raise InputError(reason)

@@ -1,0 +1,1 @@
+"""The rollout worker: completes prompts with the student and puts the completions as rows."""

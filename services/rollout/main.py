@@ -1,0 +1,213 @@
+"""`xtoken rollout`: connect to a queue and complete prompts with the student's published weights until the run ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from services.common.collation import MAX_REASON, end_run, make_collator, open_data
+from services.common.models import head_width, load_model, pick_device
+from services.common.published_weights import Version, load_weights, read_version, weights_file
+from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
+from services.rollout.prompts import prompt_of
+from services.rollout.sampling import Sampler, Vocabulary, seed_of, spelled_text
+from xtoken_core.alignment.tables import TEXT
+from xtoken_core.collate import loss_counts
+from xtoken_core.collate_generated import Completion, CompletionCollator
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.dataset import BadRecord, DataIndex, record_at
+from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.queue.run.names import ROLLOUT
+from xtoken_core.tokenizing import ConversationError, TextTokenizer
+from xtoken_core.wire import QueueError
+from xtoken_core.wire.messages import Block
+
+log = logging.getLogger("xtoken.rollout")
+
+GRACE_S = 60.0
+"""Maximum of seconds during which published weights may be those of another trainer, or missing."""
+POLL_S = 0.2
+
+
+def work(link: QueueLink, *, rank: int, name: str | None) -> None:
+    """Complete prompts until the run ends.
+
+    Raises:
+        ConfigError: The run has no rollouts, or its data has changed.
+        InputError: The model, a tokenizer, the data or the published weights cannot be read, or a record is bad and
+            `on_bad_record` is "fail".
+    """
+    with worker_session(link, role=ROLLOUT, name=name or f"rollout-{rank}") as worker:
+        run = worker.run
+        if run.spec.rollout is None:
+            raise ConfigError(f"the run {run.spec.name!r} has no [rollout]: it takes no rollout worker")
+        device = pick_device(run.spec.workers.device, rank)
+        if device.type == "cpu":
+            torch.use_deterministic_algorithms(True)
+        worker.activity("loading the student")
+        model = load_model(run.spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
+        worker.activity("loading tokenizers")
+        collator = make_collator(worker)
+        loop = RolloutLoop(worker, model, collator, open_data(worker))
+        worker.phase("run")
+        loop.serve()
+
+
+class RolloutLoop:
+    """The rollout worker's main loop: lease a block of prompts, load the weights, sample, collate, put."""
+
+    def __init__(self, worker: Worker, model: Any, collator: CompletionCollator, index: DataIndex) -> None:
+        self.worker, self.queue, self.run = worker, worker.queue, worker.run
+        self.model, self.collator, self.index = model, collator, index
+        assert self.run.spec.rollout is not None
+        self.settings = self.run.spec.rollout
+        self.counts = loss_counts(self.run.spec.loss, self.run.same_tokenizer)
+        self.vocabulary = vocabulary_of(self.run, model, collator.student)
+        self.sampler = Sampler(model, self.vocabulary, self.settings)
+        self._file = weights_file(self.run)
+        self._loaded: Version | None = None
+
+    def serve(self) -> None:
+        """Complete prompts until the run ends."""
+        while True:
+            self.worker.alive()
+            try:
+                block = self.queue.lease_block(wait_s=WAIT_S)
+                if block is not None:
+                    self._complete(block)
+            except QueueError as error:
+                if error.code == "exhausted":
+                    log.info("the run is over")
+                    return
+                if error.code != "lease_revoked":
+                    raise
+                log.info("%s", error)
+
+    def _complete(self, block: Block) -> None:
+        """Put a row or a tombstone for each position of a block."""
+        version = self._load(block)
+        prompts, tombstones = self._prompts(block)
+        began = time.monotonic()
+        seeds = [seed_of(self.run.spec.seed, position, version.step) for position in prompts]
+        ids = [ids for _, ids in prompts.values()]
+        sampled = self.sampler.complete(ids, seeds, self.worker.alive) if prompts else []
+        share = int((time.monotonic() - began) * 1e6 / max(len(prompts), 1))
+        completions: dict[int, Completion] = {}
+        for (position, (prompt, prompt_ids)), row in zip(prompts.items(), sampled, strict=True):
+            body = row.ids[:-1] if row.ends else row.ids
+            count, text = spelled_text(body, self.vocabulary.pieces)
+            whole = count == len(body)
+            ends = row.ends and whole
+            kept = torch.tensor(row.ids if whole else body[:count], dtype=torch.int64).numpy()
+            if not len(kept):
+                tombstones[position] = "the completion holds no valid text"
+                continue
+            completions[position] = Completion(
+                prompt, prompt_ids, kept, text, ends, row.finished and whole, version.step, share
+            )
+        positions = list(completions)
+        rows = self.collator.completion_rows(list(completions.values()), self.counts)
+        tombstones |= {positions[index]: reason for index, reason in rows.refused.items()}
+        for position, reason in tombstones.items():
+            log.warning("position %d is skipped: %s", position, reason)
+        short = {position: reason[:MAX_REASON] for position, reason in tombstones.items()}
+        self.queue.put_block(block.lease, [positions[index] for index in rows.records], rows.columns, short)
+        self.worker.alive(1)
+
+    def _load(self, block: Block) -> Version:
+        """Load the published weights if there are newer ones; return their version.
+
+        Raises:
+            QueueError: `lease_revoked` if they are of another rewind than the block.
+            InputError: There are none for a minute.
+        """
+        deadline = time.monotonic() + GRACE_S
+        while True:
+            try:
+                version = read_version(self._file)
+                if version != self._loaded:
+                    self._loaded = None  # a failure in between leaves a mixture
+                    self._loaded = version = load_weights(self.model, self._file)
+                    log.info("generating with the weights of step %d", version.step)
+            except InputError:  # its trainer has ended, and a sweep removed it: another one will publish
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                if version.tag == block.tag and version.step >= block.version:
+                    return version
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"the published weights {self._file} are of another trainer than the queue's: end that trainer"
+                )
+            self._check_lease(block)
+            self.worker.alive()
+            time.sleep(POLL_S)
+
+    def _check_lease(self, block: Block) -> None:
+        """Give up a block that was leased before a rewind.
+
+        Raises:
+            QueueError: `lease_revoked`.
+        """
+        published = self.worker.client.stats()["partitions"][self.run.spec.name]["run"]["weights_tag"]
+        if published != block.tag:
+            raise QueueError("lease_revoked", f"block lease {block.lease} was revoked by a rewind")
+
+    def _prompts(self, block: Block) -> tuple[dict[int, tuple[dict[str, Any], Any]], dict[int, str]]:
+        """Return each position's prompt with its tokens, and the positions without one with the reason."""
+        run = self.run
+        positions = range(block.first, block.first + block.count)
+        numbers = [
+            record_at(p, records=run.records, seed=run.spec.seed, shuffle=run.spec.data.shuffle) for p in positions
+        ]
+        prompts: dict[int, tuple[dict[str, Any], Any]] = {}
+        tombstones: dict[int, str] = {}
+        for position, record in zip(positions, self.index.read(numbers), strict=True):
+            if isinstance(record, BadRecord):
+                tombstones[position] = f"{record.location}: {record.reason}"
+                continue
+            try:
+                prompts[position] = self._encoded(record.value)
+            except ConversationError as error:
+                tombstones[position] = f"{self.index.location(record.number)}: {error}"
+        if tombstones and run.spec.data.on_bad_record == "fail":
+            position, reason = next(iter(tombstones.items()))
+            end_run(self.worker, f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
+        return prompts, tombstones
+
+    def _encoded(self, value: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Return a record's prompt and its tokens.
+
+        Raises:
+            ConversationError: There is none, or it leaves no room for a completion.
+        """
+        prompt = prompt_of(value, self.settings.prompt_characters)
+        ids = self.collator.student.prompt(prompt) if prompt is not None else ()
+        room = self.run.spec.student.context_length - self.settings.max_new_tokens
+        if prompt is None or not 0 < len(ids) <= room:
+            raise ConversationError(
+                f"its prompt has {len(ids)} tokens: student.context_length and rollout.max_new_tokens leave room for "
+                f"1 to {room}"
+            )
+        return prompt, ids
+
+
+def vocabulary_of(run: ResolvedRun, model: Any, tokenizer: TextTokenizer) -> Vocabulary:
+    """Return the tokens that the student may sample: those that spell text, and those that end one.
+
+    Raises:
+        ConfigError: Its tokens do not spell the text as it is.
+    """
+    table = tokenizer.table
+    if table.drops_whitespace:
+        raise ConfigError("rollout: the student's tokenizer spells no spaces, so that a completion is no text")
+    defaults = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    named = [*(defaults if isinstance(defaults, list) else [defaults]), tokenizer.eos_id]
+    ends = frozenset(end for end in named if isinstance(end, int) and end < run.student.vocab_size)
+    allowed = torch.zeros(head_width(model), dtype=torch.bool)
+    allowed[: len(table)] = torch.from_numpy(table.kinds == TEXT)[: len(allowed)]
+    allowed[list(ends)] = True
+    return Vocabulary(table.pieces, allowed.to(model.device), ends, tokenizer.pad_id)

@@ -1,0 +1,183 @@
+"""Batched sampling from a causal language model with a cache; every row has random numbers of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from xtoken_core.config.rollout import RolloutSpec
+
+
+@dataclass
+class Sampled:
+    """One completion.
+
+    Attributes:
+        ids: Its tokens, the last one included that ended it.
+        ends: Its last token is the end of the text.
+        stopped: It holds a stop string.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    ends: bool = False
+    stopped: bool = False
+    tail: bytes = b""
+
+    @property
+    def finished(self) -> bool:
+        """True if it ended by itself, not at the limit of its length."""
+        return self.ends or self.stopped
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a sampler knows of the student's tokens.
+
+    Attributes:
+        pieces: By id, the bytes that a token spells.
+        allowed: `[V_head]` True for tokens that may be sampled: text, and the ends.
+        ends: Tokens that end a text.
+        pad_id: Token for padding.
+    """
+
+    pieces: Sequence[bytes]
+    allowed: Bool[Tensor, " V_head"]
+    ends: frozenset[int]
+    pad_id: int
+
+
+class Sampler:
+    """Completes prompts.
+
+    Args:
+        model: A Hugging Face causal language model.
+        vocabulary: Its tokens.
+        settings: Lengths and distribution.
+    """
+
+    def __init__(self, model: Any, vocabulary: Vocabulary, settings: RolloutSpec) -> None:
+        self.model, self.vocabulary, self.settings = model, vocabulary, settings
+        self._stops = [text.encode() for text in settings.stop]
+        accepted = inspect.signature(model.forward).parameters
+        self._has_positions = "position_ids" in accepted
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    @torch.no_grad()
+    def complete(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], progress: Callable[[], None]
+    ) -> list[Sampled]:
+        """Complete a batch of prompts.
+
+        Args:
+            prompts: Token ids of each, at least one.
+            seeds: Seed of each row's random numbers (`seed_of`).
+            progress: Called after every token; it may raise to stop.
+
+        Returns:
+            A completion of 1 to `max_new_tokens` tokens for each.
+        """
+        device, width = self.model.device, max(map(len, prompts))
+        ids = torch.full((len(prompts), width), self.vocabulary.pad_id)  # [B, T], padded on the left
+        mask = torch.zeros_like(ids)
+        for at, prompt in enumerate(prompts):
+            ids[at, width - len(prompt) :] = torch.from_numpy(prompt)
+            mask[at, width - len(prompt) :] = 1
+        ids, mask = ids.to(device), mask.to(device)
+        uniforms = torch.from_numpy(np.stack([_uniforms(seed, self.settings.max_new_tokens) for seed in seeds]))
+        uniforms = uniforms.to(device)
+        rows, cache = [Sampled() for _ in prompts], None
+        for n in range(self.settings.max_new_tokens):
+            logits, cache = self._forward(ids, mask, cache)
+            chosen = choose(logits.masked_fill(~self.vocabulary.allowed, -torch.inf), uniforms[:, n], self.settings)
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                if not row.finished:
+                    self._append(row, token)
+            progress()
+            if all(row.finished for row in rows):
+                break
+            ids = chosen.unsqueeze(1)
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        return rows
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> tuple[Float[Tensor, "B V"], Any]:
+        """Return the logits of the last position in float32, and the cache of keys and values."""
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        options = {"position_ids": positions} if self._has_positions else {}
+        output = self.model(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options, **self._last
+        )
+        return output.logits[:, -1].float(), output.past_key_values
+
+    def _append(self, row: Sampled, token: int) -> None:
+        row.ids.append(token)
+        row.ends = token in self.vocabulary.ends
+        if self._stops and not row.ends:
+            piece = self.vocabulary.pieces[token]
+            longest = max(map(len, self._stops)) + len(piece)
+            row.tail = (row.tail + piece)[-longest:]
+            row.stopped = any(stop in row.tail for stop in self._stops)
+
+
+def choose(
+    logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], settings: RolloutSpec
+) -> Int[Tensor, " B"]:  # fmt: skip
+    """Choose a token of each row by the inverse of its cumulative distribution.
+
+    Args:
+        logits: `-inf` for tokens that may not be chosen.
+        uniforms: In [0, 1), float64.
+        settings: Temperature, `top_k` and `top_p`.
+    """
+    if settings.temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / settings.temperature
+    if settings.top_k is not None and settings.top_k < logits.shape[1]:
+        least = logits.topk(settings.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    probabilities = logits.double().softmax(dim=-1)
+    if settings.top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        kept = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, order, before < settings.top_p)
+        probabilities = probabilities.where(kept, 0.0)
+    cumulative = probabilities.cumsum(dim=-1)
+    target = (uniforms * cumulative[:, -1]).unsqueeze(1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+
+
+def seed_of(seed: int, position: int, version: int) -> int:
+    """Return the seed of a position's random numbers: the same weights complete a prompt in the same way."""
+    digest = hashlib.sha256(f"rollout/{seed}/{position}/{version}".encode()).digest()
+    return int.from_bytes(digest[:16], "little")
+
+
+def _uniforms(seed: int, count: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(key=seed)).random(count)
+
+
+def spelled_text(ids: Sequence[int], pieces: Sequence[bytes]) -> tuple[int, str]:
+    """Return how many of the tokens spell valid text, and the text.
+
+    A byte-level model can sample bytes that are no UTF-8; no teacher could read what follows.
+
+    Args:
+        ids: A completion's tokens, without the end of the text.
+        pieces: By id, the bytes that a token spells.
+    """
+    for count in range(len(ids), 0, -1):
+        try:
+            return count, b"".join(pieces[token] for token in ids[:count]).decode("utf-8")
+        except UnicodeDecodeError as error:
+            known = error.start
+            spelled = np.cumsum([len(pieces[token]) for token in ids[:count]])
+            if spelled[-1] > known + 4:  # the first invalid byte is far from the end: continue before it
+                return spelled_text(ids[: int((spelled <= known + 3).sum())], pieces)
+    return 0, ""

@@ -1,0 +1,97 @@
+"""On-policy runs of real processes: the same ids twice, a mixture with text, kills of workers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.worker_kills.forks import ForkLauncher
+from services.supervisor.run_record import RunState
+from tests.integration.conftest import Crew
+from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
+from tests.support.trained_student import train_briefly
+from xtoken_core.config.spec import RunSpec
+
+Start = Callable[..., Crew]
+EXACT = ("ids", "loss", "grad_norm", "completion_tokens", "finished", "staleness")
+
+
+@pytest.fixture(scope="module")
+def writing(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
+    """The assets of a tiny run whose student writes text."""
+    assets = make_assets(tmp_path_factory.mktemp("writing"))
+    train_briefly(assets.student)
+    return assets
+
+
+@pytest.fixture
+def forking(start: Start) -> Iterator[ForkLauncher]:
+    """A launcher whose workers start at once; it outlives the runs' checks of what is left."""
+    launcher = ForkLauncher()
+    yield launcher
+    launcher.close()
+
+
+def on_policy(
+    assets: TinyAssets, directory: Path, *, records: int = 24, mode: str = "p_kl", **rollout: Any
+) -> RunSpec:  # fmt: skip
+    settings = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0, **rollout}
+    loss = {"mode": mode, "kl_loss_weight": 1.0}
+    return tiny_spec(assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2})
+
+
+def test_two_runs_train_on_the_same_completions(
+    writing: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:  # fmt: skip
+    specs = [on_policy(writing, tmp_path / name) for name in "ab"]
+    crews = [start(spec, forking) for spec in specs]
+    endings = [crew.join() for crew in crews]
+    assert [ending.state for ending in endings] == [RunState.COMPLETED] * 2, endings
+    one, two = ([{name: line[name] for name in EXACT} for line in steps_of(spec.output)] for spec in specs)
+    assert one == two
+    assert [i for line in one for i in line["ids"]] == list(range(24))
+    for line in steps_of(specs[0].output):
+        assert line["completions"] == 8
+        assert 1 <= line["completion_tokens"] <= 10
+        assert line["staleness"] == line["ce_loss"] == 0
+        assert line["kl_loss"] > 0
+        assert line["generated_tokens_per_second"] > 0
+    assert not (specs[0].output / "logs" / "collator-0.1.log").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_rollout_worker_and_trainer_lose_nothing(writing: TinyAssets, tmp_path: Path, start: Start) -> None:
+    spec = on_policy(
+        writing, tmp_path, records=8 * 60, fraction=0.5, max_staleness=1, publish_every=2, weights="directory"
+    )
+    crew = start(spec)
+    for steps, victim in ((6, "rollout-0"), (14, "trainer-0"), (24, "rollout-0"), (34, "queue")):
+        crew.wait_for_steps(steps)
+        crew.kill(victim)
+    assert crew.join().state == RunState.COMPLETED
+    lines = steps_of(spec.output)
+    assert [i for line in lines for i in line["ids"]] == list(range(8 * 60))
+    assert {line["completions"] for line in lines} == {4}
+    assert max(line["staleness"] for line in lines) <= 1
+    assert lines[0]["ce_loss"] > 0
+    assert not (spec.output / "rollout-weights").exists()
+
+
+@pytest.mark.slow
+def test_a_stopped_run_resumes_with_completions_by_its_checkpoint(
+    writing: TinyAssets, tmp_path: Path, start: Start
+) -> None:
+    whole = on_policy(writing, tmp_path / "whole", records=8 * 12)
+    assert start(whole).join().state == RunState.COMPLETED
+    shutil.copytree(tmp_path / "whole", tmp_path / "again", ignore=shutil.ignore_patterns("out"))
+    again = on_policy(writing, tmp_path / "again", records=8 * 12)
+    crew = start(again)
+    crew.wait_for_steps(4)
+    crew.stop()
+    assert start(again).join().state == RunState.COMPLETED
+    one, two = ([{name: line[name] for name in EXACT} for line in steps_of(spec.output)] for spec in (whole, again))
+    assert one == two

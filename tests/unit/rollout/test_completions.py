@@ -1,0 +1,95 @@
+"""Rows of completions: the ids as sampled, the completion alone aligned and counted, no target of cross-entropy."""
+
+import numpy as np
+import torch
+
+from tests.support.vocabularies import fast, tekken
+from xtoken_core import schema
+from xtoken_core.collate import CollatedRows, loss_counts
+from xtoken_core.collate_generated import Completion, CompletionCollator
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.losses.cross_entropy import mean_over_tokens
+
+STUDENT, TEACHER = tekken(2000), tekken(8000)
+PROMPT, TEXT = "The quick brown", " fox jumps over"
+
+
+def values(rows: CollatedRows, name: str) -> np.ndarray:
+    column = rows.columns[name]
+    return np.frombuffer(column.values, dtype=column.dtype)
+
+
+def row_of(ids: list[int], *, ends: bool, context: int = 64) -> CollatedRows:
+    collator = CompletionCollator(
+        student_tokenizer=STUDENT, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
+        ctx_length_teacher=[context],
+    )  # fmt: skip
+    prompt = collator.student.prompt({"text": PROMPT})
+    completion = Completion({"text": PROMPT}, prompt, np.array(ids), TEXT, ends, ends, version=5, microseconds=10)
+    return collator.completion_rows([completion], loss_counts(LossConfig(), [False]))
+
+
+def bytewise(text: str) -> list[int]:
+    """Token ids that no tokenizer would choose: one per byte."""
+    return [STUDENT(chr(byte), add_special_tokens=False)["input_ids"][0] if byte != 32 else
+            STUDENT(" ", add_special_tokens=False)["input_ids"][0] for byte in text.encode()]  # fmt: skip
+
+
+def test_the_students_ids_are_kept_as_sampled_and_aligned() -> None:
+    sampled = bytewise(TEXT)
+    rows = row_of(sampled, ends=False)
+    prompt = values(rows, "input_lengths")[0] - len(sampled)
+    assert values(rows, "input_ids")[prompt:].tolist() == sampled
+    assert values(rows, "token_mask").tolist() == [0] * prompt + [1] * len(sampled)
+    chunks = values(rows, schema.field_name(schema.STUDENT_CHUNK_ID, 0))
+    assert (chunks[:prompt] == -1).all()
+    assert (chunks[prompt:] >= 0).all()
+    assert values(rows, schema.field_name(schema.PAIR_IS_CORRECT, 0)).all()
+    assert values(rows, schema.field_name(schema.KD_CHUNKS, 0))[0] > 0
+    marks = [values(rows, field.name).tolist() for field in (*schema.ROLLOUT_FIELDS, schema.CE_TOKENS)]
+    assert marks == [[5], [0], [10], [len(sampled)], [0]]
+
+
+def test_only_a_completion_that_ended_has_an_end_on_both_sides() -> None:
+    sampled = STUDENT(TEXT, add_special_tokens=False)["input_ids"]
+    cut, ended = row_of(sampled, ends=False), row_of([*sampled, STUDENT.eos_token_id], ends=True)
+    teacher = schema.field_name(schema.TEACHER_INPUT_IDS, 0)
+    assert values(cut, teacher)[-1] != TEACHER.eos_token_id
+    assert values(ended, teacher)[-1] == TEACHER.eos_token_id
+    counts = [values(row, schema.field_name(schema.KD_CHUNKS, 0))[0] for row in (cut, ended)]
+    assert counts[1] == counts[0] + 1
+
+
+def test_generated_rows_have_no_part_in_the_cross_entropy() -> None:
+    batch = {
+        "input_ids": torch.zeros(2, 3, dtype=torch.int64),
+        "token_mask": torch.ones(2, 3, dtype=torch.int64),
+        "sample_mask": torch.ones(2),
+        "weights_version": torch.tensor([-1, 4]),
+    }
+    losses = torch.tensor([[1.0, 2.0, 9.0], [5.0, 7.0, 9.0]])
+    torch.testing.assert_close(mean_over_tokens(batch, losses, losses > 0).loss, torch.tensor(1.5))
+    packed = {
+        **batch, "input_ids": batch["input_ids"].view(1, 6), "token_mask": batch["token_mask"].view(1, 6),
+        "packed_sample": torch.tensor([[0, 0, 0, 1, 1, 1]]),
+    }  # fmt: skip
+    torch.testing.assert_close(
+        mean_over_tokens(packed, losses.view(1, 6), losses.view(1, 6) > 0).loss, torch.tensor(1.5)
+    )
+
+
+def test_a_prompt_that_a_chat_template_does_not_take_is_refused() -> None:
+    templated = fast(STUDENT.backend_tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
+    collator = CompletionCollator(
+        student_tokenizer=templated, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
+        ctx_length_teacher=[64],
+    )  # fmt: skip
+    prompt = {"messages": [{"role": "user", "content": "1+1"}]}
+    ids = collator.student.prompt(prompt)
+    assert templated.decode(ids) == "1+1:"
+    rows = collator.completion_rows(
+        [Completion(prompt, ids, ids, "2", ends=False, finished=False, version=0)], loss_counts(LossConfig(), [False])
+    )
+    assert rows.records == []
+    assert "has no chat template" in rows.refused[0]

@@ -1,0 +1,114 @@
+"""Sampling: the distribution, own random numbers per row, ends, stop strings, valid text."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from services.rollout.prompts import prompt_of
+from services.rollout.sampling import Sampler, Vocabulary, choose, seed_of, spelled_text
+from xtoken_core.config.rollout import RolloutSpec
+
+PIECES = [bytes([letter]) for letter in b"abcdefghij"] + [b"", "é".encode()[:1], "é".encode()[1:]]
+END = 10
+PROMPTS = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def sampler(model: LlamaForCausalLM, **settings: object) -> Sampler:
+    allowed = torch.tensor([True] * 11 + [False] * 5)
+    vocabulary = Vocabulary(PIECES, allowed, frozenset({END}), 0)
+    return Sampler(model, vocabulary, RolloutSpec.model_validate({"max_new_tokens": 12, **settings}))
+
+
+def completed(model: LlamaForCausalLM, rows: list[int], **settings: object) -> list[list[int]]:
+    seeds = [seed_of(0, row, 0) for row in rows]
+    sampled = sampler(model, **settings).complete([PROMPTS[row] for row in rows], seeds, lambda: None)
+    return [each.ids for each in sampled]
+
+
+def test_a_row_is_sampled_alike_whatever_shares_its_batch(model: LlamaForCausalLM) -> None:
+    together = completed(model, [0, 1, 2])
+    assert together == [completed(model, [row])[0] for row in range(3)]
+    assert together[0] != completed(model, [1])[0]
+
+
+def test_greedy_tokens_are_those_of_the_model_without_a_cache(model: LlamaForCausalLM) -> None:
+    [ids] = completed(model, [0], temperature=0.0)
+    row = PROMPTS[0].tolist()
+    for token in ids:
+        logits = model(torch.tensor([row])).logits[0, -1]
+        assert int(logits[:11].argmax()) == token
+        row.append(token)
+
+
+def test_only_allowed_tokens_are_sampled_and_the_end_ends(model: LlamaForCausalLM) -> None:
+    for row in sampler(model, temperature=5.0, max_new_tokens=60).complete(PROMPTS, [1, 2, 3], lambda: None):
+        assert max(row.ids) <= END
+        assert row.ends == row.finished == (END in row.ids)
+        assert END not in row.ids[:-1]
+
+
+def test_a_stop_string_ends_a_completion(model: LlamaForCausalLM) -> None:
+    plain = sampler(model)
+    tries = ((seed, plain.complete(PROMPTS[:1], [seed], lambda: None)[0].ids) for seed in range(100))
+    seed, whole = next((seed, ids) for seed, ids in tries if len(ids) == 12 and END not in ids)
+    text = b"".join(PIECES[token] for token in whole).decode()
+    stop = text[2:4]
+    [row] = sampler(model, stop=(stop,)).complete(PROMPTS[:1], [seed], lambda: None)
+    assert row.stopped
+    assert not row.ends
+    assert row.ids == whole[: len(row.ids)]
+    assert b"".join(PIECES[token] for token in row.ids).decode().index(stop) + 2 == len(row.ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.5, 0.3, 0.15, 0.05]),
+        ({"top_k": 2}, [0.625, 0.375, 0, 0]),
+        ({"top_p": 0.7}, [0.625, 0.375, 0, 0]),
+        ({"temperature": 0.5}, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
+    ],
+    ids=["all", "top-k", "top-p", "temperature"],
+)
+def test_tokens_have_the_frequencies_of_the_distribution(settings: dict[str, float], expected: list[float]) -> None:
+    count = 4000
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(count, 4)
+    uniforms = torch.arange(count, dtype=torch.float64) / count
+    chosen = choose(logits, uniforms, RolloutSpec.model_validate(settings))
+    found = torch.bincount(chosen, minlength=4) / count
+    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([0, 11, 12, 1], (4, "aéb")),
+        ([0, 11], (1, "a")),
+        ([0, 11, 1, 2, 3, 4, 5, 6], (1, "a")),
+        ([12, 0], (0, "")),
+        ([], (0, "")),
+    ],
+    ids=["whole", "half-a-character", "invalid-early", "invalid-at-once", "empty"],
+)
+def test_a_completion_is_cut_before_bytes_that_are_no_text(ids: list[int], expected: tuple[int, str]) -> None:
+    assert spelled_text(ids, PIECES) == expected
+
+
+def test_prompts_of_each_kind_of_record() -> None:
+    user, answer = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+    assert prompt_of({"text": "one two three"}, 9) == {"text": "one two"}
+    assert prompt_of({"text": "one two"}, None) == {"text": "one two"}
+    assert prompt_of({"prompt": "1+1=", "completion": "2"}, 2) == {"text": "1+1="}
+    assert prompt_of({"messages": [user, answer]}, None) == {"messages": [user]}
+    assert prompt_of({"messages": [answer]}, None) is None

@@ -1,0 +1,53 @@
+"""Settings of rollouts: what is refused, and how a step is divided."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xtoken_core.config.spec import RunSpec
+
+TRAIN = {"samples_per_step": 24}
+
+
+def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
+    model = {"model": Path("m"), "context_length": 256}
+    raw = {"output": Path("out"), "student": model, "teacher": [model], "data": {"path": Path("d.jsonl")}, **parts}
+    return RunSpec.model_validate({"train": TRAIN, **raw, "rollout": rollout})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "parts", "reason"),
+    [
+        ({"publish_every": 3}, {}, "publish_every = 3 is more than rollout.max_staleness \\+ 1 = 2"),
+        ({"fraction": 0.01}, {}, "is 0 prompts"),
+        ({"fraction": 0.99}, {}, "is 24 prompts"),
+        ({"fraction": 0.5}, {"queue": {"block_size": 8}}, "must divide the 12 prompts"),
+        ({"max_new_tokens": 256}, {}, "leaves no room for a prompt"),
+        ({}, {"teacher": []}, "this run has none"),
+        ({}, {"teacher": [{"model": Path("m"), "context_length": 256, "store": "s"}]}, "stored output is of given text"),
+        ({}, {"loss": {"dynamic_loss_scaling": True}}, "no cross-entropy to scale by"),
+        ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
+        ({}, {"workers": {"nodes": 2}}, "single node group"),
+        ({}, {"train": {**TRAIN, "lora": {}}}, "adapters are not published"),
+        ({}, {"train": {**TRAIN, "parallel": "fsdp"}, "workers": {"ranks": 2}}, "sharded over ranks"),
+    ],
+    ids=[
+        "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "weight", "nodes", "lora", "fsdp"
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        spec(rollout, **parts)
+
+
+@pytest.mark.parametrize(("fraction", "prompts", "block"), [(1.0, 24, 12), (0.5, 12, 12), (0.3, 7, 1), (0.25, 6, 6)])
+def test_prompts_are_whole_blocks_of_a_step(fraction: float, prompts: int, block: int) -> None:
+    run = spec({"fraction": fraction})
+    assert (run.prompts_per_step, run.block_size) == (prompts, block)
+
+
+def test_publishing_as_rarely_as_staleness_allows_is_taken() -> None:
+    run = spec({"publish_every": 4, "max_staleness": 3})
+    assert run.rollout is not None
+    assert spec({}).rollout is not None

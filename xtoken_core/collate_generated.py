@@ -1,0 +1,118 @@
+"""Rows of completions that the student has generated: its ids as sampled, aligned with every teacher's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xtoken_core import schema
+from xtoken_core.collate import CollatedRows, Counts, CrossTokenizerCollator, _cut, _Side, _Tokens
+from xtoken_core.tokenizing import ConversationError, TextTokenizer
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt with the student's completion.
+
+    Attributes:
+        prompt: `text` or `messages`.
+        prompt_ids: `[n]` int64, the prompt in the student's tokens.
+        ids: `[m]` int64, the completion as it was sampled, with the end-of-text token if that was.
+        text: The text that the completion spells.
+        ends: The student sampled the end of the text: teachers are asked for it too.
+        finished: It ended by itself, at the end of the text or at a stop string.
+        version: Step of the weights that generated it.
+        microseconds: Its part of the time of its block.
+    """
+
+    prompt: Mapping[str, Any]
+    prompt_ids: np.ndarray
+    ids: np.ndarray
+    text: str
+    ends: bool
+    finished: bool
+    version: int
+    microseconds: int = 0
+
+
+class CompletionCollator(CrossTokenizerCollator):
+    """A collator that also takes completions. Only the completion is trained on and aligned."""
+
+    @property
+    def student(self) -> TextTokenizer:
+        """The student's tokenizer."""
+        return self._student.text
+
+    def completion_rows(self, completions: Sequence[Completion], counts: Counts) -> CollatedRows:
+        """Collate completions into rows of their own lengths.
+
+        Every teacher reads the prompt as its own tokenizer writes it, and the completion's text behind it. A completion
+        that was cut off has no end-of-text token on either side.
+
+        Args:
+            completions: Completions whose student side fits the context.
+            counts: As for `rows`.
+        """
+        refused: dict[int, str] = {}
+        rows: list[list[_Tokens]] = []
+        for index, completion in enumerate(completions):
+            try:
+                rows.append([self._own(completion), *(_of_teacher(side, completion) for _, side in self._teachers)])
+            except ConversationError as error:
+                refused[index] = str(error)
+        kept = [index for index in range(len(completions)) if index not in refused]
+        if not kept:
+            return CollatedRows([], {}, refused)
+        values = [{"text": completions[index].text} for index in kept]
+        sides = [list(side) for side in zip(*rows, strict=True)]
+
+        def with_marks(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
+            return {**counts(batch), **_marks([completions[index] for index in kept])}
+
+        return CollatedRows(kept, self._row_columns(values, sides, [1.0] * len(kept), with_marks), refused)
+
+    def _own(self, completion: Completion) -> _Tokens:
+        return _joined(self._student, completion.prompt_ids, completion.ids)
+
+
+def marks_of_text(count: int) -> dict[str, Tensor]:
+    """Return the columns of `schema.ROLLOUT_FIELDS` for rows of ordinary text."""
+    none = torch.zeros(count, dtype=torch.int64)
+    return {
+        schema.WEIGHTS_VERSION.name: none - 1,
+        schema.FINISHED.name: none.bool(),
+        schema.GENERATION_TIME.name: none,
+        schema.COMPLETION_TOKENS.name: none,
+    }
+
+
+def _marks(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """Return the columns by which completions differ from text; none of their tokens counts as a target."""
+    return {
+        schema.CE_TOKENS.name: torch.zeros(len(completions), dtype=torch.int64),
+        schema.WEIGHTS_VERSION.name: torch.tensor([each.version for each in completions]),
+        schema.FINISHED.name: torch.tensor([each.finished for each in completions]),
+        schema.GENERATION_TIME.name: torch.tensor([each.microseconds for each in completions]),
+        schema.COMPLETION_TOKENS.name: torch.tensor([len(each.ids) for each in completions]),
+    }
+
+
+def _of_teacher(side: _Side, completion: Completion) -> _Tokens:
+    """Return prompt and completion as a teacher's tokenizer writes them.
+
+    Raises:
+        ConversationError: Its chat template does not take the prompt.
+    """
+    eos = [side.text.eos_id] if completion.ends and side.text.eos_id is not None else []
+    rest = np.r_[side.text.proceed(completion.text), np.array(eos, dtype=np.int64)]
+    return _joined(side, side.text.prompt(completion.prompt), rest)
+
+
+def _joined(side: _Side, prompt: np.ndarray, rest: np.ndarray) -> _Tokens:
+    learn = np.r_[np.zeros_like(prompt), np.ones_like(rest)]
+    return _cut(side, np.r_[prompt, rest], learn)

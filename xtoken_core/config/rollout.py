@@ -1,0 +1,103 @@
+"""RolloutSpec: the settings of completions that the student generates while it is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from xtoken_core.config.base import Count, Part
+
+if TYPE_CHECKING:
+    from xtoken_core.config.spec import RunSpec
+
+
+class RolloutSpec(Part):
+    """On-policy distillation: the student completes prompts of the training text and learns from its completions."""
+
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Fraction of every step's samples that are prompts to complete; the rest is ordinary text."""
+    prompt_characters: Count | None = None
+    """Records of plain text: the prompt is so many characters of it at most, cut at the end of a word. Left out, the
+    whole text is the prompt. Of `prompt` and `completion` the prompt is taken, of `messages` all before the last
+    answer."""
+    max_new_tokens: Count = 128
+    """Tokens of a completion, of the student's tokenizer."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Temperature of the sampling; 0 takes the most likely token."""
+    top_k: Count | None = None
+    """Sample from so many of the most likely tokens. Left out, from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion, which keeps them."""
+    publish_every: Count = 1
+    """Steps between two versions of the student's weights that rollout workers generate with."""
+    max_staleness: Annotated[int, Field(ge=0, lt=1 << 16)] = 1
+    """Maximum of optimiser steps between the weights that generated a completion and the step that trains it. With 0
+    the trainer waits for the completions of every step."""
+    weights: Literal["shared_memory", "directory"] = "shared_memory"
+    """Where the trainer publishes weights: in shared memory, for rollout workers on its machine, or as a file in the
+    run's output directory, for workers on other machines that see it."""
+    workers: Count = 1
+    """Rollout workers; worker r uses GPU r modulo their number."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> RolloutSpec:
+        if self.publish_every > self.max_staleness + 1:
+            raise ValueError(
+                f"rollout.publish_every = {self.publish_every} is more than rollout.max_staleness + 1 = "
+                f"{self.max_staleness + 1}: the last step before new weights could train no completion: publish more "
+                "often or raise max_staleness"
+            )
+        return self
+
+    def prompts_of(self, samples_per_step: int) -> int:
+        """Return the number of prompts of a step, its last samples."""
+        return round(self.fraction * samples_per_step)
+
+
+def check_rollout(rollout: RolloutSpec, run: RunSpec) -> None:
+    """Refuse settings of a run that exclude generated completions.
+
+    Raises:
+        ValueError: The first of them, and what to change.
+    """
+    size = run.train.samples_per_step
+    prompts = rollout.prompts_of(size)
+    if prompts == 0 or (prompts == size and rollout.fraction < 1):
+        raise ValueError(
+            f"rollout.fraction = {rollout.fraction:g} of train.samples_per_step = {size} is {prompts} prompts: raise "
+            "samples_per_step or choose another fraction"
+        )
+    if prompts % run.block_size:
+        raise ValueError(
+            f"queue.block_size = {run.block_size} must divide the {prompts} prompts of a step (rollout.fraction)"
+        )
+    if rollout.max_new_tokens >= run.student.context_length:
+        raise ValueError(
+            f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "
+            f"student.context_length = {run.student.context_length}: lower it"
+        )
+    reason = _obstacle(run, only_prompts=prompts == size)
+    if reason:
+        raise ValueError(f"rollout: {reason}")
+
+
+def _obstacle(run: RunSpec, *, only_prompts: bool) -> str:
+    """Return why a run cannot train on completions; empty if it can."""
+    if not run.teacher:
+        return "completions are compared with a teacher, and this run has none: name a [teacher]"
+    if len(run.living_teachers) < len(run.teacher):
+        return "stored output is of given text: unset teacher.store"
+    if run.loss.dynamic_loss_scaling:
+        return "completions have no cross-entropy to scale by: set loss.dynamic_loss_scaling to false"
+    if only_prompts and run.loss.kl_loss_weight == 0:
+        return "completions are trained on by the divergence alone: set loss.kl_loss_weight above 0"
+    if run.workers.nodes > 1 or run.workers.launcher == "ray":
+        return 'completions are generated in a single node group: set workers.nodes = 1 and launcher = "local"'
+    if run.train.lora is not None:
+        return "weights with adapters are not published: unset [train.lora]"
+    if run.train.parallel == "fsdp" and run.workers.ranks > 1:
+        return 'weights that are sharded over ranks are not published: set train.parallel = "replicate"'
+    return ""
