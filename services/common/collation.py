@@ -1,4 +1,4 @@
-"""What collators and rollout workers share: the run's collator, its text, the counts of rows, the end of a run."""
+"""Parts of collators and rollout workers alike: collator, text, counts of rows, the end of a run."""
 
 from __future__ import annotations
 

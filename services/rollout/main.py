@@ -94,7 +94,7 @@ class RolloutLoop:
         seeds = [seed_of(self.run.spec.seed, position, version.step) for position in prompts]
         ids = [ids for _, ids in prompts.values()]
         sampled = self.sampler.complete(ids, seeds, self.worker.alive) if prompts else []
-        share = int((time.monotonic() - began) * 1e6 / max(len(prompts), 1))
+        microseconds = int((time.monotonic() - began) * 1e6 / max(len(prompts), 1))
         completions: dict[int, Completion] = {}
         for (position, (prompt, prompt_ids)), row in zip(prompts.items(), sampled, strict=True):
             body = row.ids[:-1] if row.ends else row.ids
@@ -106,7 +106,7 @@ class RolloutLoop:
                 tombstones[position] = "the completion holds no valid text"
                 continue
             completions[position] = Completion(
-                prompt, prompt_ids, kept, text, ends, row.finished and whole, version.step, share
+                prompt, prompt_ids, kept, text, ends, row.finished and whole, version.step, microseconds
             )
         positions = list(completions)
         rows = self.collator.completion_rows(list(completions.values()), self.counts)

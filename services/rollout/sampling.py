@@ -39,7 +39,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a sampler knows of the student's tokens.
+    """Tokens of the student, for sampling.
 
     Attributes:
         pieces: By id, the bytes that a token spells.

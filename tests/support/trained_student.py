@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.tiny_run import documents
 
 
-def train_briefly(directory: Path, *, steps: int = 60) -> None:
+def train_briefly(directory: Path, *, steps: int = 40) -> None:
     """Train the model in a directory on documents by cross-entropy, in place."""
     tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
     texts = documents(steps * 8, seed=4)
