@@ -118,7 +118,7 @@ def test_json_option() -> None:
     found = dict(commands_below(typer.main.get_command(cli.app)))
     without = {name for name, command in found.items() if not any("--json" in p.opts for p in command.params)}
     serving, nothing_else, showing = (
-        {"collator", "teacher", "trainer", "control", "store write"},
+        {"collator", "rollout", "teacher", "trainer", "control", "store write"},
         {"queue stats", "queue peek"},
         {"demo", "queue top"},
     )  # fmt: skip

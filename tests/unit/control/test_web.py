@@ -49,7 +49,7 @@ def guarded(runs: Runs) -> TestClient:
 
 
 def full(tmp_path: Path) -> RunSpec:
-    """A run with something in every part."""
+    """A run with something in every part but `rollout`, which `train.lora` excludes."""
     return RunSpec.model_validate(
         spec(
             tmp_path,
@@ -68,6 +68,11 @@ def full(tmp_path: Path) -> RunSpec:
     )
 
 
+def on_policy(tmp_path: Path) -> RunSpec:
+    rollout = {"stop": ["Q:", "A:"], "top_p": 0.9, "prompt_characters": 9, "max_new_tokens": 4}
+    return RunSpec.model_validate(spec(tmp_path, rollout=rollout))
+
+
 def test_form_has_every_setting(tmp_path: Path) -> None:
     def leaves(value: object, place: str = "") -> Iterator[str]:
         if isinstance(value, dict):
@@ -79,17 +84,19 @@ def test_form_has_every_setting(tmp_path: Path) -> None:
             yield place
 
     fields = field_names() | set(EXCLUDED)
-    assert set(leaves(full(tmp_path).model_dump(mode="json"))) == fields
+    runs = full(tmp_path), on_policy(tmp_path)
+    named = {name for run in runs for name in leaves(run.model_dump(mode="json"))}
+    assert named - {"rollout", "eval", "eval.tasks", "train.lora"} == fields
     assert all(field.help for section in sections().values() for field in section.fields)
 
 
 def test_form_round_trip(tmp_path: Path) -> None:
-    run = full(tmp_path)
-    whole = run.model_dump(mode="json")
-    short = run.model_dump(mode="json", exclude_defaults=True)
-    for document in (whole, short):
-        again = form.document_of(form.values_of(document))
-        assert RunSpec.model_validate(again) == run
+    for run in (on_policy(tmp_path), full(tmp_path)):
+        whole = run.model_dump(mode="json")
+        short = run.model_dump(mode="json", exclude_defaults=True)
+        for document in (whole, short):
+            again = form.document_of(form.values_of(document))
+            assert RunSpec.model_validate(again) == run
     assert tomllib.loads(form.to_toml(short))["teacher"][0]["projection"].endswith('odd "name" 日本 👍.pt')
 
 

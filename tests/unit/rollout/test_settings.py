@@ -8,6 +8,7 @@ import pytest
 from xtoken_core.config.spec import RunSpec
 
 TRAIN = {"samples_per_step": 24}
+STORED = {"model": Path("m"), "context_length": 256, "store": "s"}
 
 
 def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
@@ -25,7 +26,7 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ({"fraction": 0.5}, {"queue": {"block_size": 8}}, "must divide the 12 prompts"),
         ({"max_new_tokens": 256}, {}, "leaves no room for a prompt"),
         ({}, {"teacher": []}, "this run has none"),
-        ({}, {"teacher": [{"model": Path("m"), "context_length": 256, "store": "s"}]}, "stored output is of given text"),
+        ({}, {"teacher": [STORED]}, "stored output is of given text"),
         ({}, {"loss": {"dynamic_loss_scaling": True}}, "no cross-entropy to scale by"),
         ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
         ({}, {"workers": {"nodes": 2}}, "single node group"),
@@ -33,7 +34,8 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ({}, {"train": {**TRAIN, "parallel": "fsdp"}, "workers": {"ranks": 2}}, "sharded over ranks"),
     ],
     ids=[
-        "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "weight", "nodes", "lora", "fsdp"
+        "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "weight",
+        "nodes", "lora", "fsdp",
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[str, Any], reason: str) -> None:
