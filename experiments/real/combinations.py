@@ -13,11 +13,13 @@ from experiments.digits.page import RESULTS as DIGITS
 from experiments.digits.summary import Summary, spread
 from experiments.real.methods import SEEDS, WEIGHTS
 from experiments.real.page import RESULT
-from experiments.real.summary import outcomes
+from experiments.real.summary import VALIDATION
 from experiments.vocabularies.page import PAGE, insert
 from xtoken_core.atomic import atomic_write
 
 CONDITION = "de-500k"
+RATES = (1e-4, 2e-4)
+"""Learning rates at which every pair of weights was tried."""
 TITLES = {"alm1": "ALM, tau 1", "chain": "chain", "chain_alm1": "chain and ALM, tau 1"}
 ON_DIGITS = {("chain", (1.0, 1.0)): "chain_ce1"} | {(name, (1.0, 0.1)): name for name in TITLES}
 """Methods of the digits by loss and weights."""
@@ -31,11 +33,11 @@ def render(digits: Mapping[str, Any], real: Mapping[str, Any]) -> str:
         real: Result file of `experiments.real`.
     """
     answers = Summary(dict(digits))
-    bits = {
-        (outcome.method, outcome.weight): outcome.bits["validation"]
-        for outcome in outcomes(real)
-        if (outcome.condition, outcome.seed) == (CONDITION, SEEDS[0])
-    }
+    bits: dict[tuple[str, str], float | None] = {}
+    for key in [("ce", "ce"), *((name, weights) for name in TITLES for weights in WEIGHTS)]:
+        runs = [run for run in real["runs"] if _cell(run) == (CONDITION, SEEDS[0], *key) and run["rate"] in RATES]
+        values = [row[VALIDATION] for run in runs for row in run["curve"]]
+        bits[key] = min(values) if {run["rate"] for run in runs} == set(RATES) else None
     lines = [
         "| loss | weight | weight of cross-entropy "
         "| digits, reduced: right answers | German: bits per byte, validation |",
@@ -46,6 +48,10 @@ def render(digits: Mapping[str, Any], real: Mapping[str, Any]) -> str:
         for weights, pair in sorted(WEIGHTS.items(), key=lambda item: item[1]):
             lines.append(_row(title, pair, answers, ON_DIGITS.get((name, pair)), bits.get((name, weights))))
     return "\n".join(lines)
+
+
+def _cell(run: Mapping[str, Any]) -> tuple[str, int, str, str]:
+    return run["condition"], run["seed"], run["method"], run["weight"]
 
 
 def _row(title: str, weights: tuple[float, float], answers: Summary, method: str | None, bits: float | None) -> str:
