@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -95,6 +95,9 @@ attack: $(STAMP)  ## attack a queue and a control plane that serve a real run, f
 
 bench-checkpoint: $(STAMP)  ## three forms of a checkpoint side by side; two minutes
 	$(BIN)/python -m benchmarks.checkpoint
+
+bench-store: $(STAMP)  ## a store of MODEL's output of TEXT: bytes per token and rates; five minutes
+	$(BIN)/python -m benchmarks.store --model $(MODEL) --text $(TEXT)
 
 bench-collate: $(STAMP)  ## alignment beside TRL's, collation, projection; then two collators beside one
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'

@@ -46,19 +46,22 @@ def render(result: Mapping[str, Any] | None, gradients: Mapping[str, Mapping[str
 
 def _trained(result: Mapping[str, Any]) -> list[str]:
     records = [record for record in result["records"] if "classes" in record]
-    seeds = sorted({record["seed"] for record in records if "seed" in record})
     lines = [
-        f"{result['steps']} steps of 16 Python documents, data seeds {', '.join(map(str, seeds))}; "
+        f"{result['steps']} steps of 16 Python documents, cross-entropy of weight 0.1 beside chain; "
         f"{result['documents']} held-out documents; {', '.join(result['machine']['gpus']) or 'CPU'}.",
         "Nats per token of a class, and the fraction of its tokens to which the student gives the highest probability.",
         "",
-        "| trained with | bits per byte | " + " | ".join(f"{name}: nats | right" for name in CLASSES) + " |",
-        "|---" * (2 + 2 * len(CLASSES)) + "|",
+        "| trained with | data seeds | bits per byte | "
+        + " | ".join(f"{name}: nats | right" for name in CLASSES)
+        + " |",
+        "|---" * (3 + 2 * len(CLASSES)) + "|",
     ]
     for name in ("before training", *VARIANTS):
         own = [record for record in records if record["variant"] == name]
         if own:
-            lines.append(f"| {TITLES[name]} | {mean(each['bits_per_byte'] for each in own):.3f} | {_cells(own)} |")
+            seeds = ", ".join(str(record["seed"]) for record in own if "seed" in record)
+            bits = mean(each["bits_per_byte"] for each in own)
+            lines.append(f"| {TITLES[name]} | {seeds} | {bits:.4f} | {_cells(own)} |")
     return lines
 
 

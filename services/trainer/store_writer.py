@@ -27,6 +27,7 @@ from services.trainer.node_reduce import StepOutcome, step_outcome
 from services.trainer.rings import TeacherRings
 from services.trainer.stored_teachers import array_of
 from xtoken_core import schema
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.plan import MicroBatch
 from xtoken_core.queue.run.names import TRAINER
 from xtoken_core.teacher_store import codec
@@ -105,19 +106,17 @@ def work(link: QueueLink, *, rank: int, name: str | None, store: str) -> None:
             group.close()
 
 
-def first_step(store: TeacherStore, worker_run_steps: int, positions: Sequence[int], per_step: int) -> int:
-    """Return the first step of which a record is neither stored nor skipped; the number of steps if none is.
+def first_step(store: TeacherStore, run: ResolvedRun) -> int:
+    """Return the first step of a build of which a record is neither stored nor skipped; that after the last if none is.
 
     Args:
         store: The store.
-        worker_run_steps: Steps of the build.
-        positions: Record of every position.
-        per_step: Positions of a step.
+        run: The build.
     """
-    for position, record in enumerate(positions):
-        if record not in store.entries and record not in store.skipped:
-            return position // per_step
-    return worker_run_steps
+    for position in range(run.positions):
+        if store.missing([record_of(run, position)]):
+            return position // run.spec.train.samples_per_step
+    return run.steps
 
 
 class StoreWriterLoop:
@@ -152,9 +151,7 @@ class StoreWriterLoop:
             OutputError: The store cannot be written.
             StopRequested: The process was asked to stop; what it has was written.
         """
-        records = [record_of(self.run, position) for position in range(self.run.positions)]
-        self.step = first_step(self.store, self.run.steps, records, self.run.spec.train.samples_per_step)
-        self.step = self.group.broadcast(self.step)
+        self.step = self.group.broadcast(first_step(self.store, self.run))
         if self.group.is_leader:
             self.lines.truncate(self.step, inclusive=False)
         self._rewind()

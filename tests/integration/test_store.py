@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,13 +20,13 @@ from services.supervisor.local_run import run_locally, run_to_end
 from services.supervisor.run_record import RunState
 from services.supervisor.store_build import StoreBuild
 from services.teacher.model import TeacherModel
-from tests.integration.conftest import Crew
+from tests.integration.conftest import DEADLINE_S, Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset.order import record_at
 from xtoken_core.teacher_store.identity import StoreError
 from xtoken_core.teacher_store.shards import Entry
-from xtoken_core.teacher_store.store import TeacherStore
+from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
 
 Start = Callable[[RunSpec], Crew]
@@ -107,3 +110,53 @@ def test_a_run_reads_the_store_that_a_build_has_written(assets: TinyAssets, tmp_
     other = tiny_spec(assets, tmp_path / "other", records=25, teacher=[teacher], loss={"vocab_topk": None})
     with pytest.raises(StoreError, match=r"what differs is the text \(data\), the number of records"):
         resolve_run(of_store(other, tmp_path / "store", tmp_path / "no"))
+
+
+@pytest.mark.slow
+def test_two_writers_complete_a_store_after_kills_and_a_forced_end(assets: TinyAssets, tmp_path: Path) -> None:
+    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "topk"}
+    spec = tiny_spec(assets, tmp_path, records=160, teacher=[teacher], workers={"ranks": 2})
+    rng, address = random.Random(4), str(tmp_path / "store")
+    run = StoreBuild(build_spec(spec, None, address), address)
+    run.start()
+    try:
+        for name in ("trainer-1", "teacher-0-0"):
+            steps_before = len(steps_of(run.spec.output))
+            wait(run, lambda steps=steps_before: len(steps_of(run.spec.output)) > steps)
+            time.sleep(rng.uniform(0.0, 0.3))
+            worker = next(worker for worker in run.status()["workers"] if worker["name"] == name)
+            psutil.Process(worker["pid"]).kill()
+            wait(run, lambda name=name: restarts(run, name) > 0)
+        wait(run, lambda: len(steps_of(run.spec.output)) > 2)
+    finally:
+        run.stop(now=True)
+        assert run.over.wait(120.0)
+        run.close()
+    after_kills = TeacherStore.open(address)
+    assert after_kills.damaged(sorted(after_kills.entries)) == {}
+    built = build(spec, tmp_path / "store")
+    assert sorted(built.entries) == list(range(160))
+    assert built.damaged(range(160)) == {}
+    undisturbed = build(spec, tmp_path / "other")
+    for record in range(160):
+        values = [empty_values(each.identity, each.entries[record].tokens) for each in (built, undisturbed)]
+        for each, out in zip((built, undisturbed), values, strict=True):
+            each.read_into(record, out)
+        assert built.entries[record].digest == undisturbed.entries[record].digest
+        k = built.identity.topk
+        found, expected = (torch.from_numpy(each[:, :k]) for each in values)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def restarts(run: StoreBuild, name: str) -> int:
+    """How often a worker was restarted."""
+    return next((int(w["restarts"]) for w in run.status().get("workers", []) if w["name"] == name), 0)
+
+
+def wait(run: StoreBuild, condition: Callable[[], bool]) -> None:
+    """Until the condition holds; fails if the build ends before."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert not run.over.is_set(), run.result
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.01)

@@ -46,7 +46,7 @@ class ShardIndex(msgspec.Struct, forbid_unknown_fields=True):
     skipped: dict[str, str] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """Location of a record.
 

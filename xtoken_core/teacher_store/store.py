@@ -86,7 +86,8 @@ class TeacherStore:
         for name in self.files.names():
             if name.startswith(PREFIX) and name.endswith(INDEX) and name not in self._known:
                 entries, skipped = read_index(self.files, name)
-                self.entries = entries | self.entries  # of a record that was written twice the first one counts
+                for record, entry in entries.items():
+                    self.entries.setdefault(record, entry)  # of two writers' entries either is right
                 self.skipped.update(skipped)
                 self._known.add(name)
 

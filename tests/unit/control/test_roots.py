@@ -114,5 +114,15 @@ def test_every_path_of_a_specification_is_checked() -> None:
     """A new field that takes text must be looked at here: a path is a `Path`, which the roots hold."""
     assert texts_of(RunSpec) == {
         "name", "data.field", "eval.field", "queue.address", "report.wandb_project", "train.lora.targets",
-        "ray.address",
+        "ray.address", "teacher.store",
     }  # fmt: skip
+
+
+def test_a_store_lies_within_the_roots(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    roots = Roots.of([root], [])
+    roots.check_store(str(root / "store"), "teacher.0.store")
+    for store in (str(tmp_path / "store"), "memory://store", f"file://{root}/store"):
+        with pytest.raises(OutsideError, match=r"teacher\.0\.store: .* lies under none of this control plane's roots"):
+            roots.check_store(store, "teacher.0.store")

@@ -1,0 +1,167 @@
+"""Stores of a teacher's output: `python -m benchmarks.store --model DIR --text FILE [--tokens N] [--out FILE]`.
+
+A real model's hidden states and largest logits of a text, as `xtoken store build` keeps them: bytes per token beside
+the values without compression, and the rates of writing (packed by one thread, with fsync) and of reading (mapped,
+checksums verified, by one thread). DistillKit's bit-packed format is beside it by its own formula
+(`DistributionQuantizationConfig.total_bits` in arcee-ai/DistillKit, `distillkit/compression/config.py`): ids in
+ceil(log2 V) bits, and all k values in 32 or 16 bits, or the first 16 in bfloat16 and the rest as a polynomial of 5
+terms. The result goes to `benchmarks/results/store.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.teacher.model import TeacherModel
+from services.trainer.stored_teachers import array_of
+from xtoken_core.teacher_store.codec import pack
+from xtoken_core.teacher_store.identity import StoreIdentity
+from xtoken_core.teacher_store.shards import ShardWriter
+from xtoken_core.teacher_store.store import TeacherStore, empty_values, parts_of
+from xtoken_core.transports.ring import TOPK_SCALARS, TopKSettings
+
+RESULTS = Path(__file__).parent / "results" / "store.json"
+LENGTH = 256
+KS = (16, 64, 256)
+EXACT, TERMS = 16, 5
+SHARD_BYTES = 64 << 20
+ROUNDS = 3
+
+
+def texts(tokenizer: Any, file: Path, tokens: int) -> Iterator[torch.Tensor]:
+    """Yield the ids of a text in pieces of `LENGTH` tokens."""
+    ids = tokenizer(file.read_text(encoding="utf-8")[: 8 * tokens])["input_ids"][:tokens]
+    for start in range(0, len(ids) - LENGTH + 1, LENGTH):
+        yield torch.tensor([ids[start : start + LENGTH]])
+
+
+def outputs(
+    model: TeacherModel, pieces: list[torch.Tensor], vocab: int, dtype: torch.dtype
+) -> dict[str, list[np.ndarray]]:
+    """Return a model's output for every piece, by its name: `[tokens, width]` each.
+
+    Computed in float32, which a processor without half-precision units does faster, and rounded to `dtype`, as are the
+    logits and hidden states of a teacher that computes in it.
+    """
+    made: dict[str, list[np.ndarray]] = {}
+    for ids in pieces:
+        hidden = torch.empty(1, LENGTH, model.head.shape[1], dtype=model.head.dtype)
+        model.write_hidden(ids, hidden, None)
+        made.setdefault("hidden", []).append(array_of(hidden[0].to(dtype)))
+        largest = torch.empty(1, LENGTH, 2 * max(KS) + TOPK_SCALARS)
+        model.write_topk(ids, largest, TopKSettings(max(KS), vocab))
+        for k in KS:  # logits come largest first; the values beside them do not change a byte of the size
+            values, ids_of = largest[0, :, :k].to(dtype).float(), largest[0, :, max(KS) : max(KS) + k]
+            row = torch.cat([values, ids_of, largest[0, :, 2 * max(KS) :]], dim=-1)
+            made.setdefault(f"topk {k}", []).append(row.numpy())
+    return made
+
+
+def measure(identity: StoreIdentity, values: list[np.ndarray]) -> dict[str, float]:
+    """Return sizes and rates of a store of these values."""
+    tokens = sum(map(len, values))
+    raw = sum(array.nbytes for array in values)
+    writing, packing, reading = [], [], []
+    for _ in range(ROUNDS):
+        directory = Path(tempfile.mkdtemp(prefix="store-", dir=Path.cwd()))
+        try:
+            store = TeacherStore.create(str(directory), identity)
+            writer = ShardWriter(store.files, SHARD_BYTES)
+            began = time.perf_counter()
+            for record, array in enumerate(values):
+                frame = pack(np.ascontiguousarray(part) for part in parts_of(array, identity))
+                writer.add(record, len(array), "", frame)
+            packing.append(time.perf_counter() - began)
+            writer.flush()
+            writing.append(time.perf_counter() - began)
+            store.refresh()
+            size = store.nbytes
+            index = next(directory.glob("shard-*.json")).stat().st_size
+            out = empty_values(identity, LENGTH)
+            began = time.perf_counter()
+            for record in range(len(values)):
+                store.read_into(record, out)
+            reading.append(time.perf_counter() - began)
+            assert out.tobytes() == values[-1].tobytes(), "a store returns every bit"
+        finally:
+            shutil.rmtree(directory)
+    return {
+        "tokens": tokens,
+        "bytes_per_token_raw": raw / tokens,
+        "bytes_per_token": size / tokens,
+        "index_bytes_per_record": index / len(values),
+        "pack_tokens_per_second": tokens / min(packing),
+        "write_tokens_per_second": tokens / min(writing),
+        "write_megabytes_per_second": raw / min(writing) / 1e6,
+        "read_tokens_per_second": tokens / min(reading),
+        "read_megabytes_per_second": raw / min(reading) / 1e6,
+    }
+
+
+def distillkit(k: int, vocab: int) -> dict[str, float]:
+    """Return the bytes per token of DistillKit's format for three of its settings."""
+    index = (k * math.ceil(math.log2(vocab)) + 7) // 8
+    exact = min(EXACT, k)
+    polynomial = exact * 2 + (TERMS * 4 if k > exact else 0)
+    return {"float32": index + 4 * k, "float16": index + 2 * k, "polynomial": index + polynomial}
+
+
+def main() -> None:
+    """Measure, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a model's directory")
+    parser.add_argument("--text", type=Path, required=True, help="a text file")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    loaded = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+    model, vocab = TeacherModel(loaded), len(tokenizer)
+    pieces = list(texts(tokenizer, given.text, given.tokens))
+    made = outputs(model, pieces, vocab, getattr(torch, given.dtype))
+    base: dict[str, Any] = {
+        "text": "", "records": len(pieces), "append_eos": False, "tokenizer": "", "context_length": LENGTH,
+        "model": "", "dtype": given.dtype, "fp8": False, "vocab_size": vocab,
+    }  # fmt: skip
+    forms = {}
+    for name, values in made.items():
+        k = int(name.partition(" ")[2] or 0)
+        content: dict[str, Any] = {"content": "topk", "topk": k}
+        if not k:
+            content = {"content": "hidden", "hidden_size": values[0].shape[1]}
+        forms[name] = measure(StoreIdentity(**base, **content), values)
+        if k:
+            forms[name]["distillkit_bytes_per_token"] = distillkit(k, vocab)
+        size, raw = forms[name]["bytes_per_token"], forms[name]["bytes_per_token_raw"]
+        print(f"{name}: {size:.1f} of {raw:.1f} bytes per token")
+    result = {
+        "machine": {"cores": len(os.sched_getaffinity(0)), "processor": platform.processor() or platform.machine()},
+        "versions": {"torch": version("torch"), "numpy": version("numpy"), "python": platform.python_version()},
+        "model": given.model.name,
+        "vocabulary": vocab,
+        "dtype": given.dtype,
+        "load_average": os.getloadavg()[0],
+        "forms": forms,
+    }
+    given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
