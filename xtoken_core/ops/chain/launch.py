@@ -26,15 +26,15 @@ from xtoken_core.ops.chain.layout import ChainLayout, SideLayout, chain_layout
 from xtoken_core.ops.chain.live_layout import Live
 from xtoken_core.ops.chain.reference import ChainOptions
 
-WORDS, RULES, TOKENS = 2048, 16, 128
+WORDS, RULES, TOKENS = 2048, 8, 128
 """Words of a live set, rules, and tokens of a rule's interval that are read at once."""
-TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 256, 128, 128
+TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 256, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
-GRADIENT_TILES = 8
+GRADIENT_TILES = 4
 """Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
 BLOCK, SLOTS, CHUNKS = 1024, 512, 128
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 8, 4, 4, 4, 4, 8
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 8, 2, 16, 8
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 4, 8
 INTERPRETED_PROGRAMS = 3
 

@@ -17,7 +17,7 @@ from xtoken_core.ops.chain.live_layout import Live, as_int32, live_layout
 
 NARROW, MEDIUM = 8, 64
 """Most tokens of a class that has one lane, and of one that has a few."""
-NARROW_CLASSES, MEDIUM_CLASSES, WIDE_CLASSES = 1024, 32, 4
+NARROW_CLASSES, MEDIUM_CLASSES, WIDE_CLASSES = 512, 16, 2
 """Classes of a block by kind."""
 MEDIUM_LANES, WIDE_LANES = 32, 256
 """Lanes of a class."""

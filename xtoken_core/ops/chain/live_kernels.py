@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from xtoken_core.ops.chain.start_kernels import in_64_bits
+
 
 @triton.jit
 def copy_words(from_ptr, to_ptr, count, WORDS: tl.constexpr):
@@ -54,7 +56,7 @@ def chain_live_kernel(
         conditioned = tl.load(at_cut_ptr + event).to(tl.int32)
         if not CONDITIONING:
             conditioned = conditioned * 0
-        all_words = (W + W_plain + W_members).to(tl.int64)
+        all_words = in_64_bits(W + W_plain + W_members)  # also where each is 1, a constant
         from_ptr = base_ptr + tl.where(conditioned != 0, tail, last_row) * all_words
         if (conditioned != 0) & (row >= 0):
             from_ptr = stored_ptr + row * all_words
