@@ -136,7 +136,9 @@ class TinyUnigram(TinyTokenizer):
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         for end in range(1, len(word) + 1):
             cuts = [(begin, self.ids[piece]) for begin in range(end) if (piece := word[begin:end]) in self.ids]
-            best.append(max((best[begin][0] + scores[i], (*best[begin][1], i)) for begin, i in cuts))
+            # Of equal sums the library keeps the one with the longest last token, which `max` finds first.
+            ways = [(best[begin][0] + scores[i], (*best[begin][1], i)) for begin, i in cuts]
+            best.append(max(ways, key=lambda way: way[0]))
         return best[-1][1]
 
     def _model(self, name: Callable[[bytes], str]) -> models.Model:
