@@ -138,6 +138,10 @@ def test_equals_loops(student, teacher, documents, chosen, seed):
 )
 @CASES
 def test_unigram_equals_loops(student, teacher, documents, chosen, seed):
+    compare_unigrams(student, teacher, documents, chosen, seed)
+
+
+def compare_unigrams(student, teacher, documents, chosen, seed):
     sides = [
         TinyUnigram(ALPHABET + b"xy", side.merges, side.pattern, seed + k) for k, side in enumerate((student, teacher))
     ]
@@ -150,6 +154,14 @@ def test_unigram_equals_loops(student, teacher, documents, chosen, seed):
 @CASES
 def test_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(QUICK, max_examples=2000)
+@CASES
+def test_unigram_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
+    compare_unigrams(student, teacher, documents, chosen, seed)
 
 
 @settings(QUICK, max_examples=15)
