@@ -114,7 +114,7 @@ def test_every_path_of_a_specification_is_checked() -> None:
     """A new field that takes text must be looked at here: a path is a `Path`, which the roots hold."""
     assert texts_of(RunSpec) == {
         "name", "data.field", "eval.field", "queue.address", "report.wandb_project", "train.lora.targets",
-        "ray.address", "teacher.store",
+        "ray.address", "rollout.stop", "teacher.store",
     }  # fmt: skip
 
 
