@@ -90,6 +90,7 @@ def test_a_killed_collator_without_a_successor_is_given_up_by_its_silence(crew: 
     check_rows(workers, spec, documents(RECORDS, seed=3, words=60))
 
 
+@pytest.mark.slow
 def test_a_bad_record_ends_a_run_without_a_supervisor_too(
     assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

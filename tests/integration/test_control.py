@@ -215,9 +215,8 @@ def test_only_the_very_same_run_is_finished(tmp_path: Path, assets: TinyAssets, 
     assert not is_finished(spec.model_copy(update={"train": other}))
 
 
-@pytest.mark.parametrize(
-    "steps", [pytest.param(1, marks=pytest.mark.slow, id="training"), pytest.param(0, id="starting")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [pytest.param(1, id="training"), pytest.param(0, id="starting")])
 def test_killing_a_run_in_place_takes_everything_with_it(tmp_path: Path, assets: TinyAssets, steps: int) -> None:
     spec = tiny_spec(assets, tmp_path, records=4000, workers={"collators": 1})
     command = Command(tmp_path, "run", str(run_file(spec, tmp_path)))

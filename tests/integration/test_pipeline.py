@@ -84,6 +84,7 @@ def workers(crew: Crew) -> list[dict[str, Any]]:
     return list(crew.supervisor.status()["workers"])
 
 
+@pytest.mark.slow
 def test_killed_student_resumes_bit_for_bit(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     whole = tiny_spec(assets, tmp_path / "whole")
     assert start(whole).join().state == RunState.COMPLETED

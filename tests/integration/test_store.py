@@ -82,6 +82,7 @@ def test_a_run_from_a_store_equals_one_with_the_living_teacher(
     assert not list((stored.output / "logs").glob("teacher*"))
 
 
+@pytest.mark.slow
 def test_a_run_reads_the_store_that_a_build_has_written(assets: TinyAssets, tmp_path: Path) -> None:
     teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "hidden"}
     spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None})

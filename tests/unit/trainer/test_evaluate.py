@@ -54,6 +54,7 @@ group.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank_0", ["evaluates", "dies"])
 def test_a_rank_that_waits_beats_and_notices_a_death_at_once(rank_0: str) -> None:
     processes = start_ranks([sys.executable, "-c", WAITING, rank_0], 2)

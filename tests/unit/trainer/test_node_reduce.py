@@ -15,6 +15,7 @@ from tests.support.runs import resolved_run
 RANKS = 4
 
 
+@pytest.mark.slow
 def test_groups_agree_on_counts_denominators_and_what_has_become_of_all_positions(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.trainer.share_process", str(tmp_path / "said.json")]
     for process in start_ranks(command, RANKS):
