@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,9 +75,13 @@ def test_a_killed_rollout_worker_and_trainer_lose_nothing(writing: TinyAssets, t
         crew.kill(victim)
     assert crew.join().state == RunState.COMPLETED
     lines = steps_of(spec.output)
-    assert [i for line in lines for i in line["ids"]] == list(range(8 * 60))
-    assert {line["completions"] for line in lines} == {4}
-    assert max(line["staleness"] for line in lines) <= 1
+    trained = [i for line in lines for i in line["ids"]]
+    # A model without training also writes bytes that are no text.
+    skipped = [int(i) for i in json.loads((spec.output / "summary.json").read_text())["skipped_reasons"]]
+    assert sorted(trained + skipped) == list(range(8 * 60))
+    assert all(i % 8 >= 4 for i in skipped)
+    assert all(line.get("completions", 0) == sum(i % 8 >= 4 for i in line["ids"]) for line in lines)
+    assert max(line.get("staleness", 0) for line in lines) <= 1
     assert lines[0]["ce_loss"] > 0
     assert not (spec.output / "rollout-weights").exists()
 
