@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from services.common.collation import MAX_REASON, end_run, make_collator, open_data, row_counts
+from services.common.collation import MAX_REASON, end_run, make_collator, open_data, row_counts, serve_blocks
 from services.common.teacher_stores import open_store
-from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
+from services.common.worker import QueueLink, Worker, worker_session
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset import BadRecord, DataIndex, record_at
 from xtoken_core.queue.run.names import COLLATOR
 from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore
-from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block
 
 log = logging.getLogger("xtoken.collator")
@@ -50,19 +49,7 @@ class CollatorLoop:
 
     def serve(self) -> None:
         """Collate until the run ends."""
-        while True:
-            self.worker.alive()
-            try:
-                block = self.queue.lease_block(wait_s=WAIT_S)
-                if block is not None:
-                    self._collate(block)
-            except QueueError as error:
-                if error.code == "exhausted":
-                    log.info("the run is over")
-                    return
-                if error.code != "lease_revoked":
-                    raise
-                log.info("%s", error)
+        serve_blocks(self.worker, self._collate)
 
     def _collate(self, block: Block) -> None:
         run = self.run

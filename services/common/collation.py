@@ -1,15 +1,16 @@
-"""Parts of collators and rollout workers alike: collator, text, counts of rows, the end of a run."""
+"""Parts of collators and rollout workers alike: leases of blocks, collator, text, counts of rows, the end of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from services.common.resolve import open_index
 from services.common.tokenizers import tokenizer_of
-from services.common.worker import Worker
+from services.common.worker import WAIT_S, Worker
 from xtoken_core import schema
 from xtoken_core.collate import Counts, loss_counts
 from xtoken_core.collate_generated import CompletionCollator, marks_of_text
@@ -17,9 +18,38 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset import DataIndex
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.queue.run.names import SUPERVISOR
+from xtoken_core.wire import QueueError
+from xtoken_core.wire.messages import Block
+
+log = logging.getLogger("xtoken.worker")
 
 MAX_REASON = 2000
 """Longest reason of a tombstone, in characters."""
+
+
+def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
+    """Lease blocks of positions until the run ends.
+
+    Args:
+        worker: The collator or rollout worker.
+        fill: Puts a row or a tombstone for each position of a block; a lease that is revoked meanwhile is left.
+
+    Raises:
+        QueueError: The queue refuses for another reason.
+    """
+    while True:
+        worker.alive()
+        try:
+            block = worker.queue.lease_block(wait_s=WAIT_S)
+            if block is not None:
+                fill(block)
+        except QueueError as error:
+            if error.code == "exhausted":
+                log.info("the run is over")
+                return
+            if error.code != "lease_revoked":
+                raise
+            log.info("%s", error)
 
 
 def make_collator(worker: Worker) -> CompletionCollator:

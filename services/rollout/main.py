@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from services.common.collation import MAX_REASON, end_run, make_collator, open_data
+from services.common.collation import MAX_REASON, end_run, make_collator, open_data, serve_blocks
 from services.common.models import head_width, load_model, pick_device
 from services.common.published_weights import Version, load_weights, read_version, weights_file
-from services.common.worker import WAIT_S, QueueLink, Worker, worker_session
+from services.common.worker import QueueLink, Worker, worker_session
 from services.rollout.prompts import prompt_of
 from services.rollout.sampling import Sampler, Vocabulary, seed_of, spelled_text
 from xtoken_core.alignment.tables import TEXT
@@ -72,19 +72,7 @@ class RolloutLoop:
 
     def serve(self) -> None:
         """Complete prompts until the run ends."""
-        while True:
-            self.worker.alive()
-            try:
-                block = self.queue.lease_block(wait_s=WAIT_S)
-                if block is not None:
-                    self._complete(block)
-            except QueueError as error:
-                if error.code == "exhausted":
-                    log.info("the run is over")
-                    return
-                if error.code != "lease_revoked":
-                    raise
-                log.info("%s", error)
+        serve_blocks(self.worker, self._complete)
 
     def _complete(self, block: Block) -> None:
         """Put a row or a tombstone for each position of a block."""
