@@ -2,6 +2,7 @@
 
     models    fetch the two pretrained models and convert them to Hugging Face directories
     texts     documents by language and source, in training, validation and test
+    controls  what the controls need: the teacher's samples, chat text, a teacher with the student's tokenizer
     runs      train: every method, learning rate and data seed of a condition, each an `xtoken run`
     collect   measure the teachers, write the result file, print the tables
     split     cut a file into pieces: split FILE DIRECTORY [--bytes N]
@@ -33,7 +34,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="stage", required=True)
     commands.add_parser("models")
     commands.add_parser("texts")
-    for name in ("runs", "collect"):
+    for name in ("controls", "runs", "collect"):
         _add_choice(commands.add_parser(name))
     cut = commands.add_parser("split")
     cut.add_argument("file", type=Path)
@@ -81,6 +82,10 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.stage == "texts":
         for name, size in texts.make_texts(arguments.state).items():
             print(f"{name:32} {size:>12,} bytes")
+    elif arguments.stage == "controls":
+        until = time.monotonic() + arguments.seconds
+        made = stages.make_controls(arguments.state, _planned(arguments), until=until, device=arguments.device)
+        return 0 if made else 3
     elif arguments.stage == "runs":
         until = time.monotonic() + arguments.seconds
         done = stages.runs(

@@ -10,6 +10,9 @@ from typing import Any
 from experiments.jobs import Job
 
 SMOLLM2, GEMMA3 = "smollm2-135m-instruct", "gemma3-270m"
+CONTINUED = "smollm2-continued-de"
+"""SmolLM2 after ten times the German text: a teacher with the student's tokenizer."""
+CHAT = "chat-en"
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Method:
         projects: Takes a projection file.
         custom: `MODULE:CLASS` of a loss outside the product; empty for a mode of the product.
         teachers: How often the teacher is listed: once for each of `teacher_modes`; 0 trains without it.
+        teacher: Another teacher than the condition's, below `models`.
+        samples: Trains on what the condition's teacher writes, not on the condition's text.
     """
 
     title: str
@@ -31,6 +36,8 @@ class Method:
     projects: bool = False
     custom: str = ""
     teachers: int = 1
+    teacher: str = ""
+    samples: bool = False
 
 
 WEIGHTS = {"even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0)}
@@ -70,6 +77,8 @@ METHODS = {
         "GOLD, bayesian merge", _CUSTOM, custom="experiments.losses.gold_bayesian:GoldBayesianLoss"
     ),
     "strict_top": Method("strict 1:1, top 16", _CUSTOM, custom="experiments.losses.strict_top:StrictTopLoss"),
+    "same": Method("teacher with the student's tokenizer", {"vocab_topk": "none"}, teacher=CONTINUED),
+    "samples": Method("cross-entropy on the teacher's samples", weights={"ce": (0.0, 1.0)}, teachers=0, samples=True),
 }
 
 
@@ -109,6 +118,7 @@ CONDITIONS = {
     "de-6m": Condition(SMOLLM2, GEMMA3, "manual-de", 6_000_000, ("handbook-de", "handbook-en", "handbook-fr"), 600),
     "fr-500k": Condition(SMOLLM2, GEMMA3, "handbook-fr", 500_000, ("manual-fr", "handbook-en", "handbook-de")),
     "code-2m": Condition(SMOLLM2, GEMMA3, "python-code", 2_000_000, ("handbook-en", "handbook-de"), 300),
+    "chat-500k": Condition(GEMMA3, SMOLLM2, CHAT, 500_000, ("handbook-en", "handbook-de")),
 }
 
 SAMPLES_PER_STEP = 24
@@ -138,8 +148,15 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """File of the condition's training text, below `texts`."""
+        """File of the training text, below `texts`."""
+        if METHODS[self.method].samples:
+            return samples_file(self.condition, self.seed)
         return f"{self.condition}.s{self.seed}.jsonl"
+
+
+def samples_file(condition: str, seed: int) -> str:
+    """Return the file of the teacher's samples, below `texts`."""
+    return f"{condition}.samples.s{seed}.jsonl"
 
 
 def cells(
@@ -166,7 +183,11 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
     steps = steps or condition.steps
     kl, ce = method.weights[cell.weight]
     dtype = "bfloat16" if device != "cpu" else "float32"
-    teacher = {"model": f"models/{condition.teacher}", "context_length": TEACHER_CONTEXT, "dtype": dtype}
+    teacher = {
+        "model": f"models/{method.teacher or condition.teacher}",
+        "context_length": TEACHER_CONTEXT,
+        "dtype": dtype,
+    }
     if method.projects:
         teacher["projection"] = projection_file(condition)
     evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]

@@ -49,7 +49,9 @@ def page(result: dict[str, Any]) -> str:
                     "steps_best": {row.method: _best(found, name, row.method, row.weight) for row in chosen},
                     "swept": methods.CONDITIONS[name].rates,
                     "own": f"{condition['source']}.test",
+                    "teacher_name": condition["teacher"],
                     "teacher": result["teachers"].get(name, {}),
+                    "same": result["teachers"].get(f"{name}-same", {}),
                     "rates": sorted({outcome.rate for outcome in found if outcome.condition == name}),
                 }
             )
@@ -64,6 +66,8 @@ def page(result: dict[str, Any]) -> str:
         predictions="\n".join(predictions.compare(result)),
         waiting=dict(waiting),
         missing=[name for name in methods.CONDITIONS if name not in {condition["name"] for condition in conditions}],
+        untried=[titles[name] for name in methods.METHODS if name not in {run["method"] for run in result["runs"]}],
+        pair=(methods.SMOLLM2, methods.GEMMA3),
         runs=len(result["runs"]),
         weights=methods.WEIGHTS,
         samples=methods.SAMPLES_PER_STEP,

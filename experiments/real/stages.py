@@ -11,9 +11,13 @@ from typing import Any
 
 from experiments.digits.stages import machine
 from experiments.jobs import finished, run_all
+from experiments.real import controls
 from experiments.real.methods import (
+    CHAT,
     CONDITIONS,
+    CONTINUED,
     EVAL_BYTES,
+    METHODS,
     SEEDS,
     TEACHER_CONTEXT,
     Cell,
@@ -22,7 +26,8 @@ from experiments.real.methods import (
     projection_file,
 )
 from experiments.real.models import MissingSourceError
-from experiments.real.summary import chosen, outcomes
+from experiments.real.summary import BASELINE, chosen, outcomes
+from xtoken_core.atomic import atomic_write
 
 _METRICS = ("tokens_per_second", "memory_peak_bytes", "chunk_mass_t0")
 
@@ -58,9 +63,38 @@ def runs(
                 raise MissingSourceError(f"there is no {file}: run the stage `models` first")
         _build_projection(state, condition)
     for cell in planned:
+        own = state / "models" / METHODS[cell.method].teacher
+        if not own.is_dir():
+            raise MissingSourceError(f"there is no {own}: run the stage `controls` first")
         write_sample(state / "texts", cell)
     jobs = [job(cell, device=device, steps=steps) for cell in planned]
     return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus)
+
+
+def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device: str) -> bool:
+    """Make what the controls and the chat conditions among the planned runs need; return True if all of it is there.
+
+    Args:
+        state: Directory of models, texts and runs.
+        planned: The runs.
+        until: Time on the monotonic clock at which the training of a teacher is stopped, to resume later.
+        device: `workers.device` of that training, and where models generate.
+
+    Raises:
+        MissingSourceError: A model or text has not been made.
+    """
+    if any(CONDITIONS[cell.condition].source == CHAT for cell in planned):
+        controls.write_chat(state, device)
+    for cell in planned:
+        if METHODS[cell.method].samples:
+            write_sample(state / "texts", replace(cell, method=BASELINE))
+            controls.write_teacher_samples(state, cell, device)
+    if any(METHODS[cell.method].teacher for cell in planned):
+        job = controls.continued_job(state, device)
+        if not run_all(state, [job], side_by_side=1, until=until):
+            return False
+        controls.keep_continued(state)
+    return True
 
 
 def best_weights(state: Path, planned: Sequence[Cell]) -> list[Cell]:
@@ -95,9 +129,12 @@ def write_sample(texts: Path, cell: Cell) -> None:
     condition, target = CONDITIONS[cell.condition], texts / cell.text
     source = texts / f"{condition.source}.train.jsonl"
     if not source.is_file():
-        raise MissingSourceError(f"there is no {source}: run the stage `texts` first")
+        stage = "controls" if condition.source == CHAT else "texts"
+        raise MissingSourceError(f"there is no {source}: run the stage `{stage}` first")
     if target.is_file():
         return
+    if METHODS[cell.method].samples:
+        raise MissingSourceError(f"there is no {target}: run the stage `controls` first")
     lines = source.read_text(encoding="utf-8").splitlines()
     random.Random(cell.seed).shuffle(lines)
     kept, size = [], 0
@@ -112,12 +149,19 @@ def write_sample(texts: Path, cell: Cell) -> None:
 
 
 def teachers(state: Path, names: Sequence[str], device: str) -> None:
-    """Measure each condition's teacher on the texts that its students are measured on, in bits per byte."""
+    """Measure each condition's teacher on the texts that its students are measured on, in bits per byte.
+
+    Of the teacher with the student's tokenizer the same, where it has been made and the condition's text is its own.
+    """
     for name in names:
-        file = state / f"teacher-{name}.json"
-        if not file.is_file():
-            measured = _measure_teacher(state, CONDITIONS[name], device)
-            file.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+        condition = CONDITIONS[name]
+        models = {state / f"teacher-{name}.json": condition.teacher}
+        if (state / "models" / CONTINUED).is_dir() and condition.source in controls.CONTINUED_SOURCES:
+            models[state / f"teacher-{name}-same.json"] = CONTINUED
+        for file, model in models.items():
+            if not file.is_file():
+                measured = _measure_teacher(state, condition, model, device)
+                atomic_write(file, json.dumps(measured, indent=1) + "\n")
 
 
 def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
@@ -129,18 +173,17 @@ def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
         out: The result file.
     """
     rows = [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in planned if finished(state, cell.name)]
-    measured = {name: state / f"teacher-{name}.json" for name in dict.fromkeys(cell.condition for cell in planned)}
+    names = list(dict.fromkeys(cell.condition for cell in planned))
+    measured = {key: state / f"teacher-{key}.json" for name in names for key in (name, f"{name}-same")}
     result = {
         "machine": machine(),
-        "conditions": {name: vars(CONDITIONS[name]) for name in measured},
+        "conditions": {name: vars(CONDITIONS[name]) for name in names},
         "teachers": {name: json.loads(file.read_text()) for name, file in measured.items() if file.is_file()},
         "runs": rows,
         "not_run": [vars(cell) for cell in planned if not finished(state, cell.name)],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".part")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out)
+    atomic_write(out, json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -168,13 +211,13 @@ def _build_projection(state: Path, condition: Condition) -> None:
         write_projection(build_projection(*pair), file)
 
 
-def _measure_teacher(state: Path, condition: Condition, device: str) -> dict[str, float]:
+def _measure_teacher(state: Path, condition: Condition, model_name: str, device: str) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from xtoken_core.evaluation import evaluate
 
-    directory = state / "models" / condition.teacher
+    directory = state / "models" / model_name
     place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(place)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 VALIDATION = "bits_per_byte"
 BASELINE = "ce"
+FIRST_SEED = 0
 _GROUP = ("condition", "method", "weight", "seed")
 
 
@@ -79,11 +80,13 @@ class Row:
     Attributes:
         method: The method.
         weight: Name of its weights.
+        tried: Weights of the method whose sweep is complete on the first data seed.
         seeds: Data seeds that have run.
         test: Mean bits per byte on the condition's own test set.
         deviation: Standard deviation over the seeds; 0 for one seed.
         gain: Mean of cross-entropy's bits per byte minus the method's, seed by seed; None without a common seed.
         gain_deviation: Its standard deviation.
+        first_gain: The same of the first data seed, on which all methods are compared; None if either lacks it.
         closed: Fraction of the gap from cross-entropy to the teacher that is closed; None without the teacher
             and where cross-entropy alone passes it.
         others: Mean bits per byte on the other test sets.
@@ -91,11 +94,13 @@ class Row:
 
     method: str
     weight: str
+    tried: int
     seeds: int
     test: float
     deviation: float
     gain: float | None
     gain_deviation: float
+    first_gain: float | None
     closed: float | None
     others: Mapping[str, float]
 
@@ -109,25 +114,37 @@ def table(result: Mapping[str, Any], condition: str) -> list[Row]:
     groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in found:
         groups[outcome.method, outcome.weight].append(outcome)
-    rows = [_row(*key, group, own, baseline, teacher) for key, group in groups.items()]
+    tried = Counter(outcome.method for outcome in found if outcome.seed == FIRST_SEED)
+    rows = [_row(*key, tried[key[0]], group, own, baseline, teacher) for key, group in groups.items()]
     return sorted(rows, key=lambda row: row.test)
 
 
 def _row(
-    method: str, weight: str, group: Sequence[Outcome], own: str, baseline: Mapping[int, float], teacher: float | None
+    method: str,
+    weight: str,
+    tried: int,
+    group: Sequence[Outcome],
+    own: str,
+    baseline: Mapping[int, float],
+    teacher: float | None,
 ) -> Row:
     test = [outcome.bits[own] for outcome in group]
-    gains = [baseline[outcome.seed] - outcome.bits[own] for outcome in group if outcome.seed in baseline]
+    by_seed = {
+        outcome.seed: baseline[outcome.seed] - outcome.bits[own] for outcome in group if outcome.seed in baseline
+    }
+    gains = list(by_seed.values())
     gaps = [baseline[outcome.seed] - teacher for outcome in group if outcome.seed in baseline] if teacher else []
     others = [name for name in group[0].bits if name not in ("validation", own)]
     return Row(
         method=method,
         weight=weight,
+        tried=tried,
         seeds=len(group),
         test=statistics.fmean(test),
         deviation=_deviation(test),
         gain=statistics.fmean(gains) if gains else None,
         gain_deviation=_deviation(gains),
+        first_gain=by_seed.get(FIRST_SEED),
         closed=statistics.fmean(gains) / statistics.fmean(gaps)
         if gains and gaps and statistics.fmean(gaps) > 0
         else None,
@@ -143,16 +160,17 @@ def markdown(result: Mapping[str, Any], condition: str, titles: Mapping[str, str
     """Return a condition's table in Markdown."""
     rows = table(result, condition)
     names = list(rows[0].others) if rows else []
-    head = ["method", "weights", "seeds", "test", "below cross-entropy", "of the gap", *names]
+    head = ["method", "weights", "seeds", "test", "below cross-entropy", "on the first seed", "of the gap", *names]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
         gain = "" if row.gain is None else f"{row.gain:+.3f} ± {row.gain_deviation:.3f}"
+        first = "" if row.first_gain is None else f"{row.first_gain:+.3f}"
         closed = "" if row.closed is None else f"{row.closed:.0%}"
         cells = [
             titles.get(row.method, row.method),
-            row.weight,
+            f"{row.weight} of {row.tried}" if row.tried > 1 else row.weight,
             str(row.seeds),
             f"{row.test:.3f} ± {row.deviation:.3f}",
         ]
-        lines.append(f"| {' | '.join([*cells, gain, closed, *(f'{row.others[name]:.3f}' for name in names)])} |")
+        lines.append(f"| {' | '.join([*cells, gain, first, closed, *(f'{row.others[name]:.3f}' for name in names)])} |")
     return "\n".join(lines) + "\n"

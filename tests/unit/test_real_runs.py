@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from experiments import jobs
-from experiments.real import predictions, stages, summary
-from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
+from experiments.real import controls, predictions, stages, summary
+from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.models import MissingSourceError
 from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 from tests.support.tiny_run import documents, make_model, write_jsonl
@@ -70,7 +70,9 @@ def test_gains_are_paired_by_seed() -> None:
     assert first.gain == pytest.approx(0.15)
     assert first.gain_deviation == pytest.approx(0.1 / 2**0.5)
     assert first.closed == pytest.approx(0.15 / 0.6)
-    assert "| chain | ce | 2 | 1.450 ± 0.212 | +0.150 ± 0.071 | 25% |" in summary.markdown(found, "de-500k", {})
+    assert "| chain | ce | 2 | 1.450 ± 0.212 | +0.150 ± 0.071 | +0.200 | 25% |" in summary.markdown(
+        found, "de-500k", {}
+    )
 
 
 def test_weights_are_chosen_on_one_seed() -> None:
@@ -138,6 +140,29 @@ def test_missing_models_are_named(tmp_path: Path) -> None:
         stages.runs(tmp_path, PLANNED[:1], side_by_side=1, until=0.0, device="cpu", steps=1)
 
 
+@pytest.mark.parametrize(
+    ("condition", "method", "missing"),
+    [("de-500k", "same", CONTINUED), ("de-500k", "samples", "samples.s0.jsonl"), ("chat-500k", "ce", "chat-en.train")],
+)
+def test_materials_of_controls_are_made_by_their_stage(
+    tmp_path: Path, condition: str, method: str, missing: str
+) -> None:
+    for name in (SMOLLM2, GEMMA3):
+        train_student_tokenizer(documents(40, seed=1), tmp_path / "models" / name, vocabulary=300)
+    (tmp_path / "texts").mkdir()
+    write_jsonl(tmp_path / "texts" / "handbook-de.train.jsonl", documents(4, seed=1))
+    planned = [Cell(condition, method, "even", RATES[0], 0)]
+    with pytest.raises(MissingSourceError, match=f"{missing}.*run the stage `controls` first"):
+        stages.runs(tmp_path, planned, side_by_side=1, until=0.0, device="cpu", steps=1)
+
+
+def test_questions_quote_every_document_once_a_round() -> None:
+    texts = [f"{number} " + "word " * 200 for number in range(4)]
+    asked = controls.questions(texts)
+    assert len(set(asked)) == len(asked) == len(texts) * len(controls.QUESTIONS)
+    assert all(len(question) < controls.EXCERPT_CHARACTERS + 100 for question in asked)
+
+
 @pytest.mark.slow
 def test_runs_are_made_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = documents(200, seed=1)
@@ -148,10 +173,14 @@ def test_runs_are_made_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for split in ("train", "validation", "test"):
             (tmp_path / "texts").mkdir(exist_ok=True)
             write_jsonl(tmp_path / "texts" / f"{source}.{split}.jsonl", documents(40, seed=len(source + split)))
-    planned = [cell for cell in cells(("de-500k",), ("ce", "chain"), ("even",), (0,)) if cell.rate == RATES[0]]
+    methods = ("ce", "chain", "same", "samples")
+    planned = [cell for cell in cells(("de-500k",), methods, ("even",), (0,)) if cell.rate == RATES[0]]
+    monkeypatch.setattr(controls, "CONTINUED_STEPS", 4)
+    assert stages.make_controls(tmp_path, planned, until=float("inf"), device="cpu")
     assert stages.runs(tmp_path, planned, side_by_side=2, until=float("inf"), device="cpu", steps=6)
     stages.teachers(tmp_path, ["de-500k"], "cpu")
     found = stages.collect(tmp_path, planned, tmp_path / "real.json")
     assert (len(found["runs"]), found["not_run"]) == (len(planned), [])
-    assert {row.method for row in summary.table(found, "de-500k")} == {"ce", "chain"}
+    assert {row.method for row in summary.table(found, "de-500k")} == set(methods)
+    assert set(found["teachers"]) == {"de-500k", "de-500k-same"}
     assert json.loads((tmp_path / "real.json").read_text()) == json.loads(json.dumps(found))
