@@ -178,7 +178,7 @@ def configuration() -> str:
     for path, model in sections_of(RunSpec):
         double = path.startswith("[[")
         title = f"`{path}{']]' if double else ']'}`" if path else "At the top of the file"
-        if double:
+        if path == "[[teacher":
             title += f", or `{path[1:]}]` for a single one"
         docs = docs_of(model)
         rows = [

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 
 from services.common.collation import MAX_REASON, end_run, make_collator, open_data, row_counts, serve_blocks
+from services.common.run_order import record_of
 from services.common.teacher_stores import open_store
 from services.common.worker import QueueLink, Worker, worker_session
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.dataset import BadRecord, DataIndex, record_at
+from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.queue.run.names import COLLATOR
 from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore
 from xtoken_core.wire.messages import Block
@@ -41,7 +42,7 @@ def stores_to_skip(run: ResolvedRun) -> list[TeacherStore]:
 class CollatorLoop:
     """The collator's main loop: lease a block, read, collate, put."""
 
-    def __init__(self, worker: Worker, collator: CrossTokenizerCollator, index: DataIndex) -> None:
+    def __init__(self, worker: Worker, collator: CrossTokenizerCollator, index: TextIndex) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.collator, self.index = collator, index
         self.counts = row_counts(self.run)
@@ -54,9 +55,7 @@ class CollatorLoop:
     def _collate(self, block: Block) -> None:
         run = self.run
         positions = range(block.first, block.first + block.count)
-        numbers = [
-            record_at(p, records=run.records, seed=run.spec.seed, shuffle=run.spec.data.shuffle) for p in positions
-        ]
+        numbers = [record_of(run, position) for position in positions]
         readable, tombstones, without_store = [], {}, {}
         for position, record in zip(positions, self.index.read(numbers), strict=True):
             if isinstance(record, BadRecord):

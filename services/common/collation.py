@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from services.common.resolve import open_index
+from services.common.resolve import open_text
 from services.common.tokenizers import tokenizer_of
 from services.common.worker import WAIT_S, Worker
 from xtoken_core import schema
 from xtoken_core.collate import Counts, loss_counts
 from xtoken_core.collate_generated import CompletionCollator, marks_of_text
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.dataset import DataIndex
+from xtoken_core.dataset import TextIndex
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.queue.run.names import SUPERVISOR
 from xtoken_core.wire import QueueError
@@ -71,14 +71,14 @@ def make_collator(worker: Worker) -> CompletionCollator:
     )
 
 
-def open_data(worker: Worker) -> DataIndex:
+def open_data(worker: Worker) -> TextIndex:
     """Open the training-data index; its fingerprint must match the run's.
 
     Raises:
         ConfigError: It has changed.
     """
     run = worker.run
-    index = open_index(run.spec, run.spec.data.paths, run.spec.data.field)
+    index = open_text(run.spec)
     if index.fingerprint != run.data_fingerprint:
         raise ConfigError("the training data has changed since the run was opened: restore it, or start a new run")
     return index

@@ -21,7 +21,7 @@ from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, padded_length
-from xtoken_core.dataset import DataIndex
+from xtoken_core.dataset import DataIndex, JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import (
     check_projection_pair,
@@ -35,6 +35,9 @@ STUDENT_TOKEN_BYTES = 25  # id and mask int64, exact bool, chunk id int64
 TEACHER_TOKEN_BYTES = 25
 PAIR_BYTES = 2
 ROW_BYTES = 128  # scalars and offsets
+MOST_PASSES = 4
+"""Passes over a text up to which repeated records are about as good as new ones (Muennighoff et al., 2023,
+https://arxiv.org/abs/2305.16264)."""
 LEARNED_POSITIONS = ("opt", "gpt_neo", "xglm", "biogpt", "ctrl", "openai-gpt")
 """Model types with a learned table of `max_position_embeddings` positions, and none beyond."""
 
@@ -61,7 +64,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     _check_teachers(spec, student, teachers)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
-    index = open_index(spec, spec.data.paths, spec.data.field, progress)
+    index = open_text(spec, progress)
     records = len(index)
     if records == 0:
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
@@ -70,7 +73,8 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
         for paths in (spec.eval.paths, *((path,) for path in spec.eval.also_by_name.values())):
             open_index(spec, paths, spec.eval.field)
         _check_tasks(spec.eval)
-    positions = spec.data.epochs * records
+    mixture = mixture_of(spec, index)
+    positions = spec.data.epochs * (sum(samples for _, samples in mixture) or records)
     if spec.train.max_steps is not None:
         positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
     stop_point = (lambda: progress(0, 0)) if progress else (lambda: None)
@@ -84,6 +88,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
         data_fingerprint=index.fingerprint,
         records=records,
         positions=positions,
+        mixture=mixture,
         packed=spec.train.packing != "off" and not obstacle,
         packing_obstacle=obstacle,
     )
@@ -186,6 +191,10 @@ def remarks(run: ResolvedRun) -> Iterator[str]:
             f"the run has {run.steps} steps, not train.max_steps = {train.max_steps}: its text has {run.records} "
             f"records (data.epochs = {data.epochs})"
         )
+    for number, (records, samples) in enumerate(run.mixture):
+        passes = run.positions * samples / (run.epoch * records)
+        if passes > MOST_PASSES:
+            yield f"data.sources.{number}: its {records} records are read {passes:.0f} times"
     names = ["student", *(f"teacher.{number}" for number in range(len(run.teachers)))]
     lengths = (run.spec.student.context_length, *(teacher.context_length for teacher in run.spec.teacher))
     for name, length, model in zip(names, lengths, (run.student, *run.teachers), strict=True):
@@ -236,6 +245,20 @@ def open_index(
     return DataIndex.build(paths, field=field, cache_dir=spec.output / "cache" / "index", progress=progress)
 
 
+def open_text(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> TextIndex:
+    """Return the index of the training text, of all its sources."""
+    parts = [open_index(spec, text.paths, text.field or spec.data.field, progress) for text in spec.data.texts]
+    return JoinedIndex(parts) if spec.data.sources else parts[0]
+
+
+def mixture_of(spec: RunSpec, index: TextIndex) -> tuple[tuple[int, int], ...]:
+    """Return per source of weighted texts its records and its samples in an epoch; empty without weights."""
+    if not isinstance(index, JoinedIndex):
+        return ()
+    records = tuple(map(len, index.parts))
+    return tuple(zip(records, spec.data.samples_per_epoch(records), strict=False))
+
+
 def largest_row(spec: RunSpec) -> int:
     """Return the bytes of the largest row that a collator can put."""
     student = spec.student.context_length
@@ -243,7 +266,7 @@ def largest_row(spec: RunSpec) -> int:
     return student * STUDENT_TOKEN_BYTES + sides + ROW_BYTES
 
 
-def _check_messages(spec: RunSpec, index: DataIndex, same_tokenizer: Sequence[bool]) -> None:
+def _check_messages(spec: RunSpec, index: TextIndex, same_tokenizer: Sequence[bool]) -> None:
     """Refuse a file that begins with messages where a tokenizer cannot take them: each of its records would be bad."""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
     for number, (teacher, same) in enumerate(zip(spec.teacher, same_tokenizer, strict=True)):

@@ -36,6 +36,7 @@ SETTINGS = {
     "packed": "train.packing",
     "optimizer": "train.optimizer",
     "data": "the text",
+    "mixture": "the weights of data.sources",
 }
 """What messages call a field of the identity, if not by its own name."""
 
@@ -145,4 +146,5 @@ def unreadable(path: Path, error: BaseException) -> InputError:
 
 
 def _setting(name: str) -> str:
-    return f"train.{name}" if name.partition(".")[0] == "lora" else SETTINGS.get(name, name)
+    part = name.partition(".")[0]
+    return f"train.{name}" if part == "lora" else SETTINGS.get("mixture" if part == "mixture" else name, name)

@@ -44,6 +44,9 @@ def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
     document["loss"] = loss | {"vocab_topk": None}
     document["ray"] = spec.ray.model_dump()
     document["data"]["epochs"] = 1
+    for source in document["data"]["sources"]:
+        if source["weight"] is not None:  # all records, each once: a mixture may repeat them
+            source["weight"] = document["train"]["max_steps"] = None
     document["train"]["lora"] = None
     document["workers"]["nodes"] = 1
     document["queue"]["address"] = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.common.allowed_paths import Roots
+from services.common.run_order import record_of
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.dataset.order import record_at
 from xtoken_core.teacher_store.identity import StoreError, identity_of
 from xtoken_core.teacher_store.store import BUILD_IT, TeacherStore
 
@@ -53,11 +53,6 @@ def check_stores(run: ResolvedRun) -> None:
 
 def records_of(run: ResolvedRun) -> Iterable[int]:
     """Return the records that a run reads, in the order of their first use unless it reads all."""
-    if run.positions >= run.records:
+    if run.positions >= run.epoch:
         return range(run.records)
-    return [record_of(run, position) for position in range(run.positions)]
-
-
-def record_of(run: ResolvedRun, position: int) -> int:
-    """Return the number of the record at a position of a run."""
-    return record_at(position, records=run.records, seed=run.spec.seed, shuffle=run.spec.data.shuffle)
+    return dict.fromkeys(record_of(run, position) for position in range(run.positions))

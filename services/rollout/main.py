@@ -11,6 +11,7 @@ import torch
 from services.common.collation import MAX_REASON, end_run, make_collator, open_data, serve_blocks
 from services.common.models import head_width, load_model, pick_device
 from services.common.published_weights import Version, load_weights, read_version, weights_file
+from services.common.run_order import record_of
 from services.common.worker import QueueLink, Worker, worker_session
 from services.rollout.prompts import prompt_of
 from services.rollout.sampling import Sampler, Vocabulary, seed_of, spelled_text
@@ -18,7 +19,7 @@ from xtoken_core.alignment.tables import TEXT
 from xtoken_core.collate import loss_counts
 from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.dataset import BadRecord, DataIndex, record_at
+from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.queue.run.names import ROLLOUT
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
@@ -59,7 +60,7 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
 class RolloutLoop:
     """The rollout worker's main loop: lease a block of prompts, load the weights, sample, collate, put."""
 
-    def __init__(self, worker: Worker, model: Any, collator: CompletionCollator, index: DataIndex) -> None:
+    def __init__(self, worker: Worker, model: Any, collator: CompletionCollator, index: TextIndex) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.model, self.collator, self.index = model, collator, index
         assert self.run.spec.rollout is not None
@@ -148,9 +149,7 @@ class RolloutLoop:
         """Return each position's prompt with its tokens, and the positions without one with the reason."""
         run = self.run
         positions = range(block.first, block.first + block.count)
-        numbers = [
-            record_at(p, records=run.records, seed=run.spec.seed, shuffle=run.spec.data.shuffle) for p in positions
-        ]
+        numbers = [record_of(run, position) for position in positions]
         prompts: dict[int, tuple[dict[str, Any], Any]] = {}
         tombstones: dict[int, str] = {}
         for position, record in zip(positions, self.index.read(numbers), strict=True):

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from services.common.models import pick_device
+from services.common.run_order import record_of
 from services.common.step_plan import StepPlan, plan_fields, plan_step
-from services.common.teacher_stores import record_of
 from services.common.worker import WAIT_S, QueueLink, StopRequested, Worker, worker_session
 from services.trainer.distributed import RankGroup
 from services.trainer.jsonl import JsonLines

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.common.run_order import record_of
 from services.common.step_plan import StepPlan, plan_fields, plan_step, topk_settings
-from services.common.teacher_stores import open_store, record_of
+from services.common.teacher_stores import open_store
 from services.common.worker import Worker
 from xtoken_core import schema
 from xtoken_core.data_plane.queue_client import AlreadyDone

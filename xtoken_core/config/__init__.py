@@ -1,10 +1,10 @@
 """The settings of a run: pydantic models that import nothing heavy."""
 
+from xtoken_core.config.data import DataSource, DataSpec
 from xtoken_core.config.eval import EvalSpec, TasksSpec
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.spec import (
-    DataSpec,
     ModelSpec,
     RunSpec,
     StudentSpec,
@@ -15,6 +15,7 @@ from xtoken_core.config.train import LoraSpec, ReportSpec, TrainSpec
 from xtoken_core.config.workers import QueueSpec, WorkersSpec
 
 __all__ = [
+    "DataSource",
     "DataSpec",
     "EvalSpec",
     "LoraSpec",

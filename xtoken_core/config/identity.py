@@ -58,6 +58,7 @@ class RunIdentity(Part):
 
     Attributes:
         data: Fingerprint of the text.
+        mixture: Per source of weighted texts its records and its samples in an epoch.
         packed: The samples of a micro-batch lie in one row.
         float32_weights: The optimiser's weights are float32.
         optimizer: Kind of the state that a checkpoint holds.
@@ -69,6 +70,7 @@ class RunIdentity(Part):
     data: str
     records: int
     positions: int
+    mixture: tuple[tuple[int, int], ...] = ()
     shuffle: bool
     append_eos: bool
     samples_per_step: int

@@ -41,6 +41,7 @@ class ResolvedRun(Part):
     Attributes:
         records: Records of the training data, bad ones included (`N`).
         positions: Positions of the run (`P`).
+        mixture: Per source of weighted texts its records and its samples in an epoch; empty without weights.
         pair_files: Per teacher the file that its loss reads about the two tokenizers, a projection or chain tables;
             None: it reads none. Empty: the projections that the settings name.
         projection_fingerprints: Those of the files above, "" without one.
@@ -57,6 +58,7 @@ class ResolvedRun(Part):
     data_fingerprint: str
     records: int
     positions: int
+    mixture: tuple[tuple[int, int], ...] = ()
     packed: bool = False
     packing_obstacle: str = ""
     group: int = 0
@@ -74,6 +76,11 @@ class ResolvedRun(Part):
     def pair_file(self, teacher: int) -> Path | None:
         """Return the file that a teacher's loss reads about the two tokenizers."""
         return self.pair_files[teacher] if self.pair_files else self.spec.teacher[teacher].projection
+
+    @property
+    def epoch(self) -> int:
+        """Positions of an epoch: the records, or what their mixture takes to hold each of them."""
+        return sum(samples for _, samples in self.mixture) or self.records
 
     @property
     def steps(self) -> int:
@@ -133,6 +140,7 @@ class ResolvedRun(Part):
             data=self.data_fingerprint,
             records=self.records,
             positions=self.positions,
+            mixture=self.mixture,
             shuffle=spec.data.shuffle,
             append_eos=spec.data.append_eos,
             samples_per_step=spec.train.samples_per_step,

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import Count, Part
+from xtoken_core.config.base import Part
+from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.rollout import RolloutSpec, check_rollout
@@ -122,28 +123,6 @@ class TeacherSpec(ModelSpec):
         if self.store is not None and self.content == "logits":
             raise ValueError('store: whole logits are not stored: set content to "hidden" or "topk"')
         return self
-
-
-class DataSpec(Part):
-    """The text to train on."""
-
-    path: Path | tuple[Path, ...]
-    """A file or files (`.jsonl`, `.parquet`, `.txt`), or a directory saved by `datasets`."""
-    field: str = "text"
-    """Field of a record that holds the text; `.txt` has none."""
-    epochs: Count = 1
-    """Passes over the records."""
-    on_bad_record: Literal["skip", "fail"] = "skip"
-    """Handling of an empty or undecodable record: skip and count it, or end the run."""
-    append_eos: bool = True
-    """Append the end-of-text token to every document that was not truncated, on both sides."""
-    shuffle: bool = True
-    """Permute the records in every epoch, by an index of offsets."""
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The path or paths, always as a tuple."""
-        return self.path if isinstance(self.path, tuple) else (self.path,)
 
 
 class RunSpec(Part):

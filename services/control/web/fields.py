@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import textwrap
 import types
@@ -40,7 +41,7 @@ class Field:
 
     Attributes:
         name: Dotted name of the setting; a teacher's begins with `teacher.`, without an index.
-        kind: `text`, `path`, `paths`, `integer`, `number`, `choice`, `switch` or `list`.
+        kind: `text`, `path`, `paths`, `integer`, `number`, `choice`, `switch`, `list`, or `json` for tables.
         default: Default as text; empty if there is none.
         help: Description from the configuration model.
         required: True if the setting has no default.
@@ -113,7 +114,7 @@ def _collect(model: type[Part], name: str, optional: bool, collected: dict[str, 
     for key, info in model.model_fields.items():
         path = f"{name}.{key}" if name else key
         part, absent = _part_of(info.annotation)
-        if part is not None:
+        if part is not None and (path == TEACHER or _kind(info.annotation)[0] != "json"):
             _collect(part, path, absent, collected)
         elif path not in EXCLUDED:
             own.append(_field(path, info, docs.get(key, "")))
@@ -135,6 +136,8 @@ def format_value(value: Any, kind: str) -> str:
         return ""
     if isinstance(value, bool):
         return "on" if value else ""
+    if kind == "json":
+        return json.dumps(value, ensure_ascii=False, default=str) if value else ""
     if isinstance(value, (list, tuple)):
         return ("\n" if kind == "paths" else ", ").join("none" if item is None else str(item) for item in value)
     if isinstance(value, float):
@@ -162,7 +165,8 @@ def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
     if first is Path:
         return "path", ()
     if get_origin(first) is tuple:
-        return "list", ()
+        item = get_args(first)[0]
+        return "json" if isinstance(item, type) and issubclass(item, Part) else "list", ()
     return {bool: "switch", int: "integer", float: "number"}.get(first, "text"), ()
 
 

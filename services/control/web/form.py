@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -153,12 +154,21 @@ def _typed(text: str, field: Field) -> Any:
     """Convert a field's text to its type; invalid text is kept, so that validation reports it with the field's name."""
     if field.kind == "switch":
         return text == "on"
+    if field.kind == "json":
+        return _table(text)
     if field.kind == "paths" and "\n" in text:
         return [line.strip() for line in text.splitlines() if line.strip()]
     if field.kind == "list":
         return [_number(item.strip(), (int, float)) for item in text.split(",") if item.strip()]
     kinds = {"integer": (int,), "number": (int, float)}.get(field.kind, ())
     return _number(text, kinds)
+
+
+def _table(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _number(text: str, kinds: tuple[type, ...]) -> Any:

@@ -1,0 +1,103 @@
+"""Several texts as one: numbers, weights, order."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from xtoken_core.config import DataSpec
+from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, Record, mixed_record_at
+
+SIZES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20)), min_size=1, max_size=4)
+
+
+def spec_of(weights: list[float | None]) -> DataSpec:
+    sources = [{"path": f"{n}.txt"} | ({} if w is None else {"weight": w}) for n, w in enumerate(weights)]
+    return DataSpec.model_validate({"sources": sources})
+
+
+@settings(deadline=None, max_examples=50)
+@given(sizes=SIZES, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
+def test_an_epoch_holds_every_record_and_the_weights(sizes: list[tuple[int, float]], seed: int, shuffle: bool) -> None:
+    records, weights = tuple(n for n, _ in sizes), [w for _, w in sizes]
+    samples = spec_of(weights).samples_per_epoch(records)  # type: ignore[arg-type]
+    sources = list(zip(records, samples, strict=True))
+    epoch = sum(samples)
+    read = Counter(mixed_record_at(p, sources=sources, seed=seed, shuffle=shuffle) for p in range(epoch))
+    start = 0
+    for (count, of_epoch), weight in zip(sources, weights, strict=True):
+        times = [read[number] for number in range(start, start + count)]
+        assert sum(times) == of_epoch and max(times) - min(times) <= 1 and min(times) >= 1
+        assert abs(of_epoch - epoch * weight / sum(weights)) <= len(sizes)
+        start += count
+    assert any(count == of_epoch for count, of_epoch in sources)  # no shorter epoch holds every record
+
+
+def test_every_window_has_the_weights_and_epochs_continue() -> None:
+    sources = [(10, 30), (60, 60), (4, 10)]
+    order = [mixed_record_at(p, sources=sources, seed=5, shuffle=True) for p in range(300)]
+    for first in range(0, 300, 10):
+        window = order[first : first + 10]
+        assert abs(sum(n < 10 for n in window) - 3) <= 1 and abs(sum(n >= 70 for n in window) - 1) <= 1
+    last = [number for number in order if number >= 70]
+    assert all(set(last[i : i + 4]) == {70, 71, 72, 73} for i in range(0, 28, 4))
+    assert order[:100] != order[100:200]
+
+
+def test_texts_of_one_length_are_ordered_apart() -> None:
+    order = [mixed_record_at(p, sources=[(50, 50), (50, 50)], seed=1, shuffle=True) for p in range(100)]
+    assert [n for n in order if n < 50] != [n - 50 for n in order if n >= 50]
+
+
+GOLDEN = [4, 2, 3, 1, 0, 5, 1, 6, 2, 0]
+
+
+def test_the_order_of_a_mixture_must_never_change() -> None:
+    order = [mixed_record_at(p, sources=[(3, 6), (4, 4)], seed=7, shuffle=True) for p in range(10)]
+    assert order == GOLDEN
+
+
+def test_joined_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in ("three", "", "five")))
+    parts = [
+        DataIndex.build([tmp_path / name], field=field, cache_dir=tmp_path / "cache")
+        for name, field in (("a.txt", "text"), ("b.jsonl", "body"))
+    ]
+    joined = JoinedIndex(parts)
+    assert len(joined) == 5 and list(joined.documents()) == ["one", "two", "three", "five"]
+    last, bad, first = joined.read([4, 3, 0])
+    assert isinstance(last, Record) and (last.number, last.document) == (4, "five")
+    assert isinstance(bad, BadRecord) and bad.number == 3
+    assert isinstance(first, Record) and first.document == "one"
+    assert joined.location(4) == f"{tmp_path}/b.jsonl:3"
+    assert joined.fingerprint != JoinedIndex(parts[::-1]).fingerprint
+    with pytest.raises(IndexError):
+        joined.read([5])
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({}, "name the text by path"),
+        ({"path": "a.txt", "sources": [{"path": "b.txt"}]}, "one of the two"),
+        ({"sources": [{"path": "a.txt", "weight": 1}, {"path": "b.txt"}]}, "give one to all or to none"),
+        ({"sources": [{"path": "a.txt", "weight": 0}]}, "greater than or equal"),
+    ],
+)
+def test_impossible_texts(document: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DataSpec.model_validate(document)
+
+
+def test_texts_without_weights_are_one() -> None:
+    data = spec_of([None, None])
+    assert data.samples_per_epoch((3, 4)) == ()
+    assert data.paths == (Path("0.txt"), Path("1.txt"))
+    assert data.texts[0].field == "text"

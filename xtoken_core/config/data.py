@@ -1,0 +1,84 @@
+"""Settings of the text to train on."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from xtoken_core.config.base import Count, Part
+
+
+class DataSource(Part):
+    """One of several texts. All of them have a weight, or none has."""
+
+    path: Path | tuple[Path, ...]
+    """Same forms as `data.path`."""
+    field: str | None = None
+    """Field of a record that holds the text; left out: `data.field`."""
+    weight: Annotated[float | None, Field(ge=1e-4, le=1e4)] = None
+    """Part of the samples that come from this text, relative to the other weights: of every step, as exactly as whole
+    samples allow. An epoch is as long as the text needs that is passed last; the others are repeated meanwhile. Without
+    weights the texts are one, and every record is read once in an epoch."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The path or paths, always as a tuple."""
+        return self.path if isinstance(self.path, tuple) else (self.path,)
+
+
+class DataSpec(Part):
+    """The text to train on."""
+
+    path: Path | tuple[Path, ...] = ()
+    """A file or files (`.jsonl`, `.parquet`, `.txt`), or a directory saved by `datasets`. Required without
+    `data.sources`."""
+    field: str = "text"
+    """Field of a record that holds the text; `.txt` has none."""
+    epochs: Count = 1
+    """Passes over the records."""
+    on_bad_record: Literal["skip", "fail"] = "skip"
+    """Handling of an empty or undecodable record: skip and count it, or end the run."""
+    append_eos: bool = True
+    """Append the end-of-text token to every document that was not truncated, on both sides."""
+    shuffle: bool = True
+    """Permute the records in every epoch, by an index of offsets."""
+    sources: tuple[DataSource, ...] = ()
+    """Several texts, each with a `path` and, if they are mixed, a `weight`; instead of `path`."""
+
+    @model_validator(mode="after")
+    def _one_text_or_several(self) -> DataSpec:
+        if bool(self.sources) == (self.path != ()):
+            raise ValueError("path: name the text by path, or several by [[data.sources]]: one of the two")
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise ValueError("sources: some have a weight and some have none: give one to all or to none")
+        return self
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The path or paths, always as a tuple; of all sources."""
+        return tuple(path for source in self.texts for path in source.paths)
+
+    @property
+    def texts(self) -> tuple[DataSource, ...]:
+        """The sources, each with its field; a single text is one."""
+        if not self.sources:
+            return (DataSource(path=self.path, field=self.field),)
+        return tuple(source.model_copy(update={"field": source.field or self.field}) for source in self.sources)
+
+    def samples_per_epoch(self, records: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many samples of an epoch come from each source; empty without weights.
+
+        The epoch is the shortest one that holds every record of every source and the weights' fractions, rounded to
+        whole samples.
+
+        Args:
+            records: Records of each source.
+        """
+        weights = [Fraction(source.weight) for source in self.sources if source.weight is not None]
+        if not weights:
+            return ()
+        longest = max(Fraction(count) / weight for count, weight in zip(records, weights, strict=True))
+        return tuple(int(longest * weight + Fraction(1, 2)) for weight in weights)
