@@ -18,6 +18,7 @@ from xtoken_core.losses.common import (
     Divergence,
     EvalOptions,
     LossTeacher,
+    NumberedBatch,
     Pairing,
     Scalar,
     TeacherTerm,
@@ -241,9 +242,17 @@ class ChunkLoss(Loss):
         """Return the teacher's alignment at predicting positions."""
         return ChunkView.of(batch, self.index, self.config, self.mode)
 
+    def view(self, batch: Mapping[str, Tensor]) -> ChunkView:
+        """Return `chunks`, computed once for a `NumberedBatch`."""
+        if not isinstance(batch, NumberedBatch):
+            return self.chunks(batch)
+        if self.index not in batch.views:
+            batch.views[self.index] = self.chunks(batch)
+        return batch.views[self.index]
+
     def pairing(self, batch: Mapping[str, Tensor]) -> Pairing:
         """Return the chunk of every position on both sides."""
-        chunks = self.chunks(batch)
+        chunks = self.view(batch)
         targets = predicted_ids(self.tokens(batch).ids) if self.reads_teacher_targets else None
         return Pairing(
             next_token_targets(batch), targets, chunks.student_chunk_id, chunks.teacher_chunk_id, chunks.max_chunks
@@ -251,7 +260,7 @@ class ChunkLoss(Loss):
 
     def count(self, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return the micro-batch's number of valid chunks, float32."""
-        return self.chunks(batch).valid.sum().float()
+        return self.view(batch).valid.sum().float()
 
     def reduce(self, batch: Mapping[str, Tensor], divergence: Divergence, denominator: Scalar | None) -> TeacherTerm:
         """Reduce to the mean over valid chunks, times `scale`.
@@ -264,7 +273,7 @@ class ChunkLoss(Loss):
             divergence: `[B, P]` parts.
             denominator: The step's number of valid chunks; None: this micro-batch's.
         """
-        chunks = self.chunks(batch)
+        chunks = self.view(batch)
         count = chunks.valid.sum().float()
         step = count if denominator is None else denominator
         means = [partial_mean(masked_sum(part, chunks.valid), step) for part in divergence.parts]

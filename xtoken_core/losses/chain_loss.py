@@ -73,7 +73,7 @@ class ChainLoss(ChunkLoss):
 
     def pairing(self, batch: Mapping[str, Tensor]) -> Pairing:
         """Return the chunk of every position on both sides, and the tokens that positions have read."""
-        chunks = self.chunks(batch)
+        chunks = self.view(batch)
         teacher_ids = self.tokens(batch).ids
         names = schema.STUDENT_CHUNK_ID, schema.TEACHER_CHUNK_ID
         read_chunks = (batch[schema.field_name(field, self.index)] for field in names)

@@ -117,6 +117,19 @@ class ChunkView:
         return cls(*shifted, comparable, comparable & unmasked)
 
 
+class NumberedBatch(dict[str, Tensor]):
+    """A micro-batch whose teacher columns carry their teacher's number, with what losses derive from it once.
+
+    Attributes:
+        views: The alignments at predicting positions, by teacher.
+    """
+
+    def __init__(self, batch: Mapping[str, Tensor]) -> None:
+        """Copy the columns, not their values."""
+        super().__init__(schema.with_numbers(batch))
+        self.views: dict[int, ChunkView] = {}
+
+
 class ReadTokens(NamedTuple):
     """The token that each position has read last, and its chunk, on both sides.
 

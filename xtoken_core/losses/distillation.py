@@ -15,7 +15,7 @@ from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.chunked_head import ChunkedHead
-from xtoken_core.losses.common import LossTeacher, Scalar
+from xtoken_core.losses.common import LossTeacher, NumberedBatch, Scalar
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, WholeLogits
 from xtoken_core.losses.masks import student_tokens
 from xtoken_core.losses.objective import (
@@ -165,7 +165,7 @@ class CrossTokenizerDistillationLoss:
             InputError: A head is narrower than its vocabulary, or the number of teachers is wrong.
         """
         self._check_heads(student_logits, teacher_logits)
-        batch = schema.with_numbers(batch)
+        batch = NumberedBatch(batch)
         frozen = [logits.detach() for logits in teacher_logits]
         denominators = self._denominators(global_valid_toks, global_valid_chunks)
         with torch.no_grad():
