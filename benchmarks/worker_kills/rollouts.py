@@ -31,6 +31,8 @@ VICTIMS = {"rollout-0": 5, "trainer-0": 4, "queue": 1}
 """What is killed, and how often of ten kills."""
 RECORDS = 60_000
 MAX_STALENESS = 1
+PUBLISH_S = 3.0
+"""Maximum of seconds to wait for a publication."""
 LIMIT_S = 600.0
 """Maximum of seconds until the run has taken a step after a kill."""
 
@@ -41,15 +43,19 @@ class Outcome:
 
     Attributes:
         kills: Number of kills by victim.
+        while_publishing: Kills of the trainer that left a file of weights half written.
         steps: Optimiser steps that were taken.
         stalest: Largest mean staleness of a step.
+        skipped: Positions without a row: the student wrote bytes that are no text.
         back_s: Seconds from each kill to the second step after it.
         errors: What did not hold.
     """
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(VICTIMS, 0))
+    while_publishing: int = 0
     steps: int = 0
     stalest: float = 0.0
+    skipped: int = 0
     back_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -79,7 +85,7 @@ def kill_repeatedly(directory: Path, *, kills: int, seed: int = 3) -> Outcome:
         for _ in range(kills):
             time.sleep(lane.rng.uniform(0.0, 1.0))
             victim = lane.rng.choices(list(VICTIMS), weights=list(VICTIMS.values()))[0]
-            outcome.kills[victim] += _kill(lane, victim, outcome)
+            outcome.kills[victim] += _kill(lane, victim, outcome, weights)
         lane.supervisor.stop()
         if lane.join(LIMIT_S).state != RunState.STOPPED:
             outcome.errors.append(f"the run has ended otherwise: {lane.ending}")
@@ -93,14 +99,26 @@ def kill_repeatedly(directory: Path, *, kills: int, seed: int = 3) -> Outcome:
     return outcome
 
 
-def _kill(lane: Lane, victim: str, outcome: Outcome) -> int:
-    """Kill a worker and wait for two more lines of `steps.jsonl`."""
+def _kill(lane: Lane, victim: str, outcome: Outcome, weights: Path) -> int:
+    """Kill a worker, half of the time a trainer while it publishes; wait for two more lines of `steps.jsonl`."""
     pid = lane.wait(lambda: lane.pid(victim), LIMIT_S)
+    if victim == "trainer-0" and lane.rng.random() < 0.5:
+        deadline = time.monotonic() + PUBLISH_S
+        while not _scratch(weights) and time.monotonic() < deadline:
+            pass
     os.kill(pid, signal.SIGKILL)
     began, at = time.monotonic(), time.time()
+    if victim == "trainer-0":
+        time.sleep(0.02)  # the process may finish a system call
+        outcome.while_publishing += bool(_scratch(weights))
     lane.wait(lambda: _lines_after(lane, at) >= 2, LIMIT_S)
     outcome.back_s.append(round(time.monotonic() - began, 2))
     return 1
+
+
+def _scratch(weights: Path) -> list[str]:
+    """Return the names of files of weights that are being written, or were when their trainer was killed."""
+    return [path.name for path in weights.parent.glob(f".{weights.name}.*")]
 
 
 def _lines_after(lane: Lane, at: float) -> int:
@@ -111,12 +129,13 @@ def _lines_after(lane: Lane, at: float) -> int:
 
 def _check(outcome: Outcome, output: Path, weights: Path) -> None:
     lines: list[dict[str, Any]] = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
-    ids = [i for line in lines for i in line["ids"]]
-    outcome.steps, outcome.stalest = len(lines), max(line["staleness"] for line in lines)
-    if ids != list(range(len(ids))):
-        outcome.errors.append("steps.jsonl does not have each id once")
-    if {line["completions"] for line in lines} != {4}:
-        outcome.errors.append("a step has not half of its samples generated")
+    outcome.steps, outcome.stalest = len(lines), max(line.get("staleness", 0) for line in lines)
+    outcome.skipped = sum(len(line["skipped"]) for line in lines)
+    for at, line in enumerate(lines):
+        if sorted(line["ids"] + line["skipped"]) != list(range(8 * at, 8 * at + 8)) or line["dead"]:
+            outcome.errors.append(f"step {line['step']} does not have each of its positions once")
+        if line.get("completions", 0) != sum(i % 8 >= 4 for i in line["ids"]):
+            outcome.errors.append(f"step {line['step']} has another number of completions than of prompts")
     if outcome.stalest > MAX_STALENESS:
         outcome.errors.append(f"completions of a staleness of {outcome.stalest} were trained")
     left = [str(path) for path in weights.parent.iterdir() if weights.name in path.name]

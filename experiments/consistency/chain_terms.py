@@ -18,8 +18,9 @@ from torch import Tensor
 
 from experiments.consistency.exact import Key, World
 from xtoken_core.chain import ChainTables
+from xtoken_core.ops.chain.divergences import xlogy
 from xtoken_core.ops.chain.live import live_mask
-from xtoken_core.ops.chain.reference import ChainOptions, xlogy
+from xtoken_core.ops.chain.reference import ChainOptions
 from xtoken_core.ops.numerics import floored_log
 
 BLOCK = 4096

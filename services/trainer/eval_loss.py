@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from services.common.collation import row_counts
 from services.common.models import load_model
 from services.common.packed_attention import packed_inputs
 from services.common.packed_batch import PackedBatch, packed_batch
@@ -18,7 +19,7 @@ from services.common.tokenizers import tokenizer_of
 from services.trainer.metrics import to_floats
 from services.trainer.student import Student
 from xtoken_core import schema
-from xtoken_core.collate import CrossTokenizerCollator, loss_counts
+from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
 from xtoken_core.losses.chunk_classes import CLASSES, COUNT, MEAN
@@ -86,7 +87,7 @@ class EvalLoss:
         texts = [{"text": text} for text in islice(filter(str.strip, documents), spec.eval.kl_documents)]
         longest = max(model.context_length for model in (spec.student, *spec.teacher))
         rows = max(1, spec.train.micro_batch_tokens // longest)
-        count = loss_counts(spec.loss, self.same_tokenizer)
+        count = row_counts(run)
         self.batches: list[EvalBatch] = []
         counts: list[Mapping[str, Tensor]] = []
         for i in range(0, len(texts), rows):
@@ -95,8 +96,9 @@ class EvalLoss:
                 self.batches.append(EvalBatch(made.data, made.rows))
                 counts.append(made.data)
             else:
-                self.batches.append(EvalBatch(dict(collator.padded(texts[i : i + rows])), None))
-                counts.append(count(self.batches[-1].data))
+                data = dict(collator.padded(texts[i : i + rows]))
+                counts.append(count(data))
+                self.batches.append(EvalBatch(data | dict(counts[-1]), None))
             progress()
         self.tokens = sum(int(found[schema.CE_TOKENS.name].sum()) for found in counts)
         self.chunks = [

@@ -48,10 +48,13 @@ READ_BY: dict[str, tuple[LossMode, ...]] = {
     "uncommon_topk": ("gold", "h_kl"),
 }
 """The modes that read a setting of the method's public configuration; others leave it alone."""
-BETA = (
-    "beta: a generalised JSD has a reverse part, which is biased on given text and exact only on text that the student "
-    "generated: unset it"
-)
+GIVEN_TEXT = {
+    "reverse_kl": 'reverse_kl with mode = "chain" is biased on given text, whose paths are not drawn from the student: '
+    "add [rollout] or unset it",
+    "beta": "beta: a generalised JSD has a reverse part, which is biased on given text and exact only on text that the "
+    "student generated: add [rollout] or unset it",
+}
+"""Why a setting is refused in a run that has no generated text."""
 
 
 class LossConfig(Part):
@@ -75,7 +78,10 @@ class LossConfig(Part):
     uncommon_topk: Annotated[int, Field(ge=1)] = 8192
     """gold, H-KL: length at which the sorted lists of uncommon tokens are cut."""
     reverse_kl: bool = False
-    """KL of the student from the teacher instead of the other way round."""
+    """KL of the student from the teacher instead of the other way round. Chain: of completions only (`[rollout]`);
+    given text is compared by the forward KL."""
+    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Chain, completions only (`[rollout]`): generalised JSD, with this weight of the teacher in the mixture."""
     exact_token_match_only: bool = False
     """P-KL: leave out chunks that are not correct. A chunk is correct if both sides' tokens cover the same span of the
     source text and each side's tokens spell its own normaliser's output for that span; the two spellings may differ.
@@ -123,8 +129,6 @@ class LossConfig(Part):
     def _mode_of_flags(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if "beta" in value:
-            raise ValueError(BETA)
         if not (given := [flag for flag in FLAGS if flag in value]):
             named = any(name in value for name in PUBLIC_NAMES)
             return {"mode": "p_kl", **value} if named else value
@@ -144,6 +148,17 @@ class LossConfig(Part):
     def modes(self) -> frozenset[LossMode]:
         """Every mode that some teacher may use."""
         return frozenset(own or self.mode for own in self.teacher_modes or (None,))
+
+    def check_given_text(self) -> None:
+        """Refuse what is exact on generated text only.
+
+        Raises:
+            ValueError: With the reason and what to change.
+        """
+        if "chain" in self.modes and self.reverse_kl:
+            raise ValueError(GIVEN_TEXT["reverse_kl"])
+        if self.beta is not None:
+            raise ValueError(GIVEN_TEXT["beta"])
 
     def check_weights(self, weights: Sequence[float]) -> None:
         """Refuse what the number of teachers and their static weights make impossible.
@@ -258,11 +273,10 @@ class LossConfig(Part):
         return None
 
     def _option_without_its_mode(self) -> str | None:
-        if "chain" in self.modes and self.reverse_kl:
-            return (
-                'reverse_kl with mode = "chain" is biased on given text, whose paths are not drawn from the student: '
-                "unset it"
-            )
+        if self.reverse_kl and self.beta is not None:
+            return "reverse_kl and beta are two forms of the divergence: unset one of them"
+        if "chain" in self.modes and self.chain_least_mass and (self.reverse_kl or self.beta is not None):
+            return "chain_least_mass compares by the forward KL: unset it, or reverse_kl and beta"
         if "custom" in self.modes:  # its class may read every setting
             return None
         if "p_kl" not in self.modes:
@@ -276,7 +290,7 @@ class LossConfig(Part):
         if "alm" not in self.modes and self.alm_temperature != type(self).model_fields["alm_temperature"].default:
             return 'alm_temperature belongs to ALM: set mode = "alm" or unset it'
         if "chain" not in self.modes:
-            for name in ("chain_conditioning", "chain_end_terms", "chain_bare_space", "chain_least_mass"):
+            for name in ("beta", "chain_conditioning", "chain_end_terms", "chain_bare_space", "chain_least_mass"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     return f"{name} belongs to chain, the mode is {self.mode}: unset one of them"
         return None

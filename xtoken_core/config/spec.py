@@ -195,6 +195,8 @@ class RunSpec(Part):
         self.loss.check_weights([t.weight for t in self.teacher])
         if self.rollout is not None:
             check_rollout(self.rollout, self)
+        else:
+            self.loss.check_given_text()
         return self
 
     def teacher_name(self, number: int) -> str:

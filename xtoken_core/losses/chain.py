@@ -9,6 +9,7 @@ from torch import Tensor
 
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids, whole_chunks
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.reference import BLOCK_BYTES, ChainOptions, chain_parts
 from xtoken_core.ops.chain.teacher_rows import TopKTeacher
@@ -41,6 +42,7 @@ def chain_divergence(
     options: ChainOptions | None = None,
     *,
     temperature: float = 1.0,
+    generated: Generated | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Float[Tensor, "B P"]:
     """Compute the divergence of every chunk in nats, with a gradient for the student.
@@ -54,6 +56,7 @@ def chain_divergence(
         tables: Tables of the two tokenizers, on the logits' device.
         options: Terms to include; None: the defaults.
         temperature: Divides both sides' logits; not the log-probabilities of a top-k teacher.
+        generated: The form on text that the student has generated; None: all text is given.
         block_bytes: Memory limit of the rows that are computed together, in bytes.
 
     Returns:
@@ -74,6 +77,7 @@ def chain_divergence(
         tables,
         options,
         temperature=temperature,
+        generated=generated,
         block_bytes=block_bytes,
     )
     return parts.sum(0)

@@ -11,25 +11,28 @@ from torch import Tensor
 
 from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig, LossMode
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.alm import bernoulli_kl, chunk_log_likelihood, chunk_sum
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import ChunkView, Divergence, EvalOptions, LossTeacher, Pairing, ReadTokens
 from xtoken_core.losses.lazy_logits import cut
-from xtoken_core.losses.masks import kept_chunk_ids, next_token_targets, predicted_ids
+from xtoken_core.losses.masks import kept_chunk_ids, next_token_targets, of_samples, predicted_ids
 from xtoken_core.ops import get_op
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import PARTS, SideTokens
 from xtoken_core.ops.chain.kept_mass import kept_mass
 from xtoken_core.ops.chain.reference import ChainOptions, ChainResult, ChainSettings, chain_parts
 from xtoken_core.ops.chain.teacher_rows import TopKTeacher
+from xtoken_core.ops.registry import OpBackend, load_backend
 from xtoken_core.topk_logits import TopKLogits
 
 
 class ChainLoss(ChunkLoss):
     """KL of a chunk as the sum of the KLs of its decisions: at its start, inside its tokens, after its last one.
 
-    The formula is in `ops.chain.reference`, the static data of the two tokenizers in `xtoken_core.chain`. Compared are
-    correct chunks whose tokens are all predicted: none is the first of its sample.
+    Rows that the student has generated are compared by the reverse KL or a generalised JSD where `reverse_kl` or `beta`
+    is set; given text never is. The formula is in `ops.chain.reference`, the static data of the two tokenizers in
+    `xtoken_core.chain`. Compared are correct chunks whose tokens are all predicted: none is the first of its sample.
     """
 
     mode: ClassVar[LossMode] = "chain"
@@ -49,7 +52,9 @@ class ChainLoss(ChunkLoss):
         if teacher.tables is None:
             raise ConfigError('mode = "chain" takes the chain tables of student and teacher (LossTeacher.tables)')
         self.tables = teacher.tables.to(device)
-        op: Any = get_op("chain", device)
+        self.other_form = config.reverse_kl or config.beta is not None
+        # The kernels compute the forward KL alone.
+        op: Any = load_backend(OpBackend.PYTORCH_NATIVE_CHAIN) if self.other_form else get_op("chain", device)
         op.prepare(self.tables)
         self.op = op
         self.widths = len(self.tables.student.root), len(self.tables.teacher.root)
@@ -83,8 +88,25 @@ class ChainLoss(ChunkLoss):
             chunks.student_chunk_id,
             chunks.teacher_chunk_id,
             chunks.max_chunks,
-            ReadTokens(batch[schema.INPUT_IDS.name], teacher_ids, *read_chunks),
+            ReadTokens(batch[schema.INPUT_IDS.name], teacher_ids, *read_chunks, self._generated(batch)),
         )
+
+    def _generated(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the positions `[B, T_s]` whose text is the student's own; None if all are compared alike.
+
+        Raises:
+            InputError: The batch does not say which rows are generated, and the form depends on it.
+        """
+        if not self.other_form:
+            return None
+        version = batch.get(schema.WEIGHTS_VERSION.name)
+        if version is None:
+            raise InputError(
+                'mode = "chain" with reverse_kl or beta takes generated text, and the batch has no column '
+                f"{schema.WEIGHTS_VERSION.name}: add it (-1 for given text), or unset reverse_kl and beta"
+            )
+        generated = of_samples(version >= 0, batch.get(schema.STUDENT_SAMPLE.name))
+        return generated.expand(batch[schema.INPUT_IDS.name].shape)
 
     def evaluate(
         self,
@@ -101,7 +123,11 @@ class ChainLoss(ChunkLoss):
         """
         sides = _sides(pairing)
         settings = ChainSettings(
-            pairing.max_chunks, self.options, self.config.temperature, with_cross_entropy=options.with_tokens
+            pairing.max_chunks,
+            self.options,
+            self.config.temperature,
+            with_cross_entropy=options.with_tokens,
+            generated=self._form(pairing),
         )
         result: ChainResult = self.op(student_logits, teacher_logits, *sides, self.tables, settings)
         tokens = None if result.losses is None or result.hits is None else (result.losses, result.hits)
@@ -130,7 +156,8 @@ class ChainLoss(ChunkLoss):
         tail = listed.log_rest.exp() + torch.where(listed.ids >= width, log_probs.exp(), 0.0).sum(-1)
         given = TopKTeacher(listed.ids, log_probs, width, tail)
         student = cut(student_logits, self.widths[0])
-        parts = chain_parts(student, given, sides, P, self.tables, self.options, temperature=T)
+        form = self._form(pairing)
+        parts = chain_parts(student, given, sides, P, self.tables, self.options, temperature=T, generated=form)
         kept = kept_mass(given, sides, P, self.tables, self.options)
         scaled = cut(student_logits, self.student_vocab_size) / T
         log_s = chunk_log_likelihood(scaled, sides[0].predicted, sides[0].chunk, P)
@@ -142,6 +169,11 @@ class ChainLoss(ChunkLoss):
         if options.with_tokens:
             tokens = get_op("cross_entropy", student_logits.device)(student_logits, pairing.student_targets)
         return Divergence((start, inner, end), mass=kept, tokens=tokens)
+
+    def _form(self, pairing: Pairing) -> Generated | None:
+        """Return the form of the divergence on generated text; None if all text is compared by the forward KL."""
+        generated = pairing.read.generated if pairing.read is not None else None
+        return None if generated is None else Generated(generated, self.config.beta)
 
 
 def _sides(pairing: Pairing) -> tuple[SideTokens, SideTokens]:

@@ -295,7 +295,8 @@ def _pairing(teacher: ComparedTeacher, side: TeacherBlocks, n: int, own_rows: Te
     student, own = side.student_chunk_id[n].unsqueeze(0), side.teacher_chunk_id[n].unsqueeze(0)
     read = teacher.pairing.read
     if read is not None:
-        read = ReadTokens(*(_at(x, rows) for x, rows in zip(read, (own_rows, side.rows[n]) * 2, strict=True)))
+        sides = zip(read, (own_rows, side.rows[n], own_rows, side.rows[n], own_rows), strict=True)
+        read = ReadTokens(*(None if x is None else _at(x, rows) for x, rows in sides))
     return Pairing(targets, of_teacher, student, own, side.chunks.shape[1], read)
 
 

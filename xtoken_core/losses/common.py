@@ -138,12 +138,14 @@ class ReadTokens(NamedTuple):
         teacher_ids: The teacher's tokens.
         student_chunk_id: Chunk of each of the student's within its sample, -1 = none.
         teacher_chunk_id: Likewise of the teacher's.
+        generated: True where the text is the student's own; None: the loss compares both kinds alike.
     """
 
     student_ids: Int[Tensor, "B T_s"]
     teacher_ids: Int[Tensor, "B T_t"]
     student_chunk_id: Int[Tensor, "B T_s"]
     teacher_chunk_id: Int[Tensor, "B T_t"]
+    generated: Bool[Tensor, "B T_s"] | None = None
 
 
 @dataclass(frozen=True)

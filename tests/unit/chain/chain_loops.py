@@ -60,6 +60,7 @@ class Options:
     conditioning: bool = True
     end_terms: bool = True
     bare_space: bool = True
+    form: float | None = None  # KL(student || teacher): 1; a generalised JSD: beta
 
 
 def classes(pair, k, probabilities, tokens):
@@ -81,8 +82,35 @@ def conditional(logits, tokens, tail=None):
     return dict(zip(tokens, weights / total.clamp(min=FLOOR), strict=True))
 
 
-def divergence(p, q):
-    """`m KL(p / m || q)` over the classes that q names."""
+def generated_divergence(p, q, beta):
+    """Reverse KL (beta 1) or generalised JSD over the classes that both name, `lost` being q's mass on others."""
+    common = [c for c in p if c in q]
+    if not common:
+        return torch.zeros((), dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64)
+    mass = sum((p[c].detach() for c in common), zero)
+    kept = sum((q[c] for c in common), zero)
+    if kept <= 0 or mass <= 0:
+        return zero
+    value = zero if beta < 1 else -torch.log(kept)
+    for c in common:
+        teacher, student = p[c].detach() / mass, q[c]
+        if beta == 1:
+            student = student / kept
+            value = value + student * (student.clamp(min=FLOOR).log() - teacher.clamp(min=FLOOR).log())
+            continue
+        mixture = beta * teacher + (1 - beta) * student
+        for weight, x in ((beta, teacher), (1 - beta, student)):
+            value = value + weight * x * (x.clamp(min=FLOOR).log() - mixture.clamp(min=FLOOR).log())
+    if beta < 1:
+        value = value - (1 - beta) * (1 - kept).clamp(min=0) * torch.log(torch.tensor(1 - beta, dtype=torch.float64))
+    return value
+
+
+def divergence(p, q, form=None):
+    """`m KL(p / m || q)` over the classes that q names; with a form, that of generated text."""
+    if form is not None:
+        return generated_divergence(p, q, form)
     p = {c: float(value) for c, value in p.items() if c in q}
     mass = sum(p.values())
     value = torch.zeros((), dtype=torch.float64)
@@ -119,11 +147,11 @@ def start_term(pair, logits, tokens, before, options, tail=None):
             continue
         mass.append(classes(pair, k, conditional(logits[k], live), live))
     if tail is not None:
-        return divergence(*with_rest(mass[T], mass[S], 1 - sum(mass[T].values()), ()))
-    return divergence(mass[T], mass[S])
+        return divergence(*with_rest(mass[T], mass[S], 1 - sum(mass[T].values()), ()), options.form)
+    return divergence(mass[T], mass[S], options.form)
 
 
-def inner_term(pair, holder, path, logits, tail=None):
+def inner_term(pair, holder, path, logits, tail=None, form=None):
     """After the other side's tokens `path`, inside (or after) a token of the holder that begins with them."""
     other = 1 - holder
     vocabulary = range(len(pair.sides[holder].vocab))
@@ -146,8 +174,8 @@ def inner_term(pair, holder, path, logits, tail=None):
     if "ends here" in held:
         fresh["ends here"] = sum((mass for c, mass in by_root.items() if c not in held), zero)
     if tail is not None and holder == S:
-        return divergence(*with_rest(fresh, held, tail, {"ends here"}))
-    return divergence(fresh, held) if holder == S else divergence(held, fresh)
+        return divergence(*with_rest(fresh, held, tail, {"ends here"}), form)
+    return divergence(fresh, held, form) if holder == S else divergence(held, fresh, form)
 
 
 def sample_divergence(pair, logits, ids, chunk_ids, usable, options, tails=None):
@@ -193,6 +221,6 @@ def sample_divergence(pair, logits, ids, chunk_ids, usable, options, tails=None)
                 rows = [None, None]
                 rows[holder], rows[other] = logits[holder][at[holder][0] - 1], logits[other][at[other][n - 1]]
                 tail = tails[at[T][n - 1]] if tails is not None and holder == S else None
-                value = value + inner_term(pair, holder, path, rows, tail)
+                value = value + inner_term(pair, holder, path, rows, tail, options.form)
         values.append(value)
     return torch.stack(values)

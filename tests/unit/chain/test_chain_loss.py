@@ -11,7 +11,7 @@ from tests.unit.chain.test_edges import SPLIT, WHOLE
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config import LossConfig
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses import (
     CrossTokenizerDistillationLoss,
     HeadProjection,
@@ -22,6 +22,7 @@ from xtoken_core.losses import (
 )
 from xtoken_core.losses.chain import ChainOptions, chain_divergence, side_tokens
 from xtoken_core.losses.masks import predicted_ids
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import PARTS
 from xtoken_core.ops.chain.reference import chain_parts
 from xtoken_core.ops.chain.teacher_rows import TopKTeacher
@@ -32,6 +33,8 @@ from xtoken_core.transports.ring import TopKSettings
 DOCUMENTS = ["ab 111 ab", "1 éab é 11", "a", "", "ab 1"]
 V_S, V_T = len(WHOLE.vocab), len(SPLIT.vocab)
 CHAIN = LossConfig(mode="chain", ce_loss_scale=0.0)
+VERSIONS = torch.tensor([3, -1, 3, 2, -1])
+"""Step of the weights that generated each document; -1: given text."""
 COLUMNS = ("student_chunk_id", "teacher_chunk_id", "pair_valid", "pair_is_correct")
 
 
@@ -97,6 +100,34 @@ def test_mean_over_chunks_of_the_divergence(case, teacher, tables, temperature):
     assert all(metrics[f"chain_{name}_t0"] > 0 for name in PARTS)
 
 
+@pytest.mark.parametrize("form", [{"reverse_kl": True}, {"beta": 0.3}], ids=["reverse", "jsd"])
+def test_only_completions_have_another_form(case, teacher, tables, form):
+    batch, columns, student, z_t = case
+    config = CHAIN.model_copy(update=form)
+    with pytest.raises(InputError, match="the batch has no column weights_version"):
+        evaluate(config, columns, student, [teacher], [z_t])
+    found = evaluate(config, columns | {"weights_version": VERSIONS}, student, [teacher], [z_t])[0]
+    given, own = (VERSIONS < 0).unsqueeze(1), torch.ones(student.shape[:2], dtype=torch.bool)
+    forward = chain_divergence(student, z_t, batch, tables)
+    other = chain_divergence(student, z_t, batch, tables, generated=Generated(own, form.get("beta")))
+    expected = torch.where(given, forward, other).sum().detach() / count(columns).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    text = evaluate(config, columns | {"weights_version": VERSIONS.clamp(max=-1)}, student, [teacher], [z_t])[0]
+    torch.testing.assert_close(text, evaluate(CHAIN, columns, student, [teacher], [z_t])[0])
+
+
+def test_equal_models_have_no_divergence_in_any_form():
+    """One tokenizer, one model: reverse KL and JSD vanish with their gradients."""
+    batch = batch_of(WHOLE, WHOLE, DOCUMENTS)
+    own_tables = ChainTables.of(build_tables(WHOLE.fast, WHOLE.fast))
+    student = random_logits(5, batch, WHOLE, WHOLE)[0]
+    own = torch.ones(student.shape[:2], dtype=torch.bool)
+    for beta in (None, 0.5):
+        values = chain_divergence(student, student.detach(), batch, own_tables, generated=Generated(own, beta))
+        assert values.abs().max() < 1e-12
+        assert torch.autograd.grad(values.sum(), student)[0].abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("name", ["conditioning", "end_terms", "bare_space"])
 def test_settings_switch_the_corrections(case, teacher, tables, name):
     batch, columns, student, z_t = case
@@ -145,11 +176,12 @@ def test_padding_changes_nothing(case, teacher):
     assert not gradient[:, grad.shape[1] :].any()
 
 
+@pytest.mark.parametrize("form", [{}, {"beta": 0.3}], ids=["forward", "jsd"])
 @pytest.mark.parametrize("block_rows", [None, 1, 1024], ids=["whole", "a sample per block", "one block"])
-def test_a_packed_batch_has_the_loss_of_the_padded_one(case, teacher, block_rows):
+def test_a_packed_batch_has_the_loss_of_the_padded_one(case, teacher, block_rows, form):
     _, columns, student, z_t = case
-    config = LossConfig(mode="chain")
-    columns = {**columns, "sample_mask": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])}
+    config = LossConfig(mode="chain", **form)
+    columns = {**columns, "sample_mask": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]), "weights_version": VERSIONS}
     loss, grad, metrics = evaluate(config, columns, student, [teacher], [z_t])
     rows = [{name: x[b].numpy() for name, x in with_numbers(columns).items()} for b in range(len(student))]
     widths = [x.shape[0] * x.shape[1] for x in (student, z_t)]

@@ -1,5 +1,7 @@
 """The divergence beside loops over single chunks, on random tokenizers and texts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
@@ -11,6 +13,7 @@ from xtoken_core.alignment import TokenAligner
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.teacher_rows import TopKTeacher
 
 CHARACTERS = "ab1 éあ"
@@ -70,9 +73,12 @@ def random_logits(seed, batch, student, teacher, scale=3.0):
     return student_logits.requires_grad_(), teacher_logits
 
 
-def by_loops(student, teacher, batch, logits, chosen, tails=None):
+def by_loops(student, teacher, batch, logits, chosen, tails=None, generated=None):
     pair = Pair(student, teacher)
     flags = Options(chosen.conditioning, chosen.end_terms, chosen.bare_space)
+    own = flags
+    if generated is not None:
+        own = replace(flags, form=1 if generated.beta is None else generated.beta)
     rows = [
         sample_divergence(
             pair,
@@ -80,7 +86,7 @@ def by_loops(student, teacher, batch, logits, chosen, tails=None):
             [batch.student_ids[b].tolist(), batch.teacher_ids[b].tolist()],
             [batch.student_chunk_id[b].tolist(), batch.teacher_chunk_id[b].tolist()],
             batch.usable[b].tolist(),
-            flags,
+            own if generated is not None and generated.at[b, 0] else flags,
             None if tails is None else tails[b],
         )
         for b in range(len(batch.usable))
@@ -95,13 +101,17 @@ def largest(logits, k):
     return TopKTeacher(ids, log_probs, logits.shape[-1], spread=False), rows, 1 - log_probs.exp().sum(-1)
 
 
-def compare(student, teacher, documents, chosen, seed, k=None):
+def compare(student, teacher, documents, chosen, seed, k=None, beta=None, own=False):
     batch = batch_of(student, teacher, documents)
+    generated = None
+    if own:  # every other row
+        rows = (torch.arange(len(batch.usable)) + seed) % 2 == 0
+        generated = Generated(rows.unsqueeze(1).expand(batch.student_ids.shape), beta)
     logits = random_logits(seed, batch, student, teacher)
     tables = ChainTables.of(build_tables(student.fast, teacher.fast))
     given, rows, tails = (logits[1], logits[1], None) if k is None else largest(logits[1], k)
-    ours = chain_divergence(logits[0], given, batch, tables, chosen, block_bytes=1 << 14)
-    theirs = by_loops(student, teacher, batch, (logits[0], rows), chosen, tails)
+    ours = chain_divergence(logits[0], given, batch, tables, chosen, generated=generated, block_bytes=1 << 14)
+    theirs = by_loops(student, teacher, batch, (logits[0], rows), chosen, tails, generated)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     weights = torch.rand(ours.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     gradients = [torch.autograd.grad((weights * values).sum(), logits[0])[0] for values in (ours, theirs)]
@@ -111,7 +121,8 @@ def compare(student, teacher, documents, chosen, seed, k=None):
 QUICK = settings(
     deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate, Phase.shrink]
 )
-CASES = given(tokenizers("x"), tokenizers("y"), st.lists(texts, min_size=1, max_size=3), options, st.integers(0, 2**31))
+GIVEN = tokenizers("x"), tokenizers("y"), st.lists(texts, min_size=1, max_size=3), options, st.integers(0, 2**31)
+CASES = given(*GIVEN)
 
 
 BROKEN = TinyTokenizer(ALPHABET, [(b"a", b"\xc3"), (b"a\xc3", b"\xa9"), (b"a\xc3\xa9", b"\xc3")], "digits")
@@ -162,6 +173,15 @@ def test_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
 @CASES
 def test_unigram_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
     compare_unigrams(student, teacher, documents, chosen, seed)
+
+
+@settings(QUICK, max_examples=8)
+@example(CROSSED, BROKEN, ["1", "aéé"], ChainOptions(), 0, None)
+@given(*GIVEN, st.sampled_from([None, 0.1, 0.5, 0.9]))
+def test_generated_rows_equal_loops(student, teacher, documents, chosen, seed, beta):
+    compare(student, teacher, documents, chosen, seed, beta=beta, own=True)
+    if seed % 3 == 0:
+        compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab), beta=beta, own=True)
 
 
 @settings(QUICK, max_examples=15)

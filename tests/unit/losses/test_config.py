@@ -38,9 +38,9 @@ REFUSED = {
         "normalize_teacher_by_vocab belongs to",
     ),
     "averaged_gold": ({"teacher_aggregation": "averaged_logits", "gold_loss": True}, "compares token by token"),
-    "reverse_chain": ({"mode": "chain", "reverse_kl": True}, "biased on given text"),
-    "reverse_chain_of_one_teacher": ({"teacher_modes": ("p_kl", "chain"), "reverse_kl": True}, "biased on given text"),
-    "beta": ({"mode": "chain", "beta": 0.5}, "a generalised JSD has a reverse part"),
+    "reverse_and_beta": ({"mode": "chain", "reverse_kl": True, "beta": 0.5}, "two forms of the divergence"),
+    "beta_elsewhere": ({"beta": 0.5}, "beta belongs to chain, the mode is p_kl"),
+    "least_mass_of_jsd": ({"mode": "chain", "beta": 0.5, "chain_least_mass": 0.5}, "compares by the forward KL"),
     "chain_option_elsewhere": ({"chain_end_terms": False}, "chain_end_terms belongs to chain, the mode is p_kl"),
     "averaged_chain": ({"teacher_aggregation": "averaged_logits", "mode": "chain"}, "compares token by token"),
     "exact_only_chain": ({"mode": "chain", "exact_token_match_only": True}, "belongs to P-KL, the mode is chain"),
@@ -55,6 +55,19 @@ REFUSED = {
 def test_impossible_settings_are_refused(settings, reason):
     with pytest.raises(ValidationError, match=reason):
         LossConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"mode": "chain", "reverse_kl": True}, "biased on given text"),
+        ({"teacher_modes": ("p_kl", "chain"), "reverse_kl": True}, "biased on given text"),
+        ({"mode": "chain", "beta": 0.5}, "a generalised JSD has a reverse part"),
+    ],
+)
+def test_reverse_forms_of_chain_are_refused_on_given_text(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        LossConfig(**settings).check_given_text()
 
 
 @pytest.mark.parametrize(

@@ -53,3 +53,11 @@ def test_publishing_as_rarely_as_staleness_allows_is_taken() -> None:
     run = spec({"publish_every": 4, "max_staleness": 3})
     assert run.rollout is not None
     assert spec({}).rollout is not None
+
+
+@pytest.mark.parametrize("form", [{"reverse_kl": True}, {"beta": 0.5}])
+def test_reverse_forms_of_chain_need_generated_text(form: dict[str, Any]) -> None:
+    loss = {"mode": "chain", **form}
+    assert spec({}, loss=loss).rollout is not None
+    with pytest.raises(ValueError, match="add \\[rollout\\] or unset it"):
+        RunSpec.model_validate({**spec({}, loss=loss).model_dump(), "rollout": None})

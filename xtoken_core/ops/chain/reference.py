@@ -11,8 +11,8 @@ For tokens v of the student and w of the teacher, `spell` gives the other tokeni
   both sides has one in each direction if longer tokens share its path.
 
 The sum is the KL of the chunk by the chain rule where both tokenizers' cuts are decided by the tokens so far.
-The term of a node weighs 1 because the text, drawn from the source, visits it as often as the source does; this holds
-for the forward KL alone.
+The term of a node weighs 1 because the text, drawn from the source, visits it as often as the source does; on given
+text this holds for the forward KL alone. Other forms, on text of the student's own, are in `divergences`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core.chain.tables import ChainTables, SideTable
+from xtoken_core.ops.chain.divergences import DENSE, Classes, Generated, node_divergence
 from xtoken_core.ops.chain.events import PARTS, Inner, SideTokens, Starts, find_inner, find_starts, lay_out
 from xtoken_core.ops.chain.live import live_mask
 from xtoken_core.ops.chain.ragged import pick, ragged, ragged_softmax, ragged_sum
 from xtoken_core.ops.chain.teacher_rows import TeacherRows, TeacherSlice, TopKTeacher
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import ComparesLogits, floored_log
+from xtoken_core.ops.numerics import ComparesLogits
 
 BLOCK_BYTES = 1 << 28
 """Memory limit of the rows of one block, both sides together."""
@@ -63,12 +64,15 @@ class ChainSettings:
         options: Terms to include.
         temperature: Divides both sides' logits.
         with_cross_entropy: True to return the student's cross-entropy on its whole head, too.
+        generated: The form on text that the student has generated, which only the reference computes; None: all text
+            is given.
     """
 
     max_chunks: int
     options: ChainOptions = ChainOptions()
     temperature: float = 1.0
     with_cross_entropy: bool = True
+    generated: Generated | None = None
 
 
 class ChainResult(NamedTuple):
@@ -115,6 +119,7 @@ def chain(
         tables,
         settings.options,
         temperature=settings.temperature,
+        generated=settings.generated,
     )
     start, inner, end = parts.unbind()
     if not settings.with_cross_entropy:
@@ -145,6 +150,7 @@ def chain_parts(
     options: ChainOptions | None = None,
     *,
     temperature: float = 1.0,
+    generated: Generated | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Float[Tensor, "3 B P"]:
     """Compute the parts of every chunk's divergence (`PARTS`), with a gradient for the student.
@@ -157,12 +163,13 @@ def chain_parts(
         tables: Tables of the two tokenizers, on the logits' device.
         options: Terms to include; None: the defaults.
         temperature: Divides both sides' logits; not the log-probabilities of a top-k teacher.
+        generated: The form on text that the student has generated; None: all text is given.
         block_bytes: Memory limit of the rows that are computed together, in bytes.
 
     Returns:
         float32, or float64 for such logits.
     """
-    terms = find_terms(sides, max_chunks, tables, options or ChainOptions())
+    terms = find_terms(sides, max_chunks, tables, options or ChainOptions(), generated)
     student, teacher = student_logits.flatten(0, 1), TeacherRows(teacher_logits, temperature)
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     # Both sides' rows, and as much again for their sums by class; on a GPU every node takes the room of the largest.
@@ -191,7 +198,11 @@ Term = Callable[[Any, Tensor, TeacherSlice], Tensor]
 
 
 def find_terms(
-    sides: tuple[SideTokens, SideTokens], max_chunks: int, tables: ChainTables, options: ChainOptions
+    sides: tuple[SideTokens, SideTokens],
+    max_chunks: int,
+    tables: ChainTables,
+    options: ChainOptions,
+    generated: Generated | None = None,
 ) -> Sequence[tuple[Starts | Inner, Term]]:
     """List what is to be compared: the starts, then the nodes inside the student's and inside the teacher's tokens."""
     layouts = lay_out(sides[0], max_chunks), lay_out(sides[1], max_chunks)
@@ -200,19 +211,23 @@ def find_terms(
     inside_student = find_inner(layouts[0], layouts[1], tables.student, **flags, learns=True).without_padding()
     inside_teacher = find_inner(layouts[1], layouts[0], tables.teacher, **flags, learns=False)
     inside_teacher = inside_teacher.swapped().without_padding()
-    return (
-        (starts, lambda block, s, t: start_values(s, t.logits, block, tables, options.conditioning, t.tail)),
-        (
-            inside_student,
-            lambda block, s, t: inner_values(
-                s, t.logits, block, tables.student, tables.teacher, tables.classes, True, t.tail
-            ),
-        ),
-        (
-            inside_teacher,
-            lambda block, s, t: inner_values(t.held(), s, block, tables.teacher, tables.student, tables.classes, False),
-        ),
-    )
+
+    def form(block: Starts | Inner) -> Generated | None:
+        return None if generated is None else generated.of_rows(block.student_row)
+
+    def at_start(block: Any, s: Tensor, t: TeacherSlice) -> Tensor:
+        return start_values(s, t.logits, block, tables, options.conditioning, t.tail, form(block))
+
+    def in_student(block: Any, s: Tensor, t: TeacherSlice) -> Tensor:
+        return inner_values(
+            s, t.logits, block, tables.student, tables.teacher, tables.classes, True, t.tail, form(block)
+        )
+
+    def in_teacher(block: Any, s: Tensor, t: TeacherSlice) -> Tensor:
+        sides = tables.teacher, tables.student
+        return inner_values(t.held(), s, block, *sides, tables.classes, False, generated=form(block))
+
+    return (starts, at_start), (inside_student, in_student), (inside_teacher, in_teacher)
 
 
 def start_values(
@@ -222,6 +237,7 @@ def start_values(
     tables: ChainTables,
     conditioning: bool,
     tail: Float[Tensor, " E"] | None = None,
+    generated: Generated | None = None,
 ) -> Float[Tensor, " E"]:
     """Compute the KL of the next-token distributions by root, each over the tokens that can follow the other's cut.
 
@@ -233,6 +249,7 @@ def start_values(
         conditioning: Leave out tokens that cannot follow the other side's cut.
         tail: Mass of the teacher's tokens that are not listed (-inf). It is compared with the classes of which no token
             is listed, and taken to be able to follow.
+        generated: The form on generated text.
     """
     C = tables.classes
     sums, reached = [], []
@@ -257,12 +274,12 @@ def start_values(
         sums.append(probabilities.new_zeros(len(logits), C + 1).scatter_add(1, root, probabilities))
         reached.append(torch.zeros_like(sums[-1]).scatter_add_(1, root, live.to(logits.dtype)) > 0)
     if tail is None:
-        return restricted_kl(sums[1], sums[0], reached[0])
+        return _restricted(sums[1], sums[0], reached[0] & reached[1], generated)
     unlisted = ~reached[1]
     p = torch.cat([sums[1], (1 - sums[1].sum(1, keepdim=True)).clamp(min=0.0)], 1)
     q = torch.cat([sums[0], (sums[0] * unlisted).sum(1, keepdim=True)], 1)
     alive = torch.cat([reached[0] & reached[1], (reached[0] & unlisted).any(1, keepdim=True)], 1)
-    return restricted_kl(p, q, alive)
+    return _restricted(p, q, alive, generated)
 
 
 def inner_values(
@@ -274,6 +291,7 @@ def inner_values(
     classes: int,
     holder_is_student: bool,
     tail: Float[Tensor, " E"] | None = None,
+    generated: Generated | None = None,
 ) -> Float[Tensor, " E"]:
     """Compute the KL at nodes inside tokens of one side, the holder; the other side is at its fresh token.
 
@@ -287,6 +305,7 @@ def inner_values(
         holder_is_student: Whether the holder is the side that learns.
         tail: Mass of the other side's tokens that are not listed (-inf), which holds log-probabilities then. It is
             compared with "ends here" and the classes of which no token is listed.
+        generated: The form on generated text.
     """
     E, to = len(inner.node), torch.int64
     first_slot, first_member = side.slot_start[inner.node].to(to), side.member_start[inner.node].to(to)
@@ -317,26 +336,23 @@ def inner_values(
         fresh = torch.cat([torch.where(open_, 0.0, fresh), together[0] + torch.where(some, tail, 0.0)])
         held = torch.cat([torch.where(open_, 0.0, held), together[1]])
         group = torch.cat([group, torch.arange(E, device=group.device)])
-    return _ragged_kl(fresh, held, group, E) if holder_is_student else _ragged_kl(held, fresh, group, E)
+    p, q = (fresh, held) if holder_is_student else (held, fresh)
+
+    def spread(x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_ones(1)])[group]
+
+    return node_divergence(p, q, Classes(lambda x: ragged_sum(x, group, E), spread), generated)
 
 
-def restricted_kl(p: Float[Tensor, "E C"], q: Float[Tensor, "E C"], alive: Bool[Tensor, "E C"]) -> Float[Tensor, " E"]:
-    """Compute `m KL(p / m || q)` over the classes that q can have, m being the mass of p on them.
+def _restricted(
+    p: Float[Tensor, "E C"], q: Float[Tensor, "E C"], alive: Bool[Tensor, "E C"], generated: Generated | None
+) -> Float[Tensor, " E"]:
+    """Compute the divergence over the classes that both sides can have.
 
     A class that no token of the student can be in is beyond any gradient; its infinite term would hide the others.
     """
     p = torch.where(alive, p, 0.0)
-    mass = p.sum(1)
-    return (xlogy(p) - p * floored_log(q)).sum(1) - xlogy(mass)
-
-
-def xlogy(p: Tensor) -> Tensor:
-    """Return `p log p`, 0 for 0."""
-    return torch.xlogy(p, p)
-
-
-def _ragged_kl(p: Tensor, q: Tensor, event: Tensor, count: int) -> Tensor:
-    return ragged_sum(xlogy(p) - p * floored_log(q), event, count) - xlogy(ragged_sum(p, event, count))
+    return node_divergence(p, q if generated is None else torch.where(alive, q, 0.0), DENSE, generated)
 
 
 class _Block:
