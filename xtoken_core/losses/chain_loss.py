@@ -80,15 +80,17 @@ class ChainLoss(ChunkLoss):
         """Return the chunk of every position on both sides, and the tokens that positions have read."""
         chunks = self.view(batch)
         teacher_ids = self.tokens(batch).ids
-        names = schema.STUDENT_CHUNK_ID, schema.TEACHER_CHUNK_ID
-        read_chunks = (batch[schema.field_name(field, self.index)] for field in names)
+        student, teacher = (
+            batch[schema.field_name(field, self.index)] for field in (schema.STUDENT_CHUNK_ID, schema.TEACHER_CHUNK_ID)
+        )
+        generated = self._generated(batch)
         return Pairing(
             next_token_targets(batch),
             predicted_ids(teacher_ids),
             chunks.student_chunk_id,
             chunks.teacher_chunk_id,
             chunks.max_chunks,
-            ReadTokens(batch[schema.INPUT_IDS.name], teacher_ids, *read_chunks, self._generated(batch)),
+            ReadTokens(batch[schema.INPUT_IDS.name], teacher_ids, student, teacher, generated),
         )
 
     def _generated(self, batch: Mapping[str, Tensor]) -> Tensor | None:

@@ -295,8 +295,13 @@ def _pairing(teacher: ComparedTeacher, side: TeacherBlocks, n: int, own_rows: Te
     student, own = side.student_chunk_id[n].unsqueeze(0), side.teacher_chunk_id[n].unsqueeze(0)
     read = teacher.pairing.read
     if read is not None:
-        sides = zip(read, (own_rows, side.rows[n], own_rows, side.rows[n], own_rows), strict=True)
-        read = ReadTokens(*(None if x is None else _at(x, rows) for x, rows in sides))
+        read = ReadTokens(
+            _at(read.student_ids, own_rows),
+            _at(read.teacher_ids, side.rows[n]),
+            _at(read.student_chunk_id, own_rows),
+            _at(read.teacher_chunk_id, side.rows[n]),
+            None if read.generated is None else _at(read.generated, own_rows),
+        )
     return Pairing(targets, of_teacher, student, own, side.chunks.shape[1], read)
 
 
