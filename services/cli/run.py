@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from services.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from services.supervisor.launchers.forks import ForkServer
     from xtoken_core.config import RunSpec
 
 
@@ -49,15 +51,26 @@ def run(
     Ctrl+C shuts down gracefully, a second Ctrl+C forces the run to quit. Rerun the same command to resume from the last
     checkpoint. Without --control no process outlives this command.
     """
+    from services.supervisor.launchers.forks import early_fork_server
+
+    with early_fork_server(control is None and not dry_run) as forks:  # imports while everything below is read
+        _run(run_file, Executor(control, token_file, as_json, forks), loss, settings or (), dry_run, baseline)
+    raise typer.Exit(0)
+
+
+def _run(
+    run_file: Path, executor: Executor, loss: str | None, settings: Sequence[str], dry_run: bool, baseline: bool
+) -> None:
     from services.common.custom_loss import check_custom_loss
     from services.common.defaults import load_run
     from xtoken_core.errors import ConfigError
 
-    spec, notes = load_run(run_file, settings or (), writes=not dry_run)
+    control, as_json = executor.control, executor.as_json
+    spec, notes = load_run(run_file, settings, writes=not dry_run)
     if dry_run:
         from services.cli.dry_run import check_run
 
-        for warning in check_run(run_file, spec, settings or (), None if control else loss):
+        for warning in check_run(run_file, spec, settings, None if control else loss):
             typer.echo(f"warning: {warning}", err=True)
         typer.echo(resolved_text(spec, notes, as_json=as_json))
         return
@@ -69,7 +82,6 @@ def run(
         check_custom_loss(spec.loss, loss)
     for note in notes if not as_json else ():
         typer.echo(f"default: {note}")
-    executor = Executor(control, token_file, as_json)
     executor.run_to_end(spec, loss)
     if baseline:
         from services.common.baseline import baseline_of
@@ -79,7 +91,6 @@ def run(
         line = comparison_line(spec.output)
         if line and not as_json:
             typer.echo(line)
-    raise typer.Exit(0)
 
 
 @dataclass(frozen=True)
@@ -90,11 +101,13 @@ class Executor:
         control: URL of the control plane; None: this process.
         token_file: File with its token.
         as_json: Statuses are printed as JSON.
+        forks: Server that the workers of the first run are forked from.
     """
 
     control: str | None
     token_file: Path | None
     as_json: bool
+    forks: ForkServer | None = None
 
     def run_to_end(self, spec: RunSpec, loss: str | None) -> None:
         """Run one specification to its end.
@@ -109,7 +122,7 @@ class Executor:
         else:
             from services.supervisor.local_run import run_locally
 
-            result = run_locally(spec, as_json=self.as_json, loss=loss)
+            result = run_locally(spec, as_json=self.as_json, loss=loss, forks=self.forks)
         if result.error:
             typer.echo(f"error: {result.error}", err=True)
         if result.exit_code:

@@ -33,11 +33,11 @@ from typing import Any
 from setproctitle import setproctitle
 
 from services.common.supervised import MARK
+from services.supervisor.environment import THREADS
 
 MESSAGE_LIMIT = 1 << 16
 MARK_ROOM = 256
 """Bytes for a mark in the server's own environment block, which its children overwrite."""
-THREADS = "OMP_NUM_THREADS"
 ENV_START = 47
 """Index of the address of the environment in `/proc/PID/stat`, counted after the command's closing parenthesis."""
 

@@ -14,12 +14,12 @@ from typing import Any
 from services.common.custom_loss import check_custom_loss, check_importable
 from services.common.input_files import check_input_files
 from services.common.resume import CHECKPOINTS, newest_checkpoint
+from services.supervisor.environment import PASSIVE_THREADS, THREADS, worker_environment
 from services.supervisor.interrupts import POLL_S, Interrupts
 from services.supervisor.json_files import first_line, last_line, read_json
 from services.supervisor.launch_check import check_launch
 from services.supervisor.launchers.forks import ForkServer, fork_server_of
-from services.supervisor.process_group import worker_environment
-from services.supervisor.process_spec import PASSIVE_THREADS, THREADS, threads_of_model_workers
+from services.supervisor.process_spec import threads_of_model_workers
 from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
 from services.supervisor.run_record import SPEC, SUMMARY, RunResult, RunState
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
@@ -39,7 +39,7 @@ SUMMARY_FIELDS = (
 
 def run_locally(
     spec: RunSpec, *, show: bool = True, as_json: bool = False, launchers: LauncherFactory | None = None,
-    loss: str | None = None, view: ProgressView | None = None,
+    loss: str | None = None, view: ProgressView | None = None, forks: ForkServer | None = None,
 ) -> RunResult:  # fmt: skip
     """Run to the end.
 
@@ -53,6 +53,7 @@ def run_locally(
         launchers: Creates the run's launcher; one that its settings name if left out.
         loss: `module:Class` of a custom loss.
         view: Shows the run's progress; None: the console, as `show` and `as_json` say.
+        forks: Server to fork the workers from, which is closed at the end; None: started if one can be used.
 
     Returns:
         How it ended; `exit_code` is 128 + N if signal N stopped it.
@@ -69,7 +70,7 @@ def run_locally(
         if is_unused(spec.output):
             shutil.rmtree(spec.output, ignore_errors=True)
         raise
-    return run_to_end(LocalRun(spec, launchers, loss), show=show, as_json=as_json, view=view)
+    return run_to_end(LocalRun(spec, launchers, loss, forks), show=show, as_json=as_json, view=view)
 
 
 def run_to_end(
@@ -100,13 +101,24 @@ class LocalRun(SupervisedRun):
 
     Its workers are forked from a server that imports while the files are checked. A control plane's are not: they may
     outlive it.
+
+    Args:
+        spec: What to run.
+        launchers: Creates the run's launcher.
+        loss: `module:Class` of a custom loss.
+        forks: A server that has been started already.
     """
 
-    def __init__(self, spec: RunSpec, launchers: LauncherFactory | None, loss: str | None = None) -> None:
+    def __init__(
+        self, spec: RunSpec, launchers: LauncherFactory | None, loss: str | None = None,
+        forks: ForkServer | None = None,
+    ) -> None:  # fmt: skip
         factory = launchers or launcher_factory(tied=True, forks=lambda: self._forks)
         super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", factory, loss=loss)
         self._wants_forks = launchers is None and spec.workers.launcher == "local"
-        self._forks: ForkServer | None = None
+        self._forks = forks if self._wants_forks and forks is not None and not forks.lost else None
+        if forks is not None and self._forks is None:
+            forks.close()
         self._began = _now()
         self._is_new = is_unused(self.spec.output)
         self._spec_document = spec.model_dump(mode="json")
@@ -118,7 +130,7 @@ class LocalRun(SupervisedRun):
 
     def _resolve(self) -> tuple[ResolvedRun, list[str]]:
         """Return the run with what its files say, and warnings; start the fork server if its files are there."""
-        if self._wants_forks:
+        if self._wants_forks and self._forks is None:
             with suppress(XtokenError, OSError):  # raised again below, or workers are started as programs
                 check_input_files(self.spec)
                 threads = {THREADS: str(threads_of_model_workers(self.spec)), **PASSIVE_THREADS}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from services.common.supervised import MARK
 from services.supervisor import os_process
+from services.supervisor.environment import worker_environment
 from services.supervisor.events import Attempt, SupervisorEvents
 from services.supervisor.launchers.base import NODE_LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
 from services.supervisor.process_spec import STOP_ORDER, Kind, ProcessSpec
@@ -25,9 +26,6 @@ LONGEST_DELAY_S = 30.0
 LAST_LINE_BYTES = 8192
 CLEAN_EXITS = (None, 0, -signal.SIGTERM)
 """Exit codes after a request to stop: never started, graceful, or SIGTERM before the handler was installed."""
-OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
-"""Keeps setproctitle from overwriting the environment, in which the mark of a worker is looked up."""
 
 
 class GroupState(StrEnum):
@@ -340,9 +338,3 @@ def describe_exit(code: int | None) -> str:
     if code == UNKNOWN_EXIT:
         return "exited with unknown status"
     return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-
-
-def worker_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a worker: this process's own, without a rank's variables, and `extra`."""
-    inherited = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
-    return inherited | KEEP_ENVIRONMENT | dict(extra)

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+from services.supervisor.environment import PASSIVE_THREADS, THREADS
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
@@ -17,9 +18,6 @@ from xtoken_core.queue.run.names import TRAIN, teacher_task
 
 Kind = Literal["queue", "collator", "rollout", "teacher", "trainer"]
 STOP_ORDER: tuple[Kind, ...] = ("trainer", "teacher", "rollout", "collator", "queue")
-THREADS = "OMP_NUM_THREADS"
-PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Makes waiting OpenMP threads sleep: teacher and student share the cores, and spinning takes them from the other."""
 
 
 @dataclass(frozen=True)

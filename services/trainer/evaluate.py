@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from services.trainer.eval_tasks import EvalTasks
 from services.trainer.jsonl import JsonLines
 from services.trainer.loggers import eval_line
 from services.trainer.student import Student
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset.index import DataIndex
 from xtoken_core.evaluation import EvalResult, evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -26,6 +29,8 @@ log = logging.getLogger("xtoken.trainer")
 
 OF_EVERY_TEXT = ("bits_per_byte", "next_token_accuracy", "nll_nats", "bytes", "tokens", "documents")
 """Metrics that every text of `eval.also` gets, with `_NAME` appended."""
+BETWEEN_S = 0.25
+"""Time between two calls of what an evaluation does beside its own work."""
 
 
 class Evaluator:
@@ -35,12 +40,19 @@ class Evaluator:
         worker: The session.
         tokenizer: The student's.
         loss: The run's loss.
+        meanwhile: Called from time to time during an evaluation: teachers need not wait for its end to start.
 
     Raises:
         InputError: A task cannot be read, or a prompt leaves no room for its completion.
     """
 
-    def __init__(self, worker: Worker, tokenizer: Any, loss: CrossTokenizerDistillationLoss) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        tokenizer: Any,
+        loss: CrossTokenizerDistillationLoss,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         self.worker, self.tokenizer, self.loss = worker, tokenizer, loss
         self.spec, self.packed = worker.run.spec, worker.run.packed
         self.lines = JsonLines(self.spec.output / "eval.jsonl")
@@ -48,7 +60,8 @@ class Evaluator:
         has_tasks = self.spec.eval is not None and self.spec.eval.tasks is not None
         self.tasks = EvalTasks(self.spec, tokenizer) if has_tasks else None
         # `alive` raises once a stop is requested; of several ranks none may leave an evaluation alone.
-        self._heartbeat = worker.alive if worker.run.world == 1 else worker.beat
+        self._beat = worker.alive if worker.run.world == 1 else worker.beat
+        self._meanwhile, self._called_at = meanwhile, 0.0
 
     def evaluate(self, student: Student, step: int, *, writes: bool = True) -> dict[str, Any] | None:
         """Evaluate, and append a line to `eval.jsonl`; all ranks of a sharded student call.
@@ -67,7 +80,8 @@ class Evaluator:
         index = self._index(self.spec.eval.paths)
         student.eval()
         try:
-            with torch.compiler.set_stance("force_eager"):  # many widths, each seldom: compiling them would take longer
+            # Many widths, each seldom: compiling them would take longer.
+            with torch.compiler.set_stance("force_eager"), all_cores(self.worker.run, student.device):
                 result = self._measure(student, index, "evaluating")
                 row = {"step": step, **asdict(result), "loss": result.nll_nats / max(result.tokens, 1)}
                 for name, path in self.spec.eval.also_by_name.items():
@@ -98,6 +112,12 @@ class Evaluator:
         log.info("after %d steps: %s", step, eval_line(row))
         return row
 
+    def _heartbeat(self) -> None:
+        self._beat()
+        if time.monotonic() - self._called_at > BETWEEN_S:
+            self._meanwhile()
+            self._called_at = time.monotonic()
+
     def _index(self, paths: Sequence[Path]) -> DataIndex:
         assert self.spec.eval is not None
         return open_index(self.spec, paths, self.spec.eval.field, progress=lambda _done, _all: self._heartbeat())
@@ -117,3 +137,25 @@ class Evaluator:
             packed_outputs=student.outputs if self.packed else None,
             on_fraction=lambda fraction: self.worker.activity(activity, fraction),
         )
+
+
+@contextmanager
+def all_cores(run: ResolvedRun, device: torch.device) -> Iterator[None]:
+    """Compute with every core of the machine: teachers wait for the trainer, once their slots are full.
+
+    It does so where the only trainer has its part of the cores by default, and no other number was set.
+
+    Args:
+        run: The run.
+        device: Device of the student.
+    """
+    own, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    by_default = own == max(1, cores // (1 + len(run.spec.living_teachers)))
+    if device.type != "cpu" or run.world > 1 or run.spec.rollout is not None or not by_default:
+        yield
+        return
+    torch.set_num_threads(cores)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)

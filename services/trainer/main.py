@@ -123,7 +123,7 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
     stored = StoredTeachers(worker, device, rank=rank)
     try:
         runner = StepRunner(worker, student, loss, rings, stored, group, rank=rank, pad_id=pad_id(tokenizer))
-        evaluator = Evaluator(worker, tokenizer, loss) if run.spec.eval is not None else None
+        evaluator = Evaluator(worker, tokenizer, loss, rings.poll) if run.spec.eval is not None else None
         loop = TrainerLoop(worker, student, runner, group, evaluator)
         exported = loop.train()
         worker.activity("exporting the model")

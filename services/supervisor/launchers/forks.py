@@ -10,11 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from services.common.supervised import MARK
-from services.supervisor.fork_server import MARK_ROOM, MESSAGE_LIMIT, THREADS
+from services.supervisor.environment import PASSIVE_THREADS, THREADS, worker_environment
+from services.supervisor.fork_server import MARK_ROOM, MESSAGE_LIMIT
 from services.supervisor.launchers.base import STATUS_FILE
 
 SWITCH = "XTOKEN_FORK"
@@ -162,3 +163,21 @@ class ForkServer:
 def fork_server_of(environment: Mapping[str, str]) -> ForkServer | None:
     """Start a fork server for workers with this environment, unless `XTOKEN_FORK` is 0."""
     return None if environment.get(SWITCH) == "0" else ForkServer(environment)
+
+
+@contextlib.contextmanager
+def early_fork_server(wanted: bool) -> Iterator[ForkServer | None]:
+    """Start a fork server for a run that is still to be read, and end it with the block.
+
+    The threads of the workers are not known yet: what is forked sets its own number.
+
+    Args:
+        wanted: False: there is none.
+    """
+    threads = {THREADS: os.environ.get(THREADS, "1"), **PASSIVE_THREADS}
+    server = fork_server_of(worker_environment(threads)) if wanted else None
+    try:
+        yield server
+    finally:
+        if server is not None:
+            server.close()
