@@ -8,6 +8,7 @@ import getpass
 import os
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -33,23 +34,18 @@ from xtoken_core.errors import XtokenError
 STATUS_VARIABLE = "XTOKEN_STATUS_FILE"
 INTERRUPTED = 130
 
-app = typer.Typer(
-    name="xtoken",
-    help="Distil a language model into a student that does not share its tokenizer.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-for command in (demo, init, run, collator, rollout, teacher, trainer, export, gradients, control, version):
-    app.command()(command)
-app.add_typer(runs_app, name="runs")
-app.add_typer(queue_app, name="queue")
-app.add_typer(align_app, name="align")
-app.add_typer(projection_app, name="projection")
-app.add_typer(chain_app, name="chain")
-app.add_typer(store_app, name="store")
+COMMANDS = {
+    command.__name__: command
+    for command in (demo, init, run, collator, rollout, teacher, trainer, export, gradients, control, version)
+}
+GROUPS = {
+    "runs": runs_app,
+    "queue": queue_app,
+    "align": align_app,
+    "projection": projection_app,
+    "chain": chain_app,
+    "store": store_app,
+}
 
 
 def _print_version(requested: bool) -> None:
@@ -58,7 +54,6 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def options(
     debug: Annotated[
         bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show tracebacks and debug messages.")
@@ -70,6 +65,29 @@ def options(
     """Apply the options that all commands share."""
     if debug:
         os.environ[DEBUG_VARIABLE] = "1"
+
+
+def app_of(names: Collection[str]) -> typer.Typer:
+    """Return the application with some of its commands and groups."""
+    made = typer.Typer(
+        name="xtoken",
+        help="Distil a language model into a student that does not share its tokenizer.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    made.callback()(options)
+    for name, command in COMMANDS.items():
+        if name in names:
+            made.command()(command)
+    for name, group in GROUPS.items():
+        if name in names:
+            made.add_typer(group, name=name)
+    return made
+
+
+app = app_of([*COMMANDS, *GROUPS])
 
 
 def main() -> None:
@@ -103,8 +121,10 @@ def _write_status(status: int) -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    first = arguments[:1]  # parsing needs the others for help and for mistakes only, and making all takes 0.1 s
+    chosen = app_of(first) if first and first[0] in (*COMMANDS, *GROUPS) else app
     try:
-        status = app(arguments, prog_name="xtoken", standalone_mode=False)
+        status = chosen(arguments, prog_name="xtoken", standalone_mode=False)
     except KeyboardInterrupt:
         return INTERRUPTED
     except typer.Abort:
