@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +18,6 @@ from services.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from services.supervisor.launchers.forks import ForkServer
     from xtoken_core.config import RunSpec
 
 
@@ -51,26 +49,15 @@ def run(
     Ctrl+C shuts down gracefully, a second Ctrl+C forces the run to quit. Rerun the same command to resume from the last
     checkpoint. Without --control no process outlives this command.
     """
-    from services.supervisor.launchers.forks import early_fork_server
-
-    with early_fork_server(control is None and not dry_run) as forks:  # imports while everything below is read
-        _run(run_file, Executor(control, token_file, as_json, forks), loss, settings or (), dry_run, baseline)
-    raise typer.Exit(0)
-
-
-def _run(
-    run_file: Path, executor: Executor, loss: str | None, settings: Sequence[str], dry_run: bool, baseline: bool
-) -> None:
     from services.common.custom_loss import check_custom_loss
     from services.common.defaults import load_run
     from xtoken_core.errors import ConfigError
 
-    control, as_json = executor.control, executor.as_json
-    spec, notes = load_run(run_file, settings, writes=not dry_run)
+    spec, notes = load_run(run_file, settings or (), writes=not dry_run)
     if dry_run:
         from services.cli.dry_run import check_run
 
-        for warning in check_run(run_file, spec, settings, None if control else loss):
+        for warning in check_run(run_file, spec, settings or (), None if control else loss):
             typer.echo(f"warning: {warning}", err=True)
         typer.echo(resolved_text(spec, notes, as_json=as_json))
         return
@@ -82,6 +69,7 @@ def _run(
         check_custom_loss(spec.loss, loss)
     for note in notes if not as_json else ():
         typer.echo(f"default: {note}")
+    executor = Executor(control, token_file, as_json)
     executor.run_to_end(spec, loss)
     if baseline:
         from services.common.baseline import baseline_of
@@ -91,6 +79,7 @@ def _run(
         line = comparison_line(spec.output)
         if line and not as_json:
             typer.echo(line)
+    raise typer.Exit(0)
 
 
 @dataclass(frozen=True)
@@ -101,13 +90,11 @@ class Executor:
         control: URL of the control plane; None: this process.
         token_file: File with its token.
         as_json: Statuses are printed as JSON.
-        forks: Server that the workers of the first run are forked from.
     """
 
     control: str | None
     token_file: Path | None
     as_json: bool
-    forks: ForkServer | None = None
 
     def run_to_end(self, spec: RunSpec, loss: str | None) -> None:
         """Run one specification to its end.
@@ -120,9 +107,12 @@ class Executor:
 
             result = run_at(self.control, spec, token=read_control_token(self.token_file), as_json=self.as_json)
         else:
-            from services.supervisor.local_run import run_locally
+            from services.supervisor.launchers.forks import early_fork_server
 
-            result = run_locally(spec, as_json=self.as_json, loss=loss, forks=self.forks)
+            with early_fork_server(spec) as forks:
+                from services.supervisor.local_run import run_locally
+
+                result = run_locally(spec, as_json=self.as_json, loss=loss, forks=forks)
         if result.error:
             typer.echo(f"error: {result.error}", err=True)
         if result.exit_code:

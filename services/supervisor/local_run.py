@@ -6,20 +6,17 @@ import dataclasses
 import logging
 import secrets
 import shutil
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from services.common.custom_loss import check_custom_loss, check_importable
-from services.common.input_files import check_input_files
 from services.common.resume import CHECKPOINTS, newest_checkpoint
-from services.supervisor.environment import PASSIVE_THREADS, THREADS, worker_environment
 from services.supervisor.interrupts import POLL_S, Interrupts
 from services.supervisor.json_files import first_line, last_line, read_json
 from services.supervisor.launch_check import check_launch
-from services.supervisor.launchers.forks import ForkServer, fork_server_of
-from services.supervisor.process_spec import threads_of_model_workers
+from services.supervisor.launchers.forks import ForkServer, fork_server_of_run
 from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
 from services.supervisor.run_record import SPEC, SUMMARY, RunResult, RunState
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
@@ -115,7 +112,7 @@ class LocalRun(SupervisedRun):
     ) -> None:  # fmt: skip
         factory = launchers or launcher_factory(tied=True, forks=lambda: self._forks)
         super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", factory, loss=loss)
-        self._wants_forks = launchers is None and spec.workers.launcher == "local"
+        self._wants_forks = launchers is None
         self._forks = forks if self._wants_forks and forks is not None and not forks.lost else None
         if forks is not None and self._forks is None:
             forks.close()
@@ -131,10 +128,7 @@ class LocalRun(SupervisedRun):
     def _resolve(self) -> tuple[ResolvedRun, list[str]]:
         """Return the run with what its files say, and warnings; start the fork server if its files are there."""
         if self._wants_forks and self._forks is None:
-            with suppress(XtokenError, OSError):  # raised again below, or workers are started as programs
-                check_input_files(self.spec)
-                threads = {THREADS: str(threads_of_model_workers(self.spec)), **PASSIVE_THREADS}
-                self._forks = fork_server_of(worker_environment(threads))
+            self._forks = fork_server_of_run(self.spec)
         return super()._resolve()
 
     def discard_if_new(self) -> None:

@@ -13,10 +13,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from services.common.input_files import check_input_files
 from services.common.supervised import MARK
 from services.supervisor.environment import PASSIVE_THREADS, THREADS, worker_environment
 from services.supervisor.fork_server import MARK_ROOM, MESSAGE_LIMIT
 from services.supervisor.launchers.base import STATUS_FILE
+from services.supervisor.process_spec import threads_of_model_workers
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import XtokenError
 
 SWITCH = "XTOKEN_FORK"
 """Variable that, set to 0, has every worker started as a program of its own."""
@@ -50,7 +54,7 @@ class ForkServer:
         preload: Modules to import.
     """
 
-    def __init__(self, environment: Mapping[str, str], preload: Sequence[str] = PRELOADED) -> None:
+    def __init__(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
         self._environment = dict(environment)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -162,20 +166,24 @@ class ForkServer:
 
 def fork_server_of(environment: Mapping[str, str]) -> ForkServer | None:
     """Start a fork server for workers with this environment, unless `XTOKEN_FORK` is 0."""
-    return None if environment.get(SWITCH) == "0" else ForkServer(environment)
+    return None if environment.get(SWITCH) == "0" else ForkServer(environment, PRELOADED)
+
+
+def fork_server_of_run(spec: RunSpec) -> ForkServer | None:
+    """Start a fork server for a run's workers; None if one of its files is missing, or it starts them elsewhere."""
+    if spec.workers.launcher != "local":
+        return None
+    with contextlib.suppress(XtokenError, OSError):  # raised again when the run is resolved
+        check_input_files(spec)
+        threads = {THREADS: str(threads_of_model_workers(spec)), **PASSIVE_THREADS}
+        return fork_server_of(worker_environment(threads))
+    return None
 
 
 @contextlib.contextmanager
-def early_fork_server(wanted: bool) -> Iterator[ForkServer | None]:
-    """Start a fork server for a run that is still to be read, and end it with the block.
-
-    The threads of the workers are not known yet: what is forked sets its own number.
-
-    Args:
-        wanted: False: there is none.
-    """
-    threads = {THREADS: os.environ.get(THREADS, "1"), **PASSIVE_THREADS}
-    server = fork_server_of(worker_environment(threads)) if wanted else None
+def early_fork_server(spec: RunSpec) -> Iterator[ForkServer | None]:
+    """Start a fork server before what follows is imported and checked, and end it with the block."""
+    server = fork_server_of_run(spec)
     try:
         yield server
     finally:

@@ -30,7 +30,7 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
         raise error
 
     monkeypatch.setattr(cli, "app", broken)
-    monkeypatch.setattr(sys, "argv", ["xtoken", "queue"])
+    monkeypatch.setattr(sys, "argv", ["xtoken", "--help"])
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert isinstance(left.value.code, int)

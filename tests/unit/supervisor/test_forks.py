@@ -12,11 +12,13 @@ import pytest
 
 from services.supervisor import os_process
 from services.supervisor.launchers.base import STATUS_FILE, UNKNOWN_EXIT
-from services.supervisor.launchers.forks import ForkServer, fork_server_of
+from services.supervisor.launchers.forks import ForkServer, early_fork_server, fork_server_of
 from services.supervisor.launchers.local import ForkedHandle, LocalHandle, LocalLauncher
 from services.supervisor.os_process import MARK
+from tests.support.runs import resolved_run
 from tests.unit.supervisor.scripted_run import alive
 from tests.unit.supervisor.test_launchers import PARENT, SLEEP, finished, read_pid, until
+from xtoken_core.errors import ConfigError
 
 Start = Callable[..., LocalHandle | ForkedHandle]
 
@@ -124,3 +126,15 @@ def test_server_whose_imports_fail_is_ready_and_lost(environment: dict[str, str]
     until(lambda: server.ready)
     assert server.lost
     assert fork_server_of({**environment, "XTOKEN_FORK": "0"}) is None
+
+
+def test_early_server_ends_with_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.supervisor.launchers.forks.PRELOADED", ("colorsys",))
+    spec = resolved_run(tmp_path).spec
+    with early_fork_server(spec) as none:  # a model is missing
+        assert none is None
+    monkeypatch.setattr("services.supervisor.launchers.forks.check_input_files", lambda _: None)
+    with pytest.raises(ConfigError), early_fork_server(spec) as server:
+        assert server is not None and not server.lost
+        raise ConfigError("a setting is wrong")
+    assert server.lost

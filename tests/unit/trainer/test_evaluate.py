@@ -17,6 +17,7 @@ from services.common.worker import StopRequested
 from services.trainer import eval_loss as module
 from services.trainer.distributed import RankGroup
 from services.trainer.eval_loss import EvalLoss
+from services.trainer.evaluate import all_cores
 from services.trainer.student import Student
 from tests.ops.tolerances import OUTPUT
 from tests.support.ranks import start_ranks
@@ -231,3 +232,20 @@ def test_the_teachers_are_gone_when_the_held_out_loss_is_measured(
         del big
         held_out.measure(student)
         assert torch.cuda.memory_reserved() <= max(kept) < 1 << 28, "what is not used goes back to the GPU"
+
+
+def test_cores_of_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    before, cpu = torch.get_num_threads(), torch.device("cpu")
+
+    def during(own: int, teachers: int, **workers: int) -> int:
+        torch.set_num_threads(own)
+        with all_cores(resolved_run(tmp_path, teachers=teachers, **workers), cpu):
+            inside = torch.get_num_threads()
+        assert torch.get_num_threads() == own
+        return inside
+
+    try:
+        assert (during(2, 1), during(1, 2), during(3, 1), during(2, 1, ranks=2)) == (4, 4, 3, 2)
+    finally:
+        torch.set_num_threads(before)
