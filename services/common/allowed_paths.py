@@ -17,6 +17,8 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 
 VARIABLE = "XTOKEN_ROOTS"
+URLS = "XTOKEN_ENGINE_URLS"
+"""Addresses of servers, separated by commas, that the runs of a control plane may send requests to."""
 WRITTEN = ("output",)
 """Fields whose paths are written; all others are read."""
 MOST_ENTRIES = 100_000
@@ -85,6 +87,7 @@ class Roots:
         for number, teacher in enumerate(spec.teacher):
             if teacher.store is not None:
                 self.check_store(teacher.store, f"teacher.{number}.store")
+            self.check_urls(teacher.url, f"teacher.{number}.url")
 
     def check_store(self, store: str, field: str) -> None:
         """Check the directory of a store; an address lies in no root.
@@ -95,6 +98,17 @@ class Roots:
         if "://" in store:
             raise OutsideError(field, f"{store} lies under none of this control plane's roots: name a directory")
         self.check(Path(store), field)
+
+    def check_urls(self, urls: Sequence[str], field: str) -> None:
+        """Check the addresses of servers: a run sends requests only to those that the control plane's operator names.
+
+        Raises:
+            OutsideError: One is not among them.
+        """
+        allowed = {url.strip().rstrip("/") for url in os.environ.get(URLS, "").split(",")}
+        for url in urls:
+            if url not in allowed:
+                raise OutsideError(field, f"{url} is none of the servers that this control plane allows ({URLS})")
 
     def check(self, path: Path, field: str, *, write: bool = False) -> None:
         """Check a path, and every symbolic link below it if it is a directory to read.

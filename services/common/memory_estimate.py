@@ -111,8 +111,9 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
             teacher = spec.teacher[number]
             if (rank if teacher.gpu is None else teacher.gpu + rank) % gpus != gpu:
                 continue
-            weights = weight_bytes(teacher.model, teacher.dtype)
-            yield Need(f"{spec.teacher_name(number)}'s weights{of_rank}", weights // 2 if teacher.fp8 else weights)
+            if not teacher.url:
+                weights = weight_bytes(teacher.model, teacher.dtype)
+                yield Need(f"{spec.teacher_name(number)}'s weights{of_rank}", weights // 2 if teacher.fp8 else weights)
             if rings:
                 shape = ring_shape(run, number)
                 yield Need(f"its signal's {shape.slots} slots", shape.memory_bytes)

@@ -44,13 +44,14 @@ class _Side:
         config = read_json_object(directory / "config.json")
         text = config.get("text_config", config)
         stored = settings.get("store") is not None  # then only its head is loaded, if that
-        self.weights = 0 if stored else weight_count(directory)
+        served = bool(settings.get("url"))
+        self.weights = 0 if stored or served else weight_count(directory)
         self.item = ITEM[settings["dtype"]]
         self.vocabulary = int(text["vocab_size"])
         self.hidden = int(text.get("hidden_size", text.get("n_embd", 0)))
         self.layers = int(text.get("num_hidden_layers", text.get("n_layer", 1)))
         self.context = padded_length(int(settings["context_length"]))
-        self.content = settings.get("content") or ("hidden" if stored else None)
+        self.content = settings.get("content") or ("topk" if served else "hidden" if stored else None)
         self.topk = int(settings.get("topk", DEFAULT_TOPK))
 
 

@@ -16,11 +16,11 @@ from services.common.pair_files import cache_of, kind_of, pair_file
 from services.common.step_plan import ring_shape
 from services.common.teacher_stores import check_stores
 from services.common.vocabulary import has_chat_template, vocabulary_size
-from services.common.weights import check_weights, weights_fingerprint
+from services.common.weights import check_weights, served_fingerprint, weights_fingerprint
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
-from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, padded_length
+from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import DataIndex, JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import (
@@ -158,7 +158,7 @@ def _obstacle_to_packing(spec: RunSpec) -> str:
     if spec.train.packing == "off":
         return ""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
-    sides += [(spec.teacher_name(number), spec.teacher[number]) for number in spec.living_teachers]
+    sides += [(spec.teacher_name(number), spec.teacher[number]) for number in spec.computed_teachers]
     for what, model in sides:
         reason = why_not_packed(read_model_config(what, model.model), model.context_length)
         if reason is None:
@@ -327,7 +327,9 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
     width = text.get("vocab_size") if isinstance(text, dict) else None
     if not isinstance(width, int):
         raise InputError(f"{spec.model / 'config.json'} of the {what} names no vocab_size")
-    check_weights(what, spec.model)
+    served = spec if isinstance(spec, TeacherSpec) and spec.url else None
+    if served is None:
+        check_weights(what, spec.model)
     vocabulary = vocabulary_size(spec.tokenizer_dir)
     if width < vocabulary:
         raise InputError(
@@ -342,7 +344,7 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
         tokenizer_fingerprint=fingerprint,
         hidden_size=hidden if isinstance(hidden, int) else 0,
         max_length=_max_length(what, spec, text),
-        weights_fingerprint=weights_fingerprint(spec.model),
+        weights_fingerprint=served_fingerprint(served) if served else weights_fingerprint(spec.model),
         template_fingerprint=_template_fingerprint(what, spec),
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from services.common.allowed_paths import readable_roots
+from xtoken_core.config.spec import TeacherSpec
 from xtoken_core.errors import InputError
 from xtoken_core.model_files import weight_files
 from xtoken_core.regular_files import MIB, descriptor_path, open_regular, read_regular
@@ -75,4 +76,17 @@ def weights_fingerprint(directory: Path) -> str:
             digest.update(file.read(ENDS))
             file.seek(max(0, size - ENDS))
             digest.update(file.read(ENDS))
+    return digest.hexdigest()
+
+
+def served_fingerprint(spec: TeacherSpec) -> str:
+    """Return a hash of the configuration of a model that is served elsewhere, and of the name under which it is.
+
+    Its addresses are no part of it: a run may resume with other servers of the same model.
+
+    Raises:
+        OSError, InputError: The configuration cannot be read.
+    """
+    digest = hashlib.sha256(read_regular(spec.model / "config.json", CONFIG_LIMIT, within=readable_roots()))
+    digest.update(f"served {spec.url_engine} {spec.url_model or ''}".encode())
     return digest.hexdigest()

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from services.common.event_callbacks import EventCallbacks
+from services.common.http_engine.errors import SampleRefusedError
+from services.common.http_engine.scores import PromptScores
 from services.common.packed_batch import padded_row, row_of_side, values_of
 from services.common.padding import padded_batch
 from services.common.step_plan import StepPlan, plan_fields, plan_step, ring_shape, topk_settings
 from services.common.worker import WAIT_S, Worker
 from services.teacher.model import TeacherModel
+from services.teacher.served import ServedTeacher
 from xtoken_core import schema
 from xtoken_core.data_plane.queue_client import AlreadyDone
-from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
@@ -37,15 +40,29 @@ class ClaimedTokens:
         claimed: The lease, with its slot.
         ids: `[B, T_t]` token ids, padded.
         row: The layout of a packed row; None: each row is a sample.
+        lengths: Tokens of each sample.
     """
 
     claimed: Claimed
     ids: torch.Tensor
     row: PackedRow | None
+    lengths: tuple[int, ...]
 
     def of_samples(self) -> list[torch.Tensor]:
         """Return each sample's token ids, with the padding of a row of its own."""
         return list(self.ids) if self.row is None else [self.ids[0, part] for part in self.row.slices()]
+
+
+class RefusedSamplesError(XtokenError):
+    """A teacher cannot take some samples of a micro-batch.
+
+    Attributes:
+        samples: Their positions.
+    """
+
+    def __init__(self, samples: list[int], reason: str) -> None:
+        super().__init__(reason)
+        self.samples = samples
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,14 @@ class TeacherLoop:
     """
 
     def __init__(
-        self, worker: Worker, model: TeacherModel, transport: str, *, teacher: int, rank: int, pad_id: int
+        self,
+        worker: Worker,
+        model: TeacherModel | ServedTeacher,
+        transport: str,
+        *,
+        teacher: int,
+        rank: int,
+        pad_id: int,
     ) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.model, self.transport = model, transport
@@ -86,7 +110,7 @@ class TeacherLoop:
         shared = self.run.same_tokenizer[teacher]
         self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
         self.shape = ring_shape(self.run, teacher)
-        directory, width = spec.teacher[teacher].model, model.head.shape[0]
+        directory, width = spec.teacher[teacher].model, model.head_width
         if width != self.shape.head_width:
             raise InputError(
                 f"{spec.teacher_name(teacher)}: the head of {directory} has {width} rows, "
@@ -140,8 +164,9 @@ class TeacherLoop:
 
     def _head_in(self, ring: SignalRing) -> AbstractContextManager[None]:
         """Put the head into a ring of hidden states that the trainer maps; without a map it loads its own copy."""
-        mapped = self.shape.hidden and self.transport != QUEUE
-        return self.model.head_in(ring.head_view()) if mapped else nullcontext()
+        if not self.shape.hidden or self.transport == QUEUE or isinstance(self.model, ServedTeacher):
+            return nullcontext()
+        return self.model.head_in(ring.head_view())
 
     def _log_memory(self) -> None:
         """Log GPU memory: tensors, the weights among them, and the ring, which is outside torch's allocator."""
@@ -199,15 +224,26 @@ class TeacherLoop:
             claim = self._claim(pair, batch, rewinds)
             if claim is None:
                 return
-            claimed = claim.claimed
-            beyond_head = [bool((ids >= self.shape.head_width).any()) for ids in claim.of_samples()]
-            if not any(beyond_head):
+            try:
+                self._check_ids(claim)
                 self._forward(pair, claim)
+            except RefusedSamplesError as error:
+                self.queue.nack(claim.claimed.lease, error.samples, str(error))
+            else:
                 self.worker.alive(1)
                 return
-            bad = [sample for sample, is_beyond in zip(claimed.ids, beyond_head, strict=True) if is_beyond]
+
+    def _check_ids(self, claim: ClaimedTokens) -> None:
+        """Refuse samples with tokens that the teacher does not have.
+
+        Raises:
+            RefusedSamplesError: There are some.
+        """
+        beyond_head = [bool((ids >= self.shape.head_width).any()) for ids in claim.of_samples()]
+        if any(beyond_head):
+            bad = [sample for sample, is_beyond in zip(claim.claimed.ids, beyond_head, strict=True) if is_beyond]
             reason = f"token ids beyond the head of teacher {self.teacher} ({self.shape.head_width} rows)"
-            self.queue.nack(claimed.lease, bad, reason)
+            raise RefusedSamplesError(bad, reason)
 
     def _claim(self, pair: Pair, batch: MicroBatch, rewinds: int) -> ClaimedTokens | None:
         """Claim a micro-batch with a slot, and pad its tokens; None if its signal exists or was read."""
@@ -231,14 +267,37 @@ class TeacherLoop:
         columns, pad_ids = {self.ids_field: column}, [self.pad_id] * len(batch.widths)
         if not batch.packed:
             padded = padded_batch(columns, widths=batch.widths, pad_ids=pad_ids)
-            return ClaimedTokens(claimed, padded[self.ids_field], None)
+            ids = padded[self.ids_field]
+            return ClaimedTokens(claimed, ids, None, row_of_side(column, ids.numel()).lengths)
         row = row_of_side(column, batch.widths[1 + self.teacher])
-        return ClaimedTokens(claimed, padded_row(values_of(column), row.width, self.pad_id), row)
+        return ClaimedTokens(claimed, padded_row(values_of(column), row.width, self.pad_id), row, row.lengths)
 
     def _forward(self, pair: Pair, claim: ClaimedTokens) -> None:
-        """Enqueue the forward pass; its slot is marked full once written, maybe after the next pass."""
-        claimed, tokens, layout = claim.claimed, claim.ids, claim.row
+        """Enqueue the forward pass; its slot is marked full once written, maybe after the next pass.
+
+        Raises:
+            RefusedSamplesError: The teacher cannot take some samples.
+        """
+        claimed, layout = claim.claimed, claim.row
         ring, slot = pair.ring, claimed.slot
+        rows, width = claim.ids.shape
+        self._write(ring, claim)
+
+        def complete() -> None:
+            ring.write_generation(slot, claimed.generation)
+            lengths = layout.lengths if layout is not None else None
+            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.number, lengths=lengths))
+
+        pair.completions.after(complete)
+
+    def _write(self, ring: SignalRing, claim: ClaimedTokens) -> None:
+        """Write a micro-batch's signal into its slot, or enqueue that on the device.
+
+        Raises:
+            RefusedSamplesError: The teacher cannot take some samples.
+        """
+        assert isinstance(self.model, TeacherModel)
+        tokens, layout, slot = claim.ids, claim.row, claim.claimed.slot
         rows, width = tokens.shape
         view = ring.slot_view(slot, rows, width)
         if self.shape.topk:
@@ -249,9 +308,49 @@ class TeacherLoop:
         else:
             self.model.write_logits(tokens, view, layout)
 
-        def complete() -> None:
-            ring.write_generation(slot, claimed.generation)
-            lengths = layout.lengths if layout is not None else None
-            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.number, lengths=lengths))
 
-        pair.completions.after(complete)
+class ServedLoop(TeacherLoop):
+    """Serves a teacher that another program computes.
+
+    Args:
+        worker: As for `TeacherLoop`.
+        model: The teacher.
+        transport: As for `TeacherLoop`; `teacher`, `rank` and `pad_id` as well.
+    """
+
+    def __init__(
+        self, worker: Worker, model: ServedTeacher, transport: str, *, teacher: int, rank: int, pad_id: int
+    ) -> None:
+        super().__init__(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id)
+        self.served = model
+        self._scores: dict[tuple[int, ...], PromptScores | SampleRefusedError] = {}
+
+    def _write(self, ring: SignalRing, claim: ClaimedTokens) -> None:
+        """Write the servers' answers. They are kept until the next micro-batch: one that is refused comes again."""
+        claimed = claim.claimed
+        samples = [
+            () if sample in claimed.dead else tuple(ids[:length].tolist())
+            for sample, ids, length in zip(claimed.ids, claim.of_samples(), claim.lengths, strict=True)
+        ]
+        wanted = [ids for ids in dict.fromkeys(samples) if ids not in self._scores]
+        known = {ids: self._scores[ids] for ids in samples if ids in self._scores}
+        self._scores = known | dict(zip(wanted, self.served.score(wanted, self.worker.alive), strict=True))
+        scores: list[PromptScores] = []
+        refused: dict[int, SampleRefusedError] = {}
+        for sample, ids in zip(claimed.ids, samples, strict=True):
+            made = self._scores[ids]
+            if isinstance(made, SampleRefusedError):
+                refused[sample] = made
+            else:
+                scores.append(made)
+        if refused:
+            raise RefusedSamplesError(list(refused), f"teacher {self.teacher}: {next(iter(refused.values()))}")
+        rows, width = claim.ids.shape
+        view = ring.slot_view(claimed.slot, rows, width)
+        parts = [(row, slice(0, length)) for row, length in enumerate(claim.lengths)]
+        if claim.row is not None:
+            parts = [(0, part) for part in claim.row.slices()]
+        view.copy_(self.served.rows(scores, parts, view.shape))
+
+    def _log_memory(self) -> None:
+        self.served.log_use()

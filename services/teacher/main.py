@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
+from services.common.http_engine.factory import open_engine
 from services.common.memory_estimate import check_room, check_teacher, weight_bytes
 from services.common.models import load_model, nth_gpu, pick_device, takes_gpu
-from services.common.step_plan import ring_shape
+from services.common.step_plan import ring_shape, topk_settings
 from services.common.tokenizers import load_tokenizer, pad_id
-from services.common.worker import QueueLink, worker_session
+from services.common.worker import QueueLink, Worker, worker_session
 from services.teacher.fp8 import check_fp8, swap_linears
-from services.teacher.loop import TeacherLoop
+from services.teacher.loop import ServedLoop, TeacherLoop
 from services.teacher.model import TeacherModel
+from services.teacher.served import ServedTeacher
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.queue.run.names import TEACHER
+from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.transports import sweep
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
 from xtoken_core.transports.factory import pick_transport
@@ -47,10 +51,13 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
             log.warning("removed %s, left behind by a process that is gone", leftover)
         device = device_of(spec, teacher, rank)
         transport = pick_transport(spec.workers.transport_name, device)
+        tokenizer = load_tokenizer(settings.tokenizer_dir, spec.teacher_name(teacher))
+        if settings.url:
+            serve_url(worker, teacher, rank, device, transport, tokenizer)
+            return
         worker.activity("loading the model")
         model = prepared_model(worker.run, teacher, device, transport)
         worker.alive()
-        tokenizer = load_tokenizer(settings.tokenizer_dir, spec.teacher_name(teacher))
         worker.phase("run")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -58,6 +65,31 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
         with torch.inference_mode():
             loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer))
             loop.serve()
+
+
+def serve_url(worker: Worker, teacher: int, rank: int, device: torch.device, transport: str, tokenizer: Any) -> None:
+    """Serve a teacher that another program computes, once its servers have been checked.
+
+    Raises:
+        EngineError: No server answers in time.
+        EngineRefusalError: One runs another model, or cannot give what the loss needs.
+    """
+    run = worker.run
+    spec, settings = run.spec, run.spec.teacher[teacher]
+    what, text = spec.teacher_name(teacher), TextTokenizer(tokenizer, spec.teacher_name(teacher))
+    check_room(run, device)
+    engine = open_engine(settings, f"teacher.{teacher}", run.teachers[teacher].vocab_size, text)
+    model = ServedTeacher(engine, device, topk_settings(run, teacher), run.teachers[teacher].head_width)
+    try:
+        worker.activity("checking the servers")
+        needs_own = spec.loss.mode_of(teacher) == "alm" and not run.same_tokenizer[teacher]
+        own_suffices = needs_own and spec.loss.dynamic_teacher_weights in (None, "ce")
+        model.check(text, longest=settings.context_length, own_suffices=own_suffices)
+        worker.phase("run")
+        log.info("%s is served at %s", what, ", ".join(settings.url))
+        ServedLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer)).serve()
+    finally:
+        model.close()
 
 
 def device_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:

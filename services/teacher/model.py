@@ -67,6 +67,11 @@ class TeacherModel:
         weight: Tensor = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return weight.detach()
 
+    @property
+    def head_width(self) -> int:
+        """Rows of the head."""
+        return self.head.shape[0]
+
     @contextmanager
     def head_in(self, memory: Float[Tensor, "V_m H"]) -> Iterator[None]:
         """Move the head into shared memory; on the model's own device the model then computes with it there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.rollout import RolloutSpec, check_rollout
+from xtoken_core.config.served import ServedSpec
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.config.workers import (
@@ -79,7 +81,7 @@ class StudentSpec(ModelSpec):
     of a whole micro-batch: less memory. For heads without a scale or cap behind them."""
 
 
-class TeacherSpec(ModelSpec):
+class TeacherSpec(ModelSpec, ServedSpec):
     """A teacher. One with the student's tokenizer, by its fingerprint, is compared token by token."""
 
     projection: Path | None = None
@@ -96,8 +98,8 @@ class TeacherSpec(ModelSpec):
     GPU of the Ada or Hopper generation or newer."""
     content: Content | None = None
     """What it sends of a micro-batch: `logits`; `hidden`, its hidden states, with the head once; `topk`, the largest
-    logits of each position, its log-normaliser and the log-probability of the text's own token. Left out: `hidden` with
-    the transport `queue`, else `logits`."""
+    logits of each position, its log-normaliser and the log-probability of the text's own token. Left out: `topk` with
+    `url`, `hidden` with the transport `queue`, else `logits`."""
     topk: Annotated[int, Field(ge=1)] = DEFAULT_TOPK
     """`topk`: maximum of tokens that it sends of a position."""
     topk_mass: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -109,11 +111,29 @@ class TeacherSpec(ModelSpec):
     store_missing: Literal["fail", "skip"] = "fail"
     """A record that the store does not have, or that is damaged: end the run, or skip the sample and count it."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _content_of_url(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("url") and value.get("content") is None:
+            return {**value, "content": "topk"}
+        return value
+
     @model_validator(mode="after")
     def _settings_of_topk(self) -> TeacherSpec:
         for name in ("topk", "topk_mass"):
             if self.content != "topk" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'{name} belongs to content = "topk": set that or unset {name}')
+        return self
+
+    @model_validator(mode="after")
+    def _settings_beside_url(self) -> TeacherSpec:
+        if not self.url:
+            return self
+        if self.content not in (None, "topk"):
+            raise ValueError(f'content = "{self.content}": a server (url) gives the likeliest tokens: set it to "topk"')
+        for name in ("gpu", "compile", "fp8"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} belongs to a model that the run loads, and url names a server: unset one")
         return self
 
     @model_validator(mode="after")
@@ -189,6 +209,7 @@ class RunSpec(Part):
             raise ValueError(
                 "student.dtype: a student is not trained in float16, where gradients this small vanish: use bfloat16"
             )
+        check_served(self.loss, self.eval, self.teacher)
         for index, teacher in enumerate(self.teacher):
             if teacher.fp8 and self.workers.device == "cpu":
                 raise ValueError(f'teacher.{index}.fp8 needs a GPU, and workers.device is "cpu": set it to false')
@@ -214,6 +235,11 @@ class RunSpec(Part):
     def living_teachers(self) -> tuple[int, ...]:
         """Numbers of the teachers that have processes: those without a store. The queue counts only these, from 0."""
         return tuple(number for number, teacher in enumerate(self.teacher) if teacher.store is None)
+
+    @property
+    def computed_teachers(self) -> tuple[int, ...]:
+        """Numbers of the living teachers whose models the run loads: those that no server computes."""
+        return tuple(number for number in self.living_teachers if not self.teacher[number].url)
 
     @property
     def ring_slots(self) -> int:
@@ -251,6 +277,26 @@ class RunSpec(Part):
             if teacher["store"] is not None and "://" not in teacher["store"]:
                 teacher["store"] = str(_absolute(Path(teacher["store"]), base))
         return RunSpec.model_validate(document)
+
+
+def check_served(loss: LossConfig, held_out: EvalSpec | None, teachers: Sequence[TeacherSpec]) -> None:
+    """Refuse settings that a teacher behind an address cannot serve.
+
+    Raises:
+        ValueError: The first of them.
+    """
+    number = next((number for number, teacher in enumerate(teachers) if teacher.url), None)
+    if number is None:
+        return
+    if loss.temperature != 1.0:
+        raise ValueError(
+            f"loss.temperature = {loss.temperature:g}: a server gives log-probabilities at temperature 1, and for "
+            f"another one it would have to give all tokens': set it to 1, or unset teacher.{number}.url"
+        )
+    if held_out is not None and held_out.teacher_kl:
+        raise ValueError(
+            f"eval.teacher_kl compares with teachers that the trainer loads, and teacher.{number} is served: unset it"
+        )
 
 
 def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:

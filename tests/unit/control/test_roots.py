@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from services.common.allowed_paths import VARIABLE, OutsideError, Roots, confined
+from services.common.allowed_paths import URLS, VARIABLE, OutsideError, Roots, confined
 from services.common.resolve import open_index
 from services.common.tokenizers import load_tokenizer
 from tests.unit.control.stored_runs import spec
@@ -72,6 +72,17 @@ def test_trainer_checks_the_projection(roots: Roots, tmp_path: Path) -> None:
         make_loss(resolved, torch.device("cpu"))
 
 
+def test_servers_that_are_not_allowed(roots: Roots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = {"model": tmp_path / "data", "context_length": 8, "url": ["http://a:1", "http://b:1"]}
+    output = str(tmp_path / "runs" / "out")
+    run = RunSpec.model_validate(spec(tmp_path, output=output, teacher=[teacher], loss={"temperature": 1.0}))
+    monkeypatch.setenv(URLS, "http://a:1/")
+    with pytest.raises(OutsideError, match=r"teacher\.0\.url: http://b:1 is none of the servers"):
+        roots.check_urls(run.teacher[0].url, "teacher.0.url")
+    monkeypatch.setenv(URLS, "http://a:1, http://b:1")
+    roots.check_urls(run.teacher[0].url, "teacher.0.url")
+
+
 def test_read_and_write_roots(roots: Roots, tmp_path: Path) -> None:
     roots.check(tmp_path / "runs" / "other" / "model", "student.model")
     with pytest.raises(OutsideError, match="is written: it must lie under"):
@@ -114,7 +125,7 @@ def test_every_path_of_a_specification_is_checked() -> None:
     """A new field that takes text must be looked at here: a path is a `Path`, which the roots hold."""
     assert texts_of(RunSpec) == {
         "name", "data.field", "data.sources.field", "eval.field", "queue.address", "report.wandb_project",
-        "train.lora.targets", "ray.address", "rollout.stop", "teacher.store",
+        "train.lora.targets", "ray.address", "rollout.stop", "teacher.store", "teacher.url", "teacher.url_model",
     }  # fmt: skip
 
 

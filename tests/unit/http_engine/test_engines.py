@@ -1,0 +1,193 @@
+"""What is sent to each program, what is read of its answers, and the check of its servers before a run."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.common.http_engine.check import check_servers
+from services.common.http_engine.engine import Engine
+from services.common.http_engine.errors import EngineError, EngineRefusalError
+from services.common.http_engine.factory import open_engine
+from services.demo.vocabularies import train_teacher_tokenizer
+from services.teacher.model import TeacherModel
+from services.teacher.served import ServedTeacher
+from tests.support.engine_server import Answer, ModelHandler, serving
+from tests.support.tiny_run import documents, make_model
+from tests.unit.http_engine.recorded import SGLANG, VLLM
+from xtoken_core.config.served import ServedSpec
+from xtoken_core.tokenizing import TextTokenizer
+from xtoken_core.topk_logits import read_topk
+from xtoken_core.transports.ring import TopKSettings
+
+K = 8
+RECORDED = {"vllm": ("/v1/completions", VLLM), "sglang": ("/generate", SGLANG)}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models of one tokenizer, and one of another."""
+    directory = tmp_path_factory.mktemp("models")
+    for seed, (name, vocabulary) in enumerate({"meant": 400, "other": 400, "stranger": 360}.items()):
+        train_teacher_tokenizer(documents(200, seed=1), directory / name, vocabulary=vocabulary)
+        make_model(directory / name, seed=seed, extra_rows=0)
+    return {path.name: path for path in directory.iterdir()}
+
+
+def text_of(directory: Path) -> TextTokenizer:
+    return TextTokenizer(AutoTokenizer.from_pretrained(directory), "teacher")
+
+
+def engine_of(stack: ExitStack, kind: str, directory: Path, *handlers: Any, **settings: Any) -> Engine:
+    urls = tuple(stack.enter_context(serving(handler)) for handler in handlers)
+    served = ServedSpec(url=urls, url_engine=kind, url_timeout_s=20.0, **settings)
+    text = text_of(directory)
+    engine = open_engine(served, "teacher.0", len(text.tokenizer), text)
+    stack.callback(engine.pool.close)
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_documented_answer(stack: ExitStack, models: dict[str, Path], kind: str) -> None:
+    path, recorded = RECORDED[kind]
+    seen: list[Any] = []
+
+    def answer(method: str, to: str, body: Any, headers: dict[str, str]) -> Answer:
+        seen.append((to, body))
+        return 200, {}, recorded["models"] if to == "/v1/models" else recorded["answer"]
+
+    engine = engine_of(stack, kind, models["meant"], answer)
+    engine.vocab_size = 1 << 17
+    model, listed = engine.served(engine.pool.replicas[0]), recorded["models"]["data"][0]
+    assert (model.name, model.max_length) == (listed["id"], listed["max_model_len"])
+    ids = recorded["request"].get("prompt") or recorded["request"]["input_ids"]
+    scores = engine.score(ids, 2)
+    assert seen[-1] == (path, recorded["request"])
+    own = {"vllm": [-8.8187, -1.5526], "sglang": [-6.25, -0.582]}[kind]
+    tops = {"vllm": [[374, 220], [315, 304], [279, 7249]], "sglang": [[220, 1156], [315, 3283], [279, 9625]]}[kind]
+    np.testing.assert_allclose(scores.own[:-1], own)
+    assert math.isnan(scores.own[-1])
+    assert scores.ids.tolist() == tops
+    assert (np.diff(scores.values, axis=1) < 0).all()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("change", ["own", "count", "number", "lack"])
+def test_an_answer_of_another_form(stack: ExitStack, models: dict[str, Path], kind: str, change: str) -> None:
+    answer = copy.deepcopy(RECORDED[kind][1]["answer"])
+    listed = answer["choices"][0]["prompt_logprobs"] if kind == "vllm" else answer["meta_info"]["input_token_logprobs"]
+    if change == "own":
+        listed[1] = {"7": {"logprob": -1.0}} if kind == "vllm" else [-1.0, 7, None]
+    elif change == "count":
+        listed.append(None)
+    elif change == "number":
+        listed[2] = {"315": {"logprob": 2.5}} if kind == "vllm" else ["a", 315, None]
+    else:
+        (answer["choices"][0] if kind == "vllm" else answer["meta_info"]).clear()
+    engine = engine_of(stack, kind, models["meant"], lambda *_: (200, {}, answer))
+    recorded = RECORDED[kind][1]["request"]
+    with pytest.raises(EngineRefusalError, match="an answer"):
+        engine.score(recorded.get("prompt") or recorded["input_ids"], 2)
+
+
+def check(engine: Engine, directory: Path, **changes: Any) -> None:
+    check_servers(engine, text_of(directory), **({"k": K, "longest": 64, "own_suffices": False} | changes))
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("vllm", True), ("sglang", False)])
+def test_a_served_model_gives_what_a_loaded_one_does(
+    stack: ExitStack, models: dict[str, Path], kind: str, packed: bool
+) -> None:
+    directory = models["meant"]
+    handlers = [ModelHandler(directory, busy=1), ModelHandler(directory, key="")]
+    engine = engine_of(stack, kind, directory, *handlers)
+    check(engine, directory)
+    text = text_of(directory)
+    samples = [ids.tolist()[:40] for ids in text.encode(documents(3, seed=3), specials=True)]
+    settings = TopKSettings(K, engine.vocab_size, 0.9 if packed else None, 1.0)
+    teacher = ServedTeacher(engine, torch.device("cpu"), settings, engine.vocab_size)
+    stack.callback(teacher.close)
+    scores = teacher.score(samples, lambda: None)
+    parts = [(row, slice(0, len(ids))) for row, ids in enumerate(samples)]
+    shape = torch.Size([3, 48, 2 * K + 4])
+    if packed:
+        at, parts, shape = 0, [], torch.Size([1, 128, 2 * K + 4])
+        for ids in samples:
+            parts.append((0, slice(at, at + len(ids))))
+            at += len(ids)
+    rows = teacher.rows(scores, parts, shape)  # type: ignore[arg-type]
+    model = TeacherModel(AutoModelForCausalLM.from_pretrained(directory))
+    for ids, (row, part) in zip(samples, parts, strict=True):
+        slot = torch.empty(1, len(ids), 2 * K + 4)
+        model.write_topk(torch.tensor([ids]), slot, settings)
+        loaded, served = (read_topk(values, settings) for values in (slot, rows[row : row + 1, part]))
+        torch.testing.assert_close(served.ids, loaded.ids)
+        torch.testing.assert_close(served.log_probs(), loaded.log_probs(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(served.log_rest, loaded.log_rest, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(served.own[:, :-1], loaded.own[:, :-1], rtol=1e-4, atol=1e-5)
+    outside = read_topk(rows[:, -4:], settings)
+    assert not outside.listed.any()
+    assert (outside.log_rest == 0).all()
+    assert all(handler.seen for handler in handlers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"most": 0}, "only the log-probability of the text's own tokens"),
+        ({"most": 2}, r"lists [23] tokens of a position, and 8 are wanted"),
+        ({"shift": 1}, "belong to other positions"),
+        ({"max_length": 64}, "takes 64 tokens, one of them generated, and a sample may have 64"),
+        ({"name": "another"}, "serves another: name the one that is meant"),
+        ({"key": "sesame"}, "it takes another key"),
+    ],
+)
+def test_a_server_that_is_refused(
+    stack: ExitStack, models: dict[str, Path], changes: dict[str, Any], message: str
+) -> None:
+    directory = models["meant"]
+    name = {"url_model": "served"} if "name" in changes else {}
+    engine = engine_of(stack, "vllm", directory, ModelHandler(directory, **changes), **name)
+    with pytest.raises(EngineRefusalError, match=message):
+        check(engine, directory)
+
+
+def test_alm_needs_only_the_texts_own_tokens(stack: ExitStack, models: dict[str, Path]) -> None:
+    engine = engine_of(stack, "sglang", models["meant"], ModelHandler(models["meant"], most=0))
+    check(engine, models["meant"], own_suffices=True)
+
+
+def test_servers_of_other_models(stack: ExitStack, models: dict[str, Path]) -> None:
+    other = engine_of(stack, "vllm", models["meant"], ModelHandler(models["meant"]), ModelHandler(models["other"]))
+    with pytest.raises(EngineRefusalError, match="let all servers run the same model"):
+        check(other, models["meant"])
+    stranger = engine_of(stack, "vllm", models["meant"], ModelHandler(models["stranger"]))
+    with pytest.raises(EngineRefusalError, match="let both have the same tokenizer"):
+        check(stranger, models["meant"])
+
+
+def test_a_stop_request_ends_the_wait(stack: ExitStack, models: dict[str, Path]) -> None:
+    engine = engine_of(stack, "vllm", models["meant"], ModelHandler(models["meant"], delay_s=3.0))
+    teacher = ServedTeacher(engine, torch.device("cpu"), TopKSettings(K, engine.vocab_size, None, 1.0), 400)
+
+    def stop() -> None:
+        raise EngineError("stopped")
+
+    with pytest.raises(EngineError, match="stopped"):
+        teacher.score([[1, 2, 3]], stop)
+    teacher.close()

@@ -1,0 +1,168 @@
+"""Requests to servers that fail, stall, refuse or lie, over real sockets."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.http_engine.errors import EngineError, EngineRefusalError
+from services.common.http_engine.keys import VARIABLE, read_key
+from services.common.http_engine.pool import EnginePool
+from tests.support.engine_server import Answer, Handler, serving
+from xtoken_core.config.served import ServedSpec
+from xtoken_core.errors import ConfigError, InputError
+
+KEY = "sk-secret-0123"
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def pool_of(stack: ExitStack, *handlers: Handler, **settings: Any) -> EnginePool:
+    urls = tuple(stack.enter_context(serving(handler)) for handler in handlers)
+    pool = EnginePool(ServedSpec(url=urls, **settings), "teacher.0")
+    stack.callback(pool.close)
+    return pool
+
+
+def ok(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+    return 200, {}, {"path": path, "body": body}
+
+
+def failing(status: int, headers: dict[str, str] | None = None, content: Any = b"") -> Handler:
+    return lambda *_: (status, headers or {}, content)
+
+
+def test_an_answer_is_read_as_json(stack: ExitStack) -> None:
+    pool = pool_of(stack, ok)
+    assert pool.call("POST", "/x", {"a": [1]}) == {"path": "/x", "body": {"a": [1]}}
+    assert (pool.requests, pool.retries) == (1, 0)
+
+
+def test_a_failed_request_goes_to_another_server(stack: ExitStack) -> None:
+    pool = pool_of(stack, failing(503), ok)
+    for _ in range(4):
+        assert pool.call("GET", "/x")["path"] == "/x"
+    assert pool.replicas[0].failures > 0
+    assert pool.requests == 4
+
+
+def test_a_server_that_asks_for_time_gets_it(stack: ExitStack) -> None:
+    times: list[float] = []
+
+    def busy_once(*_: Any) -> Answer:
+        times.append(time.monotonic())
+        return (429, {"Retry-After": "0.4"}, {"detail": "busy"}) if len(times) == 1 else (200, {}, 1)
+
+    pool = pool_of(stack, busy_once)
+    assert pool.call("GET", "/x") == 1
+    assert times[1] - times[0] >= 0.4
+    assert pool.retries == 1
+
+
+def test_a_server_that_accepts_and_never_answers(stack: ExitStack) -> None:
+    release = threading.Event()
+    stack.callback(release.set)
+
+    def hang(*_: Any) -> Answer:
+        release.wait(30)
+        return 200, {}, "late"
+
+    pool = pool_of(stack, hang, ok, url_timeout_s=1.0)
+    for _ in range(2):
+        assert pool.call("GET", "/x")["path"] == "/x"
+    alone = pool_of(stack, hang, url_timeout_s=0.3)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"teacher\.0\.url: no server has answered in time; http://.*: no answer"):
+        alone.call("GET", "/x")
+    assert time.monotonic() - began < 5
+
+
+def test_the_number_of_requests_at_a_time_is_bounded(stack: ExitStack) -> None:
+    now, most, lock = [0], [0], threading.Lock()
+
+    def count(*_: Any) -> Answer:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        with lock:
+            now[0] -= 1
+        return 200, {}, None
+
+    pool = pool_of(stack, count, url_connections=3)
+    threads = [threading.Thread(target=pool.call, args=("GET", "/x")) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] == 3
+    assert pool.requests == 16
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        (failing(400, content={"error": {"message": "too many\nlogprobs"}}), "status 400: too many logprobs"),
+        (failing(302, {"Location": "http://127.0.0.1:9/"}), "status 302"),
+        (failing(200, content=b"<html>"), "something else than JSON"),
+    ],
+)
+def test_a_refusal_is_not_repeated(stack: ExitStack, handler: Handler, message: str) -> None:
+    pool = pool_of(stack, handler)
+    with pytest.raises(EngineRefusalError, match=message):
+        pool.call("GET", "/x")
+    assert pool.retries == 0
+
+
+def test_a_key_is_sent_and_shown_nowhere(stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def echo(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        assert headers["Authorization"] == f"Bearer {KEY}"
+        return (401 if path == "/no" else 500), {}, {"error": f"Incorrect key provided: {KEY}"}
+
+    (tmp_path / "key").write_text(KEY + "\n")
+    caplog.set_level(logging.DEBUG)
+    pool = pool_of(stack, echo, url_key_file=tmp_path / "key", url_timeout_s=0.5)
+    errors = []
+    for path in ("/no", "/busy"):
+        with pytest.raises((EngineError, EngineRefusalError)) as raised:
+            pool.call("GET", path)
+        errors.append(str(raised.value))
+    assert "it takes another key" in errors[0]
+    assert KEY not in "".join(errors) + caplog.text + repr(pool.replicas)
+
+
+def test_where_a_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert read_key(None, "f") is None
+    monkeypatch.setenv(VARIABLE, f" {KEY}\n")
+    assert read_key(None, "f") == KEY
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        read_key(tmp_path / "empty", "f")
+    with pytest.raises(InputError, match="cannot read the key"):
+        read_key(tmp_path / "none", "f")
+
+
+@pytest.mark.parametrize("url", ["ftp://h", "http://", "h:8000", "http://h/?key=1", "http://h:99999"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(ValueError, match="url: "):
+        ServedSpec(url=(url,))
+
+
+def test_an_address_carries_no_key() -> None:
+    with pytest.raises(ValueError, match="carries no key") as raised:
+        ServedSpec(url=("http://user:sesame@h:1",))
+    assert "sesame" not in str(raised.value.errors()[0]["msg"])  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="url_model belongs to url"):
+        ServedSpec(url_model="x")

@@ -1,0 +1,69 @@
+"""ServedSpec: the settings of a model that another program serves over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from xtoken_core.config.base import Part
+from xtoken_core.config.loss import Positive
+
+EngineName = Literal["vllm", "sglang", "llama_cpp"]
+MAX_URLS = 64
+
+
+class ServedSpec(Part):
+    """A model that is served over HTTP, if `url` names its servers."""
+
+    url: Annotated[tuple[str, ...], Field(max_length=MAX_URLS)] = ()
+    """Address of a server that runs the model, such as `http://10.0.0.5:8000`, or a list of servers that run the same
+    one. The directory `model` then needs no weights, only `config.json` and the tokenizer."""
+    url_engine: EngineName = "vllm"
+    """Program that serves it: `vllm`, `sglang`, or `llama_cpp` (the server of llama-cpp-python)."""
+    url_model: str | None = None
+    """Name under which it is served. Left out, a server must serve a single model."""
+    url_key_file: Path | None = None
+    """File with the key that is sent as a bearer token; keys are not written into run files. Left out, the environment
+    variable `XTOKEN_ENGINE_KEY`, if there is one."""
+    url_connections: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Requests that a server has at a time from one worker; more wait."""
+    url_timeout_s: Positive = 120.0
+    """Seconds for a sample with all its retries, on whatever server, before the worker fails."""
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("url")
+    @classmethod
+    def _addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(checked_url(url) for url in urls)
+
+    @model_validator(mode="after")
+    def _settings_of_url(self) -> ServedSpec:
+        for name in ServedSpec.model_fields:
+            if not self.url and getattr(self, name) != ServedSpec.model_fields[name].default:
+                raise ValueError(f"{name} belongs to url: set that or unset {name}")
+        return self
+
+
+def checked_url(url: str) -> str:
+    """Return the address of a server without a slash at its end.
+
+    Raises:
+        ValueError: It is none, or carries credentials.
+    """
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"url: {error}: write http://HOST:PORT") from error
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("url: an address carries no key: set url_key_file, or the variable XTOKEN_ENGINE_KEY")
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise ValueError(f"url: {url[:100]!r} is not the address of a server: write http://HOST:PORT")
+    return url.rstrip("/")
