@@ -14,6 +14,19 @@ from xtoken_core.projection.build import build_projection
 from xtoken_core.projection.files import write_projection
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 
+LOADING = 0.15
+"""Part of the time that loading the tokenizers takes."""
+
+
+def report(done: float) -> None:
+    """Print the part (0 to 1) that is done."""
+    sys.stdout.write(f"{done:.3f}\n")
+    sys.stdout.flush()
+
+
+def _of_the_rest(done: float) -> None:
+    report(LOADING + (1 - LOADING) * done)
+
 
 def build_pair_file(kind: str, student: Path, teacher: Path, file: Path) -> None:
     """Build the chain tables or the projection of two tokenizers.
@@ -28,12 +41,13 @@ def build_pair_file(kind: str, student: Path, teacher: Path, file: Path) -> None
         XtokenError: A tokenizer cannot be read, or the file cannot be written.
     """
     tokenizers = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
+    report(LOADING)
     file.parent.mkdir(parents=True, exist_ok=True)
     if kind == "projection":
-        write_projection(build_projection(*tokenizers), file)
+        write_projection(build_projection(*tokenizers, progress=_of_the_rest), file)
         return
     prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
-    write_tables(ChainTables.of(build_tables(*tokenizers)), file, prints)
+    write_tables(ChainTables.of(build_tables(*tokenizers, progress=_of_the_rest)), file, prints)
 
 
 if __name__ == "__main__":

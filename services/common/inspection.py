@@ -2,8 +2,8 @@
 
     python -m services.common.inspection
 
-reads a specification as JSON from standard input and prints JSON lines: `{"progress": [done, total]}` while the text is
-indexed, then `{"resolved": ..., "warnings": [...]}` or `{"error": ...}`.
+reads a specification as JSON from standard input and prints JSON lines: `{"progress": [activity, part]}` while the text
+is indexed or tables are built, then `{"resolved": ..., "warnings": [...]}` or `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ERRORS: dict[str, type[XtokenError]] = {"ConfigError": ConfigError, "InputError"
 
 
 def inspect_run(
-    spec: RunSpec, progress: Callable[[int, int], None], environment: Mapping[str, str]
+    spec: RunSpec, progress: Callable[[str, float], None], environment: Mapping[str, str]
 ) -> tuple[ResolvedRun, list[str]]:  # fmt: skip
     """Resolve a run in a child process; see `services.common.resolve.resolve_run`.
 
     Args:
         spec: The run.
-        progress: Called while the training text is indexed for the first time, with bytes read and total bytes.
+        progress: Called with what takes long, in words, and the part (0 to 1) of it that is done.
         environment: Variables of the child: the roots that it may read.
 
     Returns:
@@ -72,11 +72,11 @@ def main() -> None:
     limit_memory()
     printed_at = 0.0
 
-    def report(done: int, total: int) -> None:
+    def report(activity: str, done: float) -> None:
         nonlocal printed_at
-        if done == total or time.monotonic() - printed_at > REPORT_S:
+        if done == 1 or time.monotonic() - printed_at > REPORT_S:
             printed_at = time.monotonic()
-            _print({"progress": [done, total]})
+            _print({"progress": [activity, done]})
 
     try:
         from services.common.resolve import remarks, resolve_run

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +51,7 @@ def pair_file(
     fingerprints: tuple[str, str],
     what: str,
     *,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> Path:
     """Return the file about two tokenizers, built first if there is none.
 
@@ -60,7 +62,8 @@ def pair_file(
         teacher: Directory of the teacher's.
         fingerprints: Those of the two tokenizers.
         what: Name of the teacher for messages.
-        progress: Called several times a second while it is built; it may raise to stop.
+        progress: Called several times a second while it is built, with the part (0 to 1) that is done; it may raise
+            to stop.
 
     Raises:
         InputError: It cannot be built; the text has the reason.
@@ -80,22 +83,32 @@ def pair_file(
     return cache.file(kind, fingerprints, build)
 
 
-def _run(command: list[str], progress: Callable[[], None]) -> tuple[int, str]:
-    """Return the exit status and the standard error of a program, which is killed if `progress` raises."""
-    child = subprocess.Popen(  # a session of its own: Ctrl+C reaches this process, which decides
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        while True:
-            try:
-                _, errors = child.communicate(timeout=POLL_S)
-                return child.returncode, errors
-            except subprocess.TimeoutExpired:
-                progress()
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
+def _run(command: list[str], progress: Callable[[float], None]) -> tuple[int, str]:
+    """Return the exit status and the standard error of a program that prints how much is done, a number a line.
+
+    It is killed if `progress` raises.
+    """
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(  # a session of its own: Ctrl+C reaches this process, which decides
+            command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+        assert child.stdout is not None
+        os.set_blocking(child.stdout.fileno(), False)
+        done, printed = 0.0, b""
+        try:
+            while child.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(POLL_S)
+                *lines, printed = (printed + (child.stdout.read() or b"")).split(b"\n")
+                done = float(lines[-1]) if lines else done
+                progress(done)
+        finally:
+            child.stdout.close()
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        errors.seek(0)
+        return child.returncode, errors.read().decode("utf-8", "replace")
 
 
 def _writable(directory: Path) -> bool:

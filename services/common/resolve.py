@@ -29,6 +29,7 @@ from xtoken_core.projection.fingerprint import (
     is_sparse,
     tokenizer_fingerprint,
 )
+from xtoken_core.projection.pair_cache import NAMES
 from xtoken_core.tasks import read_prompts
 
 STUDENT_TOKEN_BYTES = 25  # id and mask int64, exact bool, chunk id int64
@@ -42,13 +43,18 @@ LEARNED_POSITIONS = ("opt", "gpt_neo", "xglm", "biogpt", "ctrl", "openai-gpt")
 """Model types with a learned table of `max_position_embeddings` positions, and none beyond."""
 
 
-def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> ResolvedRun:
+Progress = Callable[[str, float], None]
+"""Takes what takes long, in words, and the part (0 to 1) of it that is done."""
+READING = "reading the text"
+
+
+def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     """Check every file of a run, index its data and count its positions.
 
     Args:
         spec: The run.
-        progress: Called while the training text is indexed for the first time, with bytes read and total bytes, and
-            with zeros while a file about two tokenizers is built. It may raise to stop.
+        progress: Called several times a second while the training text is indexed for the first time, or a file about
+            two tokenizers is built. It may raise to stop.
 
     Raises:
         InputError: A file is missing, unreadable or does not fit the others.
@@ -64,7 +70,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     _check_teachers(spec, student, teachers)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
-    index = open_text(spec, progress)
+    index = open_text(spec, _reading(progress))
     records = len(index)
     if records == 0:
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
@@ -77,8 +83,7 @@ def resolve_run(spec: RunSpec, progress: Callable[[int, int], None] | None = Non
     positions = spec.data.epochs * (sum(samples for _, samples in mixture) or records)
     if spec.train.max_steps is not None:
         positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
-    stop_point = (lambda: progress(0, 0)) if progress else (lambda: None)
-    pair_files = tuple(_pair_file(spec, number, student, files, stop_point) for number, files in enumerate(teachers))
+    pair_files = tuple(_pair_file(spec, number, student, files, progress) for number, files in enumerate(teachers))
     resolved = ResolvedRun(
         spec=spec,
         student=student,
@@ -136,7 +141,7 @@ def _check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[Re
 
 
 def _pair_file(
-    spec: RunSpec, number: int, student: ResolvedModel, files: ResolvedModel, progress: Callable[[], None]
+    spec: RunSpec, number: int, student: ResolvedModel, files: ResolvedModel, progress: Progress | None
 ) -> Path | None:
     """Return the file that a teacher's loss reads about the two tokenizers, built first if need be; None: none."""
     teacher, kind = spec.teacher[number], kind_of(spec.loss.mode_of(number))
@@ -146,7 +151,13 @@ def _pair_file(
     if kind is None or (teacher.projection is None and fingerprints[0] == fingerprints[1]):
         return None
     directories = spec.student.tokenizer_dir, teacher.tokenizer_dir
-    return pair_file(cache_of(spec), kind, *directories, fingerprints, spec.teacher_name(number), progress=progress)
+    name = spec.teacher_name(number)
+
+    def report(done: float) -> None:
+        if progress is not None:
+            progress(f"building the {NAMES[kind]} of the student's and {name}'s tokenizer", done)
+
+    return pair_file(cache_of(spec), kind, *directories, fingerprints, name, progress=report)
 
 
 def _obstacle_to_packing(spec: RunSpec) -> str:
@@ -243,6 +254,11 @@ def open_index(
     for path in paths:
         confined(path, "the text")
     return DataIndex.build(paths, field=field, cache_dir=spec.output / "cache" / "index", progress=progress)
+
+
+def _reading(progress: Progress | None) -> Callable[[int, int], None] | None:
+    """Return what an index reports bytes read and bytes in all to."""
+    return None if progress is None else lambda done, total: progress(READING, done / max(total, 1))
 
 
 def open_text(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> TextIndex:

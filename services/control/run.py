@@ -53,7 +53,7 @@ class Run(SupervisedRun):
         if not self._confined:
             return super()._resolve()
         check_input_files(self.spec)  # a missing file is reported before a process is started
-        return inspect_run(self.spec, self._note_text_read, self._environment)
+        return inspect_run(self.spec, self._note_check, self._environment)
 
     def _recover(self) -> RunResult | None:
         """Supervise the processes that an earlier control plane started, or infer how the run ended."""

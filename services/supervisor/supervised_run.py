@@ -40,7 +40,6 @@ from xtoken_core.transports import sweep
 log = logging.getLogger("xtoken.supervisor")
 
 JOIN_POLL_S = 0.1
-BUILDING = "building what the loss needs about the two tokenizers"
 NOTHING_LEFT = "every step is trained and the model is written: nothing is left to do"
 
 LauncherFactory = Callable[[RunSpec, Path], Launcher]
@@ -64,7 +63,7 @@ def launcher_factory(*, tied: bool, forks: Callable[[], ForkServer | None] = lam
     return create
 
 
-def resolve(spec: RunSpec, progress: Callable[[int, int], None]) -> tuple[ResolvedRun, list[str]]:
+def resolve(spec: RunSpec, progress: Callable[[str, float], None]) -> tuple[ResolvedRun, list[str]]:
     """Return the run with what its files say, and warnings about its settings; see `resolve_run`."""
     check_input_files(spec)
     # Missing files are reported above, before these imports: they take longer than starting Python.
@@ -213,7 +212,7 @@ class SupervisedRun:
 
     def _resolve(self) -> tuple[ResolvedRun, list[str]]:
         """Return the run with what its files say, and warnings; a subclass may read them in another process."""
-        return resolve(self.spec, self._note_text_read)
+        return resolve(self.spec, self._note_check)
 
     def _already_finished(self, resolved: ResolvedRun) -> RunResult:
         """Complete without any process: an earlier start has trained every step and written the model."""
@@ -227,9 +226,11 @@ class SupervisedRun:
         write_record(output, read_record(output) | end)
         return result
 
-    def _note_text_read(self, done: int, total: int) -> None:
-        self._text_read = done / total if total else None
-        self._checking = "" if total else BUILDING
+    def _note_check(self, activity: str, done: float) -> None:
+        from services.common.resolve import READING  # not at the top: it imports the data readers
+
+        self._text_read = done if activity == READING else None
+        self._checking = "" if activity == READING else f"{activity}: {done:.0%}"
         if self._stop_requested:  # reading a large text for the first time takes minutes
             raise StoppedEarly
 

@@ -56,7 +56,7 @@ def test_a_stopped_build_leaves_no_process(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(pair_files, "BUILDER", "endless")
     deadline = time.monotonic() + 60
 
-    def stop() -> None:
+    def stop(_: float) -> None:
         assert time.monotonic() < deadline
         if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
             raise StoppedError
@@ -65,3 +65,23 @@ def test_a_stopped_build_leaves_no_process(tmp_path: Path, monkeypatch: pytest.M
         pair_file(PairCache(tmp_path), "chain", tmp_path, tmp_path, ("a", "b"), "teacher 0", progress=stop)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_build_reports_how_much_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "slow.py").write_text(
+        "import sys, time\nfrom pathlib import Path\nfor part in ('0.15', '0.500'):\n    print(part, flush=True)\n"
+        f"    while not Path({str(tmp_path)!r}, part).exists(): time.sleep(0.01)\nPath(sys.argv[4]).touch()\n"
+    )
+    monkeypatch.setattr(pair_files, "BUILDER", "slow")
+    parts = []
+
+    def note(part: float) -> None:
+        parts.append(part)
+        for name in ("0.15", "0.500"):
+            if part == float(name):
+                (tmp_path / name).touch()
+
+    (tmp_path / "chain").mkdir()
+    pair_file(PairCache(tmp_path), "chain", tmp_path, tmp_path, ("a", "b"), "teacher 0", progress=note)
+    assert parts == sorted(parts) and {0.15, 0.5} <= set(parts)

@@ -6,7 +6,7 @@ give the same projection to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ def build_projection(
     options: BuildOptions | None = None,
     *,
     student_rows: int | None = None,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> TopKProjection:
     """Build the projection from a student's vocabulary to a teacher's.
 
@@ -80,6 +81,7 @@ def build_projection(
         teacher_tokenizer: Likewise.
         options: Build options; the default has forward, specials and exact, and rows of 4.
         student_rows: Width of the student's head, where it is wider than the vocabulary; the added rows are empty.
+        progress: Called with the part (0 to 1) that is done.
 
     Raises:
         ConfigError: `top_k` or `student_rows` is impossible.
@@ -93,14 +95,17 @@ def build_projection(
         raise ConfigError(f"student_rows = {rows}: the student's tokenizer has {len(student)} ids")
     pins = exact_pins(student, teacher, (student_tokenizer, teacher_tokenizer), options)
     parts = [_no_entries()]
+    progress(0.2)
     if options.forward:
         parts.append(forward_entries(student, Retokenizer(teacher_tokenizer, teacher), skip=pins[0]))
+    progress(0.6)
     if options.reverse:
         parts.append(reverse_entries(teacher, Retokenizer(student_tokenizer, student)))
     if options.specials:
         pinned_teachers = set() if options.as_reference else set(pins[1].tolist())
         free = {index: literal for index, literal in teacher.literals.items() if index not in pinned_teachers}
         parts.append(Entries(*special_entries(student.literals, free)))
+    progress(0.9)
     indices, weights = cut_rows(Entries.join(*parts), rows, pins, options)
     return TopKProjection(
         indices=torch.from_numpy(indices),

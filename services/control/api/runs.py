@@ -141,7 +141,7 @@ def dry_run_of(context: AppContext, spec: RunSpec) -> DryRun:
     try:
         roots = context.runs.validator.roots
         checked = spec.model_copy(update={"output": scratch})
-        resolved, _ = inspect_run(checked, lambda done, total: None, roots.environment if roots is not None else {})
+        resolved, _ = inspect_run(checked, lambda activity, done: None, roots.environment if roots is not None else {})
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         _dry_runs.release()
