@@ -122,7 +122,7 @@ def _measure_one(state: Path, scale: Scale, name: str) -> None:
         model = measures.load(state / name if scratch else state / "runs" / name / "model")
         found = measures.of_any_model(*model, scale, Texts(state / "text"))
         found |= {} if name in (CROSS, SAME) else measures.of_student(model, teacher, scale, state)
-        found |= _scratch_record(state / name) if scratch else _run_record(state / "runs" / name)
+        found |= _scratch_record(state / name) if scratch else run_record(state / "runs" / name)
     _write_json(_measured(state, name), found)
     print(f"measured {name} in {time.monotonic() - began:.1f} s", flush=True)
 
@@ -195,7 +195,7 @@ def _scratch_record(directory: Path) -> dict[str, Any]:
     return {"parameters": record["parameters"], "scratch_seconds": record["losses"][-1]["seconds"]}
 
 
-def _run_record(directory: Path) -> dict[str, Any]:
+def run_record(directory: Path) -> dict[str, Any]:
     """Return the run's own records."""
     steps = [json.loads(line) for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     evals = [json.loads(line) for line in (directory / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
