@@ -27,7 +27,9 @@ class Completion:
         ends: The student sampled the end of the text: teachers are asked for it too.
         finished: It ended by itself, at the end of the text or at a stop string.
         version: Step of the weights that generated it.
+        entropy: Sum of the entropies of the student's next-token distributions at temperature 1, in nats.
         microseconds: Its part of the time of its block.
+        waited: Its part of the time before its block in which the worker waited, in microseconds.
     """
 
     prompt: Mapping[str, Any]
@@ -37,7 +39,9 @@ class Completion:
     ends: bool
     finished: bool
     version: int
+    entropy: float = 0.0
     microseconds: int = 0
+    waited: int = 0
 
 
 class CompletionCollator(CrossTokenizerCollator):
@@ -83,12 +87,8 @@ class CompletionCollator(CrossTokenizerCollator):
 def marks_of_text(count: int) -> dict[str, Tensor]:
     """Return the columns of `schema.ROLLOUT_FIELDS` for rows of ordinary text."""
     none = torch.zeros(count, dtype=torch.int64)
-    return {
-        schema.WEIGHTS_VERSION.name: none - 1,
-        schema.FINISHED.name: none.bool(),
-        schema.GENERATION_TIME.name: none,
-        schema.COMPLETION_TOKENS.name: none,
-    }
+    marks = {field.name: none for field in schema.ROLLOUT_FIELDS}
+    return {**marks, schema.WEIGHTS_VERSION.name: none - 1, schema.FINISHED.name: none.bool()}
 
 
 def _marks(completions: Sequence[Completion]) -> dict[str, Tensor]:
@@ -98,6 +98,8 @@ def _marks(completions: Sequence[Completion]) -> dict[str, Tensor]:
         schema.WEIGHTS_VERSION.name: torch.tensor([each.version for each in completions]),
         schema.FINISHED.name: torch.tensor([each.finished for each in completions]),
         schema.GENERATION_TIME.name: torch.tensor([each.microseconds for each in completions]),
+        schema.WAITING_TIME.name: torch.tensor([each.waited for each in completions]),
+        schema.ENTROPY.name: torch.tensor([round(each.entropy * 1000) for each in completions]),
         schema.COMPLETION_TOKENS.name: torch.tensor([len(each.ids) for each in completions]),
     }
 

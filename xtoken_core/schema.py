@@ -66,8 +66,13 @@ FINISHED = Field("finished", "bool", "sample", False)
 """Runs with rollouts: the completion ended by itself, not at the limit of its length."""
 GENERATION_TIME = Field("generation_microseconds", "int64", "sample")
 """Runs with rollouts: the row's part of the time in which its block was generated."""
+WAITING_TIME = Field("rollout_wait_microseconds", "int64", "sample")
+"""Runs with rollouts: the row's part of the time in which its worker waited for prompts or weights before its block."""
 COMPLETION_TOKENS = Field("completion_tokens", "int64", "sample")
 """Runs with rollouts: tokens of the row's completion."""
+ENTROPY = Field("entropy_millinats", "int64", "sample")
+"""Runs with rollouts: sum of the entropies of the student's next-token distributions along the completion, in
+thousandths of a nat."""
 
 TEACHER_LOGITS = Field("teacher_full_logits_ipc", "object", "sample", per_teacher=True)
 """Reference to the teacher's logits of the row: `{ring, slot, row, generation}`. Volatile."""
@@ -87,7 +92,7 @@ PAIR_SAMPLE = Field("alignment_packed_sample", "int64", "pair", per_teacher=True
 """Packed batches only: likewise for a pair."""
 
 STUDENT_FIELDS = (INPUT_IDS, INPUT_LENGTHS, TOKEN_MASK, SAMPLE_MASK)
-ROLLOUT_FIELDS = (WEIGHTS_VERSION, FINISHED, GENERATION_TIME, COMPLETION_TOKENS)
+ROLLOUT_FIELDS = (WEIGHTS_VERSION, FINISHED, GENERATION_TIME, WAITING_TIME, COMPLETION_TOKENS, ENTROPY)
 TEACHER_FIELDS = (TEACHER_INPUT_IDS, TEACHER_INPUT_LENGTHS, TEACHER_TOKEN_MASK)
 ALIGNMENT_FIELDS = (
     PAIR_VALID,

@@ -25,7 +25,9 @@ class GeneratedRows:
         finished: Those that ended by themselves.
         staleness: Sum over them of the steps since the weights that generated them.
         stalest: The largest of these.
+        entropy: Sum of the entropies of the student's distributions along them, in nats.
         seconds: Time in which they were generated, summed over rollout workers.
+        waited: Time for which the workers waited for prompts or weights before, in seconds.
     """
 
     count: int = 0
@@ -33,7 +35,9 @@ class GeneratedRows:
     finished: int = 0
     staleness: int = 0
     stalest: int = 0
+    entropy: float = 0.0
     seconds: float = 0.0
+    waited: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """Return the columns of `steps.jsonl`; none without completions."""
@@ -44,9 +48,11 @@ class GeneratedRows:
             "completion_tokens": round(self.tokens / self.count, 3),
             "finished": round(self.finished / self.count, 6),
             "staleness": round(self.staleness / self.count, 6),
+            "entropy": round(self.entropy / max(self.tokens, 1), 6),
         }
         if self.seconds:
             metrics["generated_tokens_per_second"] = round(self.tokens / self.seconds, 3)
+            metrics["rollout_wait"] = round(self.waited / (self.waited + self.seconds), 6)
         return metrics
 
 
@@ -148,11 +154,20 @@ def _generated(step: int, columns: Mapping[str, Sequence[int]], alive: Sequence[
     versions = columns[schema.WEIGHTS_VERSION.name]
     rows = [row for row in alive if versions[row] >= 0]
     ages = [step - versions[row] for row in rows]
-    tokens, finished, times = (
-        sum(columns[field.name][row] for row in rows)
-        for field in (schema.COMPLETION_TOKENS, schema.FINISHED, schema.GENERATION_TIME)
+
+    def total(field: schema.Field) -> int:
+        return sum(columns[field.name][row] for row in rows)
+
+    return GeneratedRows(
+        count=len(rows),
+        tokens=total(schema.COMPLETION_TOKENS),
+        finished=total(schema.FINISHED),
+        staleness=sum(ages),
+        stalest=max(ages, default=0),
+        entropy=total(schema.ENTROPY) / 1e3,
+        seconds=total(schema.GENERATION_TIME) / 1e6,
+        waited=total(schema.WAITING_TIME) / 1e6,
     )
-    return GeneratedRows(len(rows), tokens, finished, sum(ages), max(ages, default=0), times / 1e6)
 
 
 def max_widths(run: ResolvedRun) -> tuple[int, ...]:

@@ -70,6 +70,7 @@ class RolloutLoop:
         self.sampler = Sampler(model, self.vocabulary, self.settings)
         self._file = weights_file(self.run)
         self._loaded: Version | None = None
+        self._idle_since = time.monotonic()
 
     def serve(self) -> None:
         """Complete prompts until the run ends."""
@@ -80,10 +81,11 @@ class RolloutLoop:
         version = self._load(block)
         prompts, tombstones = self._prompts(block)
         began = time.monotonic()
+        waited = began - self._idle_since
         seeds = [seed_of(self.run.spec.seed, position, version.step) for position in prompts]
         ids = [ids for _, ids in prompts.values()]
         sampled = self.sampler.complete(ids, seeds, self.worker.alive) if prompts else []
-        microseconds = int((time.monotonic() - began) * 1e6 / max(len(prompts), 1))
+        times = [int(seconds * 1e6 / max(len(prompts), 1)) for seconds in (time.monotonic() - began, waited)]
         completions: dict[int, Completion] = {}
         for (position, (prompt, prompt_ids)), row in zip(prompts.items(), sampled, strict=True):
             body = row.ids[:-1] if row.ends else row.ids
@@ -94,8 +96,9 @@ class RolloutLoop:
             if not len(kept):
                 tombstones[position] = "the completion holds no valid text"
                 continue
+            entropy = row.entropy * len(kept) / len(row.ids)
             completions[position] = Completion(
-                prompt, prompt_ids, kept, text, ends, row.finished and whole, version.step, microseconds
+                prompt, prompt_ids, kept, text, ends, row.finished and whole, version.step, entropy, *times
             )
         positions = list(completions)
         rows = self.collator.completion_rows(list(completions.values()), self.counts)
@@ -105,6 +108,7 @@ class RolloutLoop:
         short = {position: reason[:MAX_REASON] for position, reason in tombstones.items()}
         self.queue.put_block(block.lease, [positions[index] for index in rows.records], rows.columns, short)
         self.worker.alive(1)
+        self._idle_since = time.monotonic()
 
     def _load(self, block: Block) -> Version:
         """Load the published weights if there are newer ones; return their version.

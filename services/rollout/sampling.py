@@ -24,11 +24,13 @@ class Sampled:
         ids: Its tokens, the last one included that ended it.
         ends: Its last token is the end of the text.
         stopped: It holds a stop string.
+        entropy: Sum of the entropies of the model's distributions, at temperature 1, along it, in nats.
     """
 
     ids: list[int] = field(default_factory=list)
     ends: bool = False
     stopped: bool = False
+    entropy: float = 0.0
     tail: bytes = b""
 
     @property
@@ -94,9 +96,12 @@ class Sampler:
         uniforms = torch.from_numpy(np.stack([_uniforms(seed, self.settings.max_new_tokens) for seed in seeds]))
         uniforms = uniforms.to(device)
         rows, cache = [Sampled() for _ in prompts], None
+        entropies = []
         for n in range(self.settings.max_new_tokens):
             logits, cache = self._forward(ids, mask, cache)
-            chosen = choose(logits.masked_fill(~self.vocabulary.allowed, -torch.inf), uniforms[:, n], self.settings)
+            logits = logits.masked_fill(~self.vocabulary.allowed, -torch.inf)
+            chosen = choose(logits, uniforms[:, n], self.settings)
+            entropies.append(entropy_of(logits))
             for row, token in zip(rows, chosen.tolist(), strict=True):
                 if not row.finished:
                     self._append(row, token)
@@ -105,6 +110,8 @@ class Sampler:
                 break
             ids = chosen.unsqueeze(1)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        for row, along in zip(rows, torch.stack(entropies, 1).cpu(), strict=True):
+            row.entropy = float(along[: len(row.ids)].sum())
         return rows
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> tuple[Float[Tensor, "B V"], Any]:
@@ -151,6 +158,12 @@ def choose(
     cumulative = probabilities.cumsum(dim=-1)
     target = (uniforms * cumulative[:, -1]).unsqueeze(1)
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+
+
+def entropy_of(logits: Float[Tensor, "B V"]) -> Float[Tensor, " B"]:
+    """Return the entropy of each row's distribution in nats; `-inf` is probability 0."""
+    log_p = logits.log_softmax(dim=-1)
+    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
 
 
 def seed_of(seed: int, position: int, version: int) -> int:

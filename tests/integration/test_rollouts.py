@@ -61,6 +61,8 @@ def test_two_runs_train_on_the_same_completions(
         assert line["staleness"] == line["ce_loss"] == 0
         assert line["kl_loss"] > 0
         assert line["generated_tokens_per_second"] > 0
+        assert line["entropy"] > 0
+        assert 0 < line["rollout_wait"] < 1
     assert not (specs[0].output / "logs" / "collator-0.1.log").exists()
 
 

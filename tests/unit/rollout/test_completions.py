@@ -25,7 +25,7 @@ def row_of(ids: list[int], *, ends: bool, context: int = 64) -> CollatedRows:
         ctx_length_teacher=[context],
     )  # fmt: skip
     prompt = collator.student.prompt({"text": PROMPT})
-    completion = Completion({"text": PROMPT}, prompt, np.array(ids), TEXT, ends, ends, version=5, microseconds=10)
+    completion = Completion({"text": PROMPT}, prompt, np.array(ids), TEXT, ends, ends, 5, 1.25, 10, 20)
     return collator.completion_rows([completion], loss_counts(LossConfig(), [False]))
 
 
@@ -47,7 +47,7 @@ def test_the_students_ids_are_kept_as_sampled_and_aligned() -> None:
     assert values(rows, schema.field_name(schema.PAIR_IS_CORRECT, 0)).all()
     assert values(rows, schema.field_name(schema.KD_CHUNKS, 0))[0] > 0
     marks = [values(rows, field.name).tolist() for field in (*schema.ROLLOUT_FIELDS, schema.CE_TOKENS)]
-    assert marks == [[5], [0], [10], [len(sampled)], [0]]
+    assert marks == [[5], [0], [10], [20], [len(sampled)], [1250], [0]]
 
 
 def test_only_a_completion_that_ended_has_an_end_on_both_sides() -> None:

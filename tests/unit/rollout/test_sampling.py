@@ -43,12 +43,14 @@ def test_a_row_is_sampled_alike_whatever_shares_its_batch(model: LlamaForCausalL
 
 
 def test_greedy_tokens_are_those_of_the_model_without_a_cache(model: LlamaForCausalLM) -> None:
-    [ids] = completed(model, [0], temperature=0.0)
-    row = PROMPTS[0].tolist()
-    for token in ids:
-        logits = model(torch.tensor([row])).logits[0, -1]
-        assert int(logits[:11].argmax()) == token
+    [sampled] = sampler(model, temperature=0.0).complete(PROMPTS[:1], [0], lambda: None)
+    row, entropy = PROMPTS[0].tolist(), 0.0
+    for token in sampled.ids:
+        logits = model(torch.tensor([row])).logits[0, -1, :11]
+        assert int(logits.argmax()) == token
+        entropy += float(torch.distributions.Categorical(logits=logits).entropy())
         row.append(token)
+    assert sampled.entropy == pytest.approx(entropy, rel=1e-4)
 
 
 def test_only_allowed_tokens_are_sampled_and_the_end_ends(model: LlamaForCausalLM) -> None:
