@@ -17,6 +17,7 @@ from services.common.models import head_width, pick_device
 from services.common.tokenizers import pad_id, tokenizer_of
 from services.common.worker import QueueLink, Worker, worker_session
 from services.trainer.checkpoint import Cursor
+from services.trainer.completion_samples import CompletionSamples
 from services.trainer.distributed import RankGroup
 from services.trainer.evaluate import Evaluator
 from services.trainer.export import account_of_positions, export_student, lines_below
@@ -122,7 +123,10 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
     rings = TeacherRings(worker, device)
     stored = StoredTeachers(worker, device, rank=rank)
     try:
-        runner = StepRunner(worker, student, loss, rings, stored, group, rank=rank, pad_id=pad_id(tokenizer))
+        samples = CompletionSamples(run, writes=group.is_leader)
+        runner = StepRunner(
+            worker, student, loss, rings, stored, group, rank=rank, pad_id=pad_id(tokenizer), samples=samples
+        )
         evaluator = Evaluator(worker, tokenizer, loss, rings.poll) if run.spec.eval is not None else None
         loop = TrainerLoop(worker, student, runner, group, evaluator)
         exported = loop.train()

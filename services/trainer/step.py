@@ -15,6 +15,7 @@ from services.common.packed_batch import packed_batch
 from services.common.padding import padded_batch
 from services.common.step_plan import StepPlan
 from services.common.worker import WAIT_S, StopRequested, Worker
+from services.trainer.completion_samples import CompletionSamples
 from services.trainer.distributed import RankGroup
 from services.trainer.rings import TeacherRings
 from services.trainer.stored_teachers import StoredTeachers
@@ -75,6 +76,7 @@ class StepRunner:
         group: All ranks.
         rank: Number of this rank in its node group.
         pad_id: Token id for the student's padding.
+        samples: Shows completions on the web page.
 
     Attributes:
         waited_s: Seconds spent waiting for the teachers' signals, over all steps.
@@ -93,7 +95,9 @@ class StepRunner:
         *,
         rank: int,
         pad_id: int,
+        samples: CompletionSamples | None = None,
     ) -> None:
+        self.samples = samples
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.student, self.loss, self.rings, self.group = student, loss, rings, group
         self.stored, self.living = stored, self.run.spec.living_teachers
@@ -202,6 +206,8 @@ class StepRunner:
         tensors = tensors_of(micro_batch.data)
         on_device = to_device(tensors, device)
         blockwise = self.student.blockwise
+        samples = self.samples if self.samples is not None and self.samples.due(tensors) else None
+        self.loss.observer = samples.observe if samples is not None else None
         self.timer.start()
         outputs = self.student.outputs(on_device[schema.INPUT_IDS.name], micro_batch.row)
         self.timer.lap("forward")
@@ -219,6 +225,8 @@ class StepRunner:
         del outputs  # only the graph holds them now, so that backward frees most of their memory early
         loss.backward()  # type: ignore[no-untyped-call]
         self.timer.lap("backward")
+        if samples is not None:
+            samples.write(step.step, tensors)
         return metrics
 
     def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:

@@ -64,6 +64,13 @@ def test_two_runs_train_on_the_same_completions(
         assert line["entropy"] > 0
         assert 0 < line["rollout_wait"] < 1
     assert not (specs[0].output / "logs" / "collator-0.1.log").exists()
+    [shown, *_] = json.loads((specs[0].output / "rollouts.json").read_text())["samples"]
+    [side] = shown["teachers"]
+    compared = {chunk for _, chunk in side["student"] if chunk >= 0}
+    assert compared == {chunk for _, chunk in side["teacher"] if chunk >= 0} == {int(c) for c in side["divergence"]}
+    text, other = ("".join(text for text, chunk in side[name] if chunk >= 0) for name in ("student", "teacher"))
+    assert text.split("<")[0] == other.split("<")[0]
+    assert max(side["divergence"].values()) > 0
 
 
 @pytest.mark.slow

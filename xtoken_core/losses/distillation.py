@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -73,6 +73,10 @@ class CrossTokenizerDistillationLoss:
     `chunk_classes`, in nats and without `T^2`, and their chunks `chunk_count_{class}_t{i}`.
 
     `combine_metrics` adds and averages them so. No call waits for the device.
+
+    Attributes:
+        observer: Called with the divergences and the cross-entropy of every chunk and token before they are reduced;
+            more than once where a head is multiplied block by block, and the last call has the values.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class CrossTokenizerDistillationLoss:
         if config.gradient_in_place and not getattr(get_op("p_kl_cross_entropy", device), "overwrites", False):
             raise ConfigError(f"loss: gradient_in_place needs the Triton backend, which is not available on {device}")
         self.config = config
+        self.observer: Callable[[Values], None] | None = None
         self.token_kinds = None if token_kinds is None else token_kinds.to(device)
         self.student_vocab_size = student_vocab_size
         self.losses = [
@@ -170,7 +175,8 @@ class CrossTokenizerDistillationLoss:
         denominators = self._denominators(global_valid_toks, global_valid_chunks)
         with torch.no_grad():
             weights = self._weights(batch, frozen, selection, global_selected_chunks)
-            objective = Objective(self.config, self.losses, batch, denominators, weights, self.token_kinds)
+            settings = self.config, self.losses, batch, denominators, weights, self.token_kinds
+            objective = Objective(*settings, self.observer)
             compared = self._compared(batch, frozen)
         if isinstance(student_logits, HeadProjection):
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)

@@ -173,6 +173,7 @@ class Objective:
         denominators: Denominators,
         weights: TeacherWeights,
         token_kinds: Int[Tensor, " V"] | None = None,
+        observer: Callable[[Values], None] | None = None,
     ) -> None:
         """Keep what the reduction needs.
 
@@ -183,13 +184,16 @@ class Objective:
             denominators: The step's.
             weights: The teachers' on this micro-batch.
             token_kinds: The kinds of the student's tokens, for metrics by class of chunk; None: none are reported.
+            observer: Called with everything that is reduced.
         """
-        self.token_kinds = token_kinds
+        self.token_kinds, self.observer = token_kinds, observer
         self.config, self.losses, self.batch = config, losses, batch
         self.denominators, self.weights = denominators, weights
 
     def __call__(self, values: Values) -> tuple[Float[Tensor, ""], Metrics]:
         """Return the loss, float32 (float64 for float64 logits), and its metrics, detached float32 scalars."""
+        if self.observer is not None:
+            self.observer(values)
         kd, metrics = self._divergence(values)
         ce = mean_over_tokens(self.batch, values.losses, values.hits, self.denominators.tokens)
         scale = self._kl_scale(kd, ce.loss)
