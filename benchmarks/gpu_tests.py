@@ -46,6 +46,7 @@ ALONE = (
 )
 """Tests that compare the GPU's memory before and after, and others that are few."""
 WHOLE_RUNS = (
+    "tests/integration/test_rollouts.py",
     "tests/integration/test_signals.py",
     "tests/integration/test_training.py",
     "tests/integration/test_worker_kills.py",

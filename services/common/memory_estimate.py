@@ -117,6 +117,14 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
             if rings:
                 shape = ring_shape(run, number)
                 yield Need(f"its signal's {shape.slots} slots", shape.memory_bytes)
+    yield from _rollout_needs(spec, gpu, gpus)
+
+
+def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[Need]:
+    """Yield the weights with which rollout workers generate on a GPU; their caches come on top."""
+    for number in range(spec.rollout.workers if spec.rollout is not None else 0):
+        if number % gpus == gpu:
+            yield Need(f"rollout worker {number}'s weights", weight_bytes(spec.student.model, spec.student.dtype))
 
 
 def check_room(run: ResolvedRun, device: torch.device) -> None:

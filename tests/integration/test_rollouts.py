@@ -38,11 +38,15 @@ def forking(start: Start) -> Iterator[ForkLauncher]:
 
 
 def on_policy(
-    assets: TinyAssets, directory: Path, *, records: int = 24, mode: str = "p_kl", **rollout: Any
+    assets: TinyAssets, directory: Path, *, records: int = 24, mode: str = "p_kl", beta: float | None = None,
+    device: str = "cpu", **rollout: Any,
 ) -> RunSpec:  # fmt: skip
     settings = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0, **rollout}
-    loss = {"mode": mode, "kl_loss_weight": 1.0}
-    return tiny_spec(assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2})
+    loss = {"mode": mode, "kl_loss_weight": 1.0, "beta": beta}
+    return tiny_spec(
+        assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2},
+        workers={"collators": 1, "device": device},
+    )  # fmt: skip
 
 
 def test_two_runs_train_on_the_same_completions(
@@ -71,6 +75,30 @@ def test_two_runs_train_on_the_same_completions(
     text, other = ("".join(text for text, chunk in side[name] if chunk >= 0) for name in ("student", "teacher"))
     assert text.split("<")[0] == other.split("<")[0]
     assert max(side["divergence"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "form"),
+    [
+        pytest.param("cpu", {"mode": "chain", "beta": 0.5}, marks=pytest.mark.slow),
+        pytest.param("cuda", {"mode": "chain", "beta": 0.5}, marks=pytest.mark.gpu),
+        pytest.param("cuda", {"mode": "p_kl"}, marks=pytest.mark.gpu),
+    ],
+    ids=["cpu-chain-jsd", "cuda-chain-jsd", "cuda-p_kl"],
+)
+def test_half_of_a_step_is_generated(
+    writing: TinyAssets, tmp_path: Path, start: Start, device: str, form: dict[str, Any]
+) -> None:
+    """No completion is older than allowed and no position is lost, also with all workers on one GPU."""
+    spec = on_policy(writing, tmp_path, records=8 * 12, fraction=0.5, max_staleness=1, device=device, **form)
+    crew = start(spec)
+    ending = crew.join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    lines = steps_of(spec.output)
+    positions = [i for line in lines for i in (*line["ids"], *line["skipped"])]
+    assert sorted(positions) == list(range(8 * 12))
+    assert max(line.get("staleness", 0) for line in lines) <= 1
+    assert all(line["kl_loss"] > 0 for line in lines)
 
 
 @pytest.mark.slow

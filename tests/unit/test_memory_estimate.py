@@ -85,6 +85,14 @@ def test_each_gpu_holds_its_ranks_and_the_teachers_that_are_put_there(tmp_path: 
     assert alone[2] == Need("its signal's 2 slots", ring_shape(run, 0).memory_bytes)
 
 
+def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
+    run = with_models(tmp_path, rollout={"workers": 3, "max_new_tokens": 2})
+    alone = {need.what for need in needs_of(with_models(tmp_path), 0, 2, rings=False)}
+    added = [need for need in needs_of(run, 0, 2, rings=False) if need.what not in alone]
+    weights = weight_bytes(run.spec.student.model, run.spec.student.dtype)
+    assert added == [Need(f"rollout worker {number}'s weights", weights) for number in (0, 2)]
+
+
 def test_what_is_too_much_is_told_in_one_line() -> None:
     needs = [Need("the student's state", 18 * GIB), Need("teacher 0's weights", 7 * GIB)]
     assert too_much(needs, 25 * GIB, "cuda:0") == ""
