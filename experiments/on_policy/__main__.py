@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from experiments.digits import measures
 from experiments.digits.methods import CROSS
@@ -43,20 +46,24 @@ def main() -> int:
         text = file_of(scale, name, seed, steps=steps, max_new_tokens=MAX_NEW_TOKENS[scale.name])
         jobs.append(Job(run_name(name, seed), text))
     complete = run_all(state, jobs, side_by_side=arguments.side_by_side or scale.side_by_side, until=until)
+    done = [run for run in planned(scale) if finished(state, run_name(*run))]
+    models = {CROSS: state / CROSS, **{f"student-{s}": state / f"student-{s}" for s in range(scale.seeds)}}
+    models |= {run_name(*run): state / "runs" / run_name(*run) / "model" for run in done}
+    with multiprocessing.get_context("spawn").Pool(arguments.side_by_side or scale.side_by_side) as pool:
+        found = dict(
+            zip(models, pool.starmap(_measured, [(state, scale, *each) for each in models.items()]), strict=True)
+        )
     result = {
         "settings": {"scale": scale.plain(), "max_new_tokens": MAX_NEW_TOKENS[scale.name], "steps": arguments.steps},
         "machine": machine(),
         "lengths": [vars(each) for each in lengths],
-        "teacher": _measured(state, scale, CROSS, state / CROSS),
-        "students": [
-            _measured(state, scale, f"student-{s}", state / f"student-{s}") for s in range(scale.seeds)
-        ],
+        "teacher": found[CROSS],
+        "students": [found[f"student-{seed}"] for seed in range(scale.seeds)],
         "runs": [
-            {"method": name, "seed": seed, **_of_run(state, scale, run_name(name, seed))}
-            for name, seed in planned(scale)
-            if finished(state, run_name(name, seed))
+            {"method": name, "seed": seed, **found[run_name(name, seed)], **_of_run(state, run_name(name, seed))}
+            for name, seed in done
         ],
-    }  # fmt: skip
+    }
     arguments.out.mkdir(parents=True, exist_ok=True)
     atomic_write(arguments.out / f"{scale.name}.json", json.dumps(result, indent=1) + "\n")
     return 0 if complete else 3
@@ -72,6 +79,7 @@ def _lengths(state: Path, scale: Scale, seed: int) -> Lengths:
 
 def _measured(state: Path, scale: Scale, name: str, directory: Path) -> dict[str, Any]:
     """Return right answers and bits per byte of a model; measured once."""
+    torch.set_num_threads(1)
     file = state / "measured" / f"on-policy-{name}.json"
     if not file.is_file():
         file.parent.mkdir(exist_ok=True)
@@ -81,11 +89,10 @@ def _measured(state: Path, scale: Scale, name: str, directory: Path) -> dict[str
     return found
 
 
-def _of_run(state: Path, scale: Scale, name: str) -> dict[str, Any]:
+def _of_run(state: Path, name: str) -> dict[str, Any]:
     run = state / "runs" / name
     lines = [json.loads(line) for line in (run / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     return {
-        **_measured(state, scale, name, run / "model"),
         **run_record(run),
         "seconds": lines[-1]["time"] - lines[0]["time"],
         "means": {column: _mean(lines, column) for column in (*ROLLOUT, *WAITS)},
