@@ -16,6 +16,7 @@ from services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S, discard_if_
 from services.control.artifacts import list_files
 from services.control.logs import last_attempts, logs_in, merged, tail
 from services.control.web.charts import DETAIL, MAIN, SPEED, charts_of
+from services.control.web.completions import LEVELS, read_samples
 from services.control.web.form import to_toml
 from services.control.web.gauges import gauges_of
 from services.control.web.render import HEADERS, PageRoute, page
@@ -91,7 +92,7 @@ def show_docs(request: Request) -> Response:
 def show_run(request: Request, run_id: RunId, context: Context) -> Response:
     """Show the charts, workers and history of a run."""
     gauges_of(request).watch(run_id)
-    variables = run_variables(context, run_id)
+    variables = _variables(context, run_id)
     charts = charts_of(variables["run"].spec, variables["run"].same_tokenizer)
     groups = [(name, [chart for chart in charts if chart.group == name]) for name in (MAIN, DETAIL, SPEED)]
     return page(request, "run.html", tab="overview", groups=groups, **variables)
@@ -102,7 +103,7 @@ def show_live(request: Request, run_id: RunId, context: Context, tab: str = "ove
     """Return the changing parts of a run's page: its header, and on the first tab its metrics, workers and history."""
 
     def render() -> HTMLResponse:
-        return page(request, "run_live.html", tab=tab, **run_variables(context, run_id))
+        return page(request, "run_live.html", tab=tab, **_variables(context, run_id))
 
     return _rendered_once(request, (run_id, tab), render) if tab in LIVE_TABS else render()
 
@@ -127,14 +128,14 @@ def show_log(
     part = "log_lines.html" if "hx-request" in request.headers else "run_log.html"
     return page(
         request, part, tab="log", lines=[match.groupdict() for match in matches if match], worker=worker,
-        workers=[log.worker for log in logs], **run_variables(context, run_id),
+        workers=[log.worker for log in logs], **_variables(context, run_id),
     )  # fmt: skip
 
 
 @router.get("/runs/{run_id}/configuration")
 def show_configuration(request: Request, run_id: RunId, context: Context) -> Response:
     """Show the specification of a run as a run file."""
-    variables = run_variables(context, run_id)
+    variables = _variables(context, run_id)
     complete = variables["run"].spec
     spec = RunSpec.model_validate(complete)
     short = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
@@ -159,7 +160,15 @@ def show_files(request: Request, run_id: RunId, context: Context) -> Response:
             continue
         folders.setdefault(folder, []).append({**file, "name": name})
     part = "files.html" if "hx-request" in request.headers else "run_files.html"
-    return page(request, part, tab="files", folders=folders, more=more, **run_variables(context, run_id))
+    return page(request, part, tab="files", folders=folders, more=more, **_variables(context, run_id))
+
+
+@router.get("/runs/{run_id}/rollouts")
+def show_rollouts(request: Request, run_id: RunId, context: Context) -> Response:
+    """Show the newest completions of a run; for an htmx request only these."""
+    samples = read_samples(context.view(run_id).output)
+    part = "rollouts.html" if "hx-request" in request.headers else "run_rollouts.html"
+    return page(request, part, tab="rollouts", samples=samples, levels=LEVELS, **_variables(context, run_id))
 
 
 @router.post("/runs/{run_id}/stop")
@@ -198,7 +207,7 @@ def remove(run_id: RunId, context: Context, files: bool = False) -> Response:
     return RedirectResponse("/", 303)
 
 
-def run_variables(context: AppContext, run_id: str) -> dict[str, Any]:
+def _variables(context: AppContext, run_id: str) -> dict[str, Any]:
     """Return the variables that all templates of a run's page use."""
     view = context.view(run_id)
     notes = context.runs.store.notes(run_id, limit=NOTES)
