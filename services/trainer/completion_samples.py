@@ -81,10 +81,10 @@ class CompletionSamples:
         """Return both sides' tokens with their chunks, and the chunks' divergences in nats."""
         own = schema.INPUT_IDS, schema.STUDENT_SAMPLE, schema.INPUT_LENGTHS, schema.STUDENT_CHUNK_ID
         other = schema.TEACHER_INPUT_IDS, schema.TEACHER_SAMPLE, schema.TEACHER_INPUT_LENGTHS, schema.TEACHER_CHUNK_ID
-        sides = []
+        sides: list[list[tuple[str, int]]] = []
         for fields, pieces in ((own, self._pieces[0]), (other, self._pieces[1 + number])):
             ids, chunks = _of_sample(batch, sample, [schema.field_name(field, number) for field in fields])
-            sides.append([[pieces[token], chunk] for token, chunk in zip(ids, chunks, strict=True)][-MAX_TOKENS:])
+            sides.append([(pieces[token], chunk) for token, chunk in zip(ids, chunks, strict=True)][-MAX_TOKENS:])
         of_chunk = values[0 if schema.STUDENT_SAMPLE.name in batch else sample].float().cpu()
         shown = sorted({chunk for side in sides for _, chunk in side if chunk >= 0})
         divergence = {str(chunk): round(float(of_chunk[chunk]), 4) for chunk in shown}
