@@ -128,6 +128,8 @@ bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the pla
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end.json --public-loss
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_lengths.json --samples 16 --no-serial \
 		--variants fixed_lengths text_padded text_packed chat_padded chat_packed
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_small.json --samples 128 --no-serial \
+		--variants small_fixed small_text_padded small_text_packed
 	$(BIN)/python -m benchmarks.pages
 
 bench-e2e-mps: $(STAMP)  ## the same on one GPU, without and with NVIDIA's MPS

@@ -46,15 +46,19 @@ def main() -> int:
         return 0
     if arguments.public_loss and importlib.util.find_spec("trl") is None:
         raise SystemExit("--public-loss needs TRL: pip install -e '.[bench]', or leave it out")
-    from benchmarks.end_to_end.assets import VOCABULARIES, make_assets
+    from benchmarks.end_to_end.assets import PAIRS, make_assets
 
+    pair, *others = {VARIANTS[name].pair for name in arguments.variants}
+    if others:
+        raise SystemExit("--variants: a result file is of one pair of models: name those of the small models alone")
     call = _call(arguments)
-    report = opened(arguments.out, call, _machine(), VOCABULARIES, go_on=arguments.go_on)
+    report = opened(arguments.out, call, _machine(), PAIRS[pair].vocabularies, go_on=arguments.go_on)
     assets = make_assets(
         arguments.work,
         small=arguments.small,
         documents=_most_samples(arguments) * max(arguments.steps + arguments.warmup, sum(PUBLIC_STEPS.values())),
         characters=6 * arguments.context,
+        pair=pair,
     )
     for name in arguments.variants:
         variant = VARIANTS[name]

@@ -38,6 +38,29 @@ QWEN3_4B: dict[str, Any] = {
     "vocab_size": 151936,
     "rope_theta": 1000000.0,
 }
+SMOLLM2_135M: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "rope_theta": 100000.0,
+}
+GEMMA3_270M: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "vocab_size": 262144,
+}
 COMMON: dict[str, Any] = {"max_position_embeddings": 8192, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -49,14 +72,40 @@ SMALL: dict[str, Any] = {
 }
 """Replaces the shapes above where only the harness is tried; the heads stay as wide as the tokenizers need."""
 
-STUDENT_MERGES, TEACHER_MERGES = 128_000, 150_000
+TEACHER_MERGES = 150_000
 STUDENT_ALONE = 20_000
-"""Of the student's tokens, those that the teacher has not; the teacher has 42,000 that the student has not."""
-VOCABULARIES = {"student": STUDENT_MERGES, "teacher": TEACHER_MERGES, "shared": STUDENT_MERGES - STUDENT_ALONE}
+"""Of the student's tokens, those that the teacher has not."""
 CHARACTERS_PER_TOKEN = 16
 """Characters in which a document's tokens are certainly found."""
 TEACHER_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+"
 """Words in one piece whatever their case, digits one by one: not how the student's vocabulary was cut."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Shapes of a student and a teacher.
+
+    Attributes:
+        student: Its configuration.
+        teacher: Likewise.
+        merges: Tokens of the student's tokenizer.
+    """
+
+    student: dict[str, Any]
+    teacher: dict[str, Any]
+    merges: int
+
+    @property
+    def vocabularies(self) -> dict[str, int]:
+        """Tokens of both tokenizers, and of those that they share."""
+        return {"student": self.merges, "teacher": TEACHER_MERGES, "shared": self.merges - STUDENT_ALONE}
+
+
+PAIRS = {
+    "": Pair(LLAMA_1B, QWEN3_4B, 128_000),
+    "135m_270m": Pair(SMOLLM2_135M, GEMMA3_270M, 48_000),
+}
+"""Models by the name of their directory below the work directory; the first pair is in it."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +125,20 @@ class Assets:
     text: Path
 
 
-def make_tokenizers(directory: Path) -> None:
-    """`student/` and `teacher/` with byte-level vocabularies of 128,000 and 150,000 tokens (mistral-common's).
+def make_tokenizers(directory: Path, pair: Pair = PAIRS[""]) -> None:
+    """`student/` and `teacher/` with byte-level vocabularies (mistral-common's).
 
-    They share 108,000, about as many as Llama 3 and Qwen 3 do.
+    Of the first pair they have 128,000 and 150,000 tokens and share 108,000, about as many as Llama 3 and Qwen 3 do.
     """
     from tests.support.vocabularies import tekken
 
-    tekken(STUDENT_MERGES, joined=STUDENT_ALONE).save_pretrained(directory / "student")
+    tekken(pair.merges, joined=STUDENT_ALONE).save_pretrained(directory / "student")
     tekken(TEACHER_MERGES, pattern=TEACHER_PATTERN).save_pretrained(directory / "teacher")
 
 
-def make_assets(directory: Path, *, small: bool, documents: int, characters: int, layers: int | None = None) -> Assets:
+def make_assets(
+    directory: Path, *, small: bool, documents: int, characters: int, layers: int | None = None, pair: str = ""
+) -> Assets:
     """Everything a comparison reads, made once per directory.
 
     Args:
@@ -96,7 +147,9 @@ def make_assets(directory: Path, *, small: bool, documents: int, characters: int
         documents: Records of text.
         characters: Of each.
         layers: Of both models, if not as many as the real ones have.
+        pair: Which models, by their key in `PAIRS`.
     """
+    models, directory = PAIRS[pair], directory / pair
     assets = Assets(
         student=directory / "student",
         teacher=directory / "teacher",
@@ -104,15 +157,16 @@ def make_assets(directory: Path, *, small: bool, documents: int, characters: int
         text=directory / "text.jsonl",
     )
     if not (assets.student / "tokenizer.json").exists():
-        make_tokenizers(directory)
-    shapes = {assets.student: LLAMA_1B, assets.teacher: QWEN3_4B}
+        make_tokenizers(directory, models)
+    shapes = {assets.student: models.student, assets.teacher: models.teacher}
     for seed, (place, shape) in enumerate(shapes.items()):
         if not (place / "config.json").exists():
             cut = {"num_hidden_layers": layers} if layers else {}
             _make_model(place, {**shape, **COMMON, **(SMALL if small else {}), **cut}, seed)
     if not assets.projection.exists():
         tokenizers = [AutoTokenizer.from_pretrained(place) for place in (assets.student, assets.teacher)]
-        write_projection(build_projection(*tokenizers, student_rows=LLAMA_1B["vocab_size"]), assets.projection)
+        rows = models.student["vocab_size"]
+        write_projection(build_projection(*tokenizers, student_rows=rows), assets.projection)
     _write_text(assets.text, documents, characters)
     return assets
 

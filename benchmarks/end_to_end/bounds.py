@@ -30,6 +30,9 @@ def bounds_of(results: Results) -> Iterator[Bound]:
     yield from _two_gpus(results)
     for name, least, aim in (("text", 1.4, 1.6), ("chat", 1.6, 1.8)):
         yield from _lengths(results, name, least, aim)
+    for variant, words in (("small_fixed", "2,048 tokens"), ("small_text_packed", "lengths of text")):
+        what = f"one GPU, 135M student from 270M teacher, documents of {words}, tokens/s"
+        yield Bound(what, _figure(results, variant, "tokens_per_second"), 80_000, 100_000, TOKENS)
 
 
 def _lengths(results: Results, name: str, least: float, aim: float) -> Iterator[Bound]:

@@ -9,6 +9,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 SUBJECTS = {
     "end_to_end": "one GPU",
     "end_to_end_lengths": "documents of different lengths",
+    "end_to_end_small": "small models",
     "end_to_end_mps": "NVIDIA's MPS",
     "end_to_end_two_gpus": "two GPUs",
 }
@@ -48,6 +49,7 @@ def label_of(variant: dict[str, Any]) -> str:
         ", student shared by two GPUs": workers.get("ranks", 1) > 1,
         ", its gathered weights kept, gradients added up in bfloat16": not train.get("reshard_after_forward", True),
         ", MPS": variant.get("mps"),
+        ", 135M student from 270M teacher": variant.get("pair") == "135m_270m",
         f", lengths of {variant.get('lengths')}": variant.get("lengths"),
         ", padded": train.get("packing") == "off",
     }

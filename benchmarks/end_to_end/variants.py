@@ -32,6 +32,7 @@ class Variant:
         samples: Samples of a step, if not the call's.
         budget: Tokens of a micro-batch at most, if not those of its samples.
         fixed: The variant of the same result file with documents of one length that its rate is compared with, if any.
+        pair: Its models, by their key in `assets.PAIRS`.
     """
 
     loss: str
@@ -45,6 +46,7 @@ class Variant:
     samples: int = 0
     budget: int = 0
     fixed: str = ""
+    pair: str = ""
 
     @property
     def loop(self) -> str:
@@ -71,6 +73,7 @@ KEPT: dict[str, dict[str, Any]] = {
 EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "fp8": True}}
 PADDED: dict[str, dict[str, Any]] = {**LEAN, "train": {"packing": "off"}}
 MIXED: dict[str, Any] = {"samples": 16, "budget": 16_384, "wide": True}
+SMALL_MODELS: dict[str, Any] = {"samples": 128, "budget": 32_768, "wide": True, "pair": "135m_270m"}
 ROWS_TOGETHER = 4
 """Samples of a micro-batch in a wide variant."""
 
@@ -101,6 +104,11 @@ VARIANTS = {
         f"{name}_packed": Variant("p_kl", LEAN, **MIXED, lengths=name, beside=f"{name}_padded", fixed="fixed_lengths")
         for name in DISTRIBUTIONS
     },
+    "small_fixed": Variant("p_kl", LEAN, **SMALL_MODELS),
+    "small_text_padded": Variant("p_kl", PADDED, **SMALL_MODELS, lengths="text"),
+    "small_text_packed": Variant(
+        "p_kl", LEAN, **SMALL_MODELS, lengths="text", beside="small_text_padded", fixed="small_fixed"
+    ),
     "teacher_apart": Variant("p_kl", APART, wide=True, beside="p_kl_hidden_wide", gpus=2),
     "two_ranks": Variant("p_kl", SHARED, wide=True, beside="p_kl_hidden_wide", gpus=2),
     "two_ranks_kept": Variant("p_kl", KEPT, wide=True, beside="p_kl_hidden_wide", gpus=2),
