@@ -52,7 +52,7 @@ WHOLE_RUNS = (
     "tests/integration/test_worker_kills.py",
 )
 """Tests that start whole runs, each alone on its GPU too."""
-TWO_GPUS = "another_gpu or share_a_student"
+TWO_GPUS = "another_gpu or share_a_student or is_divided"
 """Of those, the ones that need two, as pytest's `-k` has it."""
 PARTS = ("ops", "memory", "runs", "two_gpus")
 MOST_AT_A_TIME = 6

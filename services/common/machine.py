@@ -24,19 +24,31 @@ class Machine:
         return cls(len(os.sched_getaffinity(0)), _smallest_gpu())
 
 
+def count_gpus() -> int:
+    """Return the number of GPUs that this process may use; 0 without one, or if it cannot be determined."""
+    return len(_gpu_bytes())
+
+
 def _smallest_gpu() -> int:
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
-        return 0
+    return min(_gpu_bytes(), default=0)
+
+
+def _gpu_bytes() -> list[int]:
+    """Return the memory of every GPU that may be used, by the driver's library, if it is installed."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    if visible in ("", "-1"):
+        return []
     try:
         import pynvml  # type: ignore[import-untyped]
 
         pynvml.nvmlInit()
     except Exception:
-        return 0
+        return []
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return min((int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles), default=0)
+        sizes = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
     except pynvml.NVMLError:
-        return 0
+        return []
     finally:
         pynvml.nvmlShutdown()
+    return sizes if visible == "all" else sizes[: len(visible.split(","))]

@@ -109,12 +109,13 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
                 yield Need(what, weight_bytes(teacher.model, teacher.dtype))
         for number in spec.living_teachers:
             teacher = spec.teacher[number]
-            if (rank if teacher.gpu is None else teacher.gpu + rank) % gpus != gpu:
+            parts = [part for part in range(teacher.gpus) if teacher.gpu_index(rank, part) % gpus == gpu]
+            if not parts:
                 continue
             if not teacher.url:
-                weights = weight_bytes(teacher.model, teacher.dtype)
+                weights = weight_bytes(teacher.model, teacher.dtype) * len(parts) // teacher.gpus
                 yield Need(f"{spec.teacher_name(number)}'s weights{of_rank}", weights // 2 if teacher.fp8 else weights)
-            if rings:
+            if rings and 0 in parts:
                 shape = ring_shape(run, number)
                 yield Need(f"its signal's {shape.slots} slots", shape.memory_bytes)
     yield from _rollout_needs(spec, gpu, gpus)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.common.allowed_paths import confined
 from services.common.packed_attention import NAME as PACKED
 from services.common.packed_attention import check_packing
+from services.common.tensor_parallel import loading_options
 from services.common.vocabulary import first_line
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import ConfigError, InputError
@@ -69,6 +70,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     *,
     packed: bool = False,
+    gpus: int = 1,
 ) -> PreTrainedModel:
     """Load a causal language model: only safetensors, never code from the directory.
 
@@ -79,6 +81,7 @@ def load_model(
         directory: Directory, if not the spec's.
         dtype: Dtype of the weights, if not the spec's.
         packed: It is to run on packed rows too.
+        gpus: Load this process's part of a model that the processes of the process group divide among them.
 
     Raises:
         InputError: It cannot be loaded, or its head is narrower than the configuration says.
@@ -94,6 +97,7 @@ def load_model(
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation=PACKED if packed else None,
+            **loading_options(path, gpus),
         )
     except Exception as error:  # transformers raises whatever a damaged configuration leads to
         raise InputError(f"cannot load the {what}'s model from {path}: {first_line(error)}") from error

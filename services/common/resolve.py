@@ -15,6 +15,7 @@ from services.common.packable import why_not_packed
 from services.common.pair_files import cache_of, kind_of, pair_file
 from services.common.step_plan import ring_shape
 from services.common.teacher_stores import check_stores
+from services.common.tensor_parallel import check_divided
 from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import check_weights, served_fingerprint, weights_fingerprint
 from xtoken_core.config.eval import EvalSpec
@@ -68,6 +69,9 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
             _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
     _check_teachers(spec, student, teachers)
+    for number in spec.living_teachers:
+        name, teacher = spec.teacher_name(number), spec.teacher[number]
+        check_divided(name, teacher.model, read_model_config(name, teacher.model), teacher.gpus)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
     index = open_text(spec, _reading(progress))

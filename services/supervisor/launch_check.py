@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from services.common.machine import count_gpus
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 
@@ -29,8 +30,8 @@ def check_launch(spec: RunSpec) -> None:
     """Check that the processes of a run can be started from here at all.
 
     Raises:
-        RefusedError: Ray or what the trainer needs is not installed, or several node groups would share this machine's
-            GPUs.
+        RefusedError: Ray or what the trainer needs is not installed, a teacher is divided over more GPUs than there
+            are, or several node groups would share this machine's GPUs.
     """
     workers = spec.workers
     if workers.launcher == "ray" and not _installed("ray"):
@@ -41,6 +42,14 @@ def check_launch(spec: RunSpec) -> None:
                 raise RefusedError(
                     field, f"needs {package}: install it by pip install 'xtoken[{extra}]'", joint=" "
                 )  # fmt: skip
+    gpus = count_gpus() if workers.launcher == "local" and workers.device != "cpu" else 0
+    divided = next((number for number in spec.living_teachers if spec.teacher[number].gpus > 1), None)
+    if divided is not None and gpus and spec.gpus_needed > gpus:
+        raise RefusedError(
+            f"teacher.{divided}.gpus",
+            f"the run takes {spec.gpus_needed} GPUs, this machine has {gpus}: lower teacher.gpus, teacher.gpu or "
+            "workers.ranks",
+        )
     if workers.launcher == "local" and workers.nodes > 1 and workers.device != "cpu":
         raise RefusedError(
             "workers.nodes",

@@ -129,7 +129,7 @@ def threads_of_model_workers(spec: RunSpec) -> int:
     if setting.isdigit() and int(setting) > 0:
         return int(setting)
     workers, cores = spec.workers, len(os.sched_getaffinity(0))
-    processes = workers.ranks * (1 + len(spec.living_teachers)) + (spec.rollout.workers if spec.rollout else 0)
+    processes = workers.ranks + spec.teacher_processes + (spec.rollout.workers if spec.rollout else 0)
     if workers.launcher == "ray":
         cores = int(spec.ray.cpus or cores)  # of a node; all nodes are alike
     else:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from services.common.http_engine.factory import open_engine
-from services.common.memory_estimate import check_room, check_teacher, weight_bytes
-from services.common.models import load_model, nth_gpu, pick_device, takes_gpu
-from services.common.step_plan import ring_shape, topk_settings
+from services.common.memory_estimate import check_room
+from services.common.step_plan import topk_settings
 from services.common.tokenizers import load_tokenizer, pad_id
 from services.common.worker import QueueLink, Worker, worker_session
-from services.teacher.fp8 import check_fp8, swap_linears
 from services.teacher.loop import ServedLoop, TeacherLoop
-from services.teacher.model import TeacherModel
+from services.teacher.prepare import devices_of, prepared_model
 from services.teacher.served import ServedTeacher
-from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.config.spec import RunSpec
+from services.teacher.shards import send_tokens, started_shards
 from xtoken_core.errors import ConfigError
 from xtoken_core.queue.run.names import TEACHER
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.transports import sweep
-from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
 from xtoken_core.transports.factory import pick_transport
 
 log = logging.getLogger("xtoken.teacher")
@@ -49,22 +46,27 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
             raise ConfigError(f"--teacher {teacher}: its output is read from a store (teacher.{teacher}.store)")
         for leftover in sweep():
             log.warning("removed %s, left behind by a process that is gone", leftover)
-        device = device_of(spec, teacher, rank)
+        devices = devices_of(spec, teacher, rank)
+        device, divided = devices[0], len(devices) > 1
         transport = pick_transport(spec.workers.transport_name, device)
         tokenizer = load_tokenizer(settings.tokenizer_dir, spec.teacher_name(teacher))
         if settings.url:
             serve_url(worker, teacher, rank, device, transport, tokenizer)
             return
         worker.activity("loading the model")
-        model = prepared_model(worker.run, teacher, device, transport)
-        worker.alive()
-        worker.phase("run")
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        log.info("%s loaded from %s on %s", spec.teacher_name(teacher), settings.model, device)
-        with torch.inference_mode():
-            loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer))
-            loop.serve()
+        with started_shards(worker.run, teacher, devices) if divided else nullcontext():
+            model = prepared_model(worker.run, teacher, device, transport)
+            if divided:
+                model.before_forward = send_tokens
+            worker.alive()
+            worker.phase("run")
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            where = " and ".join(map(str, devices))
+            log.info("%s loaded from %s on %s", spec.teacher_name(teacher), settings.model, where)
+            with torch.inference_mode():
+                loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer))
+                loop.serve()
 
 
 def serve_url(worker: Worker, teacher: int, rank: int, device: torch.device, transport: str, tokenizer: Any) -> None:
@@ -90,35 +92,3 @@ def serve_url(worker: Worker, teacher: int, rank: int, device: torch.device, tra
         ServedLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer)).serve()
     finally:
         model.close()
-
-
-def device_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:
-    """Return the device of a rank's teacher: its student's, or the GPU that `teacher.gpu` names."""
-    device, gpu = spec.workers.device, spec.teacher[teacher].gpu
-    if gpu is None or not takes_gpu(device):
-        return pick_device(device, rank)
-    return nth_gpu(gpu + rank, f"{spec.teacher_name(teacher)} of rank {rank} (teacher.gpu = {gpu})")
-
-
-def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transport: str) -> TeacherModel:
-    """Load a teacher and apply its settings, if it fits its device.
-
-    Raises:
-        ConfigError: It does not fit, or the device lacks what the settings need.
-        InputError: It cannot be loaded.
-    """
-    spec, what = run.spec.teacher[teacher], run.spec.teacher_name(teacher)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if spec.fp8:
-        check_fp8(device, spec.dtype, what)
-    weights = weight_bytes(spec.model, spec.dtype)
-    check_room(run, device)
-    check_teacher(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
-    model = load_model(spec, what, device, packed=run.packed)
-    if spec.fp8:
-        count = swap_linears(model.base_model)
-        if not count:
-            raise ConfigError(f"{what}: fp8 finds no linear layer whose sides are multiples of 16: set fp8 = false")
-        log.info("%s: %d linear layers in 8 bits", what, count)
-    return TeacherModel(model, compiled=spec.compile, longest=spec.context_length)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -38,6 +39,7 @@ class TeacherModel:
 
     Attributes:
         plain_head: Its logits are hidden states times head, without bias, cap or scale.
+        before_forward: Called with the tokens on the host and the layout of a packed row before every forward pass.
     """
 
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False, longest: int = 0) -> None:
@@ -50,6 +52,7 @@ class TeacherModel:
             compile_layers(self._body)
         self._chunk: Tensor | None = None
         self._warned = False
+        self.before_forward: Callable[[Tensor, PackedRow | None], None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -58,8 +61,8 @@ class TeacherModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights; tied ones count once."""
-        return sum(part.nbytes for part in (*self.model.parameters(), *self.model.buffers()))
+        """Bytes of its weights on this device; tied ones count once."""
+        return sum(_local(part).nbytes for part in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def head(self) -> Float[Tensor, "V_m H"]:
@@ -210,6 +213,8 @@ class TeacherModel:
         return states[:rows, :width]
 
     def _inputs(self, tokens: Tensor, row: PackedRow | None) -> dict[str, Any]:
+        if self.before_forward is not None:
+            self.before_forward(tokens, row)
         packed = {} if row is None else packed_inputs(row, self.device, longest=self.longest)
         return {"input_ids": self._on_device(tokens), "use_cache": False, **packed}
 
@@ -232,6 +237,11 @@ class TeacherModel:
         if self.device.type != "cuda":
             return tokens.to(self.device)
         return tokens.pin_memory().to(self.device, non_blocking=True)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """Return the part of a weight that this process holds."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def compile_layers(body: nn.Module) -> None:

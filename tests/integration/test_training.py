@@ -232,3 +232,28 @@ def test_two_ranks_share_a_student_that_learns_from_hidden_states(
         assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(96))
         losses.append(torch.tensor([line["loss"] for line in steps_of(spec.output)]))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+        ),
+    ],
+)
+def test_a_teacher_that_is_divided_gives_the_losses_of_a_whole_one(
+    assets: TinyAssets, tmp_path: Path, start: Start, device: str
+) -> None:
+    shutil.copytree(assets.teacher, tmp_path / "teacher")
+    make_model(tmp_path / "teacher", seed=5, extra_rows=16, layers=2, key_value_heads=2)
+    losses = []
+    for gpus in (1, 2):
+        spec = tiny_spec(assets, tmp_path / str(gpus), records=48, workers={"device": device})
+        teacher = spec.teacher[0].model_copy(update={"model": tmp_path / "teacher", "gpus": gpus})
+        ending = start(spec.model_copy(update={"teacher": (teacher,)})).join()
+        assert ending.state == RunState.COMPLETED, ending.error
+        losses.append(torch.tensor([line["loss"] for line in steps_of(spec.output)]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)

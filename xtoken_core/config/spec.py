@@ -91,6 +91,10 @@ class TeacherSpec(ModelSpec, ServedSpec):
     """Its weight in the sum over teachers."""
     gpu: Annotated[int | None, Field(ge=0)] = None
     """GPU index: rank r's teacher is on this index plus r, modulo the number of GPUs. Default: its student's GPU."""
+    gpus: Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs over which its weights are divided, by transformers' tensor-parallel plan for its family: one process per
+    GPU. Rank r's teacher takes this many GPUs from `gpu` (default: 0) plus r times this number on; there must be that
+    many. On CPUs: as many processes."""
     compile: bool = False
     """Compile its layers with `torch.compile`: worth it for more than a few hundred steps."""
     fp8: bool = False
@@ -131,10 +135,25 @@ class TeacherSpec(ModelSpec, ServedSpec):
             return self
         if self.content not in (None, "topk"):
             raise ValueError(f'content = "{self.content}": a server (url) gives the likeliest tokens: set it to "topk"')
-        for name in ("gpu", "compile", "fp8"):
+        for name in ("gpu", "gpus", "compile", "fp8"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} belongs to a model that the run loads, and url names a server: unset one")
         return self
+
+    @model_validator(mode="after")
+    def _divided(self) -> TeacherSpec:
+        for name in ("compile", "fp8"):
+            if self.gpus > 1 and getattr(self, name):
+                raise ValueError(f"{name} = true is for a teacher on one GPU, and gpus = {self.gpus}: set it to false")
+        if self.gpus > 1 and self.store is not None:
+            raise ValueError("gpus belongs to a teacher that runs, and this one is read from a store: unset gpus")
+        return self
+
+    def gpu_index(self, rank: int, part: int = 0) -> int:
+        """Return the number of the GPU of a part of a rank's teacher; it may be beyond the last one there is."""
+        if self.gpus == 1:
+            return rank if self.gpu is None else self.gpu + rank
+        return (self.gpu or 0) + rank * self.gpus + part
 
     @model_validator(mode="after")
     def _settings_of_store(self) -> TeacherSpec:
@@ -213,6 +232,12 @@ class RunSpec(Part):
         for index, teacher in enumerate(self.teacher):
             if teacher.fp8 and self.workers.device == "cpu":
                 raise ValueError(f'teacher.{index}.fp8 needs a GPU, and workers.device is "cpu": set it to false')
+        divided = next((number for number, teacher in enumerate(self.teacher) if teacher.gpus > 1), None)
+        if divided is not None and self.eval is not None and self.eval.teacher_kl:
+            raise ValueError(
+                f"eval.teacher_kl loads every teacher beside the student, and teacher.{divided}.gpus = "
+                f"{self.teacher[divided].gpus}: set eval.teacher_kl to false"
+            )
         self.loss.check_weights([t.weight for t in self.teacher])
         if self.rollout is not None:
             check_rollout(self.rollout, self)
@@ -240,6 +265,18 @@ class RunSpec(Part):
     def computed_teachers(self) -> tuple[int, ...]:
         """Numbers of the living teachers whose models the run loads: those that no server computes."""
         return tuple(number for number in self.living_teachers if not self.teacher[number].url)
+
+    @property
+    def teacher_processes(self) -> int:
+        """Processes of all teachers of a node group: one per GPU of each, for every rank."""
+        return self.workers.ranks * sum(self.teacher[number].gpus for number in self.living_teachers)
+
+    @property
+    def gpus_needed(self) -> int:
+        """GPUs of a node group: one per rank, and those over which teachers are divided."""
+        ranks = self.workers.ranks
+        divided = (t for t in map(self.teacher.__getitem__, self.living_teachers) if t.gpus > 1)
+        return max([ranks, *(teacher.gpu_index(ranks - 1, teacher.gpus - 1) + 1 for teacher in divided)])
 
     @property
     def ring_slots(self) -> int:

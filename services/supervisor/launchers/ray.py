@@ -318,14 +318,14 @@ class Bridge:
 def cpus_of(spec: RunSpec) -> float:
     """Return the CPUs of a node group, in Ray's count."""
     workers = spec.workers
-    return spec.ray.cpus or 1 + workers.collators + workers.ranks * (1 + len(spec.living_teachers))
+    return spec.ray.cpus or 1 + workers.collators + workers.ranks + spec.teacher_processes
 
 
 def gpus_of(spec: RunSpec) -> int:
     """Return the number of GPUs of a node group."""
     if spec.ray.gpus is not None:
         return spec.ray.gpus
-    return spec.workers.ranks if spec.workers.device == "cuda" else 0
+    return spec.gpus_needed if spec.workers.device == "cuda" else 0
 
 
 def _settings(spec: RunSpec, private: Path, *, tied: bool) -> dict[str, Any]:

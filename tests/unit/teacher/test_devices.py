@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.common.models import pick_device
-from services.teacher.main import device_of
+from services.teacher.prepare import device_of
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError

@@ -1,0 +1,78 @@
+"""A teacher's devices, and its model with the settings that it runs with."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from services.common.memory_estimate import check_room, check_teacher, weight_bytes
+from services.common.models import load_model, nth_gpu, pick_device, takes_gpu
+from services.common.step_plan import ring_shape
+from services.teacher.fp8 import check_fp8, swap_linears
+from services.teacher.model import TeacherModel
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
+from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
+
+log = logging.getLogger("xtoken.teacher")
+
+
+def device_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:
+    """Return the device of a rank's teacher: its student's, or the GPU that `teacher.gpu` names."""
+    device, gpu = spec.workers.device, spec.teacher[teacher].gpu
+    if gpu is None or not takes_gpu(device):
+        return pick_device(device, rank)
+    return nth_gpu(gpu + rank, f"{spec.teacher_name(teacher)} of rank {rank} (teacher.gpu = {gpu})")
+
+
+def devices_of(spec: RunSpec, teacher: int, rank: int) -> list[torch.device]:
+    """Return the devices of all parts of a rank's teacher, the ring's first.
+
+    Raises:
+        ConfigError: It is divided over more GPUs than there are.
+    """
+    settings = spec.teacher[teacher]
+    if settings.gpus == 1:
+        return [device_of(spec, teacher, rank)]
+    if not takes_gpu(spec.workers.device):
+        return [torch.device("cpu")] * settings.gpus
+    numbers = [settings.gpu_index(rank, part) for part in range(settings.gpus)]
+    if numbers[-1] >= torch.cuda.device_count():
+        raise ConfigError(
+            f"{spec.teacher_name(teacher)} of rank {rank} takes GPUs {numbers[0]} to {numbers[-1]} (teacher.gpus = "
+            f"{settings.gpus}), torch sees {torch.cuda.device_count()} here: lower teacher.gpus, teacher.gpu or "
+            "workers.ranks"
+        )
+    return [torch.device("cuda", number) for number in numbers]
+
+
+def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transport: str = "") -> TeacherModel:
+    """Load a teacher, or this process's part of it, and apply its settings, if it fits its device.
+
+    Args:
+        run: The run.
+        teacher: Number of the teacher.
+        device: Its device.
+        transport: Transport of its signal; empty in a process without a ring.
+
+    Raises:
+        ConfigError: It does not fit, or the device lacks what the settings need.
+        InputError: It cannot be loaded.
+    """
+    spec, what = run.spec.teacher[teacher], run.spec.teacher_name(teacher)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if spec.fp8:
+        check_fp8(device, spec.dtype, what)
+    weights = weight_bytes(spec.model, spec.dtype) // spec.gpus
+    check_room(run, device)
+    check_teacher(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
+    model = load_model(spec, what, device, packed=run.packed, gpus=spec.gpus)
+    if spec.fp8:
+        count = swap_linears(model.base_model)
+        if not count:
+            raise ConfigError(f"{what}: fp8 finds no linear layer whose sides are multiples of 16: set fp8 = false")
+        log.info("%s: %d linear layers in 8 bits", what, count)
+    return TeacherModel(model, compiled=spec.compile, longest=spec.context_length)
