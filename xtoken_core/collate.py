@@ -15,7 +15,7 @@ from xtoken_core import schema
 from xtoken_core.alignment import TokenAligner, alignment_from_flat_batch
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.data_plane.batch import BatchedDataDict
-from xtoken_core.dataset.records import UnusableRecordError, usable_value
+from xtoken_core.dataset.records import PIECE, Piece, UnusableRecordError, usable_value
 from xtoken_core.errors import InputError
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, only_answer, tokenize_conversation
 from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
@@ -226,8 +226,12 @@ class CrossTokenizerCollator:
         none = np.zeros(0, dtype=np.int64)
         tokens = [[_Tokens(none, none, cut=False)] * len(values) for _ in sides]
         refused: dict[int, str] = {}
-        plain = [index for index, value in enumerate(values) if "text" in value]
+        plain = [index for index, value in enumerate(values) if "text" in value and PIECE not in value]
+        pieces = [index for index, value in enumerate(values) if PIECE in value]
         for side, of_side in zip(sides, tokens, strict=True):
+            encoded = side.text.encode([values[index]["text"] for index in pieces], specials=False)
+            for index, ids in zip(pieces, encoded, strict=True):
+                of_side[index] = self._piece(side, ids, values[index][PIECE])
             encoded = side.text.encode([values[index]["text"] for index in plain], specials=True)
             for index, ids in zip(plain, encoded, strict=True):
                 of_side[index] = self._close(side, ids, np.ones_like(ids))
@@ -254,6 +258,12 @@ class CrossTokenizerCollator:
         if self.append_eos and fits and eos is not None and (not len(ids) or ids[-1] != eos):
             ids, learn = np.r_[ids, eos], np.r_[learn, 1]
         return _cut(side, ids, learn)
+
+    def _piece(self, side: _Side, ids: np.ndarray, piece: Piece) -> _Tokens:
+        """Put the special tokens around a document's text before its first piece and after its last one only."""
+        before, after = side.text.ends
+        ids = np.concatenate([before if piece.first else [], ids, after if piece.last else []]).astype(np.int64)
+        return (self._close if piece.last else _cut)(side, ids, np.ones_like(ids))
 
     def _columns(self, values: Sequence[Mapping[str, Any]], sides: Sequence[list[_Tokens]], *, padded: bool) -> Batch:
         """Pad every side's tokens and align them.
@@ -348,7 +358,8 @@ def _aligned_text(value: Mapping[str, Any]) -> str | None:
 
 def _usable(record: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
     try:
-        return usable_value(record, "text"), ""
+        piece = record.get(PIECE)
+        return usable_value(record, "text") | ({PIECE: piece} if isinstance(piece, Piece) else {}), ""
     except UnusableRecordError as error:
         return None, str(error)
 

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from services.common.resolve import open_text
 from services.common.tokenizers import tokenizer_of
+from services.common.training_text import open_text
 from services.common.worker import WAIT_S, Worker
 from xtoken_core import schema
 from xtoken_core.collate import Counts, loss_counts
@@ -78,7 +78,7 @@ def open_data(worker: Worker) -> TextIndex:
         ConfigError: It has changed.
     """
     run = worker.run
-    index = open_text(run.spec)
+    index = open_text(run.spec, run.piece_bytes)
     if index.fingerprint != run.data_fingerprint:
         raise ConfigError("the training data has changed since the run was opened: restore it, or start a new run")
     return index

@@ -16,13 +16,14 @@ from services.common.pair_files import cache_of, kind_of, pair_file
 from services.common.step_plan import ring_shape
 from services.common.teacher_stores import check_stores
 from services.common.tensor_parallel import check_divided
+from services.common.training_text import mixture_of, open_index, resolve_text
 from services.common.vocabulary import has_chat_template, vocabulary_size
 from services.common.weights import check_weights, served_fingerprint, weights_fingerprint
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
-from xtoken_core.dataset import DataIndex, JoinedIndex, TextIndex
+from xtoken_core.dataset import TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import (
     check_projection_pair,
@@ -69,16 +70,17 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
             _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
     _check_teachers(spec, student, teachers)
-    for number in spec.living_teachers:
+    for number in spec.computed_teachers:
         name, teacher = spec.teacher_name(number), spec.teacher[number]
         check_divided(name, teacher.model, read_model_config(name, teacher.model), teacher.gpus)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
-    index = open_text(spec, _reading(progress))
+    same_tokenizer = _same_tokenizer(spec, student, teachers)
+    index, piece_bytes = resolve_text(spec, same_tokenizer, _reading(progress))
     records = len(index)
     if records == 0:
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
-    _check_messages(spec, index, _same_tokenizer(spec, student, teachers))
+    _check_messages(spec, index, same_tokenizer)
     if spec.eval is not None:
         for paths in (spec.eval.paths, *((path,) for path in spec.eval.also_by_name.values())):
             open_index(spec, paths, spec.eval.field)
@@ -98,6 +100,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         records=records,
         positions=positions,
         mixture=mixture,
+        piece_bytes=piece_bytes,
         packed=spec.train.packing != "off" and not obstacle,
         packing_obstacle=obstacle,
     )
@@ -215,6 +218,8 @@ def remarks(run: ResolvedRun) -> Iterator[str]:
     for name, length, model in zip(names, lengths, (run.student, *run.teachers), strict=True):
         if 0 < model.max_length < length:
             yield f"{name}.context_length = {length}: the model was made for {model.max_length} tokens"
+    if data.long == "split" and not run.piece_bytes:
+        yield 'data.long = "split" does nothing: no record of the text is plain text'
     if run.packing_obstacle:
         yield f"rows are padded, which costs time: {run.packing_obstacle}"
     yield from _without_effect(run)
@@ -251,32 +256,9 @@ def _unread_loss_settings(run: ResolvedRun) -> Iterator[str]:
             yield f"loss.{name} is not read by {' and '.join(compared)}"
 
 
-def open_index(
-    spec: RunSpec, paths: Sequence[Path], field: str, progress: Callable[[int, int], None] | None = None
-) -> DataIndex:
-    """Return the index of a run's text, from the run's own cache."""
-    for path in paths:
-        confined(path, "the text")
-    return DataIndex.build(paths, field=field, cache_dir=spec.output / "cache" / "index", progress=progress)
-
-
 def _reading(progress: Progress | None) -> Callable[[int, int], None] | None:
     """Return what an index reports bytes read and bytes in all to."""
     return None if progress is None else lambda done, total: progress(READING, done / max(total, 1))
-
-
-def open_text(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> TextIndex:
-    """Return the index of the training text, of all its sources."""
-    parts = [open_index(spec, text.paths, text.field or spec.data.field, progress) for text in spec.data.texts]
-    return JoinedIndex(parts) if spec.data.sources else parts[0]
-
-
-def mixture_of(spec: RunSpec, index: TextIndex) -> tuple[tuple[int, int], ...]:
-    """Return per source of weighted texts its records and its samples in an epoch; empty without weights."""
-    if not isinstance(index, JoinedIndex):
-        return ()
-    records = tuple(map(len, index.parts))
-    return tuple(zip(records, spec.data.samples_per_epoch(records), strict=False))
 
 
 def largest_row(spec: RunSpec) -> int:

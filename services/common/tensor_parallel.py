@@ -7,6 +7,7 @@ head, without another collective.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,12 @@ def loading_options(directory: Path, gpus: int) -> dict[str, Any]:
     if gpus == 1:
         return {}
     from transformers import AutoConfig
-    from transformers.distributed import DistributedConfig
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    styles = importlib.import_module("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
 
     config: Any = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     plan = {f"model.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
-    if "replicate" in ALL_PARALLEL_STYLES:  # since 5.18 a plan is added to the class's own, which divides both
+    if "replicate" in styles:  # since 5.18 a plan is added to the class's own, which divides both
         plan |= {"lm_head": "replicate", "model.embed_tokens": "replicate"}
     return {"distributed_config": DistributedConfig(tp_size=gpus, tp_plan=plan)}

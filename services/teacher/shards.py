@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from xtoken_core.config.resolved import ResolvedRun
@@ -78,7 +79,7 @@ class ShardJob:
             torch.cuda.set_device(device)
             os.environ["LOCAL_RANK"] = str(device.index)  # transformers reads the device from it
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store = dist.FileStore(self.rendezvous, len(self.devices))
+        store = FileStore(self.rendezvous, len(self.devices))
         dist.init_process_group(backend, store=store, rank=self.shard, world_size=len(self.devices), timeout=RENDEZVOUS)
         _set_pg_timeout(TIMEOUT, None)
 
@@ -117,7 +118,7 @@ def _start(job: ShardJob) -> subprocess.Popen[str]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
     process.stdin.write(job.to_json() + "\n")
-    process.stdin.flush()  # left open: its end tells the process that this one is gone
+    process.stdin.flush()  # left open: it ends with this process, and the other one then exits
     return process
 
 
@@ -160,5 +161,5 @@ def receive_tokens() -> tuple[Tensor, PackedRow | None]:
     rows, width, samples = header.tolist()
     payload = torch.empty(rows * width + samples, dtype=torch.int64)
     dist.broadcast(payload, src=0)
-    tokens, lengths = payload.split([rows * width, samples])
-    return tokens.view(rows, width), PackedRow(tuple(lengths.tolist()), width) if samples else None
+    tokens, lengths = payload[: rows * width], payload[rows * width :].tolist()
+    return tokens.view(rows, width), PackedRow(tuple(lengths), width) if samples else None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from services.common.resolve import open_index
+from services.common.training_text import open_index
 from services.common.worker import Worker
 from services.trainer.eval_loss import EvalLoss
 from services.trainer.eval_tasks import EvalTasks

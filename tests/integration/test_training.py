@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.common.resolve import resolve_run
 from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, make_model, steps_of, tiny_spec, write_jsonl
@@ -257,3 +258,23 @@ def test_a_teacher_that_is_divided_gives_the_losses_of_a_whole_one(
         assert ending.state == RunState.COMPLETED, ending.error
         losses.append(torch.tensor([line["loss"] for line in steps_of(spec.output)]))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_long_documents_are_divided_and_a_resumed_run_divides_them_alike(
+    assets: TinyAssets, tmp_path: Path, start: Start
+) -> None:
+    texts = ["".join(documents(12, seed=seed)) for seed in range(16)]
+    data = write_jsonl(tmp_path / "long.jsonl", texts)
+    changes: dict[str, Any] = {"data": {"path": data, "long": "split"}}
+    spec = tiny_spec(assets, tmp_path, **changes)
+    whole = resolve_run(spec)
+    crew = start(spec)
+    crew.wait_for_steps(5)
+    crew.stop()
+    ending = start(spec).join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    assert whole.records > 3 * len(texts)
+    assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(whole.records))
+    summary = json.loads((spec.output / "summary.json").read_text())
+    assert summary["truncated"] < 0.05 * whole.records

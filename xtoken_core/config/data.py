@@ -43,6 +43,9 @@ class DataSpec(Part):
     """Handling of an empty or undecodable record: skip and count it, or end the run."""
     append_eos: bool = True
     """Append the end-of-text token to every document that was not truncated, on both sides."""
+    long: Literal["cut", "split"] = "cut"
+    """A document longer than the contexts: cut it there, or divide it at line or word ends into several records. Their
+    size in bytes follows from the bytes per token of a sample; one that is still too long is cut."""
     shuffle: bool = True
     """Permute the records in every epoch, by an index of offsets."""
     sources: tuple[DataSource, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import field_validator
 
@@ -59,6 +59,7 @@ class RunIdentity(Part):
     Attributes:
         data: Fingerprint of the text.
         mixture: Per source of weighted texts its records and its samples in an epoch.
+        long: What becomes of documents longer than the contexts.
         packed: The samples of a micro-batch lie in one row.
         float32_weights: The optimiser's weights are float32.
         optimizer: Kind of the state that a checkpoint holds.
@@ -73,6 +74,7 @@ class RunIdentity(Part):
     mixture: tuple[tuple[int, int], ...] = ()
     shuffle: bool
     append_eos: bool
+    long: Literal["cut", "split"] = "cut"
     samples_per_step: int
     micro_batch_tokens: int
     packed: bool = False

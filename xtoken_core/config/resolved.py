@@ -45,6 +45,7 @@ class ResolvedRun(Part):
         pair_files: Per teacher the file that its loss reads about the two tokenizers, a projection or chain tables;
             None: it reads none. Empty: the projections that the settings name.
         projection_fingerprints: Those of the files above, "" without one.
+        piece_bytes: Bytes of text of a record at most, where long documents are divided; otherwise 0.
         packed: The samples of a micro-batch lie in one row, on every side.
         packing_obstacle: Why they do not, although they may; empty otherwise.
         group: The node group that a queue hands this out for, `0 .. workers.nodes - 1`.
@@ -59,6 +60,7 @@ class ResolvedRun(Part):
     records: int
     positions: int
     mixture: tuple[tuple[int, int], ...] = ()
+    piece_bytes: int = 0
     packed: bool = False
     packing_obstacle: str = ""
     group: int = 0
@@ -143,6 +145,7 @@ class ResolvedRun(Part):
             mixture=self.mixture,
             shuffle=spec.data.shuffle,
             append_eos=spec.data.append_eos,
+            long=spec.data.long,
             samples_per_step=spec.train.samples_per_step,
             micro_batch_tokens=spec.train.micro_batch_tokens,
             packed=self.packed,

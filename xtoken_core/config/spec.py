@@ -239,6 +239,8 @@ class RunSpec(Part):
                 f"{self.teacher[divided].gpus}: set eval.teacher_kl to false"
             )
         self.loss.check_weights([t.weight for t in self.teacher])
+        if self.rollout is not None and self.data.long == "split":
+            raise ValueError('data.long = "split" divides texts, and [rollout] takes them as prompts: set it to "cut"')
         if self.rollout is not None:
             check_rollout(self.rollout, self)
         else:

@@ -7,6 +7,7 @@ records are trained. It needs no torch; pyarrow is imported when a parquet or ar
 from xtoken_core.dataset.index import DataIndex
 from xtoken_core.dataset.joined import JoinedIndex, TextIndex
 from xtoken_core.dataset.order import mixed_record_at, record_at
+from xtoken_core.dataset.pieces import PieceIndex
 from xtoken_core.dataset.records import BadRecord, Record
 
-__all__ = ["BadRecord", "DataIndex", "JoinedIndex", "Record", "TextIndex", "mixed_record_at", "record_at"]
+__all__ = ["BadRecord", "DataIndex", "JoinedIndex", "PieceIndex", "Record", "TextIndex", "mixed_record_at", "record_at"]

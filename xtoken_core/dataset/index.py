@@ -117,6 +117,14 @@ class DataIndex:
         file, row = self._locate(number)
         return f"{self._sources[file].path}:{row + 1}"
 
+    def raw_bytes(self, number: int) -> int | None:
+        """Return the bytes of a record's line, which its text cannot exceed; None where records are no lines."""
+        file, row = self._locate(number)
+        if self._sources[file].kind not in ("jsonl", "txt"):
+            return None
+        at = self._offset_starts[file] + row
+        return int(self._offsets[at + 1] - self._offsets[at])
+
     def first_conversation(self) -> str | None:
         """Return the location of the first file whose first usable record has `messages`; None without one.
 

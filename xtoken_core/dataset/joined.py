@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from xtoken_core.dataset.index import DataIndex
+from xtoken_core.dataset.pieces import PieceIndex
 from xtoken_core.dataset.records import BadRecord, Record
 
 
@@ -20,7 +21,7 @@ class JoinedIndex:
         parts: Index of each text.
     """
 
-    def __init__(self, parts: Sequence[DataIndex]) -> None:
+    def __init__(self, parts: Sequence[DataIndex | PieceIndex]) -> None:
         self.parts = tuple(parts)
         self._starts = [0, *accumulate(map(len, self.parts))]
         contents = json.dumps([part.fingerprint for part in self.parts])
@@ -60,5 +61,5 @@ class JoinedIndex:
         return part, number - self._starts[part]
 
 
-TextIndex = DataIndex | JoinedIndex
+TextIndex = DataIndex | PieceIndex | JoinedIndex
 """The records of a run."""

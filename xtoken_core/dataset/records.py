@@ -17,8 +17,8 @@ class Record:
 
     Attributes:
         number: Its number in the index, from 0.
-        value: `{"text": str}`, or `{"prompt": str, "completion": str}`, or
-            `{"messages": [{"role": str, "content": str, ...}, ...]}`.
+        value: `{"text": str}`, with a `Piece` as `piece` if it is part of a document; or
+            `{"prompt": str, "completion": str}`, or `{"messages": [{"role": str, "content": str, ...}, ...]}`.
     """
 
     number: int
@@ -32,6 +32,23 @@ class Record:
         if "completion" in self.value:
             return str(self.value["prompt"]) + str(self.value["completion"])
         return "\n".join(message["content"] for message in self.value["messages"])
+
+
+PIECE = "piece"
+"""Key of a record's value beside `text`, if it is a `Piece` of a document."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a document that is several records.
+
+    Attributes:
+        first: It begins where the document does.
+        last: It ends where the document does.
+    """
+
+    first: bool
+    last: bool
 
 
 @dataclass(frozen=True)

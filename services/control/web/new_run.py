@@ -26,7 +26,7 @@ MAIN_FIELDS = {
     "": ("name", "output"),
     "student": ("model", "context_length", "dtype"),
     TEACHER: ("model", "projection", "context_length", "dtype"),
-    "data": ("path", "field", "epochs"),
+    "data": ("path", "field", "epochs", "long"),
     "loss": ("mode",),
     "train": ("max_steps", "samples_per_step", "micro_batch_tokens", "learning_rate", "warmup_steps"),
     "workers": ("device", "collators", "ranks"),

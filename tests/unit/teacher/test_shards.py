@@ -34,6 +34,7 @@ SIZES = {
     "sliding_window": 16,
     "num_experts": 4,
     "num_local_experts": 4,
+    "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }
 CPU = torch.device("cpu")

@@ -1,0 +1,185 @@
+"""Long documents divided into records: each a stretch of bytes of a document's text, cut at line or word ends."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from xtoken_core.atomic import atomic_path
+from xtoken_core.dataset.index import DataIndex, Progress
+from xtoken_core.dataset.records import PIECE, BadRecord, Piece, Record
+from xtoken_core.errors import InputError
+
+_FORMAT = 1
+_KEPT_BYTES = 64 << 20
+"""Maximum of text of divided documents that a reader keeps."""
+_WHOLE = -1
+"""End of a record that is a document whole."""
+
+
+class PieceIndex:
+    """The pieces of an index's documents, numbered from 0 in order.
+
+    A document whose text is longer than the limit is several records; any other, also one of messages or with a prompt,
+    is one. White space between two pieces that makes a piece of its own is in none.
+
+    Args:
+        documents: The index of the documents.
+        table: `[N, 3]` int64: document, and the bytes of its text from and to; `_WHOLE` for all of it.
+        limit: Maximum of bytes of a piece.
+    """
+
+    def __init__(self, documents: DataIndex, table: np.ndarray, limit: int) -> None:
+        self._documents, self._table = documents, table
+        self.fingerprint: str = _fingerprint(documents, limit)
+        """SHA-256, in hex, of the documents' fingerprint and the limit."""
+        self._texts: OrderedDict[int, bytes] = OrderedDict()
+
+    @classmethod
+    def build(
+        cls, documents: DataIndex, limit: int, *, cache_dir: Path, progress: Progress | None = None
+    ) -> PieceIndex:
+        """Return the pieces of an index's documents: read from the cache, or made in one pass over the long ones.
+
+        Args:
+            documents: The index of the documents.
+            limit: Maximum of bytes of a piece.
+            cache_dir: Where the table is kept, by the documents' fingerprint and the limit.
+            progress: Called for every long document with the documents before it and all; it may raise to stop.
+
+        Raises:
+            InputError: A file has changed, or the cache cannot be written.
+        """
+        file = cache_dir / f"pieces-{_fingerprint(documents, limit)[:32]}.i64"
+        try:
+            if not file.exists():
+                with atomic_path(file) as scratch, scratch.open("wb") as out:
+                    for rows in _tables(documents, limit, progress):
+                        rows.tofile(out)
+            size = file.stat().st_size
+            table = np.memmap(file, dtype=np.int64, mode="r").reshape(-1, 3)
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot keep the data's pieces in {cache_dir}: {error}") from error
+        if size != table.nbytes:
+            raise InputError(f"{file} is damaged: remove it")
+        return cls(documents, table, limit)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def divided(self) -> int:
+        """Documents that are several records."""
+        return len(np.unique(self._table[self._table[:, 2] != _WHOLE, 0]))
+
+    def read(self, record_numbers: Sequence[int]) -> list[Record | BadRecord]:
+        """Return the records with these numbers, in this order.
+
+        Raises:
+            InputError: A file has changed since it was indexed, or cannot be read any more.
+            IndexError: No record has this number.
+        """
+        return [self._read_one(number) for number in record_numbers]
+
+    def location(self, number: int) -> str:
+        """Return the location of a record: that of its document, and the bytes of its text."""
+        document, begin, end = self._row(number)
+        where = self._documents.location(document)
+        return where if end == _WHOLE else f"{where}, bytes {begin} to {end} of its text"
+
+    def documents(self) -> Iterator[str]:
+        """Yield every usable document in order, whole, as plain text."""
+        return self._documents.documents()
+
+    def first_conversation(self) -> str | None:
+        """Return the location of the first file whose first usable record has `messages`; None without one."""
+        return self._documents.first_conversation()
+
+    def _row(self, number: int) -> tuple[int, int, int]:
+        if not 0 <= number < len(self):
+            raise IndexError(f"there is no record {number} among {len(self)}")
+        document, begin, end = self._table[number].tolist()
+        return document, begin, end
+
+    def _read_one(self, number: int) -> Record | BadRecord:
+        document, begin, end = self._row(number)
+        if end == _WHOLE:
+            (record,) = self._documents.read([document])
+            if isinstance(record, BadRecord):
+                return BadRecord(number, record.location, record.reason)
+            return Record(number, record.value)
+        text = self._text(document)[begin:end].decode("utf-8")
+        neighbours = self._table[max(0, number - 1) : number + 2, 0]
+        first = number == 0 or int(neighbours[0]) != document
+        last = number + 1 == len(self) or int(neighbours[-1]) != document
+        return Record(number, {"text": text, PIECE: Piece(first, last)})
+
+    def _text(self, document: int) -> bytes:
+        if document not in self._texts:
+            (record,) = self._documents.read([document])
+            if isinstance(record, BadRecord):
+                raise InputError(f"{record.location} has changed since it was divided: {record.reason}")
+            self._texts[document] = str(record.value["text"]).encode()
+        self._texts.move_to_end(document)
+        while len(self._texts) > 1 and sum(map(len, self._texts.values())) > _KEPT_BYTES:
+            self._texts.popitem(last=False)
+        return self._texts[document]
+
+
+def divide(text: bytes, limit: int) -> list[tuple[int, int]]:
+    """Return the pieces of a text as (begin, end) in bytes, in order, each of at most `limit` bytes.
+
+    A piece ends behind a line's end if there is one in its second half, else before white space, so that a word keeps
+    the space before it, else before a character. Pieces without anything but white space are left out.
+
+    Args:
+        text: UTF-8.
+        limit: At least 4, the bytes of a character.
+    """
+    pieces, begin = [], 0
+    while len(text) - begin > limit:
+        end = _cut(text, begin, begin + limit)
+        pieces.append((begin, end))
+        begin = end
+    pieces.append((begin, len(text)))
+    return [(begin, end) for begin, end in pieces if text[begin:end].strip()]
+
+
+def _cut(text: bytes, begin: int, end: int) -> int:
+    """Return where a piece that begins at `begin` ends, at `end` at the latest."""
+    half = begin + (end - begin + 1) // 2
+    line = text.rfind(b"\n", half, end)
+    if line >= 0:
+        return line + 1
+    space = max(text.rfind(mark, half, end + 1) for mark in (b" ", b"\t"))
+    if space > begin:
+        return space
+    while text[end] & 0xC0 == 0x80:  # within a character
+        end -= 1
+    return end
+
+
+def _tables(documents: DataIndex, limit: int, progress: Progress | None) -> Iterator[np.ndarray]:
+    """Yield rows of the table; a document whose line is within the limit is not read."""
+    whole: list[tuple[int, int, int]] = []
+    for number in range(len(documents)):
+        raw = documents.raw_bytes(number)
+        record = None if raw is not None and raw <= limit else documents.read([number])[0]
+        text = record.value.get("text", "").encode() if isinstance(record, Record) else b""
+        pieces = divide(text, limit) if len(text) > limit else [(0, _WHOLE)]
+        whole += [(number, begin, end) for begin, end in pieces]
+        if len(text) > limit and progress is not None:
+            progress(number, len(documents))
+        if len(whole) > 1 << 16:
+            yield np.array(whole, dtype=np.int64)
+            whole = []
+    if whole:
+        yield np.array(whole, dtype=np.int64)
+
+
+def _fingerprint(documents: DataIndex, limit: int) -> str:
+    return hashlib.sha256(f"{_FORMAT}/{documents.fingerprint}/{limit}".encode()).hexdigest()
