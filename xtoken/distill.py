@@ -10,6 +10,7 @@ from typing import Any
 
 from services.common.defaults import complete_run, load_run
 from services.supervisor.local_run import run_locally
+from services.supervisor.run_kinds import run_kind
 from services.supervisor.run_record import MODEL, SUMMARY, RunState
 from xtoken_core.errors import XtokenError
 
@@ -91,7 +92,8 @@ def distill(
         spec, _ = load_run(Path(run_file), settings)
     else:
         spec, _ = complete_run(document, Path.cwd(), source="distill()", settings=settings)
-    result = run_locally(spec, show=show, loss=loss, view=CallbackView(callback) if callback else None)
+    view = CallbackView(callback) if callback else None
+    result = run_locally(spec, show=show, loss=loss, view=view, kind=run_kind(spec))
     if result.state != RunState.COMPLETED:
         raise XtokenError(result.error or f"the run was stopped; call distill again to resume it: {spec.output}")
     summary = json.loads((spec.output / SUMMARY).read_text("utf-8"))

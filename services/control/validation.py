@@ -60,6 +60,11 @@ class SpecValidator:
         """
         if "custom" in spec.loss.modes:
             raise RefusedError("loss.mode", "a control plane runs no custom loss: run it by xtoken run --loss")
+        for number, teacher in enumerate(spec.teacher):
+            if teacher.store_missing == "compute":
+                raise RefusedError(
+                    f"teacher.{number}.store_missing", "a control plane builds no store: build it by xtoken store build"
+                )
         if self.roots is not None:
             _check_sizes(spec.model_dump())
             if spec.queue.address is not None:

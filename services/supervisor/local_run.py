@@ -37,6 +37,7 @@ SUMMARY_FIELDS = (
 def run_locally(
     spec: RunSpec, *, show: bool = True, as_json: bool = False, launchers: LauncherFactory | None = None,
     loss: str | None = None, view: ProgressView | None = None, forks: ForkServer | None = None,
+    kind: type[LocalRun] | None = None,
 ) -> RunResult:  # fmt: skip
     """Run to the end.
 
@@ -51,6 +52,7 @@ def run_locally(
         loss: `module:Class` of a custom loss.
         view: Shows the run's progress; None: the console, as `show` and `as_json` say.
         forks: Server to fork the workers from, which is closed at the end; None: started if one can be used.
+        kind: Class of the run, if not `LocalRun`.
 
     Returns:
         How it ended; `exit_code` is 128 + N if signal N stopped it.
@@ -67,7 +69,7 @@ def run_locally(
         if is_unused(spec.output):
             shutil.rmtree(spec.output, ignore_errors=True)
         raise
-    return run_to_end(LocalRun(spec, launchers, loss, forks), show=show, as_json=as_json, view=view)
+    return run_to_end((kind or LocalRun)(spec, launchers, loss, forks), show=show, as_json=as_json, view=view)
 
 
 def run_to_end(

@@ -1,4 +1,4 @@
-"""The build of a store: the processes of a run, with writers in the trainers' stead."""
+"""The build of a store: the processes of a run, with writers in the trainers' stead; and runs that begin with one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
+from services.common.store_build import build_spec
 from services.common.teacher_stores import records_of
+from services.supervisor.interrupts import POLL_S
 from services.supervisor.launchers.base import Launcher
+from services.supervisor.launchers.forks import ForkServer
 from services.supervisor.local_run import LocalRun
 from services.supervisor.process_group import RecoveredGroup
 from services.supervisor.process_spec import ProcessSpec
 from services.supervisor.run_directory import QueueDirectory
 from services.supervisor.run_record import RunResult, RunState
+from services.supervisor.supervised_run import LauncherFactory, StoppedEarly
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.teacher_store.identity import identity_of
@@ -30,11 +34,12 @@ class StoreBuild(LocalRun):
     Args:
         spec: From `build_spec`.
         store: Directory or address of the store.
+        verify: Read every record that the run needs, and compute those again that are damaged.
     """
 
-    def __init__(self, spec: RunSpec, store: str) -> None:
+    def __init__(self, spec: RunSpec, store: str, *, verify: bool = False) -> None:
         super().__init__(spec, None)
-        self.store = store
+        self.store, self._verify = store, verify
 
     def _supervise(
         self, resolved: ResolvedRun, queues: QueueDirectory, launcher: Launcher,
@@ -45,6 +50,7 @@ class StoreBuild(LocalRun):
             # The lock on the build's directory keeps out any other build of this store.
             for name in remove_unfinished(opened.files):
                 log.warning("removed %s, which a killed build has left behind", name)
+            self._drop_damaged(opened, resolved)
             complete = not opened.missing(records_of(resolved))
         except BaseException:
             self._clean_up(queues, launcher)
@@ -56,6 +62,11 @@ class StoreBuild(LocalRun):
             return RunResult(RunState.COMPLETED)
         return super()._supervise(resolved, queues, launcher, recovered, step)
 
+    def _drop_damaged(self, opened: TeacherStore, resolved: ResolvedRun) -> None:
+        """Remove damaged records of what the run reads, if they are to be computed again."""
+        for record in opened.drop_damaged(records_of(resolved)) if self._verify else ():
+            log.warning("record %d of the text is damaged in the store %s: it is computed again", record, self.store)
+
     def _process_specs(self, resolved: ResolvedRun, queues: QueueDirectory) -> tuple[ProcessSpec, ...]:
         return tuple(self._writer(spec) for spec in super()._process_specs(resolved, queues))
 
@@ -66,3 +77,56 @@ class StoreBuild(LocalRun):
         at = spec.command.index(spec.kind)
         command = (*spec.command[:at], "store", "write", *spec.command[at + 1 :], "--out", self.store)
         return dataclasses.replace(spec, command=command)
+
+
+class CompletedRun(LocalRun):
+    """A run that begins with completing the stores of teachers whose `store_missing` is `compute`.
+
+    Args:
+        spec: As for `LocalRun`.
+        launchers: Likewise.
+        loss: Likewise.
+        forks: Likewise.
+    """
+
+    def __init__(
+        self, spec: RunSpec, launchers: LauncherFactory | None, loss: str | None = None,
+        forks: ForkServer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, launchers, loss, forks)
+        self._build: StoreBuild | None = None
+
+    def stop(self, *, now: bool = False) -> None:
+        """See `SupervisedRun.stop`; the build of a store that it begins with is stopped as well."""
+        super().stop(now=now)
+        if self._build is not None:
+            self._build.stop(now=now)
+
+    def _run(self) -> RunResult | None:
+        """Complete the stores of teachers that compute what these lack, then run."""
+        for number, teacher in enumerate(self.spec.teacher):
+            if teacher.store is not None and teacher.store_missing == "compute":
+                ended = self._complete_store(number, teacher.store)
+                if ended.state == RunState.STOPPED:
+                    raise StoppedEarly
+                if ended.state != RunState.COMPLETED:
+                    return dataclasses.replace(ended, error=f"completing the store {teacher.store}: {ended.error}")
+        return super()._run()
+
+    def _complete_store(self, number: int, store: str) -> RunResult:
+        """Build what a store lacks, or has damaged, for this run; return how that ended."""
+        build = StoreBuild(build_spec(self.spec, number, store), store, verify=True)
+        with self._lock:
+            if self._stop_requested:
+                raise StoppedEarly
+            self._build = build
+        build.start()
+        while not build.over.wait(POLL_S):
+            status = build.status()
+            self._checking = f"completing the store {store}: step {status.get('step') or 0} of {status.get('steps')}"
+        build.close()
+        self._build, self._checking = None, ""
+        assert build.result is not None, "a build is never left"
+        if build.refusal is not None:
+            raise build.refusal
+        return build.result

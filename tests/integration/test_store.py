@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.resolve import resolve_run
 from services.common.store_build import build_spec
+from services.control.validation import SpecValidator
+from services.supervisor.launch_check import RefusedError
 from services.supervisor.local_run import run_locally, run_to_end
+from services.supervisor.run_kinds import run_kind
 from services.supervisor.run_record import RunState
 from services.supervisor.store_build import StoreBuild
 from services.teacher.model import TeacherModel
@@ -25,7 +28,7 @@ from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset.order import record_at
 from xtoken_core.teacher_store.identity import StoreError
-from xtoken_core.teacher_store.shards import Entry
+from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, drop_records
 from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
 
@@ -111,6 +114,29 @@ def test_a_run_reads_the_store_that_a_build_has_written(assets: TinyAssets, tmp_
     other = tiny_spec(assets, tmp_path / "other", records=25, teacher=[teacher], loss={"vocab_topk": None})
     with pytest.raises(StoreError, match=r"what differs is the text \(data\), the number of records"):
         resolve_run(of_store(other, tmp_path / "store", tmp_path / "no"))
+
+
+@pytest.mark.slow
+def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path) -> None:
+    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "topk"}
+    spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None})
+    store = build(spec, tmp_path / "store")
+    whole = {record: bytes(store.frame(record)) for record in range(24)}
+    drop_records(store.files, store.entries[7].shard.removesuffix(FRAMES) + INDEX, {7, 8, 9})
+    damage(tmp_path / "store", store.entries[5])
+    stored = of_store(spec, tmp_path / "store", tmp_path / "stored", store_missing="compute")
+    result = run_locally(stored, show=False, kind=run_kind(stored))
+    assert result.state == RunState.COMPLETED, result.error
+    steps = steps_of(stored.output)
+    assert sorted(i for line in steps for i in line["ids"]) == list(range(24))
+    assert (sum(line["store_hits"] for line in steps), sum(line["store_misses"] for line in steps)) == (24, 0)
+    again = TeacherStore.open(str(tmp_path / "store"))
+    assert again.missing(range(24)) == []
+    for record in set(range(24)) - {5, 7, 8, 9}:
+        assert bytes(again.frame(record)) == whole[record]
+    assert not list((stored.output / "logs").glob("teacher*"))
+    with pytest.raises(RefusedError, match="a control plane builds no store"):
+        SpecValidator().validate(stored)
 
 
 @pytest.mark.slow

@@ -112,8 +112,10 @@ class TeacherSpec(ModelSpec, ServedSpec):
     store: str | None = None
     """Directory, or `fsspec` address such as `s3://bucket/name`, of its stored output (`xtoken store build`), which is
     read instead of running it. `content` must be what the store holds; left out, it is `hidden`."""
-    store_missing: Literal["fail", "skip"] = "fail"
-    """A record that the store does not have, or that is damaged: end the run, or skip the sample and count it."""
+    store_missing: Literal["fail", "skip", "compute"] = "fail"
+    """A record that the store does not have, or that is damaged: `fail` ends the run, `skip` skips the sample and
+    counts it, `compute` runs the teacher over such records before the run starts, and adds them to the store. A control
+    plane does not take `compute`."""
 
     @model_validator(mode="before")
     @classmethod

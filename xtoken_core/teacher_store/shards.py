@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +162,29 @@ def _sealed(index: ShardIndex) -> bytes:
     """Return an index with its checksum in the first line."""
     body = msgspec.json.encode(index)
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def drop_records(files: StoreFiles, name: str, records: Set[int]) -> None:
+    """Remove records from the index of a shard, so that a build computes them again; the frames stay.
+
+    Args:
+        files: The store. No other process may be reading or writing this index.
+        name: Name of the index.
+        records: Their numbers.
+
+    Raises:
+        StoreError: The index is damaged.
+        OutputError: It cannot be written.
+    """
+    entries, skipped = read_index(files, name)
+    kept = [(record, entry) for record, entry in entries.items() if record not in records]
+    index = ShardIndex(skipped={str(record): why for record, why in skipped.items()})
+    for record, entry in kept:
+        index.records.append(record)
+        for column in ("offset", "size", "checksum", "digest"):
+            getattr(index, f"{column}s").append(getattr(entry, column))
+        index.tokens.append(entry.tokens)
+    files.write(name, _sealed(index))
 
 
 def remove_unfinished(files: StoreFiles) -> list[str]:

@@ -147,6 +147,24 @@ def write_without_end(store: str) -> None:
             writer.flush()
 
 
+def test_damaged_records_are_dropped_for_a_build(tmp_path: Path) -> None:
+    store = write_store(str(tmp_path), range(20))
+    for record in (3, 11):
+        entry = store.entries[record]
+        content = bytearray((tmp_path / entry.shard).read_bytes())
+        content[entry.offset] ^= 1
+        (tmp_path / entry.shard).write_bytes(content)
+    damaged = TeacherStore.open(str(tmp_path))
+    assert damaged.drop_damaged([*range(12), 50]) == [3, 11]
+    for opened in (damaged, TeacherStore.open(str(tmp_path))):
+        assert opened.missing(range(20)) == [3, 11]
+        np.testing.assert_array_equal(read(opened, 19), values_of(19))
+    writer = ShardWriter(damaged.files, 1 << 20)
+    add(writer, 3)
+    writer.flush()
+    np.testing.assert_array_equal(read(TeacherStore.open(str(tmp_path)), 3), values_of(3))
+
+
 def test_a_writer_killed_at_any_moment_leaves_only_whole_records(tmp_path: Path) -> None:
     rng, count, kills = random.Random(3), 0, 0
     TeacherStore.create(str(tmp_path), IDENTITY)

@@ -1,0 +1,165 @@
+"""A teacher by its largest logits, and stored, on the real models: `python -m experiments.stored_teacher STAGE`.
+
+    prepare   the training text and the projection
+    quality   students of whole logits and of the 16, 64 and 256 largest, with chain and with P-KL
+    second    time and GPU memory of a run with the living teacher, of a build of its store, and of a run from the store
+    collect   write the result file, print a table
+
+Models and texts are those of `experiments.real`, whose stages `models` and `texts` make them in the state's directory.
+A stage leaves out what is done; `--seconds` stops its runs gracefully. The stages `quality` and `second` may run side
+by side on two GPUs (CUDA_VISIBLE_DEVICES); the runs of `second` are made one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tomli_w
+
+from experiments.digits.stages import machine
+from experiments.jobs import Job, finished, run_all
+from experiments.real.methods import CONDITIONS, Cell, job
+from experiments.real.stages import _build_projection, write_sample
+from xtoken_core.atomic import atomic_write
+
+CONDITION, RATE = "de-500k", 2e-4
+SIZES = (16, 64, 256)
+METHODS = ("chain", "p_kl")
+RESULT = Path(__file__).with_name("results") / "stored_teacher.json"
+STORED: dict[str, dict[str, Any]] = {"topk": {"content": "topk", "topk": 64}, "hidden": {"content": "hidden"}}
+MEMORY = re.compile(r"memory at most (\d+) bytes, (\d+) of them weights; ring (\d+) bytes")
+FIRST_STEPS = 5
+"""Steps that are left out of medians: kernels are compiled in them."""
+
+
+def main() -> int:
+    """Run a stage."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["prepare", "quality", "second", "collect"])
+    parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models, texts and runs")
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--side-by-side", type=int, default=8, help="runs of `quality` at a time")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    until = time.monotonic() + arguments.seconds
+    state: Path = arguments.state.absolute()
+    if arguments.stage == "prepare":
+        write_sample(state / "texts", Cell(CONDITION, "chain", "even", RATE, 0))
+        _build_projection(state, CONDITIONS[CONDITION])
+    elif arguments.stage == "quality":
+        jobs = quality_jobs(arguments.methods, arguments.steps, arguments.device)
+        run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
+    elif arguments.stage == "second":
+        for content in STORED:
+            second(state, content, arguments.steps, arguments.device, until)
+    else:
+        collect(state, arguments.out)
+    return 0
+
+
+def run_file(method: str, name: str, teacher: dict[str, Any], steps: int, device: str) -> Job:
+    """Return a run of the experiment on real models with other settings of its teacher, evaluated at start and end."""
+    document = tomllib.loads(job(Cell(CONDITION, method, "even", RATE, 0), device=device, steps=steps).file)
+    document["name"], document["output"] = name, f"runs/{name}"
+    document["teacher"][0] |= teacher
+    document["eval"] |= {"every": steps, "also": [f"texts/{CONDITIONS[CONDITION].source}.test.jsonl"]}
+    return Job(name, tomli_w.dumps(document))
+
+
+def quality_jobs(methods: list[str], steps: int, device: str) -> list[Job]:
+    """Return the runs with whole logits and with the largest of each position."""
+    jobs = []
+    for method in methods:
+        jobs.append(run_file(method, f"stored-{method.replace('_', '-')}-whole", {}, steps, device))
+        for k in SIZES:
+            teacher = {"content": "topk", "topk": k}
+            jobs.append(run_file(method, f"stored-{method.replace('_', '-')}-{k}", teacher, steps, device))
+    return jobs
+
+
+def second(state: Path, content: str, steps: int, device: str, until: float) -> None:
+    """Make a run with the living teacher, the store of its output, and the same run from the store, alone."""
+    living = run_file("chain", f"stored-living-{content}", STORED[content], steps, device)
+    if not run_all(state, [living], side_by_side=1, until=until):
+        return
+    file, store = state / f"{living.name}.toml", state / "stores" / content
+    built = state / f"stored-build-{content}.json"
+    if not built.is_file():
+        began = time.monotonic()
+        command = [sys.executable, "-m", "services.cli", "store", "build", str(file), "--out", str(store), "--json"]
+        made = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, until - began), check=False)
+        if made.returncode:
+            print(made.stdout[-2000:], made.stderr[-2000:], flush=True)
+            return
+        summary = json.loads(made.stdout.strip().splitlines()[-1])
+        lines = _lines(store / "build" / "steps.jsonl")
+        rate = median([line["tokens_per_second"] for line in lines]) if lines else None
+        own = {"seconds": round(time.monotonic() - began, 1), "steps_tokens_per_second": rate}
+        atomic_write(built, json.dumps(summary | own, indent=1))
+        print(f"store of {content}: {summary['bytes']} bytes", flush=True)
+    teacher = STORED[content] | {"store": str(store)}
+    run_all(state, [run_file("chain", f"stored-again-{content}", teacher, steps, device)], side_by_side=1, until=until)
+
+
+def collect(state: Path, out: Path) -> None:
+    """Write the result file of the finished runs."""
+    names = sorted(path.name for path in (state / "runs").glob("stored-*"))
+    builds = sorted(state.glob("stored-build-*.json"))
+    result = {
+        "machine": machine(),
+        "condition": CONDITION,
+        "learning_rate": RATE,
+        "runs": {name: record(state / "runs" / name) for name in names if finished(state, name)},
+        "not_finished": [name for name in names if not finished(state, name)],
+        "builds": {file.stem.rpartition("-")[2]: json.loads(file.read_text()) for file in builds},
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, json.dumps(result, indent=1) + "\n")
+    for name, run in result["runs"].items():
+        print(f"{name:28} " + " ".join(f"{key}={value}" for key, value in run.items() if key != "curve"))
+
+
+def record(directory: Path) -> dict[str, Any]:
+    """Return what a run shows of quality, time, memory, and waiting for a store."""
+    steps, evals = _lines(directory / "steps.jsonl"), _lines(directory / "eval.jsonl")
+    later = steps[FIRST_STEPS:] or steps
+    curve = [{key: row[key] for key in row if key == "step" or key.startswith("bits_per_byte")} for row in evals]
+    made = {
+        "steps": len(steps),
+        "loss": round(median(line["loss"] for line in steps[-10:]), 5),
+        "seconds_per_step": round(median(line["seconds"] for line in later), 5),
+        "tokens_per_second": median(line["tokens_per_second"] for line in later),
+        "trainer_peak_bytes": max((line.get("memory_peak_bytes") or 0 for line in steps), default=0),
+        "curve": curve,
+    }
+    if "store_wait_seconds" in steps[-1]:
+        waited, total = (sum(line[key] for line in later) for key in ("store_wait_seconds", "seconds"))
+        made |= {
+            "store_wait_fraction": round(waited / total, 5),
+            "store_bytes_per_step": median(line["store_bytes"] for line in later),
+        }
+    logs = "".join(path.read_text(errors="replace") for path in sorted((directory / "logs").glob("teacher-0-0*.log")))
+    if matches := MEMORY.findall(logs):
+        peak, weights, ring = map(int, matches[-1])
+        made |= {"teacher_peak_bytes": peak, "teacher_weight_bytes": weights, "teacher_ring_bytes": ring}
+    return made
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
