@@ -140,13 +140,19 @@ def plan(
     return Plan(dealt).filled_up(micro_batches, sides=len(max_widths))
 
 
+def _side_name(side: int, sides: int) -> str:
+    if side == 0:
+        return "the student's side"
+    return "the teacher's side" if sides == 2 else f"the side of teacher {side - 1}"
+
+
 def _padded(row: RowLengths, budget: int, multiple: int, max_widths: tuple[int, ...]) -> RowLengths:
     """Return the row with its lengths rounded up to widths."""
     if len(row.lengths) != len(max_widths):
         raise ValueError(f"sample {row.id} has {len(row.lengths)} lengths, the run {len(max_widths)} sides")
     widths = tuple(max(1, -(-length // multiple)) * multiple for length in row.lengths)
     for side, (length, width, most) in enumerate(zip(row.lengths, widths, max_widths, strict=True)):
-        name = "the student's side" if side == 0 else f"the side of teacher {side - 1}"
+        name = _side_name(side, len(widths))
         if width > most:
             raise ConfigError(
                 f"sample {row.id} has {length} tokens on {name}, whose context length allows {most}: "

@@ -106,15 +106,14 @@ class TeacherLoop:
         self.model, self.transport = model, transport
         self.teacher, self.rank, self.pad_id = teacher, rank, pad_id
         spec = self.run.spec
-        self.number = spec.living_teachers.index(teacher)
+        self.number, self.name = spec.living_teachers.index(teacher), spec.teacher_name(teacher)
         shared = self.run.same_tokenizer[teacher]
         self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
         self.shape = ring_shape(self.run, teacher)
         directory, width = spec.teacher[teacher].model, model.head_width
         if width != self.shape.head_width:
             raise InputError(
-                f"{spec.teacher_name(teacher)}: the head of {directory} has {width} rows, "
-                f"its config.json says {self.shape.head_width}"
+                f"{self.name}: the head of {directory} has {width} rows, its config.json says {self.shape.head_width}"
             )
         if self.shape.hidden and not model.plain_head:
             raise ConfigError(
@@ -148,7 +147,7 @@ class TeacherLoop:
         spec = self.run.spec
         ring = create_ring(self.transport, self.shape, run=spec.name, session=trainer.trainer, device=self.model.device)
         limit = spec.workers.step_timeout_s
-        completions = EventCallbacks(self.model.device, f"completions of teacher {self.teacher}", limit_s=limit)
+        completions = EventCallbacks(self.model.device, f"completions of {self.name}", limit_s=limit)
         try:
             with self._head_in(ring):
                 number = self.queue.announce_ring(self.number, self.rank, trainer.trainer, ring.handle.to_bytes())
@@ -242,7 +241,7 @@ class TeacherLoop:
         beyond_head = [bool((ids >= self.shape.head_width).any()) for ids in claim.of_samples()]
         if any(beyond_head):
             bad = [sample for sample, is_beyond in zip(claim.claimed.ids, beyond_head, strict=True) if is_beyond]
-            reason = f"token ids beyond the head of teacher {self.teacher} ({self.shape.head_width} rows)"
+            reason = f"token ids beyond the head of {self.name} ({self.shape.head_width} rows)"
             raise RefusedSamplesError(bad, reason)
 
     def _claim(self, pair: Pair, batch: MicroBatch, rewinds: int) -> ClaimedTokens | None:
@@ -344,7 +343,7 @@ class ServedLoop(TeacherLoop):
             else:
                 scores.append(made)
         if refused:
-            raise RefusedSamplesError(list(refused), f"teacher {self.teacher}: {next(iter(refused.values()))}")
+            raise RefusedSamplesError(list(refused), f"{self.name}: {next(iter(refused.values()))}")
         rows, width = claim.ids.shape
         view = ring.slot_view(claimed.slot, rows, width)
         parts = [(row, slice(0, length)) for row, length in enumerate(claim.lengths)]

@@ -51,7 +51,8 @@ class TeacherRings:
             announced = self.worker.queue.await_ring(teacher, wait_s=0.0)
             known = RINGS.of_teacher(teacher)
             if known is not None and (announced is None or announced.ring != known):
-                log.warning("teacher %d has ended: ring %d is closed, the next teacher opens a new one", teacher, known)
+                name = self._name(teacher)
+                log.warning("%s has ended: ring %d is closed, the next start of it opens a new one", name, known)
                 self._close(teacher)
             if announced is None or announced.ring == known:
                 continue
@@ -61,7 +62,7 @@ class TeacherRings:
             except (SignalError, QueueError) as error:
                 self._check_replaced(teacher, announced.ring, error)
             else:
-                log.info("ring %d of teacher %d is open", announced.ring, teacher)
+                log.info("ring %d of %s is open", announced.ring, self._name(teacher))
 
     def receive(self, slots: Iterable[SlotRef], columns: MutableMapping[str, Column]) -> None:
         """Move signals that came through the queue from a claim's columns into their rings."""
@@ -150,13 +151,17 @@ class TeacherRings:
         transport = run.spec.workers.transport_name
         open_ring(transport, number, handle, shape, teacher=teacher, device=self.device, head=head)
 
+    def _name(self, teacher: int) -> str:
+        name = self.worker.run.spec.teacher_name(self._numbers[teacher])
+        return "the teacher" if name == "teacher" else name
+
     def _check_replaced(self, teacher: int, number: int, error: Exception) -> None:
         """Raise the error of opening a ring, unless its teacher has ended meanwhile: the next one announces its own."""
         self._close(teacher)
         now = self.worker.queue.await_ring(teacher, wait_s=0.0)
         if now is not None and now.ring == number:
             raise error
-        log.info("ring %d of teacher %d was withdrawn before it was open: %s", number, teacher, error)
+        log.info("ring %d of %s was withdrawn before it was open: %s", number, self._name(teacher), error)
 
     def _close(self, teacher: int) -> None:
         """Close a teacher's ring once nothing reads it any more: until then its memory must stay mapped."""

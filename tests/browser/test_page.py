@@ -131,7 +131,7 @@ def test_run_from_form_to_files(open_page: Open, plane: Plane, tmp_path: Path) -
     assert page.locator("#curve-loss").is_visible()
 
     page.get_by_role("navigation", name="Run", exact=True).get_by_role("link", name="Log").click()
-    expect(page.get_by_role("log")).to_contain_text("ring 1 of teacher 0 is open")
+    expect(page.get_by_role("log")).to_contain_text("ring 1 of the teacher is open")
     page.get_by_role("link", name="trainer-0", exact=True).click()
     expect(page.get_by_role("log")).not_to_contain_text("serving at")
     picture(page, "06-log")
@@ -224,6 +224,17 @@ def test_baseline_and_distilled_are_compared(open_page: Open, plane: Plane) -> N
     expect(differing.get_by_role("row").filter(has_text="loss.mode")).to_contain_text("alm")
     expect(differing).not_to_contain_text("student.model")
     picture(page, "16-compare")
+
+    bits = rows.nth(1).locator("b").inner_text()
+    rows.nth(1).get_by_role("link").click()
+    page.locator("#more summary").click()
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Remove from the list").click()
+    page.get_by_role("link", name="pair", exact=True).click()
+    page.locator("#more summary").click()
+    page.get_by_role("button", name="Compare with its baseline").click()  # as made by `xtoken run --baseline`
+    expect(rows.nth(1).locator(".pill")).to_have_text("completed", timeout=WHOLE_RUN_MS)
+    expect(rows.nth(1).locator("b")).to_have_text(bits)
 
     page.goto("/")
     row = page.get_by_role("row").filter(has_text="pair-baseline")

@@ -83,7 +83,9 @@ def test_a_teacher_that_hangs_is_told_of_and_replaced(assets: TinyAssets, tmp_pa
     assert ending.state == RunState.COMPLETED, ending.error
     assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(160))
     trainer_log = next((spec.output / "logs").glob("trainer-0.*.log")).read_text()
-    assert trainer_log.index("teacher 0 has ended: ring 1 is closed") < trainer_log.index("ring 2 of teacher 0 is open")
+    assert trainer_log.index("the teacher has ended: ring 1 is closed") < trainer_log.index(
+        "ring 2 of the teacher is open"
+    )
 
 
 @pytest.mark.slow

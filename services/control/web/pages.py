@@ -22,7 +22,7 @@ from services.control.web.gauges import gauges_of
 from services.control.web.render import HEADERS, PageRoute, page
 from services.control.web.rendered import RenderedPages
 from services.control.web.run_view import RunView, run_views
-from services.supervisor.run_record import RunState
+from services.supervisor.run_record import SUMMARY, RunState
 from xtoken_core.config.spec import RunSpec
 
 PAGE_SIZE = 50
@@ -190,7 +190,10 @@ def resume(run_id: RunId, context: Context) -> Response:
 
 @router.post("/runs/{run_id}/baseline")
 def start_baseline(run_id: RunId, context: Context) -> Response:
-    """Start the run's baseline, the same run with cross-entropy only, and show both side by side."""
+    """Start the run's baseline, the same run with cross-entropy only, and show both side by side.
+
+    One that `xtoken run --baseline` has finished is listed, and nothing is trained.
+    """
     spec = baseline_of(RunSpec.model_validate(context.status(run_id)["spec"]))
     run, row = context.runs.start(spec)
     if run is not None:
@@ -212,5 +215,11 @@ def _variables(context: AppContext, run_id: str) -> dict[str, Any]:
     view = context.view(run_id)
     notes = context.runs.store.notes(run_id, limit=NOTES)
     run = RunView(context.status(run_id), list(view.steps.recent), view.same_tokenizer)
-    baseline = context.runs.store.run_with_output(baseline_output(view.output)) if run.has_teacher else None
-    return {"run": run, "notes": notes[::-1], "baseline": baseline.id if baseline is not None else None}
+    directory = baseline_output(view.output)
+    baseline = context.runs.store.run_with_output(directory) if run.has_teacher else None
+    return {
+        "run": run,
+        "notes": notes[::-1],
+        "baseline": baseline.id if baseline is not None else None,
+        "baseline_made": run.has_teacher and (directory / SUMMARY).is_file(),
+    }

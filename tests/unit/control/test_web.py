@@ -380,6 +380,16 @@ def test_losses_have_their_names_and_weights() -> None:
     assert drawn("eval", BITS, ONE).keys() == {"held-out", "held-out-agreement"}
 
 
+def test_baseline_of_a_shell_is_offered(client: TestClient, runs: Runs) -> None:
+    output = put(runs, "a")
+    assert "Train its baseline" in client.get("/runs/a").text
+    made = output.with_name("a-baseline")
+    made.mkdir()
+    (made / "summary.json").write_text("{}")
+    page = client.get("/runs/a").text
+    assert "Compare with its baseline" in page and "Train its baseline" not in page
+
+
 def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -> None:
     for name, bits, changes in (("a", 1.25, {}), ("a-baseline", 1.5, {"teacher": [], "loss": CROSS_ENTROPY_ONLY})):
         output = put(runs, name)
