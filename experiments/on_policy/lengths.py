@@ -11,12 +11,11 @@ import torch
 from experiments.digits.settings import Scale
 from experiments.digits.text import Texts, read_texts
 from experiments.on_policy.methods import METHODS, PROMPT_CHARACTERS, file_of
-from services.common.models import load_model
 from services.common.resolve import resolve_run
 from services.common.tokenizers import tokenizer_of
-from services.rollout.main import vocabulary_of
+from services.rollout.main import make_sampler
 from services.rollout.prompts import prompt_of
-from services.rollout.sampling import Sampler, seed_of
+from services.rollout.sampling import seed_of
 from xtoken_core.config.spec import load_run_spec
 from xtoken_core.tokenizing import TextTokenizer
 
@@ -55,12 +54,11 @@ def measure_lengths(state: Path, scale: Scale, seed: int, *, max_new_tokens: int
     file.write_text(file_of(scale, "on_policy", seed, steps=1, max_new_tokens=max_new_tokens), encoding="utf-8")
     run = resolve_run(load_run_spec(file))
     assert run.spec.rollout is not None
-    model = load_model(run.spec.student, "student", torch.device("cpu")).eval()  # type: ignore[no-untyped-call]
     tokenizer = TextTokenizer(tokenizer_of(run.spec.student, "student"), "student")
     documents = read_texts(Texts(state / "text").more)[:SAMPLED]
     text = [min(len(tokenizer.prompt({"text": each})) + 1, run.spec.student.context_length) for each in documents]
     prompts = [tokenizer.prompt(prompt_of({"text": each}, PROMPT_CHARACTERS) or {}) for each in documents]
-    sampler = Sampler(model, vocabulary_of(run, model, tokenizer), run.spec.rollout)
+    sampler = make_sampler(run, tokenizer, torch.device("cpu"))
     sampled = sampler.complete(prompts, [seed_of(seed, n, 0) for n in range(len(prompts))], lambda: None)
     rows = [len(prompt) + len(row.ids) for prompt, row in zip(prompts, sampled, strict=True)]
     return Lengths(fmean(text), fmean(rows))

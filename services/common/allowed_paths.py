@@ -88,6 +88,8 @@ class Roots:
             if teacher.store is not None:
                 self.check_store(teacher.store, f"teacher.{number}.store")
             self.check_urls(teacher.url, f"teacher.{number}.url")
+        if spec.rollout is not None:
+            self.check_urls(spec.rollout.url, "rollout.url")
 
     def check_store(self, store: str, field: str) -> None:
         """Check the directory of a store; an address lies in no root.

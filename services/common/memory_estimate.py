@@ -123,7 +123,7 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
 
 def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[Need]:
     """Yield the weights with which rollout workers generate on a GPU; their caches come on top."""
-    for number in range(spec.rollout.workers if spec.rollout is not None else 0):
+    for number in range(spec.rollout.workers if spec.rollout is not None and not spec.rollout.url else 0):
         if number % gpus == gpu:
             yield Need(f"rollout worker {number}'s weights", weight_bytes(spec.student.model, spec.student.dtype))
 

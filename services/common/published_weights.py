@@ -133,6 +133,22 @@ def load_weights(model: nn.Module, path: Path) -> Version:
     Raises:
         InputError: As `read_version`, or the weights are not this model's.
     """
+    version, payload = _read(path)
+    _copy(_parsed(payload, path), model, path)
+    return version
+
+
+def read_weights(path: Path) -> tuple[Version, bytes]:
+    """Return the version of published weights and the bytes of a `.safetensors` file with them.
+
+    Raises:
+        InputError: As `load_weights`.
+    """
+    version, payload = _read(path)
+    return version, save(_parsed(payload, path), metadata={"format": "pt"})
+
+
+def _read(path: Path) -> tuple[Version, bytes]:
     descriptor = _open(path)
     try:
         mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
@@ -145,12 +161,14 @@ def load_weights(model: nn.Module, path: Path) -> Version:
         payload = mapping[HEADER.size :]
     if zlib.crc32(payload) != checksum:
         raise InputError(f"the published weights {path} are damaged: their checksum differs")
+    return version, payload
+
+
+def _parsed(payload: bytes, path: Path) -> dict[str, Tensor]:
     try:
-        tensors = load(payload)
+        return load(payload)
     except (SafetensorError, ValueError) as error:
         raise InputError(f"the published weights {path} are damaged: {error}") from error
-    _copy(tensors, model, path)
-    return version
 
 
 def _copy(tensors: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:

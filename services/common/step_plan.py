@@ -48,8 +48,9 @@ class GeneratedRows:
             "completion_tokens": round(self.tokens / self.count, 3),
             "finished": round(self.finished / self.count, 6),
             "staleness": round(self.staleness / self.count, 6),
-            "entropy": round(self.entropy / max(self.tokens, 1), 6),
         }
+        if self.entropy:  # servers do not give it
+            metrics["entropy"] = round(self.entropy / max(self.tokens, 1), 6)
         if self.seconds:
             metrics["generated_tokens_per_second"] = round(self.tokens / self.seconds, 3)
             metrics["rollout_wait"] = round(self.waited / (self.waited + self.seconds), 6)

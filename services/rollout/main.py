@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from services.common.collation import MAX_REASON, end_run, make_collator, open_data, serve_blocks
+from services.common.http_engine.factory import open_engine
 from services.common.models import head_width, load_model, pick_device
-from services.common.published_weights import Version, load_weights, read_version, weights_file
+from services.common.published_weights import Version, read_version, weights_file
 from services.common.run_order import record_of
 from services.common.worker import QueueLink, Worker, worker_session
 from services.rollout.prompts import prompt_of
 from services.rollout.sampling import Sampler, Vocabulary, seed_of, spelled_text
+from services.rollout.served import MODEL, ServedSampler
 from xtoken_core.alignment.tables import TEXT
 from xtoken_core.collate import loss_counts
 from xtoken_core.collate_generated import Completion, CompletionCollator
@@ -22,6 +24,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.queue.run.names import ROLLOUT
+from xtoken_core.regular_files import read_json_object
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block
@@ -48,11 +51,11 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
         device = pick_device(run.spec.workers.device, rank)
         if device.type == "cpu":
             torch.use_deterministic_algorithms(True)
-        worker.activity("loading the student")
-        model = load_model(run.spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
         worker.activity("loading tokenizers")
         collator = make_collator(worker)
-        loop = RolloutLoop(worker, model, collator, open_data(worker))
+        worker.activity("loading the student")
+        sampler = make_sampler(run, collator.student, device)
+        loop = RolloutLoop(worker, sampler, collator, open_data(worker))
         worker.phase("run")
         loop.serve()
 
@@ -60,14 +63,15 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
 class RolloutLoop:
     """The rollout worker's main loop: lease a block of prompts, load the weights, sample, collate, put."""
 
-    def __init__(self, worker: Worker, model: Any, collator: CompletionCollator, index: TextIndex) -> None:
+    def __init__(
+        self, worker: Worker, sampler: Sampler | ServedSampler, collator: CompletionCollator, index: TextIndex
+    ) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
-        self.model, self.collator, self.index = model, collator, index
+        self.sampler, self.collator, self.index = sampler, collator, index
         assert self.run.spec.rollout is not None
         self.settings = self.run.spec.rollout
         self.counts = loss_counts(self.run.spec.loss, self.run.same_tokenizer)
-        self.vocabulary = vocabulary_of(self.run, model, collator.student)
-        self.sampler = Sampler(model, self.vocabulary, self.settings)
+        self.vocabulary = sampler.vocabulary
         self._file = weights_file(self.run)
         self._loaded: Version | None = None
         self._idle_since = time.monotonic()
@@ -96,7 +100,7 @@ class RolloutLoop:
             if not len(kept):
                 tombstones[position] = "the completion holds no valid text"
                 continue
-            entropy = row.entropy * len(kept) / len(row.ids)
+            entropy = row.entropy * len(kept) / max(len(row.ids), 1)
             completions[position] = Completion(
                 prompt, prompt_ids, kept, text, ends, row.finished and whole, version.step, entropy, *times
             )
@@ -123,7 +127,7 @@ class RolloutLoop:
                 version = read_version(self._file)
                 if version != self._loaded:
                     self._loaded = None  # a failure in between leaves a mixture
-                    self._loaded = version = load_weights(self.model, self._file)
+                    self._loaded = version = self.sampler.load(self._file)
                     log.info("generating with the weights of step %d", version.step)
             except InputError:  # its trainer has ended, and a sweep removed it: another one will publish
                 if time.monotonic() > deadline:
@@ -186,8 +190,35 @@ class RolloutLoop:
         return prompt, ids
 
 
-def vocabulary_of(run: ResolvedRun, model: Any, tokenizer: TextTokenizer) -> Vocabulary:
+def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.device) -> Sampler | ServedSampler:
+    """Return the sampler of a run: a model of this process, or servers.
+
+    Raises:
+        ConfigError: The student's tokens do not spell the text as it is, or a server's address is not allowed.
+        InputError: The model or a server's key cannot be read.
+    """
+    spec = run.spec
+    assert spec.rollout is not None
+    if spec.rollout.url:
+        engine = open_engine(spec.rollout, "rollout", run.student.vocab_size, tokenizer)
+        file = spec.student.model / "generation_config.json"
+        defaults = read_json_object(file).get("eos_token_id") if file.is_file() else None
+        vocabulary = vocabulary_of(run, tokenizer, defaults, width=run.student.vocab_size)
+        return ServedSampler(engine, vocabulary, spec.rollout, spec.student.model, spec.output / MODEL)
+    model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
+    defaults = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    vocabulary = vocabulary_of(run, tokenizer, defaults, width=head_width(model))
+    return Sampler(model, vocabulary.to(device), spec.rollout)
+
+
+def vocabulary_of(run: ResolvedRun, tokenizer: TextTokenizer, defaults: Any, *, width: int) -> Vocabulary:
     """Return the tokens that the student may sample: those that spell text, and those that end one.
+
+    Args:
+        run: The run.
+        tokenizer: The student's.
+        defaults: Token or tokens that end a text, of the model's own settings; None: none.
+        width: Rows of the student's head.
 
     Raises:
         ConfigError: Its tokens do not spell the text as it is.
@@ -195,10 +226,9 @@ def vocabulary_of(run: ResolvedRun, model: Any, tokenizer: TextTokenizer) -> Voc
     table = tokenizer.table
     if table.drops_whitespace:
         raise ConfigError("rollout: the student's tokenizer spells no spaces, so that a completion is no text")
-    defaults = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     named = [*(defaults if isinstance(defaults, list) else [defaults]), tokenizer.eos_id]
     ends = frozenset(end for end in named if isinstance(end, int) and end < run.student.vocab_size)
-    allowed = torch.zeros(head_width(model), dtype=torch.bool)
+    allowed = torch.zeros(width, dtype=torch.bool)
     allowed[: len(table)] = torch.from_numpy(table.kinds == TEXT)[: len(allowed)]
     allowed[list(ends)] = True
-    return Vocabulary(table.pieces, allowed.to(model.device), ends, tokenizer.pad_id)
+    return Vocabulary(table.pieces, allowed, ends, tokenizer.pad_id)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from services.common.published_weights import Version, load_weights
 from xtoken_core.config.rollout import RolloutSpec
 
 
@@ -55,6 +57,10 @@ class Vocabulary:
     ends: frozenset[int]
     pad_id: int
 
+    def to(self, device: torch.device) -> Vocabulary:
+        """Return it with its tensor on a device."""
+        return replace(self, allowed=self.allowed.to(device))
+
 
 class Sampler:
     """Completes prompts.
@@ -71,6 +77,14 @@ class Sampler:
         accepted = inspect.signature(model.forward).parameters
         self._has_positions = "position_ids" in accepted
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    def load(self, path: Path) -> Version:
+        """Load the published weights in a file; return their version.
+
+        Raises:
+            InputError: The file cannot be read, or its weights are not this model's.
+        """
+        return load_weights(self.model, path)
 
     @torch.no_grad()
     def complete(

@@ -6,14 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from xtoken_core.config.base import Count, Part
+from xtoken_core.config.base import Count
+from xtoken_core.config.served import ServedSpec
 
 if TYPE_CHECKING:
     from xtoken_core.config.spec import RunSpec
 
 
-class RolloutSpec(Part):
-    """On-policy distillation: the student completes prompts of the training text and learns from its completions."""
+class RolloutSpec(ServedSpec):
+    """On-policy distillation: the student completes prompts of the training text and learns from its completions.
+
+    With `url` servers generate instead of the rollout worker, which writes every version of the weights to
+    `rollout-model` in the run's output directory and makes the servers read it.
+    """
 
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of every step's samples that are prompts to complete; the rest is ordinary text."""
@@ -49,6 +54,12 @@ class RolloutSpec(Part):
                 f"rollout.publish_every = {self.publish_every} is more than rollout.max_staleness + 1 = "
                 f"{self.max_staleness + 1}: the last step before new weights could train no completion: publish more "
                 "often or raise max_staleness"
+            )
+        if self.url and self.url_engine == "llama_cpp":
+            raise ValueError('rollout.url_engine = "llama_cpp" takes no new weights: use "vllm" or "sglang"')
+        if self.url and self.workers > 1:
+            raise ValueError(
+                f"rollout.workers = {self.workers}: one worker updates the servers of rollout.url: set it to 1"
             )
         return self
 

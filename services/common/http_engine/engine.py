@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from services.common.http_engine.errors import EngineRefusalError
@@ -23,6 +24,39 @@ class ServedModel:
 
     name: str
     max_length: int | None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What is asked for in a completion.
+
+    Attributes:
+        max_tokens: Its length at most.
+        seed: Of its random numbers.
+        stop: Texts that end it.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A completion by a server.
+
+    Attributes:
+        ids: Its tokens as sampled, the end of the text included if the server gives it.
+        finished: It ended by itself, not at the limit of its length.
+        stopped: A stop string ended it.
+    """
+
+    ids: list[int]
+    finished: bool
+    stopped: bool = False
 
 
 class Engine(ABC):
@@ -86,6 +120,34 @@ class Engine(ABC):
             EngineRefusalError: A server refuses the request, or answers in another form.
             SampleRefusedError: The server cannot take this text.
         """
+
+    @abstractmethod
+    def complete(self, ids: Sequence[int], sampling: Sampling, replica: Replica | None = None) -> Continuation:
+        """Complete a prompt.
+
+        Args:
+            ids: Its tokens, with all special tokens.
+            sampling: Lengths and distribution.
+            replica: The server; None: any.
+
+        Raises:
+            EngineError: No server has answered in time.
+            EngineRefusalError: A server refuses the request, or answers in another form.
+            SampleRefusedError: The server cannot take this text.
+        """
+
+    def load_weights(self, directory: Path, replica: Replica) -> None:
+        """Make a server read its weights again.
+
+        Args:
+            directory: Directory of the model, which the server sees under the same path.
+            replica: The server.
+
+        Raises:
+            EngineError: It has not answered in time.
+            EngineRefusalError: It cannot.
+        """
+        raise EngineRefusalError(f"{self.pool.field}.url: {replica.url} takes no new weights: use another program")
 
 
 class IdsEngine(Engine):

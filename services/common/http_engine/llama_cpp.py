@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from services.common.http_engine.engine import Engine, ServedModel
+from services.common.http_engine.engine import Continuation, Engine, Sampling, ServedModel
 from services.common.http_engine.errors import EngineRefusalError, SampleRefusedError
 from services.common.http_engine.pool import EnginePool, Replica
 from services.common.http_engine.scores import PromptScores, ScoresBuilder, items, log_prob, member, token_id
@@ -26,6 +26,8 @@ from xtoken_core.alignment.tables import TEXT
 from xtoken_core.tokenizing import TextTokenizer
 
 EVENT = b"data: "
+SEEDS = 1 << 31
+"""Seeds of a request are below this."""
 
 
 class LlamaCppEngine(Engine):
@@ -90,6 +92,39 @@ class LlamaCppEngine(Engine):
             own = log_prob(values[position], "token_logprobs") if position + 1 < len(ids) else None
             builder.add(position, self._named(tops[position]), own)
         return builder.scores()
+
+    def complete(self, ids: Sequence[int], sampling: Sampling, replica: Replica | None = None) -> Continuation:
+        """See `Engine.complete`; a completion with a token whose text is not unique is refused."""
+        ids = list(ids)
+        if ids[:1] != self._text.ends[0]:
+            raise SampleRefusedError("a prompt does not begin with the begin-of-text token that the server adds")
+        body = {
+            "model": self.name,
+            "prompt": self._text.tokenizer.decode(ids[1:], clean_up_tokenization_spaces=False),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": 0 if sampling.top_k is None else sampling.top_k,
+            "min_p": 0.0,
+            "repeat_penalty": 1.0,
+            "seed": sampling.seed % SEEDS,
+            "logprobs": 1,
+            "stop": list(sampling.stop),
+        }
+        answer = self.pool.call("POST", "/v1/completions", body, replica=replica)
+        if member(answer, "usage", "prompt_tokens") != len(ids):
+            raise SampleRefusedError("the server tokenizes the text of a prompt otherwise than its row")
+        choice = member(answer, "choices", 0)
+        names = member(choice, "logprobs", "tokens")
+        tokens = [self._names.get(name) for name in items(names, len(names), "tokens")]
+        finished = choice.get("finish_reason") == "stop"
+        if finished and not sampling.stop and self._text.eos_id is not None:
+            tokens.append(self._text.eos_id)
+        if None in tokens:
+            raise SampleRefusedError("a completion has a token whose text another token has, too")
+        return Continuation(
+            [token for token in tokens if token is not None], finished, finished and bool(sampling.stop)
+        )
 
     @cached_property
     def _names(self) -> dict[str, int]:

@@ -7,12 +7,16 @@ this was written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from services.common.http_engine.engine import IdsEngine
+from services.common.http_engine.engine import Continuation, IdsEngine, Sampling
 from services.common.http_engine.errors import EngineRefusalError
 from services.common.http_engine.pool import Replica
 from services.common.http_engine.scores import PromptScores, ScoresBuilder, items, log_prob, member, token_id
+
+SEEDS = 1 << 31
+"""Seeds of a request are below this. They count only if the server was started for deterministic inference."""
 
 
 class SglangEngine(IdsEngine):
@@ -40,6 +44,35 @@ class SglangEngine(IdsEngine):
         if after:
             builder.add(len(ids) - 1, [_entry(one, "output_top_logprobs") for one in after[0] or ()], None)
         return builder.scores()
+
+    def complete(self, ids: Sequence[int], sampling: Sampling, replica: Replica | None = None) -> Continuation:
+        """See `Engine.complete`."""
+        parameters: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": -1 if sampling.top_k is None else sampling.top_k,
+            "sampling_seed": sampling.seed % SEEDS,
+        }
+        if sampling.stop:
+            parameters["stop"] = list(sampling.stop)
+        body = {"input_ids": list(ids), "sampling_params": parameters, "return_logprob": True}
+        meta = member(self.pool.call("POST", "/generate", body, replica=replica), "meta_info")
+        entries = member(meta, "output_token_logprobs")
+        tokens = [_entry(one, "output_token_logprobs")[0] for one in items(entries, len(entries), "tokens")]
+        reason = member(meta, "finish_reason")
+        stops = member(reason, "type") == "stop"
+        return Continuation(tokens, stops, stops and isinstance(reason.get("matched"), str))
+
+    def load_weights(self, directory: Path, replica: Replica) -> None:
+        """See `Engine.load_weights`."""
+        body = {"model_path": str(directory), "flush_cache": True}
+        answer = self.pool.call("POST", "/update_weights_from_disk", body, replica=replica)
+        if member(answer, "success") is not True:
+            raise EngineRefusalError(
+                f"{self.pool.field}.url: {replica.url} has not loaded {directory}: {str(answer.get('message'))[:200]}: "
+                "let it see the run's output directory under the same path"
+            )
 
 
 def _entry(entry: Any, where: str) -> tuple[int, float]:

@@ -1,15 +1,18 @@
 """vLLM: completions of no text, with the log-probabilities of the prompt (`prompt_logprobs`).
 
-Written from its documentation (Completions API of the OpenAI-compatible server). It has not been run: vLLM cannot be
-installed where this was written. A server needs `--max-logprobs` of at least `teacher.topk`; its default is 20.
+Written from its documentation (Completions API of the OpenAI-compatible server, sleep mode). It has not been run: vLLM
+cannot be installed where this was written. A server of a teacher needs `--max-logprobs` of at least `teacher.topk`; its
+default is 20. One that generates reads new weights by `reload_weights` of its workers, from the directory that it was
+started with, which takes `VLLM_SERVER_DEV_MODE=1`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from services.common.http_engine.engine import IdsEngine
+from services.common.http_engine.engine import Continuation, IdsEngine, Sampling
 from services.common.http_engine.errors import EngineRefusalError
 from services.common.http_engine.pool import Replica
 from services.common.http_engine.scores import PromptScores, ScoresBuilder, items, log_prob, member, token_id
@@ -42,6 +45,34 @@ class VllmEngine(IdsEngine):
         if generated and generated.get("top_logprobs"):
             builder.add(len(ids) - 1, _named(generated["top_logprobs"][0]), None)
         return builder.scores()
+
+    def complete(self, ids: Sequence[int], sampling: Sampling, replica: Replica | None = None) -> Continuation:
+        """See `Engine.complete`."""
+        body: dict[str, Any] = {
+            "model": self.name,
+            "prompt": list(ids),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "logprobs": 1,
+            "return_tokens_as_token_ids": True,
+            "add_special_tokens": False,
+        }
+        if sampling.top_k is not None:
+            body["top_k"] = sampling.top_k
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        choice = member(self.pool.call("POST", "/v1/completions", body, replica=replica), "choices", 0)
+        names = member(choice, "logprobs", "tokens")
+        tokens = [token_id(str(name).removeprefix(ID_PREFIX), "tokens") for name in items(names, len(names), "tokens")]
+        stopped = isinstance(choice.get("stop_reason"), str)
+        return Continuation(tokens, choice.get("finish_reason") == "stop", stopped)
+
+    def load_weights(self, directory: Path, replica: Replica) -> None:
+        """See `Engine.load_weights`; the server must have been started with this directory, in development mode."""
+        self.pool.call("POST", "/collective_rpc", {"method": "reload_weights"}, replica=replica, decode=bytes)
+        self.pool.call("POST", "/reset_prefix_cache", replica=replica, decode=bytes)
 
 
 def _entries(entries: Any, own: int) -> tuple[list[tuple[int, float]], float]:

@@ -126,6 +126,7 @@ def test_every_path_of_a_specification_is_checked() -> None:
     assert texts_of(RunSpec) == {
         "name", "data.field", "data.sources.field", "eval.field", "queue.address", "report.wandb_project",
         "train.lora.targets", "ray.address", "rollout.stop", "teacher.store", "teacher.url", "teacher.url_model",
+        "rollout.url", "rollout.url_model",
     }  # fmt: skip
 
 

@@ -1,0 +1,184 @@
+"""Completions by servers: what is sent to each program, what is read of its answers, weights that are updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.common.http_engine.engine import Sampling
+from services.common.http_engine.errors import EngineRefusalError
+from services.common.http_engine.factory import open_engine
+from services.common.published_weights import Version, WeightsWriter
+from services.demo.vocabularies import train_teacher_tokenizer
+from services.rollout.sampling import Vocabulary
+from services.rollout.served import ServedSampler
+from tests.support.engine_server import Answer, serving
+from tests.support.tiny_run import documents, make_model
+from xtoken_core.config.rollout import RolloutSpec
+from xtoken_core.tokenizing import TextTokenizer
+
+WHOLE = Sampling(max_tokens=4, seed=(1 << 40) + 3, temperature=0.7, top_k=9, top_p=0.9, stop=("\n",))
+VLLM = {
+    # Completions API; `stop_reason` is the stop string, null after the end of the text.
+    "path": "/v1/completions",
+    "request": {
+        "model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9,
+        "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1, "return_tokens_as_token_ids": True,
+        "add_special_tokens": False,
+    },
+    "answer": {"choices": [{
+        "index": 0, "text": " a", "finish_reason": "stop", "stop_reason": "\n",
+        "logprobs": {"tokens": ["token_id:7", "token_id:8"], "token_logprobs": [-0.5, -0.1], "top_logprobs": []},
+    }]},
+}  # fmt: skip
+SGLANG = {
+    # Native `/generate`: `finish_reason` has `matched`, the stop string or the token that ended the text.
+    "path": "/generate",
+    "request": {
+        "input_ids": [5, 6], "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9,
+            "sampling_seed": ((1 << 40) + 3) % (1 << 31), "stop": ["\n"],
+        },
+    },
+    "answer": {"text": " a", "meta_info": {
+        "finish_reason": {"type": "stop", "matched": "\n"},
+        "output_token_logprobs": [[-0.5, 7, None], [-0.1, 8, None]],
+    }},
+}  # fmt: skip
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("student")
+    train_teacher_tokenizer(documents(200, seed=1), directory, vocabulary=400)
+    make_model(directory, seed=1, extra_rows=0)
+    return directory
+
+
+def engine_of(stack: ExitStack, student: Path, kind: str, handler: Any) -> Any:
+    served = RolloutSpec(url=(stack.enter_context(serving(handler)),), url_engine=kind, url_timeout_s=20.0)
+    text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
+    engine = open_engine(served, "rollout", len(text.tokenizer), text)
+    stack.callback(engine.pool.close)
+    return engine
+
+
+@pytest.mark.parametrize(("kind", "recorded"), [("vllm", VLLM), ("sglang", SGLANG)], ids=["vllm", "sglang"])
+def test_a_documented_completion(stack: ExitStack, student: Path, kind: str, recorded: dict[str, Any]) -> None:
+    seen: list[Any] = []
+
+    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        seen.append((path, body))
+        return 200, {}, {"data": [{"id": "m"}]} if path == "/v1/models" else recorded["answer"]
+
+    engine = engine_of(stack, student, kind, answer)
+    engine.served(engine.pool.replicas[0])
+    completion = engine.complete([5, 6], WHOLE)
+    assert seen[-1] == (recorded["path"], recorded["request"])
+    assert (completion.ids, completion.finished, completion.stopped) == ([7, 8], True, True)
+
+
+class Generating:
+    """A model behind the protocols of vLLM and SGLang that is decoded greedily and reads its weights when asked."""
+
+    def __init__(self, directory: Path, end: int) -> None:
+        self.directory, self.end, self.model, self.seen = directory, end, None, []
+
+    def __call__(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        self.seen.append(path)
+        if path == "/v1/models":
+            return 200, {}, {"data": [{"id": "m"}]}
+        if path in ("/collective_rpc", "/update_weights_from_disk"):
+            assert body in ({"method": "reload_weights"}, {"model_path": str(self.directory), "flush_cache": True})
+            self.model = AutoModelForCausalLM.from_pretrained(self.directory).eval()
+            return 200, {}, {"success": True}
+        if path == "/reset_prefix_cache":
+            return 200, {}, b""
+        ids = self.greedy(body.get("prompt") or body["input_ids"])
+        finished = ids[-1] == self.end
+        if path == "/generate":
+            reason = {"type": "stop", "matched": self.end} if finished else {"type": "length"}
+            return 200, {}, {"meta_info": {
+                "finish_reason": reason, "output_token_logprobs": [[0.0, token, None] for token in ids]
+            }}  # fmt: skip
+        names = [f"token_id:{token}" for token in ids]
+        reason = "stop" if finished else "length"
+        return 200, {}, {"choices": [{"finish_reason": reason, "stop_reason": None, "logprobs": {"tokens": names}}]}
+
+    @torch.no_grad()
+    def greedy(self, ids: list[int]) -> list[int]:
+        assert self.model is not None
+        row = list(ids)
+        while len(row) < len(ids) + 6 and row[-1] != self.end:
+            row.append(int(self.model(torch.tensor([row])).logits[0, -1].argmax()))
+        return row[len(ids) :]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_every_version_is_read_by_the_server(stack: ExitStack, student: Path, tmp_path: Path, kind: str) -> None:
+    text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
+    assert text.eos_id is not None
+    handler = Generating(tmp_path / "rollout-model", text.eos_id)
+    engine = engine_of(stack, student, kind, handler)
+    allowed = torch.ones(len(text.tokenizer), dtype=torch.bool)
+    vocabulary = Vocabulary(text.table.pieces, allowed, frozenset({text.eos_id}), 0)
+    settings = RolloutSpec(max_new_tokens=6, temperature=0.0)
+    sampler = ServedSampler(engine, vocabulary, settings, student, tmp_path / "rollout-model")
+    prompts = [np.array([5, 6, 7]), np.array([9])]
+    writer = WeightsWriter(tmp_path / "weights")
+    model: Any = AutoModelForCausalLM.from_pretrained(student)
+    outcomes = []
+    for step in (3, 4):
+        writer.write(model, Version(step, 1))
+        assert sampler.load(tmp_path / "weights") == Version(step, 1)
+        sampled = sampler.complete(prompts, [1, 2], lambda: None)
+        outcomes.append([row.ids for row in sampled])
+        assert all(row.finished == row.ends == (row.ids[-1] == text.eos_id) for row in sampled)
+        with torch.no_grad():
+            expected = int(model(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())
+            assert sampled[0].ids[0] == expected
+            model.get_input_embeddings().weight += torch.randn(model.get_input_embeddings().weight.shape)
+    writer.close()
+    assert outcomes[0] != outcomes[1]
+
+
+def test_a_token_that_is_no_text_cuts_a_completion(stack: ExitStack, student: Path, tmp_path: Path) -> None:
+    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        return 200, {}, VLLM["answer"]
+
+    allowed = torch.tensor([True] * 8 + [False] * 8)
+    vocabulary = Vocabulary([b"x"] * 16, allowed, frozenset({1}), 0)
+    engine = engine_of(stack, student, "vllm", answer)
+    sampler = ServedSampler(engine, vocabulary, RolloutSpec(), student, tmp_path / "model")
+    [row] = sampler.complete([np.array([5])], [0], lambda: None)
+    assert (row.ids, row.finished) == ([7], False)
+
+
+def test_a_server_that_does_not_load_the_weights(stack: ExitStack, student: Path, tmp_path: Path) -> None:
+    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        return 200, {}, {"success": False, "message": "no such directory"}
+
+    engine = engine_of(stack, student, "sglang", answer)
+    with pytest.raises(EngineRefusalError, match=r"has not loaded .*: no such directory: let it see"):
+        engine.load_weights(tmp_path, engine.pool.replicas[0])
+
+
+def test_a_program_without_new_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes no new weights"):
+        RolloutSpec(url="http://a:1", url_engine="llama_cpp")
+    with pytest.raises(ValueError, match="one worker updates the servers"):
+        RolloutSpec(url="http://a:1", workers=2)
