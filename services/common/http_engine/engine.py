@@ -28,7 +28,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is asked for in a completion.
+    """Settings of a completion.
 
     Attributes:
         max_tokens: Its length at most.
