@@ -160,7 +160,7 @@ def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], tur
 def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str], turns: int) -> list[dict[str, Any]]:
     """Records in, rows for the queue out, against tokenizing with both and nothing else."""
     aligner = TokenAligner(student, teacher)
-    counts = loss_counts(LossConfig(), [False])
+    counts = loss_counts(LossConfig(mode="p_kl"), [False])
     rows = []
     for corpus, text in texts.items():
         for cap in CAPS:

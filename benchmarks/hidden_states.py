@@ -152,12 +152,12 @@ class Workload:
 
 
 CONFIGS: dict[str, tuple[LossConfig, bool]] = {
-    "p_kl": (LossConfig(), True),
-    "p_kl_without_maxima": (LossConfig(), False),
-    "p_kl_dynamic_scaling": (LossConfig(dynamic_loss_scaling=True), True),
+    "p_kl": (LossConfig(mode="p_kl"), True),
+    "p_kl_without_maxima": (LossConfig(mode="p_kl"), False),
+    "p_kl_dynamic_scaling": (LossConfig(mode="p_kl", dynamic_loss_scaling=True), True),
     "p_kl_full_vocabulary": (LossConfig(vocab_topk=None), False),
     "gold": (LossConfig(mode="gold"), False),
-    "cross_entropy_alone": (LossConfig(kl_loss_weight=0.0, ce_loss_scale=1.0), True),
+    "cross_entropy_alone": (LossConfig(mode="p_kl", kl_loss_weight=0.0, ce_loss_scale=1.0), True),
 }
 """Settings, and whether the teacher sends its column maxima."""
 

@@ -10,7 +10,7 @@ from benchmarks.lengths import DISTRIBUTIONS
 from xtoken_core.config.loss import LossConfig
 
 LOSSES = {
-    "p_kl": LossConfig(),
+    "p_kl": LossConfig(mode="p_kl"),
     "gold": LossConfig(mode="gold"),
     "h_kl": LossConfig(mode="h_kl"),
 }

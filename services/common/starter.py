@@ -77,9 +77,9 @@ data = {json.dumps(inputs.data, ensure_ascii=False)}   # .jsonl (field `text`), 
 # match = "number"              # exact, number, choice, contains
 
 # [loss]
-# mode = "p_kl"                 # p_kl, gold, h_kl, uld, alm, chain
+# mode = "chain"                # chain, p_kl, gold, h_kl, uld, alm
 # kl_loss_weight = 1.0
-# ce_loss_scale = 0.1
+# ce_loss_scale = 1.0
 
 # [train]
 # max_steps = 1000

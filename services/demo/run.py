@@ -18,7 +18,6 @@ from services.demo.report import Run, check_comparable, read_run, table, write_r
 from services.demo.specs import (
     CROSS_ENTROPY,
     DISTILLED,
-    PROJECTION,
     STUDENT,
     TEACHER,
     StudentTraining,
@@ -67,8 +66,8 @@ def run_demo(
         _make_tokenizers(corpus, out / "tokenizers")
     with _stage(console, "Teacher: trained from scratch"):
         _make_teacher(corpus, out, console, teacher)
-    with _stage(console, "Student and projection matrix"):
-        _make_student_and_projection(out)
+    with _stage(console, "Student, untrained"):
+        _make_student(out)
     for name, file in write_run_files(out, student or StudentTraining()).items():
         with _stage(console, f"Run: {_NAMES[name]}"):
             _train_student(file)
@@ -140,14 +139,10 @@ def _make_teacher(corpus: Corpus, out: Path, console: Console, training: Teacher
         )
 
 
-def _make_student_and_projection(out: Path) -> None:
-    from services.common.tokenizers import load_tokenizer
+def _make_student(out: Path) -> None:
     from services.demo.teacher import write_student
-    from xtoken_core.projection import build_projection, write_projection
 
     write_student(out / STUDENT, out / "tokenizers" / STUDENT)
-    student = load_tokenizer(out / STUDENT, "student")
-    write_projection(build_projection(student, load_tokenizer(out / TEACHER, "teacher")), out / PROJECTION)
 
 
 def _train_student(run_file: Path) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-TEACHER, STUDENT, PROJECTION = "teacher", "student", "projection.safetensors"
+TEACHER, STUDENT = "teacher", "student"
 CROSS_ENTROPY, DISTILLED = "cross-entropy", "distilled"
 EVAL_BYTES = 40_000
-_VOCAB_TOPK = 1024
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def write_run_files(out: Path, training: StudentTraining) -> dict[str, Path]:
     """Write `cross-entropy.toml` and `distilled.toml`, equal but for the loss.
 
     Args:
-        out: Where models, projection and corpus are; the runs get directories below it.
+        out: Where models and corpus are; the runs get directories below it.
         training: How both are trained.
 
     Returns:
@@ -44,7 +43,7 @@ def write_run_files(out: Path, training: StudentTraining) -> dict[str, Path]:
     """
     losses = {
         CROSS_ENTROPY: "kl_loss_weight = 0.0\nce_loss_scale = 1.0",
-        DISTILLED: "kl_loss_weight = 1.0\nce_loss_scale = 1.0",
+        DISTILLED: 'mode = "chain"\nkl_loss_weight = 1.0\nce_loss_scale = 1.0',
     }
     files = {}
     for name, loss in losses.items():
@@ -67,7 +66,6 @@ context_length = {training.context_length}
 [teacher]
 model = "{TEACHER}"
 context_length = {training.context_length}
-projection = "{PROJECTION}"
 
 [data]
 path = "corpus/train.jsonl"
@@ -79,7 +77,6 @@ max_bytes = {EVAL_BYTES}
 
 [loss]
 {loss}
-vocab_topk = {_VOCAB_TOPK}
 
 [train]
 samples_per_step = {training.samples_per_step}

@@ -38,7 +38,7 @@ def to_floats(parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
 def kl_fraction(row: Mapping[str, float], loss: LossConfig) -> dict[str, float]:
     """Return the weighted divergence's fraction of a step's loss as a metric; none without a teacher.
 
-    >>> kl_fraction({"loss": 1.25, "kl_loss": 1.0, "ce_loss": 2.5}, LossConfig())
+    >>> kl_fraction({"loss": 1.25, "kl_loss": 1.0, "ce_loss": 2.5}, LossConfig(ce_loss_scale=0.1))
     {'kl_fraction': 0.8}
     """
     total = row.get("loss", 0.0)

@@ -184,7 +184,7 @@ def test_rows_have_their_own_lengths_and_all_columns(student, teacher):
     collator = several(student, teacher)
     same = (False, True, False)
     records = [{"text": text} for text in v.TEXTS.values()]
-    rows = rows_of(collator.rows(records, loss_counts(LossConfig(), same)).columns)
+    rows = rows_of(collator.rows(records, loss_counts(LossConfig(mode="p_kl"), same)).columns)
     padded = collator(records)
     assert len(rows) == len(records)
     for at, row in enumerate(rows):
@@ -208,7 +208,7 @@ def test_rows_have_their_own_lengths_and_all_columns(student, teacher):
 
 def test_rows_do_not_depend_on_their_company(student, teacher):
     collator = several(student, teacher)
-    counts = loss_counts(LossConfig(), (False, True, False))
+    counts = loss_counts(LossConfig(mode="p_kl"), (False, True, False))
     records = [{"text": text} for text in v.TEXTS.values()]
     together = rows_of(collator.rows(records, counts).columns)
     for record, row in zip(records, together, strict=True):
@@ -266,6 +266,6 @@ def test_rows_without_a_chunk(student, teacher):
 
 def test_a_single_teacher_is_numbered_inside_only(collator):
     assert schema.without_numbers(collator.padded([{"text": "a"}])).keys() == collator([{"text": "a"}]).keys()
-    assert set(collator.rows([{"text": "a"}], loss_counts(LossConfig(), (False,))).columns) == set(
+    assert set(collator.rows([{"text": "a"}], loss_counts(LossConfig(mode="p_kl"), (False,))).columns) == set(
         schema.run_fields((False,))
     )

@@ -40,8 +40,14 @@ FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
 }
 """The flags of the method's public configuration that select a mode."""
 LEAST_MASS = 0.0
-PUBLIC_NAMES = (*FLAGS, "vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl")
-"""Names of the method's public configuration: a file that uses one without naming a mode means that method."""
+PUBLIC_NAMES = (
+    *FLAGS, "vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl", "teacher_chunk_average",
+    "gradient_in_place",
+)  # fmt: skip
+"""Settings of the method's public configuration, and those that only P-KL reads: with one of them and without a mode
+the file means that method."""
+PUBLIC_CE_LOSS_SCALE = 0.1
+"""Weight of the cross-entropy that is not set, as published, for every mode but chain."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
 READ_BY: dict[str, tuple[LossMode, ...]] = {
     "vocab_topk": ("p_kl",),
@@ -61,10 +67,12 @@ class LossConfig(Part):
     """The loss between student and teacher, and the weights of its terms.
 
     `gold_loss`, `xtoken_loss`, `uld_loss` and `alm_loss`, the flags of the method's public configuration, are accepted
-    instead of `mode`. A teacher with the student's own tokenizer is compared token by token, whatever the mode.
+    instead of `mode`. With `vocab_topk`, `uncommon_topk`, `exact_token_match_only`, `reverse_kl`,
+    `teacher_chunk_average` or `gradient_in_place` and without a mode it is P-KL. A teacher with the student's own
+    tokenizer is compared token by token, whatever the mode.
     """
 
-    mode: LossMode = "p_kl"
+    mode: LossMode = "chain"
     """`p_kl`: the student's distribution, projected onto the teacher's vocabulary, by KL. `gold`: common tokens by KL,
     the others by sorted L1. `h_kl`: gold with near matches among the common tokens. `uld`: all tokens by sorted L1.
     `alm`: the likelihoods of each chunk's own tokens. `chain`: the KL of each chunk by the chain rule, over the pieces
@@ -103,8 +111,8 @@ class LossConfig(Part):
     less than this fraction of the probability is compared by ALM (`tau` 1) beside its start; 0: no chunk is."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
-    ce_loss_scale: NonNegative = 0.1
-    """Weight of the cross-entropy."""
+    ce_loss_scale: NonNegative = 1.0
+    """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False
     """Scale the KD term to the cross-entropy's size at every micro-batch; replaces both weights above."""
     dynamic_loss_scale_cap: Positive | None = None
@@ -131,13 +139,13 @@ class LossConfig(Part):
             return value
         if not (given := [flag for flag in FLAGS if flag in value]):
             named = any(name in value for name in PUBLIC_NAMES)
-            return {"mode": "p_kl", **value} if named else value
+            return _with_ce_loss_scale({"mode": "p_kl", **value} if named else value)
         is_set = {flag: _flag(flag, value[flag]) for flag in given}
         own = {name: item for name, item in value.items() if name not in FLAGS}
         if "mode" in own:
             _check_flags(own["mode"], is_set)
-            return own
-        return own | {"mode": _mode_by_flags({flag for flag in given if is_set[flag]})}
+            return _with_ce_loss_scale(own)
+        return _with_ce_loss_scale(own | {"mode": _mode_by_flags({flag for flag in given if is_set[flag]})})
 
     def mode_of(self, teacher: int) -> LossMode:
         """Return the mode of one teacher, by its number."""
@@ -265,8 +273,10 @@ class LossConfig(Part):
     def _conflict_of_weights(self) -> str | None:
         if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
             return "dynamic_loss_scale_cap needs dynamic_loss_scaling = true"
+        defaults = _with_ce_loss_scale({"mode": self.mode})
         for name in ("kl_loss_weight", "ce_loss_scale"):
-            if self.dynamic_loss_scaling and getattr(self, name) != type(self).model_fields[name].default:
+            default = defaults.get(name, type(self).model_fields[name].default)
+            if self.dynamic_loss_scaling and getattr(self, name) != default:
                 return f"{name} is not used with dynamic_loss_scaling, which scales by itself: unset one of them"
         if self.gradient_in_place and self.kl_loss_weight == 0 and not self.dynamic_loss_scaling:
             return "gradient_in_place belongs to P-KL, whose weight is 0: unset it"
@@ -300,11 +310,16 @@ class LossConfig(Part):
             for name in ("teacher_modes", "dynamic_teacher_weights", "normalize_teacher_by_vocab"):
                 if getattr(self, name):
                     return f'{name} belongs to teacher_aggregation = "sum", not "{self.teacher_aggregation}"'
-        if self.teacher_aggregation == "averaged_logits" and self.mode != "p_kl":
+        if self.teacher_aggregation == "averaged_logits" and self.mode not in ("p_kl", "chain"):
             return 'teacher_aggregation = "averaged_logits" compares token by token: unset mode'
         if self.dynamic_weight_alpha != 1.0 and self.dynamic_teacher_weights is None:
             return "dynamic_weight_alpha needs dynamic_teacher_weights"
         return None
+
+
+def _with_ce_loss_scale(value: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the weight of the cross-entropy that their mode has by default."""
+    return value if value.get("mode", "chain") == "chain" else {"ce_loss_scale": PUBLIC_CE_LOSS_SCALE, **value}
 
 
 def _flag(name: str, value: Any) -> bool:

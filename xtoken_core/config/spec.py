@@ -346,11 +346,28 @@ def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:
     Raises:
         ValueError: The first of them.
     """
-    plain = LossConfig.model_validate({**CROSS_ENTROPY_ONLY, "ce_loss_scale": loss.ce_loss_scale})
+    mode = loss.mode if loss.mode == "p_kl" else "chain"  # neither names anything about a teacher
+    plain = LossConfig.model_validate({**CROSS_ENTROPY_ONLY, "mode": mode, "ce_loss_scale": loss.ce_loss_scale})
     other = next((name for name in LossConfig.model_fields if getattr(loss, name) != getattr(plain, name)), None)
     other = f"loss.{other}" if other else "eval.teacher_kl" if held_out is not None and held_out.teacher_kl else None
     if other:
         raise ValueError(f"{other} compares with a teacher, and this run has none: unset it, or name a [teacher]")
+
+
+def without_defaults(spec: RunSpec, *, exclude_none: bool = False) -> dict[str, Any]:
+    """Return the settings of a run that differ from their default, as plain values that mean the same run.
+
+    Mode and weight of the cross-entropy are kept beside other settings of the loss, because these decide what the two
+    are where they are left out.
+
+    Args:
+        spec: The run.
+        exclude_none: Leave out settings that are None, too, as a run file in TOML does.
+    """
+    document = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=exclude_none)
+    if document.get("loss"):
+        document["loss"] |= {"mode": spec.loss.mode, "ce_loss_scale": spec.loss.ce_loss_scale}
+    return document
 
 
 def _absolute(value: Any, base: Path) -> Any:

@@ -55,6 +55,8 @@ def document_of(values: Mapping[str, str]) -> dict[str, Any]:
                 ]
             continue
         part = _part(values, section.fields, section.name, modes)
+        if section.name == "loss" and part:
+            part = _mode_and_weight(values) | part
         required = any(field.required for field in section.fields)
         if part or required or section.optional:
             _subtable(document, section.name).update(part)
@@ -148,6 +150,12 @@ def _part(values: Mapping[str, str], fields: tuple[Field, ...], prefix: str, mod
         if (text or field.kind == "switch") and text != field.default:
             part[key] = _typed(text, field)
     return part
+
+
+def _mode_and_weight(values: Mapping[str, str]) -> dict[str, Any]:
+    """Return what other settings of the loss would decide if it were left out at its default."""
+    mode, weight = (values.get(f"loss.{key}", "").strip() for key in ("mode", "ce_loss_scale"))
+    return ({"mode": mode} if mode else {}) | ({"ce_loss_scale": _number(weight, (int, float))} if weight else {})
 
 
 def _typed(text: str, field: Field) -> Any:

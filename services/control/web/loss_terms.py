@@ -53,7 +53,7 @@ def names_by_teacher(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = (
     own = loss.get("teacher_modes") or ()
     names = []
     for teacher in range(len(spec.get("teacher") or ())):
-        mode = (own[teacher] if teacher < len(own) else None) or loss.get("mode", "p_kl")
+        mode = (own[teacher] if teacher < len(own) else None) or loss.get("mode", "chain")
         same = teacher < len(same_tokenizer) and same_tokenizer[teacher]
         names.append(SAME_TOKENIZER if same else MODE_NAMES.get(mode, str(mode)))
     return names
@@ -80,14 +80,14 @@ def loss_in_words(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) 
         return CROSS_ENTROPY
     if loss.get("dynamic_loss_scaling"):
         return f"{divergence} scaled to {CROSS_ENTROPY}"
-    terms = (loss.get("kl_loss_weight", 1.0), divergence), (loss.get("ce_loss_scale", 0.1), CROSS_ENTROPY)
+    terms = (loss.get("kl_loss_weight", 1.0), divergence), (loss.get("ce_loss_scale", 1.0), CROSS_ENTROPY)
     return " + ".join(weighted(name, weight) for weight, name in terms if weight) or "0"
 
 
 def ce_weight(spec: Mapping[str, Any]) -> float:
     """Return the weight of the cross-entropy."""
     loss = spec.get("loss") or {}
-    return 1.0 if loss.get("dynamic_loss_scaling") else float(loss.get("ce_loss_scale", 0.1))
+    return 1.0 if loss.get("dynamic_loss_scaling") else float(loss.get("ce_loss_scale", 1.0))
 
 
 def weighted(name: str, weight: float) -> str:

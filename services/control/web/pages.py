@@ -23,7 +23,7 @@ from services.control.web.render import HEADERS, PageRoute, page
 from services.control.web.rendered import RenderedPages
 from services.control.web.run_view import RunView, run_views
 from services.supervisor.run_record import SUMMARY, RunState
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.spec import RunSpec, without_defaults
 
 PAGE_SIZE = 50
 LOG_LINES = 400
@@ -138,7 +138,7 @@ def show_configuration(request: Request, run_id: RunId, context: Context) -> Res
     variables = _variables(context, run_id)
     complete = variables["run"].spec
     spec = RunSpec.model_validate(complete)
-    short = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    short = without_defaults(spec, exclude_none=True)
     return page(
         request,
         "run_configuration.html",

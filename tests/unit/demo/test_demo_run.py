@@ -17,7 +17,7 @@ def test_runs_differ_in_name_output_and_loss(tmp_path: Path) -> None:
     assert differing == {"name", "output", "loss"}
     assert plain.loss.kl_loss_weight == 0 < distilled.loss.kl_loss_weight
     assert plain.loss.ce_loss_scale == distilled.loss.ce_loss_scale
-    assert distilled.loss.mode == "p_kl"
+    assert distilled.loss.mode == "chain"
     assert (plain.train.max_steps, plain.seed) == (7, 3)
     assert plain.data.paths == (tmp_path / "corpus" / "train.jsonl",)
 

@@ -46,7 +46,7 @@ def test_mean_over_a_step(denominator, mean):
 
 def test_cross_entropy_without_teachers():
     case = make_case()
-    config = LossConfig(kl_loss_weight=0.0, ce_loss_scale=0.5)
+    config = LossConfig(mode="p_kl", kl_loss_weight=0.0, ce_loss_scale=0.5)
     loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=[])
     loss, metrics = loss_fn(case.batch, case.student_logits, [])
     assert loss.item() == pytest.approx(0.5 * metrics["ce_loss"].item()) and "kl_loss" not in metrics
@@ -180,7 +180,7 @@ def test_rows_of_leading_columns():
 
 def test_blocks_of_a_batch_on_a_device_have_every_position():
     case = make_case(lengths=(9, 7), teacher_vocab=(5,))
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
     (teacher,) = case.teacher_logits
     batch = {name: x.to("meta") for name, x in schema.with_numbers(case.batch).items()}
     blocks = loss_fn._blocks(batch, [teacher.to("meta")])

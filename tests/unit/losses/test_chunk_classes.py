@@ -58,7 +58,7 @@ def test_classes_add_up_to_the_divergence(mode):
 def test_no_classes_without_chunks():
     case = make_case(same_tokenizer=(True,))
     loss_fn = CrossTokenizerDistillationLoss(
-        LossConfig(), student_vocab_size=V_S, teachers=case.teachers, token_kinds=token_kinds(PIECES * 3)
+        LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers, token_kinds=token_kinds(PIECES * 3)
     )
     _, metrics = loss_fn(case.batch, case.student_logits, case.teacher_logits)
     assert not any(name.startswith(("chunk_kl_", "chunk_count_")) for name in metrics)

@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 
 from xtoken_core.config import LossConfig
-from xtoken_core.config.loss import LossMode
 
 REFUSED = {
     "xtoken_without_gold": ({"xtoken_loss": True}, "set gold_loss = true"),
@@ -22,7 +21,7 @@ REFUSED = {
         {"dynamic_loss_scaling": True, "kl_loss_weight": 0.5},
         "kl_loss_weight is not used with",
     ),
-    "ce_scale_with_scaling": ({"dynamic_loss_scaling": True, "ce_loss_scale": 1.0}, "ce_loss_scale is not used with"),
+    "ce_scale_with_scaling": ({"dynamic_loss_scaling": True, "ce_loss_scale": 0.5}, "ce_loss_scale is not used with"),
     "exact_only_gold": ({"gold_loss": True, "exact_token_match_only": True}, "belongs to P-KL, the mode is gold"),
     "prob_gold": ({"gold_loss": True, "teacher_chunk_average": "prob"}, "belongs to P-KL, the mode is gold"),
     "reverse_uld": ({"uld_loss": True, "reverse_kl": True}, 'no meaning for mode = "uld"'),
@@ -39,10 +38,13 @@ REFUSED = {
     ),
     "averaged_gold": ({"teacher_aggregation": "averaged_logits", "gold_loss": True}, "compares token by token"),
     "reverse_and_beta": ({"mode": "chain", "reverse_kl": True, "beta": 0.5}, "two forms of the divergence"),
-    "beta_elsewhere": ({"beta": 0.5}, "beta belongs to chain, the mode is p_kl"),
+    "beta_elsewhere": ({"mode": "p_kl", "beta": 0.5}, "beta belongs to chain, the mode is p_kl"),
     "least_mass_of_jsd": ({"mode": "chain", "beta": 0.5, "chain_least_mass": 0.5}, "compares by the forward KL"),
-    "chain_option_elsewhere": ({"chain_end_terms": False}, "chain_end_terms belongs to chain, the mode is p_kl"),
-    "averaged_chain": ({"teacher_aggregation": "averaged_logits", "mode": "chain"}, "compares token by token"),
+    "chain_option_elsewhere": (
+        {"mode": "p_kl", "chain_end_terms": False},
+        "chain_end_terms belongs to chain, the mode is p_kl",
+    ),
+    "averaged_alm": ({"teacher_aggregation": "averaged_logits", "mode": "alm"}, "compares token by token"),
     "exact_only_chain": ({"mode": "chain", "exact_token_match_only": True}, "belongs to P-KL, the mode is chain"),
     "alpha_alone": ({"dynamic_weight_alpha": 2.0}, "needs dynamic_teacher_weights"),
     "zero_temperature": ({"temperature": 0.0}, "temperature"),
@@ -73,7 +75,7 @@ def test_reverse_forms_of_chain_are_refused_on_given_text(settings, reason):
 @pytest.mark.parametrize(
     ("settings", "mode"),
     [
-        ({}, "p_kl"),
+        ({"gold_loss": False}, "p_kl"),
         ({"gold_loss": True}, "gold"),
         ({"gold_loss": True, "xtoken_loss": True}, "h_kl"),
         ({"uld_loss": True}, "uld"),
@@ -101,16 +103,35 @@ def test_a_dumped_config_can_be_read_back():
     assert LossConfig.model_validate_json(config.model_dump_json()) == config
 
 
-@pytest.mark.parametrize("name", ["vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl", "gold_loss"])
-def test_public_names_without_a_mode_mean_the_public_method_whatever_the_default(name):
-    class Later(LossConfig):
-        mode: LossMode = "chain"
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"vocab_topk": 64},
+        {"uncommon_topk": 64},
+        {"exact_token_match_only": True},
+        {"reverse_kl": False},
+        {"teacher_chunk_average": "prob"},
+        {"gradient_in_place": False},
+        {"xtoken_loss": False},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_of_the_public_method_without_a_mode_mean_it(settings):
+    assert LossConfig(**settings) == LossConfig(mode="p_kl", **settings)
+    assert LossConfig(**settings).ce_loss_scale == 0.1
 
-    values = {"vocab_topk": 64, "uncommon_topk": 64}
-    assert Later().mode == "chain"
-    assert Later.model_validate({name: values.get(name, True)}).mode == ("gold" if name == "gold_loss" else "p_kl")
-    assert Later.model_validate({"mode": "chain", "vocab_topk": 64}).mode == "chain"
-    assert LossConfig().mode == "p_kl"
+
+def test_the_default_is_chain_with_equal_weights():
+    config = LossConfig(mode="chain", kl_loss_weight=1.0, ce_loss_scale=1.0)
+    assert LossConfig() == LossConfig(mode="chain") == LossConfig(temperature=1.0) == config
+    assert LossConfig(mode="chain", vocab_topk=64).mode == "chain"
+
+
+@pytest.mark.parametrize("mode", ["p_kl", "gold", "alm", "custom"])
+def test_other_modes_weigh_the_cross_entropy_as_published(mode):
+    assert LossConfig(mode=mode).ce_loss_scale == 0.1
+    assert LossConfig(mode=mode, ce_loss_scale=1.0).ce_loss_scale == 1.0
+    assert LossConfig.model_validate(LossConfig(mode=mode, dynamic_loss_scaling=True).model_dump()).mode == mode
 
 
 def test_chain_may_be_set_where_every_teacher_has_the_students_tokenizer():

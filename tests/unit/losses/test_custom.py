@@ -33,7 +33,7 @@ def custom_spec(directory: Path) -> RunSpec:
     ("config", "name", "message"),
     [
         (CUSTOM, None, "add --loss module:Class"),
-        (LossConfig(), "a:B", "has no effect on loss.mode"),
+        (LossConfig(mode="p_kl"), "a:B", "has no effect on loss.mode"),
         (CUSTOM, "a.B", "expected module:Class"),
         (CUSTOM, "a:B.c", "expected module:Class"),
         (CUSTOM, "../a:B", "expected module:Class"),

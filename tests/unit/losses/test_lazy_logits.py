@@ -192,7 +192,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(wanted):
     case = make_case()
     student, teacher = random_head(case.student_logits.shape, 1), random_head(case.teacher_logits[0].shape, 2)
     getattr(student, wanted).requires_grad_()
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
     loss, _ = loss_fn(case.batch, student, [teacher])
     (3 * loss).backward()
     whole = HeadProjection(*(x.detach().clone() for x in (student.hidden, student.weight)))
@@ -204,7 +204,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(wanted):
 def test_without_gradients_nothing_is_kept_and_twice_is_refused():
     case = make_case()
     student, teacher = random_head(case.student_logits.shape, 1), random_head(case.teacher_logits[0].shape, 2)
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
     assert not loss_fn(case.batch, student, [teacher])[0].requires_grad
     student.hidden.requires_grad_()
     loss, _ = loss_fn(case.batch, student, [teacher])
@@ -271,7 +271,7 @@ def test_products_keep_their_dtype_whatever_autocast_surrounds_them():
 def test_blocks_hold_every_needed_position_once_and_cut_no_chunk(monkeypatch):
     monkeypatch.setattr(blocks_module, "ROUNDING", 4)
     case = make_case(lengths=(9, 7, 1, 9, 12), seed=3)
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
     T_t = case.teacher_logits[0].shape[1]
     blocks = loss_fn.token_blocks(case.batch, [T_t], rows=8)
     view, mask = loss_fn.losses[0].chunks(schema.with_numbers(case.batch)), case.batch["token_mask"]
@@ -300,7 +300,7 @@ def test_blocks_hold_every_needed_position_once_and_cut_no_chunk(monkeypatch):
 
 def test_what_a_head_lacks_is_refused():
     case = make_case()
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
     student, teacher = random_head(case.student_logits.shape, 1), random_head(case.teacher_logits[0].shape, 2)
     with pytest.raises(InputError, match="student's head gives 22 logits"):
         loss_fn(case.batch, HeadProjection(student.hidden, student.weight[:22]), [teacher])

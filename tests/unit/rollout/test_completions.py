@@ -26,7 +26,7 @@ def row_of(ids: list[int], *, ends: bool, context: int = 64) -> CollatedRows:
     )  # fmt: skip
     prompt = collator.student.prompt({"text": PROMPT})
     completion = Completion({"text": PROMPT}, prompt, np.array(ids), TEXT, ends, ends, 5, 1.25, 10, 20)
-    return collator.completion_rows([completion], loss_counts(LossConfig(), [False]))
+    return collator.completion_rows([completion], loss_counts(LossConfig(mode="p_kl"), [False]))
 
 
 def bytewise(text: str) -> list[int]:
@@ -89,7 +89,8 @@ def test_a_prompt_that_a_chat_template_does_not_take_is_refused() -> None:
     ids = collator.student.prompt(prompt)
     assert templated.decode(ids) == "1+1:"
     rows = collator.completion_rows(
-        [Completion(prompt, ids, ids, "2", ends=False, finished=False, version=0)], loss_counts(LossConfig(), [False])
+        [Completion(prompt, ids, ids, "2", ends=False, finished=False, version=0)],
+        loss_counts(LossConfig(mode="p_kl"), [False]),
     )
     assert rows.records == []
     assert "has no chat template" in rows.refused[0]
