@@ -20,6 +20,8 @@ from experiments.digits.predictions import outcomes, theory
 from experiments.digits.settings import SCALES
 from experiments.digits.summary import Measured, Summary, number, spread
 from experiments.digits.text import SHOWN, held_out_problems
+from experiments.real import overview
+from experiments.real.page import RESULT as REAL
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -72,6 +74,7 @@ def page(full: Summary) -> str:
         signs=list(signs(reduced)) if reduced else [],
         missing=[(title, *brief[1:]) for title, *brief in briefly(summary("third"), without=full)],
         choice=summary("choice"), chosen=list(briefly(summary("choice"))),
+        real=overview.table(json.loads(REAL.read_text(encoding="utf-8"))),
         problems=sum(map(len, held_out_problems(scale).values())) if scale else 0,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from experiments.digits.methods import METHODS
 from experiments.digits.summary import Measured, Summary, number
 
-_LEFT, _WIDE, _ROW, _TOP = 330, 520, 26, 58
+LEFT, WIDE, ROW, TOP = 330, 520, 26, 58
 _STYLE = """  <style>
     svg { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; font-size: 13px; }
     .paper { fill: #ffffff; } .text { fill: #3d4a5a; } .name { fill: #14202e; font-weight: 600; font-size: 14px; }
@@ -54,7 +54,7 @@ def _gains(summary: Summary) -> str:
     rows = [(title, values) for title, values in rows[1:] if values]
     title = "Right answers, less those of cross-entropy only from the same first student"
     text = "; ".join(f"{name}: {100 * statistics.fmean(values):+.0f} points" for name, values in rows)
-    lines = _head(
+    lines = head(
         title,
         f"Bars are means over seeds, dots single seeds, lines the standard deviation. {text}.",
         len(rows),
@@ -62,22 +62,30 @@ def _gains(summary: Summary) -> str:
     )
 
     def at(value: float) -> float:
-        return _LEFT + _WIDE * (min(max(value, least), most) - least) / (most - least)
+        return LEFT + WIDE * (min(max(value, least), most) - least) / (most - least)
 
-    bottom = _TOP + _ROW * len(rows)
+    bottom = TOP + ROW * len(rows)
     for tick in range(-8, 3, 2):
-        lines += _tick(at(tick / 10), bottom, f"{tick * 10:+d}" if tick else "0")
+        lines += tick_at(at(tick / 10), bottom, f"{tick * 10:+d}" if tick else "0")
     for place, (name, values) in enumerate(rows):
-        y, mean = _TOP + _ROW * place, statistics.fmean(values)
-        lines.append(f'  <text class="text" x="{_LEFT - 10}" y="{y + 18}" text-anchor="end">{name}</text>')
+        y, mean = TOP + ROW * place, statistics.fmean(values)
+        lines.append(f'  <text class="text" x="{LEFT - 10}" y="{y + 18}" text-anchor="end">{name}</text>')
         left, right = sorted((at(0), at(mean)))
         lines.append(f'  <rect class="a" x="{left:.1f}" y="{y + 5}" width="{right - left:.1f}" height="16"/>')
-        lines += _error(y + 13, [at(value) for value in values], _LEFT, _LEFT + _WIDE)
+        lines += error(y + 13, [at(value) for value in values], LEFT, LEFT + WIDE)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _head(title: str, text: str, rows: int, legend: str = "") -> list[str]:
-    height = _TOP + _ROW * rows + 34
+def head(title: str, text: str, rows: int, legend: str = "") -> list[str]:
+    """Return the first elements of a picture: its frame, title, description and legend.
+
+    Args:
+        title: Its title, also shown.
+        text: Its content in words, for readers that do not see it.
+        rows: Number of bars.
+        legend: A line below the title.
+    """
+    height = TOP + ROW * rows + 34
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" role="img" aria-labelledby="title desc">',
         f'  <title id="title">{title}</title>',
@@ -86,12 +94,13 @@ def _head(title: str, text: str, rows: int, legend: str = "") -> list[str]:
         f'  <rect class="paper" width="900" height="{height}" rx="10"/>',
         f'  <text class="name" x="20" y="26">{title}</text>',
     ]
-    return [*lines, f'  <text class="text" x="{_LEFT}" y="46">{legend}</text>'] if legend else lines
+    return [*lines, f'  <text class="text" x="{LEFT}" y="46">{legend}</text>'] if legend else lines
 
 
-def _tick(x: float, bottom: int, text: str) -> list[str]:
+def tick_at(x: float, bottom: int, text: str) -> list[str]:
+    """Return a vertical line of the grid with its label."""
     return [
-        f'  <path class="grid" d="M{x:.0f} {_TOP}V{bottom}"/>',
+        f'  <path class="grid" d="M{x:.0f} {TOP}V{bottom}"/>',
         f'  <text class="text" x="{x:.0f}" y="{bottom + 18}" text-anchor="middle">{text}</text>',
     ]
 
@@ -100,35 +109,35 @@ def _bars(
     title: str, text: str, rows: Sequence[tuple[str, list[Measured]]], parts: Sequence[tuple[str, str, str]]
 ) -> str:
     """Horizontal bars from 0 to 1; several parts stand one after the other."""
-    lines = _head(title, f"{text} {_in_words(rows, parts)}", len(rows))
+    lines = head(title, f"{text} {_in_words(rows, parts)}", len(rows))
     for place, (_, kind, name) in enumerate(parts):
-        x = _LEFT + 130 * place
+        x = LEFT + 130 * place
         lines.append(f'  <rect class="{kind}" x="{x}" y="36" width="10" height="10"/>')
         lines.append(f'  <text class="text" x="{x + 16}" y="46">{name}</text>')
-    bottom = _TOP + _ROW * len(rows)
+    bottom = TOP + ROW * len(rows)
     for tick in range(0, 11, 2):
-        lines += _tick(_LEFT + _WIDE * tick / 10, bottom, f"{tick * 10}%")
+        lines += tick_at(LEFT + WIDE * tick / 10, bottom, f"{tick * 10}%")
     for place, (name, found) in enumerate(rows):
-        lines += _row(_TOP + _ROW * place, name, found, parts)
+        lines += _row(TOP + ROW * place, name, found, parts)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _row(y: int, name: str, found: list[Measured], parts: Sequence[tuple[str, str, str]]) -> list[str]:
-    bars = [f'  <text class="text" x="{_LEFT - 10}" y="{y + 18}" text-anchor="end">{name}</text>']
+    bars = [f'  <text class="text" x="{LEFT - 10}" y="{y + 18}" text-anchor="end">{name}</text>']
     errors: list[str] = []
-    start = float(_LEFT)
+    start = float(LEFT)
     for path, kind, _ in parts:
-        values = [_WIDE * value for value in (number(one, path) for one in found) if value is not None]
+        values = [WIDE * value for value in (number(one, path) for one in found) if value is not None]
         if values:
             mean = statistics.fmean(values)
             bars.append(f'  <rect class="{kind}" x="{start:.1f}" y="{y + 5}" width="{mean:.1f}" height="16"/>')
-            errors += _error(y + 13, [start + value for value in values], _LEFT, _LEFT + _WIDE)
+            errors += error(y + 13, [start + value for value in values], LEFT, LEFT + WIDE)
             start += mean
     return bars + errors
 
 
-def _error(y: int, places: Sequence[float], least: float, most: float) -> list[str]:
-    """A dot per seed and the standard deviation around their mean, if there are several."""
+def error(y: int, places: Sequence[float], least: float, most: float) -> list[str]:
+    """Return a dot per seed and the standard deviation around their mean, if there are several."""
     if len(places) < 2:
         return []
     mean, half = statistics.fmean(places), statistics.stdev(places)

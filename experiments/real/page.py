@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import render, write
-from experiments.real import methods, predictions, summary
+from experiments.real import methods, overview, predictions, summary
 
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).parent / "results" / "real.json"
 PAGE = ROOT / "docs" / "real-models.md"
+PICTURE = ROOT / "docs" / "img" / "evidence-real.svg"
 TEMPLATE = Path(__file__).parent / "page.md.j2"
 
 
 def rendered() -> dict[Path, str]:
-    """Return the generated page with its text."""
-    return {PAGE: page(json.loads(RESULT.read_text(encoding="utf-8")))}
+    """Return every generated file with its text."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    return {PAGE: page(result), PICTURE: overview.picture(result)}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -45,6 +47,7 @@ def page(result: dict[str, Any]) -> str:
                     "name": name,
                     **condition,
                     "table": summary.markdown(result, name, titles),
+                    "partial": [(titles[row.method], row) for row in summary.partial_sweeps(result, name)],
                     "chosen": {row.method: row for row in chosen},
                     "steps_best": {row.method: _best(found, name, row.method, row.weight) for row in chosen},
                     "swept": methods.CONDITIONS[name].rates,
@@ -56,12 +59,18 @@ def page(result: dict[str, Any]) -> str:
                 }
             )
     compared = [entry for entry in conditions if {"chain", "ce"} <= set(entry["chosen"])]
+    passed = [
+        entry
+        for entry in compared
+        if entry["teacher"].get(f"bits_per_byte_{entry['own']}", 0.0) > entry["chosen"]["ce"].test
+    ]
     waiting = Counter(titles[cell["method"]] for cell in result["not_run"])
     return render(
         TEMPLATE,
         machine=result["machine"],
         conditions=conditions,
         compared=compared,
+        passed=[(entry["source"], entry["size"], entry["chosen"]["chain"].gain) for entry in passed],
         transfers=sum(_transfers(entry["chosen"], f"{entry['others'][0]}.test") for entry in compared),
         predictions="\n".join(predictions.compare(result)),
         waiting=dict(waiting),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VALIDATION = "bits_per_byte"
-BASELINE = "ce"
+BASELINE, CHAIN = "ce", "chain"
 FIRST_SEED = 0
 _GROUP = ("condition", "method", "weight", "seed")
 
@@ -61,6 +61,53 @@ def _bits(row: Mapping[str, Any]) -> dict[str, float]:
         key.removeprefix(f"{VALIDATION}_"): value for key, value in row.items() if key.startswith(f"{VALIDATION}_")
     }
     return {"validation": row[VALIDATION], **named}
+
+
+@dataclass(frozen=True)
+class PartialSweep:
+    """A method of which only some learning rates have run, compared with others at those rates.
+
+    Attributes:
+        method: The method.
+        weight: Name of its weights.
+        rates: Learning rates that have run.
+        test: Bits per byte on the condition's own test set, at the rate and step that are best on validation.
+        below: Bits per byte of cross-entropy and of chain at the same rates minus the method's; None where they have
+            not run there.
+    """
+
+    method: str
+    weight: str
+    rates: tuple[float, ...]
+    test: float
+    below: Mapping[str, float | None]
+
+
+def partial_sweeps(result: Mapping[str, Any], condition: str) -> list[PartialSweep]:
+    """Return the incomplete sweeps of the first data seed, the best first; of a method the weights with most rates."""
+    own = f"{VALIDATION}_{result['conditions'][condition]['source']}.test"
+    runs: dict[tuple[str, str], dict[float, Mapping[str, Any]]] = defaultdict(dict)
+    for run in result["runs"]:
+        if (run["condition"], run["seed"]) == (condition, FIRST_SEED):
+            runs[run["method"], run["weight"]][run["rate"]] = run
+    complete = {outcome.method for outcome in outcomes(result) if outcome.condition == condition}
+
+    def best(key: tuple[str, str], rates: Sequence[float]) -> float | None:
+        if not set(rates) <= runs[key].keys():
+            return None
+        rows = [row for rate in rates for row in runs[key][rate]["curve"]]
+        return float(min(rows, key=lambda row: row[VALIDATION])[own])
+
+    found: dict[str, PartialSweep] = {}
+    for key in sorted(runs, key=lambda key: -len(runs[key])):
+        method, weight = key
+        rates = tuple(sorted(runs[key]))
+        test = best(key, rates)
+        if method not in complete | found.keys() and test is not None:
+            others = {BASELINE: best((BASELINE, BASELINE), rates), CHAIN: best((CHAIN, weight), rates)}
+            below = {name: None if value is None else value - test for name, value in others.items()}
+            found[method] = PartialSweep(method, weight, rates, test, below)
+    return sorted(found.values(), key=lambda row: row.test)
 
 
 def chosen(found: Sequence[Outcome], seed: int) -> dict[tuple[str, str], str]:

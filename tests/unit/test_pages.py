@@ -18,7 +18,7 @@ WRITERS: dict[str, tuple[Callable[[], dict[Path, str]], set[Path]]] = {
         evidence.rendered,
         {evidence.PAGE, *(evidence.IMAGES / f"evidence-{name}.svg" for name in ("answers", "gains", "numerals"))},
     ),
-    "experiments.real.page": (real_models.rendered, {real_models.PAGE}),
+    "experiments.real.page": (real_models.rendered, {real_models.PAGE, real_models.PICTURE}),
 }
 
 
