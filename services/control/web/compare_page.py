@@ -13,7 +13,7 @@ from services.control.api.dependencies import AppContext, Context
 from services.control.web.charts import COMPARED
 from services.control.web.render import PageRoute, page
 from services.control.web.run_view import RunView, run_views
-from xtoken_core.config.spec import RunSpec, without_defaults
+from xtoken_core.config.spec import RunSpec
 
 MAX_RUNS = 6
 MAX_CHOICES = 50
@@ -95,7 +95,7 @@ def differing_settings(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, list
 
 
 def _without_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return without_defaults(RunSpec.model_validate(spec)) if spec else {}
+    return RunSpec.model_validate(spec).model_dump(mode="json", exclude_defaults=True) if spec else {}
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

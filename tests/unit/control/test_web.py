@@ -24,7 +24,7 @@ from services.control.web.fields import EXCLUDED, field_names, sections
 from services.control.web.loss_terms import MODES_OF_SETTING, OF_SEVERAL_TEACHERS
 from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, make_runs, put, spec
-from xtoken_core.config.spec import CROSS_ENTROPY_ONLY, RunSpec
+from xtoken_core.config.spec import CROSS_ENTROPY_ONLY, RunSpec, without_defaults
 
 TOKEN = "a-token-that-is-long-enough"
 
@@ -123,7 +123,8 @@ def test_form_shows_the_settings_of_one_loss(client: TestClient, tmp_path: Path)
     }
     assert {"vocab_topk", "alm_temperature"} <= hidden and not hidden & {"mode", "chain_end_terms", "ce_loss_scale"}
     assert "teacher_aggregation" not in page, "there is one teacher"
-    unsent = {name: value for name, value in form.values_of(spec(tmp_path)).items() if "chain_" not in name}
+    public = spec(tmp_path, loss={"mode": "p_kl"})
+    unsent = {name: value for name, value in form.values_of(public).items() if "chain_" not in name}
     assert RunSpec.model_validate(form.document_of(unsent)).loss.chain_bare_space, "a hidden switch keeps its default"
 
 
@@ -317,7 +318,7 @@ def test_tiles_show_available_metrics(client: TestClient, runs: Runs) -> None:
     assert bare == {"Loss": ("2.5", "nats")}
     one = tiles(page_of(client, runs, "one-1", ONE_TEACHER | {"kl_fraction": 0.9}, BITS))
     assert one["Held-out accuracy"] == ("31.2 %", "next token")
-    assert one["Loss"] == ("2.5", "nats, 90.0 % of it P-KL")
+    assert one["Loss"] == ("2.5", "nats, 90.0 % of it chain")
     assert "Held-out loss" not in one, "it was not measured"
     assert tiles(page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED))["Held-out loss"][0] == "2.5"
 
@@ -332,7 +333,7 @@ def test_result_stands_first_with_its_change(client: TestClient, runs: Runs) -> 
     assert "1.5000" in headline and "−0.5000" in headline and "better" in headline
     assert "50.0" in headline and "+25.0" in headline
     listed = client.get("/").text
-    assert all(text in listed for text in ("1.5000", "−0.5000", "from model", "P-KL"))
+    assert all(text in listed for text in ("1.5000", "−0.5000", "from model", "chain"))
 
 
 def test_page_has_every_chart(client: TestClient, runs: Runs) -> None:
@@ -399,7 +400,7 @@ def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -
     page = client.get("/compare", params={"run": ["a", "a-baseline"]}).text
     assert "better by 0.2500" in page
     differing = page[page.index('id="differing"') :]
-    assert "teacher.0.model" in differing and "loss.ce_loss_scale" in differing
+    assert "teacher.0.model" in differing and "loss.kl_loss_weight" in differing and "loss.mode" not in differing
     assert "student.model" not in differing and "output" not in differing
     assert 'href="/compare?run=a&amp;run=a-baseline"' in client.get("/runs/a").text
     assert client.get("/compare").status_code == 200
@@ -440,3 +441,15 @@ def test_name_that_no_file_system_takes(client: TestClient, tmp_path: Path) -> N
     path = str(tmp_path / "data" / ("x" * 300))
     answer = client.post("/align", data={"student": path, "teacher": path, "text": "a"})
     assert answer.status_code == 200 and "No such directory" in answer.text
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [{"mode": "chain", "vocab_topk": 64}, {"mode": "p_kl", "ce_loss_scale": 1.0}, {"vocab_topk": 64}, {}],
+    ids=["chain-with-a-public-name", "p_kl-weighed-as-chain", "p_kl-by-its-name", "default"],
+)
+def test_a_run_that_is_copied_has_the_same_loss(tmp_path: Path, loss: dict[str, Any]) -> None:
+    original = RunSpec.model_validate(spec(tmp_path, loss=loss))
+    copied = without_defaults(original)
+    assert RunSpec.model_validate(copied).loss == original.loss
+    assert RunSpec.model_validate(form.document_of(form.values_of(copied))).loss == original.loss

@@ -36,16 +36,20 @@ SAME: dict[str, Any] = {"projection": None}
 @pytest.mark.parametrize(
     ("teachers", "names", "loss"),
     [
-        ([OWN], "`teacher-0`, with a tokenizer of its own.", "p_kl at"),
+        ([OWN], "`teacher-0`, with a tokenizer of its own.", "chain at"),
         ([SAME], "`teacher-0`.", "KL token by token at"),
-        ([OWN, OWN], "`teacher-0` and `teacher-1`, with tokenizers of their own.", "p_kl at"),
+        ([OWN, OWN], "`teacher-0` and `teacher-1`, with tokenizers of their own.", "chain at"),
         ([SAME, SAME], "`teacher-0` and `teacher-1`.", "KL token by token at"),
         (
             [SAME, OWN],
             "`teacher-0` and `teacher-1`, one of them with a tokenizer of its own.",
-            "KL token by token, p_kl at",
+            "KL token by token, chain at",
         ),
-        ([OWN, SAME, OWN], "`teacher-2`, 2 of them with tokenizers of their own.", "p_kl, KL token by token, p_kl at"),
+        (
+            [OWN, SAME, OWN],
+            "`teacher-2`, 2 of them with tokenizers of their own.",
+            "chain, KL token by token, chain at",
+        ),
     ],
     ids=["own", "same", "both own", "both same", "mixed", "three"],
 )
@@ -55,7 +59,7 @@ def test_teachers_and_loss_are_told_as_they_are(
     text = card(tmp_path, teachers)
     (told,) = [line for line in text.splitlines() if "distilled by xtoken" in line]
     assert told.endswith(names)
-    assert f"- loss: {loss} temperature 1 times 1, and cross-entropy times 0.1" in text
+    assert f"- loss: {loss} temperature 1 times 1, and cross-entropy times 1" in text
     assert text.count("same tokenizer") == teachers.count(SAME)
     assert text.count("own") == (1 if OWN in teachers else 0)
 
