@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -126,9 +126,9 @@ bench-control: $(STAMP)  ## the control plane: its list, a run's first step, tra
 bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop and one with TRL's loss
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end.json --public-loss
-	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_lengths.json --samples 16 --no-serial \
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_lengths.json --samples 16 --steps 20 --no-serial \
 		--variants fixed_lengths text_padded text_packed chat_padded chat_packed
-	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_small.json --samples 128 --no-serial \
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_small.json --samples 128 --steps 10 --warmup 4 --no-serial \
 		--variants small_fixed small_text_padded small_text_packed
 	$(BIN)/python -m benchmarks.pages
 
@@ -141,6 +141,10 @@ bench-e2e-two-gpus: $(STAMP)  ## a teacher on its own, a shared student, beside 
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_two_gpus.json \
 		--samples 8 --steps 20 --no-serial \
 		--variants p_kl_hidden_wide two_ranks_kept two_ranks teacher_apart p_kl_hidden_wide_mps two_ranks_mps
+	$(BIN)/python -m benchmarks.pages
+
+bench-divided-teacher: $(STAMP)  ## a teacher's rate on two GPUs beside one; needs two GPUs
+	$(BIN)/python -m benchmarks.divided_teacher
 	$(BIN)/python -m benchmarks.pages
 
 evidence: $(STAMP)  ## every distillation method on numerals, on a GPU; resumes where it stopped

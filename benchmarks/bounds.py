@@ -107,6 +107,12 @@ def padding_bounds(result: dict[str, Any]) -> list[Bound]:
     ]
 
 
+def divided_bound(result: dict[str, Any] | None) -> Bound:
+    """Return the bound of a teacher over two GPUs, the worst of all rows."""
+    what = "a teacher's rate on two GPUs, relative to one"
+    return Bound(what, min(result["times_one"].values()) if result else None, 1.5, 1.8, "{:.2f}")
+
+
 def control_bounds(result: dict[str, Any]) -> list[Bound]:
     """Return the bounds of the control plane."""
     slowest = max(times["p99_ms"] for times in result["list"].values() if isinstance(times, dict))

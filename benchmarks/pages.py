@@ -123,7 +123,10 @@ def _bounds() -> dict[str, Any]:
         "The queue": queue_bounds(result("queue")),
         "Alignment, collation, projection": bounds.collation_bounds(result("collate"), result("collate_workers")),
         "Packing": bounds.padding_bounds(result("padding")),
-        "Whole runs": list(bounds_of(end_to_end_results())),
+        "Whole runs": [
+            *bounds_of(end_to_end_results()),
+            bounds.divided_bound(result("divided_teacher") if exists("divided_teacher") else None),
+        ],
         "Kills and resume": bounds.kill_bounds(result("worker_kills"), result("resume")),
         "The control plane": bounds.control_bounds(result("control")),
     }

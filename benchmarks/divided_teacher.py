@@ -1,0 +1,163 @@
+"""A teacher on two GPUs beside the same one on a single GPU: `python -m benchmarks.divided_teacher`.
+
+Random weights of Qwen3-8B's shapes. Each measurement runs in a process of its own: the teacher's own code, without
+queue and ring, on packed rows of documents of one length. The states of one document are compared too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.end_to_end.assets import COMMON, SMALL
+from xtoken_core.atomic import atomic_write
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "divided_teacher.json"
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rope_theta": 1000000.0,
+}
+DOCUMENT = 2048
+WARMUP, PASSES = 3, 10
+
+
+def main() -> int:
+    """Measure one GPU and two, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs", "divided-teacher"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--documents", type=int, nargs="+", default=[4, 8, 16], help="of a row, one row after another")
+    parser.add_argument("--small", action="store_true", help="a thin model: to try the harness on a CPU")
+    parser.add_argument("--gpus", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.gpus:
+        print(json.dumps(measured(arguments)))
+        return 0
+    make_models(arguments)
+    found = {}
+    for gpus in (1, 2):
+        own = ["--gpus", str(gpus), "--work", str(arguments.work), "--layers", str(arguments.layers)]
+        own += ["--documents", *map(str, arguments.documents), *(["--small"] if arguments.small else [])]
+        command = [sys.executable, "-m", "benchmarks.divided_teacher", *own]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        found[str(gpus)] = json.loads(done.stdout.splitlines()[-1])
+    rates = [found[gpus]["tokens_per_second"] for gpus in ("1", "2")]
+    report = {
+        **machine(),
+        "layers": arguments.layers,
+        "document": DOCUMENT,
+        "gpus": found,
+        "times_one": {documents: rates[1][documents] / rate for documents, rate in rates[0].items()},
+        "deviation": deviation(arguments.work),
+    }
+    atomic_write(arguments.out, json.dumps(report, indent=1) + "\n")
+    print(json.dumps({name: report[name] for name in ("times_one", "deviation")}), flush=True)
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    """Return the GPUs and the versions of a result file."""
+    import torch
+    import transformers
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
+    return {"device": names, "python": platform.python_version(), **versions}
+
+
+def make_models(arguments: argparse.Namespace) -> None:
+    """Write the teacher and a thin student, if they are not there."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    large = {**QWEN3_8B, **COMMON, "tie_word_embeddings": False, "num_hidden_layers": arguments.layers}
+    thin = {**large, **SMALL, "vocab_size": 512}
+    for name, shape in (("student", thin), ("teacher", thin if arguments.small else large)):
+        directory = arguments.work / name
+        if (directory / "config.json").exists():
+            continue
+        torch.manual_seed(0)
+        values = dict(shape)
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        with torch.device(device):
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return tokens per second by documents of a row, and bytes of weights; keep the states of a document."""
+    import torch
+    from safetensors.torch import save_file
+
+    from services.teacher.prepare import devices_of, prepared_model
+    from services.teacher.shards import send_tokens, started_shards
+    from xtoken_core.packing import PackedRow
+
+    run = run_of(arguments)
+    devices = devices_of(run.spec, 0, 0)
+    rates: dict[str, float] = {}
+    with started_shards(run, 0, devices) if len(devices) > 1 else nullcontext(), torch.inference_mode():
+        model = prepared_model(run, 0, devices[0])
+        model.before_forward = send_tokens if len(devices) > 1 else None
+        for documents in arguments.documents:
+            row = PackedRow((DOCUMENT,) * documents, DOCUMENT * documents)
+            tokens = torch.arange(row.width).unsqueeze(0) % 509
+            seconds = []
+            for _ in range(WARMUP + PASSES):
+                began = time.perf_counter()
+                states = model.hidden(tokens, row)
+                if states.is_cuda:
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - began)
+            rates[str(documents)] = row.width / statistics.median(seconds[WARMUP:])
+        save_file(
+            {"states": states[0, :DOCUMENT].float().cpu()}, arguments.work / f"states-{arguments.gpus}.safetensors"
+        )
+    return {"tokens_per_second": rates, "weight_bytes": model.nbytes}
+
+
+def run_of(arguments: argparse.Namespace) -> Any:
+    """Return a run with this teacher, as far as loading it needs one."""
+    from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
+    from xtoken_core.config.spec import RunSpec
+
+    work = arguments.work.absolute()
+    models = {name: {"model": work / name, "context_length": DOCUMENT} for name in ("student", "teacher")}
+    teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": arguments.gpus, "gpu": 0}
+    tokens = DOCUMENT * max(arguments.documents)
+    raw = {"output": work / "out", "student": models["student"], "teacher": [teacher], "data": {"path": work / "text"}}
+    spec = RunSpec.model_validate({**raw, "train": {"micro_batch_tokens": tokens}})
+    files = ResolvedModel(vocab_size=512, head_width=512, tokenizer_fingerprint="", hidden_size=QWEN3_8B["hidden_size"])
+    return ResolvedRun(
+        spec=spec, student=files, teachers=(files,), projection_fingerprints=("",), data_fingerprint="", records=1,
+        positions=1, packed=True,
+    )  # fmt: skip
+
+
+def deviation(work: Path) -> float:
+    """Return the relative RMS deviation between the states of one GPU and of two."""
+    from safetensors.torch import load_file
+
+    one, two = (load_file(work / f"states-{gpus}.safetensors")["states"] for gpus in (1, 2))
+    return float((one - two).norm() / one.norm())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
