@@ -30,6 +30,7 @@ class Completion:
         entropy: Sum of the entropies of the student's next-token distributions at temperature 1, in nats.
         microseconds: Its part of the time of its block.
         waited: Its part of the time before its block in which the worker waited, in microseconds.
+        log_probs: Log-probabilities of its tokens by the weights that sampled them; None: the run does not read them.
     """
 
     prompt: Mapping[str, Any]
@@ -42,6 +43,7 @@ class Completion:
     entropy: float = 0.0
     microseconds: int = 0
     waited: int = 0
+    log_probs: Sequence[float] | None = None
 
 
 class CompletionCollator(CrossTokenizerCollator):
@@ -76,7 +78,8 @@ class CompletionCollator(CrossTokenizerCollator):
         sides = [list(side) for side in zip(*rows, strict=True)]
 
         def with_marks(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
-            return {**counts(batch), **_marks([completions[index] for index in kept])}
+            own = [completions[index] for index in kept]
+            return {**counts(batch), **_marks(own), **_log_probs(own, batch[schema.INPUT_IDS.name].shape)}
 
         return CollatedRows(kept, self._row_columns(values, sides, [1.0] * len(kept), with_marks), refused)
 
@@ -102,6 +105,18 @@ def _marks(completions: Sequence[Completion]) -> dict[str, Tensor]:
         schema.ENTROPY.name: torch.tensor([round(each.entropy * 1000) for each in completions]),
         schema.COMPLETION_TOKENS.name: torch.tensor([len(each.ids) for each in completions]),
     }
+
+
+def _log_probs(completions: Sequence[Completion], shape: Sequence[int]) -> dict[str, Tensor]:
+    """Return the column of the log-probabilities of sampled tokens, `[B, T]`; none if the run does not read it."""
+    if any(each.log_probs is None for each in completions):
+        return {}
+    column = torch.zeros(*shape)
+    for row, each in zip(column, completions, strict=True):
+        values = torch.tensor(each.log_probs or [])
+        at = len(each.prompt_ids)
+        row[at : at + len(values)] = values
+    return {schema.SAMPLED_LOG_PROBS.name: column}
 
 
 def _of_teacher(side: _Side, completion: Completion) -> _Tokens:

@@ -73,6 +73,8 @@ COMPLETION_TOKENS = Field("completion_tokens", "int64", "sample")
 ENTROPY = Field("entropy_millinats", "int64", "sample")
 """Runs with rollouts: sum of the entropies of the student's next-token distributions along the completion, in
 thousandths of a nat."""
+SAMPLED_LOG_PROBS = Field("sampled_log_probs", "float32", "student")
+"""Runs with `loss.importance_cap`: log-probability of a sampled token by the weights that sampled it; 0 elsewhere."""
 
 TEACHER_LOGITS = Field("teacher_full_logits_ipc", "object", "sample", per_teacher=True)
 """Reference to the teacher's logits of the row: `{ring, slot, row, generation}`. Volatile."""
@@ -161,21 +163,25 @@ def teacher_fields(teacher: int) -> tuple[str, ...]:
     return tuple(field_name(f, teacher) for f in (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS))
 
 
-def run_fields(same_tokenizer: Sequence[bool], *, rollouts: bool = False) -> tuple[str, ...]:
+def run_fields(
+    same_tokenizer: Sequence[bool], *, rollouts: bool = False, log_probs: bool = False
+) -> tuple[str, ...]:  # fmt: skip
     """Return the columns of a run's rows that its loss reads.
 
     Args:
         same_tokenizer: Per teacher, True if it shares the student's tokenizer and so adds no column.
         rollouts: Some rows are generated.
+        log_probs: They carry the log-probabilities of their tokens.
     """
-    own = [field.name for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *[WEIGHTS_VERSION] * rollouts)]
+    generated = [WEIGHTS_VERSION] * rollouts + [SAMPLED_LOG_PROBS] * log_probs
+    own = [field.name for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *generated)]
     added = [teacher_fields(teacher) for teacher, same in enumerate(same_tokenizer) if not same]
     return (*own, *(name for names in added for name in names))
 
 
 def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
     """Return for every column of such a run what it has one value for, and the teacher it belongs to."""
-    own = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *ROLLOUT_FIELDS)
+    own = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *ROLLOUT_FIELDS, SAMPLED_LOG_PROBS)
     per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
     axes: dict[str, tuple[Axis, int | None]] = {field.name: (field.axis, None) for field in own}
     axes.update({field_name(f, teacher): (f.axis, teacher) for f in per_teacher for teacher in range(teachers)})
@@ -185,6 +191,8 @@ def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
 def pad_values(teachers: int) -> dict[str, int | float | bool]:
     """Return the pad value of every column of such a run (token ids are padded by their tokenizer's own id)."""
     per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
-    pads = {field.name: field.pad for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *ROLLOUT_FIELDS)}
+    pads = {
+        field.name: field.pad for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *ROLLOUT_FIELDS, SAMPLED_LOG_PROBS)
+    }
     pads.update({field_name(field, teacher): field.pad for field in per_teacher for teacher in range(teachers)})
     return pads

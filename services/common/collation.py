@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from services.common.tokenizers import tokenizer_of
@@ -91,7 +92,11 @@ def row_counts(run: ResolvedRun) -> Counts:
         return counts
 
     def marked(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        return {**counts(batch), **marks_of_text(len(batch[schema.INPUT_IDS.name]))}
+        ids = batch[schema.INPUT_IDS.name]
+        marks = marks_of_text(len(ids))
+        if run.spec.loss.importance_cap is not None:
+            marks[schema.SAMPLED_LOG_PROBS.name] = torch.zeros(ids.shape)
+        return {**counts(batch), **marks}
 
     return marked
 

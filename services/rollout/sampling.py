@@ -27,12 +27,14 @@ class Sampled:
         ends: Its last token is the end of the text.
         stopped: It holds a stop string.
         entropy: Sum of the entropies of the model's distributions, at temperature 1, along it, in nats.
+        log_probs: Of its tokens, by the whole head at temperature 1.
     """
 
     ids: list[int] = field(default_factory=list)
     ends: bool = False
     stopped: bool = False
     entropy: float = 0.0
+    log_probs: list[float] = field(default_factory=list)
     tail: bytes = b""
 
     @property
@@ -110,12 +112,14 @@ class Sampler:
         uniforms = torch.from_numpy(np.stack([_uniforms(seed, self.settings.max_new_tokens) for seed in seeds]))
         uniforms = uniforms.to(device)
         rows, cache = [Sampled() for _ in prompts], None
-        entropies = []
+        entropies, log_probs = [], []
         for n in range(self.settings.max_new_tokens):
             logits, cache = self._forward(ids, mask, cache)
+            whole = logits
             logits = logits.masked_fill(~self.vocabulary.allowed, -torch.inf)
             chosen = choose(logits, uniforms[:, n], self.settings)
             entropies.append(entropy_of(logits))
+            log_probs.append(whole.log_softmax(-1).gather(1, chosen.unsqueeze(1)).squeeze(1))
             for row, token in zip(rows, chosen.tolist(), strict=True):
                 if not row.finished:
                     self._append(row, token)
@@ -124,8 +128,10 @@ class Sampler:
                 break
             ids = chosen.unsqueeze(1)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        for row, along in zip(rows, torch.stack(entropies, 1).cpu(), strict=True):
+        kept = torch.stack(entropies, 1).cpu(), torch.stack(log_probs, 1).cpu()
+        for row, along, own in zip(rows, *kept, strict=True):
             row.entropy = float(along[: len(row.ids)].sum())
+            row.log_probs = own[: len(row.ids)].tolist()
         return rows
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> tuple[Float[Tensor, "B V"], Any]:

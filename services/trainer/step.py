@@ -103,7 +103,9 @@ class StepRunner:
         self.stored, self.living = stored, self.run.spec.living_teachers
         self.rank, self.pad_id = rank, pad_id
         self.world_rank = self.run.group * self.run.spec.workers.ranks + rank
-        self.fields = list(schema.run_fields(self.run.same_tokenizer, rollouts=self.run.spec.rollout is not None))
+        spec = self.run.spec
+        reads = {"rollouts": spec.rollout is not None, "log_probs": spec.loss.importance_cap is not None}
+        self.fields = list(schema.run_fields(self.run.same_tokenizer, **reads))
         self.waited_s = 0.0
         self.stopped = False
         self.timer = DeviceTimer(student.device)

@@ -59,6 +59,7 @@ GIVEN_TEXT = {
     "add [rollout] or unset it",
     "beta": "beta: a generalised JSD has a reverse part, which is biased on given text and exact only on text that the "
     "student generated: add [rollout] or unset it",
+    "importance_cap": "importance_cap weighs completions by the age of their weights: add [rollout] or unset it",
 }
 """Why a setting is refused in a run that has no generated text."""
 
@@ -109,6 +110,9 @@ class LossConfig(Part):
     chain_least_mass: Annotated[float, Field(ge=0, le=1)] = LEAST_MASS
     """Chain with `teacher.content = "topk"`: a chunk with a decision inside at which the teacher's listed tokens have
     less than this fraction of the probability is compared by ALM (`tau` 1) beside its start; 0: no chunk is."""
+    importance_cap: Annotated[float, Field(ge=1)] | None = None
+    """Completions only (`[rollout]`): weigh a chunk by the ratio of the probabilities that the weights of now and those
+    that sampled give to the completion before it, this at most. Left out, stale completions count as they are."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
     ce_loss_scale: NonNegative = 1.0
@@ -165,8 +169,9 @@ class LossConfig(Part):
         """
         if "chain" in self.modes and self.reverse_kl:
             raise ValueError(GIVEN_TEXT["reverse_kl"])
-        if self.beta is not None:
-            raise ValueError(GIVEN_TEXT["beta"])
+        for name in ("beta", "importance_cap"):
+            if getattr(self, name) is not None:
+                raise ValueError(GIVEN_TEXT[name])
 
     def check_weights(self, weights: Sequence[float]) -> None:
         """Refuse what the number of teachers and their static weights make impossible.

@@ -181,7 +181,8 @@ class CrossTokenizerDistillationLoss:
         if isinstance(student_logits, HeadProjection):
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
             head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=self.trains_on_kd)
-            return head.loss(objective, linear=not self.config.dynamic_loss_scaling)
+            linear = not self.config.dynamic_loss_scaling and self.config.importance_cap is None
+            return head.loss(objective, linear=linear)
         return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=self.trains_on_kd))
 
     def values(self, batch: Mapping[str, Tensor], student_logits: Tensor, teacher_logits: Sequence[Logits]) -> Values:

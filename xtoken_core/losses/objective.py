@@ -15,8 +15,18 @@ from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_members, class_metrics
-from xtoken_core.losses.common import Divergence, EvalOptions, Pairing, Scalar, TeacherTerm, detached
+from xtoken_core.losses.common import (
+    Divergence,
+    EvalOptions,
+    Pairing,
+    Scalar,
+    TeacherTerm,
+    detached,
+    masked_sum,
+    partial_mean,
+)
 from xtoken_core.losses.cross_entropy import mean_over_tokens
+from xtoken_core.losses.importance import chunk_weights
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, row_logits
 from xtoken_core.losses.masks import next_token_targets
 from xtoken_core.ops import get_op
@@ -214,6 +224,7 @@ class Objective:
         if not self.losses:
             return values.losses.new_zeros(()), {}
         weights = self.weights
+        values, ratios = self._corrected(values)
         # With averaged logits there is one divergence for all teachers, and zip stops after it.
         triples = zip(self.losses, values.divergences, self.denominators.teachers, strict=False)
         terms = [loss.reduce(self.batch, divergence, denominator) for loss, divergence, denominator in triples]
@@ -223,11 +234,30 @@ class Objective:
         for index, term in enumerate(terms):
             metrics[f"kl_loss_t{index}"] = term.kd
             metrics |= {f"{name}_t{index}": value for name, value in term.metrics.items()}
+        metrics |= ratios
         metrics |= self._by_class(values)
         if weights.selection is not None:
             metrics["num_selected_chunks"] = weights.selection.chunks
             return self._selected(values, weights.selection), metrics
         return torch.stack(list(self._weighted(terms))).sum(), metrics
+
+    def _corrected(self, values: Values) -> tuple[Values, dict[str, Scalar]]:
+        """Return the divergences weighed by `importance_cap`, and the mean weight of a chunk as metrics."""
+        cap = self.config.importance_cap
+        if cap is None:
+            return values, {}
+        divergences: list[Divergence] = []
+        metrics: dict[str, Scalar] = {}
+        pairs = zip(self.losses, values.divergences, self.denominators.teachers, strict=False)
+        for index, (loss, divergence, denominator) in enumerate(pairs):
+            view = loss.chunks(self.batch)
+            if view is not None:
+                weight = chunk_weights(self.batch, values.losses.detach(), view, cap)
+                divergence = divergence._replace(parts=tuple(part * weight for part in divergence.parts))
+                step = view.valid.sum().float() if denominator is None else denominator
+                metrics[f"importance_weight_t{index}"] = partial_mean(masked_sum(weight, view.valid), step)
+            divergences.append(divergence)
+        return values._replace(divergences=tuple(divergences)), metrics
 
     @torch.no_grad()
     def _by_class(self, values: Values) -> dict[str, Tensor]:

@@ -50,6 +50,19 @@ def test_the_students_ids_are_kept_as_sampled_and_aligned() -> None:
     assert marks == [[5], [0], [10], [20], [len(sampled)], [1250], [0]]
 
 
+def test_log_probabilities_lie_at_the_sampled_tokens() -> None:
+    collator = CompletionCollator(
+        student_tokenizer=STUDENT, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
+        ctx_length_teacher=[64],
+    )  # fmt: skip
+    prompt = collator.student.prompt({"text": PROMPT})
+    ids = np.array(STUDENT(TEXT, add_special_tokens=False)["input_ids"])
+    own = [-0.5 - n for n in range(len(ids))]
+    completion = Completion({"text": PROMPT}, prompt, ids, TEXT, False, False, 5, log_probs=own)
+    rows = collator.completion_rows([completion], loss_counts(LossConfig(), [False]))
+    assert values(rows, "sampled_log_probs").tolist() == [0.0] * len(prompt) + own
+
+
 def test_only_a_completion_that_ended_has_an_end_on_both_sides() -> None:
     sampled = STUDENT(TEXT, add_special_tokens=False)["input_ids"]
     cut, ended = row_of(sampled, ends=False), row_of([*sampled, STUDENT.eos_token_id], ends=True)

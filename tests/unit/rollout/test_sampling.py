@@ -45,8 +45,10 @@ def test_a_row_is_sampled_alike_whatever_shares_its_batch(model: LlamaForCausalL
 def test_greedy_tokens_are_those_of_the_model_without_a_cache(model: LlamaForCausalLM) -> None:
     [sampled] = sampler(model, temperature=0.0).complete(PROMPTS[:1], [0], lambda: None)
     row, entropy = PROMPTS[0].tolist(), 0.0
-    for token in sampled.ids:
-        logits = model(torch.tensor([row])).logits[0, -1, :11]
+    for token, log_prob in zip(sampled.ids, sampled.log_probs, strict=True):
+        whole = model(torch.tensor([row])).logits[0, -1].detach()
+        assert log_prob == pytest.approx(float(whole.log_softmax(-1)[token]), rel=1e-4)
+        logits = whole[:11]
         assert int(logits.argmax()) == token
         entropy += float(torch.distributions.Categorical(logits=logits).entropy())
         row.append(token)

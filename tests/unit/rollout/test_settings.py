@@ -28,13 +28,14 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ({}, {"teacher": []}, "this run has none"),
         ({}, {"teacher": [STORED]}, "stored output is of given text"),
         ({}, {"loss": {"dynamic_loss_scaling": True}}, "no cross-entropy to scale by"),
+        ({"url": "http://a:1"}, {"loss": {"importance_cap": 2.0}}, "servers do not send the log-probabilities"),
         ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
         ({}, {"workers": {"nodes": 2}}, "single node group"),
         ({}, {"train": {**TRAIN, "lora": {}}}, "adapters are not published"),
         ({}, {"train": {**TRAIN, "parallel": "fsdp"}, "workers": {"ranks": 2}}, "sharded over ranks"),
     ],
     ids=[
-        "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "weight",
+        "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "cap", "weight",
         "nodes", "lora", "fsdp",
     ],
 )  # fmt: skip
@@ -55,7 +56,7 @@ def test_publishing_as_rarely_as_staleness_allows_is_taken() -> None:
     assert spec({}).rollout is not None
 
 
-@pytest.mark.parametrize("form", [{"reverse_kl": True}, {"beta": 0.5}])
+@pytest.mark.parametrize("form", [{"reverse_kl": True}, {"beta": 0.5}, {"importance_cap": 2.0}])
 def test_reverse_forms_of_chain_need_generated_text(form: dict[str, Any]) -> None:
     loss = {"mode": "chain", **form}
     assert spec({}, loss=loss).rollout is not None
