@@ -146,6 +146,8 @@ def type_in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
             return f"list of {item}" if item.endswith("`") else f"list of {item}s"
         word, _, bounds = type_in_words(arguments[0]).partition(" ")
         return f"list of {len(arguments)} {word}s {bounds}".rstrip()
+    if origin is dict:
+        return f"table of {type_in_words(arguments[1])}s"
     words = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path"}[annotation]
     return f"{words} {', '.join(filter(None, map(_bound, metadata)))}".rstrip()
 
@@ -162,7 +164,7 @@ def default_in_words(info: FieldInfo) -> str:
     if info.is_required():
         return "required"
     value = info.default
-    if value is None or value == ():
+    if value is None or value in ((), {}):
         return "-"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

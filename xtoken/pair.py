@@ -29,6 +29,7 @@ class TokenizerPair:
         teacher: The teacher's.
         context_length: Maximum of tokens of a text on either side.
         device: Device of the logits.
+        special_tokens: Special tokens of the student and their partners, in place of those of the same name.
         loss: Settings of `[loss]` in a run file, such as `mode="alm"`.
 
     Raises:
@@ -37,17 +38,25 @@ class TokenizerPair:
     """
 
     def __init__(
-        self, student: Any, teacher: Any, *, context_length: int = 1024, device: torch.device | str = "cpu", **loss: Any
+        self,
+        student: Any,
+        teacher: Any,
+        *,
+        context_length: int = 1024,
+        device: torch.device | str = "cpu",
+        special_tokens: Mapping[str, str] | None = None,
+        **loss: Any,
     ) -> None:
         config = LossConfig(**loss)
-        self.aligner = TokenAligner(student, teacher)
+        self.aligner = TokenAligner(student, teacher, special_tokens)
         self.collator = CrossTokenizerCollator(
             student_tokenizer=student, teacher_tokenizer=teacher, aligner=self.aligner,
             ctx_length_student=context_length, ctx_length_teacher=context_length,
         )  # fmt: skip
         self.device = torch.device(device)
+        pair = _loss_teacher(config, student, teacher, special_tokens)
         self.loss_fn = CrossTokenizerDistillationLoss(
-            config, student_vocab_size=len(student), teachers=[_loss_teacher(config, student, teacher)], device=device
+            config, student_vocab_size=len(student), teachers=[pair], device=device
         )
 
     def collate(self, records: Sequence[str | Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -83,12 +92,14 @@ class TokenizerPair:
         return loss, dict(metrics)
 
 
-def _loss_teacher(config: LossConfig, student: Any, teacher: Any) -> LossTeacher:
+def _loss_teacher(
+    config: LossConfig, student: Any, teacher: Any, special_tokens: Mapping[str, str] | None
+) -> LossTeacher:
     """Return what the mode reads about the two tokenizers."""
     mode = config.mode_of(0)
     if mode in TABLE_MODES:
-        return LossTeacher(len(teacher), tables=ChainTables.of(build_tables(student, teacher)))
+        return LossTeacher(len(teacher), tables=ChainTables.of(build_tables(student, teacher, special_tokens)))
     if mode in PROJECTING_MODES:
-        projection = build_projection(student, teacher)
+        projection = build_projection(student, teacher, special_tokens=special_tokens)
         return LossTeacher(len(teacher), projection.indices, projection.likelihoods)
     return LossTeacher(len(teacher), own_tokenizer=True)

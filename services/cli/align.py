@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from services.cli.options import SpecialTokensOption, special_tokens_of
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -37,6 +39,7 @@ def show(
     text: Annotated[str | None, typer.Argument(help="The text.", show_default=False)] = None,
     file: Annotated[Path | None, typer.Option("--file", help="A file with the text.", show_default=False)] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page too.", show_default=False)] = None,
+    special_token: SpecialTokensOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print both tokenizations of a text, every chunk in one colour; grey is in no chunk, red does not agree.
@@ -51,7 +54,7 @@ def show(
     from xtoken_core.errors import InputError
 
     source = read_text(text, file)
-    aligner, ours, theirs = _sides(student, teacher)
+    aligner, ours, theirs = _sides(student, teacher, special_token)
     sides = shown_sides(aligner, ours, theirs, source)
     if as_json:
         shown = [{"name": name, "tokens": [asdict(token) for token in tokens]} for name, tokens in sides]
@@ -82,6 +85,7 @@ def check(
     context: Annotated[
         int | None, typer.Option("--context", min=1, help="Cut both sides to so many tokens.", show_default=False)
     ] = None,
+    special_token: SpecialTokensOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Align every text of some files and count chunks; fails if a chunk does not spell the same on both sides.
@@ -94,7 +98,7 @@ def check(
     from xtoken_core.alignment.check import CheckReport, check_records
     from xtoken_core.errors import XtokenError
 
-    aligner, ours, theirs = _sides(student, teacher)
+    aligner, ours, theirs = _sides(student, teacher, special_token)
     reports: dict[str, CheckReport] = {}
     for path in files:
         report = CheckReport()
@@ -195,18 +199,24 @@ def read_text(text: str | None, file: Path | None) -> str:
         raise InputError(f"{file} is not UTF-8 text: byte {error.start}") from error
 
 
-def _sides(student: Path, teacher: Path) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
+def _sides(
+    student: Path, teacher: Path, special_token: list[str] | None
+) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
     from services.common.tokenizers import load_tokenizer
 
-    return sides_of(load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher"))
+    pairs = special_tokens_of(special_token)
+    return sides_of(load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher"), pairs)
 
 
-def sides_of(student: Any, teacher: Any) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
+def sides_of(
+    student: Any, teacher: Any, special_tokens: Mapping[str, str] | None = None
+) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
     """Return the aligner of two tokenizers, and both as encoders of text."""
     from xtoken_core.alignment import TokenAligner
     from xtoken_core.tokenizing import TextTokenizer
 
-    return TokenAligner(student, teacher), TextTokenizer(student, "student"), TextTokenizer(teacher, "teacher")
+    aligner = TokenAligner(student, teacher, special_tokens)
+    return aligner, TextTokenizer(student, "student"), TextTokenizer(teacher, "teacher")
 
 
 def _coloured(tokens: list[ShownToken]) -> Text:

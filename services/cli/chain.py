@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from services.cli.options import SpecialTokensOption, special_tokens_of
+
 if TYPE_CHECKING:
     from xtoken_core.chain.report import SideReport, TextReport
 
@@ -31,6 +33,7 @@ def inspect(
     text: Annotated[str | None, typer.Argument(help="A text.", show_default=False)] = None,
     file: Annotated[Path | None, typer.Option("--file", help="A file with a text.", show_default=False)] = None,
     samples: Annotated[int, typer.Option(min=0, help="Examples of each kind.")] = 5,
+    special_token: SpecialTokensOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show common tokens, tokens without a root and why, and a text's chunks by shape.
@@ -47,10 +50,11 @@ def inspect(
     from xtoken_core.chain import cached_tables
     from xtoken_core.chain.report import side_report, text_report
 
+    pairs = special_tokens_of(special_token)
     source = None if text is None and file is None else read_text(text, file)
     with spinner("reading both tokenizers and their chain tables", quiet=as_json):
         tokenizers = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
-        tables = cached_tables(*tokenizers)
+        tables = cached_tables(*tokenizers, special_tokens=pairs)
         reports = {
             name: side_report(side, tables.classes, token_table(tokenizer), samples=samples)
             for name, side, tokenizer in zip(
@@ -59,7 +63,7 @@ def inspect(
         }
     of_text: TextReport | None = None
     if source is not None:
-        aligner, *encoders = sides_of(*tokenizers)
+        aligner, *encoders = sides_of(*tokenizers, pairs)
         ids = [side.encode([source], specials=True)[0].tolist() for side in encoders]
         tokens = [side for _, side in shown_sides(aligner, encoders[0], encoders[1], source)]
         of_text = text_report(tokens, ids, tables, samples=samples)

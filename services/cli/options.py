@@ -184,3 +184,29 @@ def set_up_logging() -> None:
     from services.common.logs import set_up
 
     set_up(debug=bool(os.environ.get(DEBUG_VARIABLE)))
+
+
+SpecialTokensOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--special-token",
+        metavar="STUDENT=TEACHER",
+        help="Pair two special tokens, as teacher.special_tokens does; may be repeated.",
+        show_default=False,
+    ),
+]
+
+
+def special_tokens_of(options: list[str] | None) -> dict[str, str]:
+    """Return the pairs of `--special-token`; the names are divided at the last `=`.
+
+    Raises:
+        ConfigError: One has no `=`.
+    """
+    pairs = {}
+    for option in options or ():
+        student, equals, teacher = option.rpartition("=")
+        if not equals or not student:
+            raise ConfigError(f"--special-token {option}: it takes STUDENT=TEACHER, or STUDENT= for no partner")
+        pairs[student] = teacher
+    return pairs

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from services.cli.options import SpecialTokensOption, special_tokens_of
+
 projection_app = typer.Typer(
     name="projection", help="Build a projection between two vocabularies and look into it.", no_args_is_help=True
 )
@@ -38,6 +40,7 @@ def build(
     specials: Annotated[bool, typer.Option(help="Specials by the likeness of their names.")] = True,
     exact: Annotated[bool, typer.Option(help="Tokens of equal bytes pinned to each other.")] = True,
     as_reference: Annotated[bool, typer.Option(help="Build as the public tools do, for comparison.")] = False,
+    special_token: SpecialTokensOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Build the projection from a student's vocabulary to a teacher's."""
@@ -45,10 +48,11 @@ def build(
     from xtoken_core.projection.build import BuildOptions, build_projection
     from xtoken_core.projection.files import write_projection
 
+    pairs = special_tokens_of(special_token)
     options = BuildOptions(forward, reverse, specials, exact, top_k, as_reference)
     with spinner("reading both vocabularies and building the projection", quiet=as_json):
         ours, theirs = _tokenizer(student, "student"), _tokenizer(teacher, "teacher")
-        projection = build_projection(ours, theirs, options, student_rows=_head_width(student))
+        projection = build_projection(ours, theirs, options, student_rows=_head_width(student), special_tokens=pairs)
         write_projection(projection, out, bfloat16=as_reference)
     pinned = int((projection.likelihoods[:, 0] == 1).sum())
     empty = int((projection.likelihoods.sum(dim=1) == 0).sum())

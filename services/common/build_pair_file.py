@@ -1,8 +1,15 @@
-"""The program that builds a file about two tokenizers: `python -m services.common.build_pair_file KIND S T FILE`."""
+"""The program that builds a file about two tokenizers.
+
+    python -m services.common.build_pair_file KIND STUDENT TEACHER FILE PAIRS
+
+takes the pairs of special tokens as a JSON object.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.common.tokenizers import load_tokenizer
@@ -28,7 +35,9 @@ def _of_the_rest(done: float) -> None:
     report(LOADING + (1 - LOADING) * done)
 
 
-def build_pair_file(kind: str, student: Path, teacher: Path, file: Path) -> None:
+def build_pair_file(
+    kind: str, student: Path, teacher: Path, file: Path, special_tokens: Mapping[str, str] | None = None
+) -> None:
     """Build the chain tables or the projection of two tokenizers.
 
     Args:
@@ -36,6 +45,7 @@ def build_pair_file(kind: str, student: Path, teacher: Path, file: Path) -> None
         student: Directory of the student's tokenizer.
         teacher: Directory of the teacher's.
         file: The file to write.
+        special_tokens: Special tokens of the student and their partners.
 
     Raises:
         XtokenError: A tokenizer cannot be read, or the file cannot be written.
@@ -44,15 +54,17 @@ def build_pair_file(kind: str, student: Path, teacher: Path, file: Path) -> None
     report(LOADING)
     file.parent.mkdir(parents=True, exist_ok=True)
     if kind == "projection":
-        write_projection(build_projection(*tokenizers, progress=_of_the_rest), file)
+        projection = build_projection(*tokenizers, special_tokens=special_tokens, progress=_of_the_rest)
+        write_projection(projection, file)
         return
     prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
-    write_tables(ChainTables.of(build_tables(*tokenizers, progress=_of_the_rest)), file, prints)
+    built = build_tables(*tokenizers, special_tokens, progress=_of_the_rest)
+    write_tables(ChainTables.of(built), file, prints, special_tokens)
 
 
 if __name__ == "__main__":
     try:
-        build_pair_file(sys.argv[1], *map(Path, sys.argv[2:]))
+        build_pair_file(sys.argv[1], *map(Path, sys.argv[2:5]), json.loads(sys.argv[5]))
     except (XtokenError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(getattr(error, "exit_code", 1))

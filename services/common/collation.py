@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from services.common.tokenizers import tokenizer_of
+from services.common.tokenizers import aligners_of, tokenizer_of
 from services.common.training_text import open_text
 from services.common.worker import WAIT_S, Worker
 from xtoken_core import schema
@@ -65,7 +65,7 @@ def make_collator(worker: Worker) -> CompletionCollator:
     return CompletionCollator(
         student_tokenizer=student,
         teacher_tokenizer=teachers,
-        aligner=[None] * len(teachers),
+        aligner=aligners_of(spec, student, teachers),
         ctx_length_student=spec.student.context_length,
         ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
         append_eos=spec.data.append_eos,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.common.held_out import split_text
+from services.common.hub import fetch_inputs
 from services.common.machine import Machine
 from services.common.memory_fit import fit_memory
 from xtoken_core.config.eval import NOT_IN_A_NAME
@@ -94,7 +96,7 @@ def load_run(
         The specification, and a line for every default that was filled in.
 
     Raises:
-        InputError: The file cannot be read.
+        InputError: The file cannot be read, or names something of the Hub that cannot be fetched.
         ConfigError: A setting is wrong.
     """
     base = path.resolve().parent
@@ -129,9 +131,10 @@ def complete_run(
         As `load_run`.
 
     Raises:
+        InputError: It names something of the Hub that cannot be fetched.
         ConfigError: A setting is wrong.
     """
-    document = _expanded(document)
+    document = _expanded(deepcopy(dict(document)))
     for setting in settings:
         _override(document, setting)
     document = _expanded(document)
@@ -139,7 +142,9 @@ def complete_run(
     named = "output" in document
     document.setdefault("output", f"runs/{document['name']}")
     output = base / Path(str(document["output"])).expanduser()
-    completion = Completion(document, _stored(output), machine or Machine.of_this())
+    stored = _stored(output)
+    fetched = fetch_inputs(document, base, _part(stored, "hub") or {})
+    completion = Completion(document, stored, machine or Machine.of_this(), fetched)
     if not named:
         completion.notes.append(f'output = "{output}"')
     _complete(completion, base, output, writes=writes)

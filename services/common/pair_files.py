@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES, LossMode
-from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import InputError
+from xtoken_core.config.spec import RunSpec, TeacherSpec
+from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.projection.fingerprint import SPECIAL_TOKENS_KEY, projection_header, special_tokens_metadata
 from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind, user_cache
 
 log = logging.getLogger("xtoken.pairs")
@@ -51,6 +53,7 @@ def pair_file(
     fingerprints: tuple[str, str],
     what: str,
     *,
+    special_tokens: Mapping[str, str] | None = None,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Path:
     """Return the file about two tokenizers, built first if there is none.
@@ -62,6 +65,7 @@ def pair_file(
         teacher: Directory of the teacher's.
         fingerprints: Those of the two tokenizers.
         what: Name of the teacher for messages.
+        special_tokens: Special tokens of the student and their partners.
         progress: Called several times a second while it is built, with the part (0 to 1) that is done; it may raise
             to stop.
 
@@ -71,7 +75,8 @@ def pair_file(
 
     def build(path: Path) -> None:
         log.info("building the %s of the student's and %s's tokenizer: %s", NAMES[kind], what, path)
-        command = [sys.executable, "-m", BUILDER, kind, str(student), str(teacher), str(path)]
+        command = [sys.executable, "-m", BUILDER, kind, *map(str, (student, teacher, path))]
+        command.append(json.dumps(special_tokens or {}))
         status, errors = _run(command, progress)
         if status != 0:
             last = errors.strip().splitlines()[-1:] or [f"it ended with status {status}"]
@@ -80,7 +85,27 @@ def pair_file(
                 f"{last[0].removeprefix('error: ')}"
             )
 
-    return cache.file(kind, fingerprints, build)
+    return cache.file(kind, fingerprints, build, special_tokens)
+
+
+def check_special_tokens(number: int, teacher: TeacherSpec) -> None:
+    """Refuse a projection that was built with other pairs of special tokens; public formats do not name them.
+
+    Args:
+        number: The teacher's.
+        teacher: Its settings, which name a projection.
+
+    Raises:
+        ConfigError: It was.
+    """
+    assert teacher.projection is not None
+    header = projection_header(teacher.projection)
+    wanted = special_tokens_metadata(teacher.special_tokens).get(SPECIAL_TOKENS_KEY)
+    if header is not None and header.get(SPECIAL_TOKENS_KEY) != wanted:
+        raise ConfigError(
+            f"teacher.{number}.special_tokens: {teacher.projection} was built with other pairs: build it again with "
+            "xtoken projection build --special-token, or unset teacher.projection"
+        )
 
 
 def _run(command: list[str], progress: Callable[[float], None]) -> tuple[int, str]:

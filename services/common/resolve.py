@@ -12,7 +12,7 @@ from services.common.allowed_paths import confined, readable_roots
 from services.common.chat_templates import read_chat_template
 from services.common.input_files import check_input_files, read_model_config
 from services.common.packable import why_not_packed
-from services.common.pair_files import cache_of, kind_of, pair_file
+from services.common.pair_files import cache_of, check_special_tokens, kind_of, pair_file
 from services.common.step_plan import ring_shape
 from services.common.teacher_stores import check_stores
 from services.common.tensor_parallel import check_divided
@@ -142,6 +142,9 @@ def _check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[Re
                 f"teacher {same_tokenizer.index(True)} has the student's tokenizer, and [rollout] takes teachers with "
                 "tokenizers of their own: name a projection, or unset one of them"
             )
+        for number, same in enumerate(same_tokenizer):
+            if same and spec.teacher[number].special_tokens:
+                raise ValueError(f"teacher.{number}.special_tokens: this teacher has the student's tokenizer: unset it")
         spec.loss.check_topk([t.content == "topk" for t in spec.teacher], same_tokenizer)
     except ValueError as error:
         raise ConfigError(f"loss: {error}") from error
@@ -153,6 +156,7 @@ def _pair_file(
     """Return the file that a teacher's loss reads about the two tokenizers, built first if need be; None: none."""
     teacher, kind = spec.teacher[number], kind_of(spec.loss.mode_of(number))
     if teacher.projection is not None and kind != "chain":
+        check_special_tokens(number, teacher)
         return teacher.projection
     fingerprints = student.tokenizer_fingerprint, files.tokenizer_fingerprint
     if kind is None or (teacher.projection is None and fingerprints[0] == fingerprints[1]):
@@ -164,7 +168,8 @@ def _pair_file(
         if progress is not None:
             progress(f"building the {NAMES[kind]} of the student's and {name}'s tokenizer", done)
 
-    return pair_file(cache_of(spec), kind, *directories, fingerprints, name, progress=report)
+    pairs = teacher.special_tokens
+    return pair_file(cache_of(spec), kind, *directories, fingerprints, name, special_tokens=pairs, progress=report)
 
 
 def _obstacle_to_packing(spec: RunSpec) -> str:

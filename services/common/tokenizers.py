@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from transformers import AutoTokenizer
 from services.common.allowed_paths import confined
 from services.common.chat_templates import read_chat_template
 from services.common.vocabulary import first_line
-from xtoken_core.config.spec import ModelSpec
+from xtoken_core.alignment import TokenAligner
+from xtoken_core.config.spec import ModelSpec, RunSpec
 from xtoken_core.errors import InputError
 from xtoken_core.model_files import check_model_directory
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
@@ -26,6 +28,23 @@ def tokenizer_of(spec: ModelSpec, what: str) -> Any:
     if spec.chat_template is not None:
         tokenizer.chat_template = read_chat_template(confined(spec.chat_template, f"the {what}'s chat template"))
     return tokenizer
+
+
+def aligners_of(spec: RunSpec, student: Any, teachers: Sequence[Any]) -> list[TokenAligner | None]:
+    """Return the aligners of the teachers whose special tokens are paired by hand; None: the collator makes its own.
+
+    Args:
+        spec: The run.
+        student: The student's tokenizer.
+        teachers: Each teacher's; None for one with the student's.
+
+    Raises:
+        ConfigError: A pair names a token that is not special.
+    """
+    return [
+        TokenAligner(student, tokenizer, teacher.special_tokens) if teacher.special_tokens and tokenizer else None
+        for teacher, tokenizer in zip(spec.teacher, teachers, strict=True)
+    ]
 
 
 def load_tokenizer(directory: Path, what: str) -> Any:

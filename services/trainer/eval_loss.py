@@ -15,7 +15,7 @@ from services.common.models import load_model
 from services.common.packed_attention import packed_inputs
 from services.common.packed_batch import PackedBatch, packed_batch
 from services.common.step_plan import topk_settings
-from services.common.tokenizers import tokenizer_of
+from services.common.tokenizers import aligners_of, tokenizer_of
 from services.trainer.metrics import to_floats
 from services.trainer.student import Student
 from xtoken_core import schema
@@ -79,7 +79,7 @@ class EvalLoss:
         collator = CrossTokenizerCollator(
             student_tokenizer=tokenizer,
             teacher_tokenizer=tokenizers,
-            aligner=[None] * len(spec.teacher),
+            aligner=aligners_of(spec, tokenizer, tokenizers),
             ctx_length_student=spec.student.context_length,
             ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
             append_eos=spec.data.append_eos,

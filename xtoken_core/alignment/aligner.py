@@ -19,6 +19,7 @@ from xtoken_core.alignment.normalizer import Normalizer
 from xtoken_core.alignment.pipeline import Pipeline
 from xtoken_core.alignment.prefix_space import begin_with_spaces, find_dummy_prefixes
 from xtoken_core.alignment.slow_path import RowSide, align_row
+from xtoken_core.alignment.special_tokens import SpecialTokens, with_special_tokens
 from xtoken_core.alignment.tables import TEXT, TokenTable, spelling_pool, token_table
 from xtoken_core.alignment.token_arrays import build_token_arrays, is_ended
 from xtoken_core.errors import InputError
@@ -41,12 +42,25 @@ class TokenAligner:
         student: The student's token table.
         teacher: The teacher's.
         notes: Notes that were logged: one line per tokenizer that does not tokenize the text as it is.
+
+    Args:
+        student_tokenizer: Hugging Face fast or slow, or mistral-common's.
+        teacher_tokenizer: Likewise.
+        special_tokens: Special tokens of the student and their partners, which have no other one.
+
+    Raises:
+        InputError: A tokenizer has no vocabulary, or its tokens do not spell its texts.
+        ConfigError: `special_tokens` names a token that is not special.
     """
 
-    def __init__(self, student_tokenizer: Any, teacher_tokenizer: Any) -> None:
-        self.student: TokenTable = token_table(student_tokenizer)
-        self.teacher: TokenTable = token_table(teacher_tokenizer)
-        tables = (self.student, self.teacher)
+    def __init__(
+        self, student_tokenizer: Any, teacher_tokenizer: Any, special_tokens: SpecialTokens | None = None
+    ) -> None:
+        tables = with_special_tokens(
+            token_table(student_tokenizer), token_table(teacher_tokenizer), special_tokens or {}
+        )
+        self.student: TokenTable = tables[0]
+        self.teacher: TokenTable = tables[1]
         self._pipelines = (Pipeline(student_tokenizer, self.student), Pipeline(teacher_tokenizer, self.teacher))
         folds = _folds(*self._pipelines)
         differ = self._pipelines[0].normalizer != self._pipelines[1].normalizer

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from xtoken_core.alignment.special_tokens import SpecialTokens, with_special_tokens
 from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
 from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, UNKNOWN_ROLE, build_token_arrays
 from xtoken_core.chain.live_sets import LiveSets, everything_live, live_sets
@@ -57,21 +58,28 @@ PARTS = {"tables": 0.11, "writers": 0.31, "spellings": 0.46, "classes": 0.49, "s
 
 
 def build_tables(
-    student_tokenizer: Any, teacher_tokenizer: Any, progress: Callable[[float], None] = lambda _: None
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    special_tokens: SpecialTokens | None = None,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> BuiltTables:
     """Spell both vocabularies with each other's tokenizer and derive classes, paths and live sets.
 
     Args:
         student_tokenizer: Hugging Face fast or slow, or mistral-common's.
         teacher_tokenizer: Likewise.
+        special_tokens: Special tokens of the student and their partners, as the aligner takes them.
         progress: Called with the part (0 to 1) that is done.
 
     Raises:
+        ConfigError: `special_tokens` names a token that is not special.
         InputError: The two have no token in common; the text names one and the reason.
     """
     tokenizers = (student_tokenizer, teacher_tokenizer)
     fingerprints = tokenizer_fingerprint(student_tokenizer), tokenizer_fingerprint(teacher_tokenizer)
-    tables: tuple[TokenTable, TokenTable] = (token_table(student_tokenizer), token_table(teacher_tokenizer))
+    tables: tuple[TokenTable, TokenTable] = with_special_tokens(
+        token_table(student_tokenizer), token_table(teacher_tokenizer), special_tokens or {}
+    )
     progress(PARTS["tables"])
     drops = any(table.drops_whitespace for table in tables)
     compared = [compared_pieces(table, [each.normalizer for each in tables], drops) for table in tables]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,24 @@ from xtoken_core.atomic import atomic_path
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.errors import InputError, OutputError
-from xtoken_core.projection.fingerprint import FORMAT_KEY, STUDENT_KEY, TEACHER_KEY, tokenizer_fingerprint
+from xtoken_core.projection.fingerprint import (
+    FORMAT_KEY,
+    STUDENT_KEY,
+    TEACHER_KEY,
+    special_tokens_metadata,
+    tokenizer_fingerprint,
+)
 from xtoken_core.projection.pair_cache import CHAIN_FORMAT, PairCache
 from xtoken_core.projection.stored_tensors import safetensors_bytes
 from xtoken_core.regular_files import descriptor_path
 
 
-def cached_tables(student_tokenizer: Any, teacher_tokenizer: Any, directory: Path | None = None) -> ChainTables:
+def cached_tables(
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    directory: Path | None = None,
+    special_tokens: Mapping[str, str] | None = None,
+) -> ChainTables:
     """Read the tables of two tokenizers, and build and write them first if there are none.
 
     A file of another version, of another pair or a damaged one is built again, and the log says so.
@@ -26,6 +38,7 @@ def cached_tables(student_tokenizer: Any, teacher_tokenizer: Any, directory: Pat
         student_tokenizer: A tokenizer, see `build_tables`.
         teacher_tokenizer: Likewise.
         directory: Where the files are; None: the user's cache.
+        special_tokens: Special tokens of the student and their partners, as for `build_tables`.
 
     Raises:
         OutputError: The file cannot be written.
@@ -34,23 +47,28 @@ def cached_tables(student_tokenizer: Any, teacher_tokenizer: Any, directory: Pat
     cache = PairCache(directory)
 
     def write(path: Path) -> None:
-        write_tables(ChainTables.of(build_tables(student_tokenizer, teacher_tokenizer)), path, prints)
+        built = build_tables(student_tokenizer, teacher_tokenizer, special_tokens)
+        write_tables(ChainTables.of(built), path, prints, special_tokens)
 
-    return read_tables(cache.file("chain", prints, write))
+    return read_tables(cache.file("chain", prints, write, special_tokens))
 
 
-def write_tables(tables: ChainTables, path: Path, fingerprints: tuple[str, str]) -> None:
+def write_tables(
+    tables: ChainTables, path: Path, fingerprints: tuple[str, str], special_tokens: Mapping[str, str] | None = None
+) -> None:
     """Write the tables; the file appears whole or not at all, and the same tables give the same bytes.
 
     Args:
         tables: On the CPU.
         path: The file; its directory is made.
         fingerprints: Those of the student's and the teacher's tokenizer.
+        special_tokens: Pairs of special tokens with which they were built.
 
     Raises:
         OutputError: It cannot be written.
     """
     metadata = {FORMAT_KEY: CHAIN_FORMAT, STUDENT_KEY: fingerprints[0], TEACHER_KEY: fingerprints[1]}
+    metadata |= special_tokens_metadata(special_tokens or {})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as scratch:

@@ -33,7 +33,8 @@ class DataSpec(Part):
     """The text to train on."""
 
     path: Path | tuple[Path, ...] = ()
-    """A file or files (`.jsonl`, `.parquet`, `.txt`), or a directory saved by `datasets`. Required without
+    """A file or files (`.jsonl`, `.parquet`, `.txt`), a directory saved by `datasets`, or the id of a data set on the
+    Hugging Face Hub: `org/name`, `org/name@revision`, with `:PATTERN` for its files. Required without
     `data.sources`."""
     field: str = "text"
     """Field of a record that holds the text; `.txt` has none."""

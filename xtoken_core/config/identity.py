@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from xtoken_core.config.base import Part
 from xtoken_core.config.loss import LossConfig
@@ -36,6 +36,7 @@ class TeacherIdentity(ModelIdentity):
 
     Attributes:
         projection: Fingerprint of its projection, or of the chain tables.
+        special_tokens: Pairs of special tokens that are set by hand.
         weight: Static weight in the loss.
         fp8: Its matrix products are in float8.
         topk: Tokens of a position that it is given by; None: it is given by all.
@@ -43,6 +44,7 @@ class TeacherIdentity(ModelIdentity):
     """
 
     projection: str
+    special_tokens: dict[str, str] = Field({})
     weight: float = 1.0
     fp8: bool = False
     topk: int | None = None

@@ -127,6 +127,7 @@ class ResolvedRun(Part):
                 context_length=teacher.context_length,
                 dtype=teacher.dtype,
                 projection=projection,
+                special_tokens=teacher.special_tokens,
                 weight=teacher.weight,
                 fp8=teacher.fp8,
                 topk=teacher.topk if teacher.content == "topk" else None,

@@ -16,6 +16,7 @@ from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.rollout import RolloutSpec, check_rollout
 from xtoken_core.config.served import ServedSpec
+from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY, check_without_teachers
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.config.workers import (
@@ -37,8 +38,6 @@ MAX_SLOTS = 1024
 """Maximum of slots of a ring in the queue's messages."""
 DEFAULT_TOPK = 64
 """Tokens of a position that a teacher with `content = "topk"` sends."""
-CROSS_ENTROPY_ONLY = {"kl_loss_weight": 0.0, "ce_loss_scale": 1.0}
-"""The loss of a run without teachers."""
 
 
 def padded_length(length: int) -> int:
@@ -50,9 +49,10 @@ class ModelSpec(Part):
     """A causal language model: a Hugging Face directory."""
 
     model: Path
-    """The model's directory: `config.json` and `.safetensors` weights."""
+    """The model's directory: `config.json` and `.safetensors` weights. Or its id on the Hugging Face Hub: `org/name` or
+    `org/name@revision`."""
     tokenizer: Path | None = None
-    """Directory of the tokenizer; default: the model's."""
+    """Directory or Hub id of the tokenizer; default: the model's."""
     chat_template: Path | None = None
     """Template that renders records with `messages`, in place of the tokenizer's own: a file with a Jinja template, or
     the directory of a chat model whose template this side borrows. A teacher with the student's tokenizer reads the
@@ -87,6 +87,10 @@ class TeacherSpec(ModelSpec, ServedSpec):
     projection: Path | None = None
     """Projection file for this student and teacher (`xtoken projection build`); default: modes that read one build it
     when the run starts, and keep it in the user's cache."""
+    special_tokens: dict[str, str] = Field({})
+    """Special tokens of the student with their partners of this teacher, such as `{"<|user|>" = "<start_of_turn>"}`;
+    an empty name: none. Alignment, projection and chain tables pair them in place of tokens of the same name, or, in a
+    projection, of a similar one. Beginning and end of text pair by themselves."""
     weight: Positive = 1.0
     """Its weight in the sum over teachers."""
     gpu: Annotated[int | None, Field(ge=0)] = None
@@ -187,6 +191,9 @@ class RunSpec(Part):
     queue: QueueSpec = QueueSpec()
     workers: WorkersSpec = WorkersSpec()
     ray: RaySpec = RaySpec()
+    hub: dict[str, str] = Field({})
+    """Commits of the Hub's models (`org/name`, `org/name@revision`) and texts (`datasets/org/name`) that the run uses;
+    the first start fills it in, and later ones use the same."""
 
     @model_validator(mode="before")
     @classmethod
@@ -338,20 +345,6 @@ def check_served(loss: LossConfig, held_out: EvalSpec | None, teachers: Sequence
         raise ValueError(
             f"eval.teacher_kl compares with teachers that the trainer loads, and teacher.{number} is served: unset it"
         )
-
-
-def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:
-    """Refuse settings that compare with a teacher in a run that has none.
-
-    Raises:
-        ValueError: The first of them.
-    """
-    mode = loss.mode if loss.mode == "p_kl" else "chain"  # neither names anything about a teacher
-    plain = LossConfig.model_validate({**CROSS_ENTROPY_ONLY, "mode": mode, "ce_loss_scale": loss.ce_loss_scale})
-    other = next((name for name in LossConfig.model_fields if getattr(loss, name) != getattr(plain, name)), None)
-    other = f"loss.{other}" if other else "eval.teacher_kl" if held_out is not None and held_out.teacher_kl else None
-    if other:
-        raise ValueError(f"{other} compares with a teacher, and this run has none: unset it, or name a [teacher]")
 
 
 def without_defaults(spec: RunSpec, *, exclude_none: bool = False) -> dict[str, Any]:

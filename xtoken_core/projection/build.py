@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from xtoken_core.alignment.special_tokens import SpecialTokens, special_token_ids
 from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection.files import TopKProjection
-from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+from xtoken_core.projection.fingerprint import special_tokens_metadata, tokenizer_fingerprint
 from xtoken_core.projection.retokenize import Retokenizer, piece_ranks
 from xtoken_core.projection.specials import special_entries
 
@@ -72,6 +73,7 @@ def build_projection(
     options: BuildOptions | None = None,
     *,
     student_rows: int | None = None,
+    special_tokens: SpecialTokens | None = None,
     progress: Callable[[float], None] = lambda _: None,
 ) -> TopKProjection:
     """Build the projection from a student's vocabulary to a teacher's.
@@ -81,10 +83,12 @@ def build_projection(
         teacher_tokenizer: Likewise.
         options: Build options; the default has forward, specials and exact, and rows of 4.
         student_rows: Width of the student's head, where it is wider than the vocabulary; the added rows are empty.
+        special_tokens: Special tokens of the student and the teacher's token that each is pinned to; one with an empty
+            name has an empty row.
         progress: Called with the part (0 to 1) that is done.
 
     Raises:
-        ConfigError: `top_k` or `student_rows` is impossible.
+        ConfigError: `top_k` or `student_rows` is impossible, or `special_tokens` names a token that is not special.
     """
     options = options or BuildOptions()
     student, teacher = token_table(student_tokenizer), token_table(teacher_tokenizer)
@@ -93,7 +97,8 @@ def build_projection(
         raise ConfigError(f"top_k = {options.top_k}: it takes 1 to {ROW_LIMIT}")
     if rows < len(student):
         raise ConfigError(f"student_rows = {rows}: the student's tokenizer has {len(student)} ids")
-    pins = exact_pins(student, teacher, (student_tokenizer, teacher_tokenizer), options)
+    manual = special_token_ids(student, teacher, special_tokens or {})
+    pins = _with_pairs(exact_pins(student, teacher, (student_tokenizer, teacher_tokenizer), options), manual)
     parts = [_no_entries()]
     progress(0.2)
     if options.forward:
@@ -102,9 +107,10 @@ def build_projection(
     if options.reverse:
         parts.append(reverse_entries(teacher, Retokenizer(student_tokenizer, student)))
     if options.specials:
-        pinned_teachers = set() if options.as_reference else set(pins[1].tolist())
+        pinned_teachers = {*manual.values()} if options.as_reference else set(pins[1].tolist())
         free = {index: literal for index, literal in teacher.literals.items() if index not in pinned_teachers}
-        parts.append(Entries(*special_entries(student.literals, free)))
+        ours = {index: literal for index, literal in student.literals.items() if index not in manual}
+        parts.append(Entries(*special_entries(ours, free)))
     progress(0.9)
     indices, weights = cut_rows(Entries.join(*parts), rows, pins, options)
     return TopKProjection(
@@ -112,8 +118,20 @@ def build_projection(
         likelihoods=torch.from_numpy(weights),
         student_fingerprint=tokenizer_fingerprint(student_tokenizer),
         teacher_fingerprint=tokenizer_fingerprint(teacher_tokenizer),
-        about={name: str(value).lower() for name, value in asdict(options).items()},
+        about={name: str(value).lower() for name, value in asdict(options).items()}
+        | special_tokens_metadata(special_tokens or {}),
     )
+
+
+def _with_pairs(pins: tuple[np.ndarray, np.ndarray], manual: Mapping[int, int | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pins with the pairs that are set by hand, and without any other pin of their tokens."""
+    theirs = set(manual.values())
+    pairs = {
+        s: t for s, t in zip(*(side.tolist() for side in pins), strict=True) if t not in theirs and s not in manual
+    }
+    pairs |= {student: teacher for student, teacher in manual.items() if teacher is not None}
+    ids = np.array(sorted(pairs), dtype=np.int64)
+    return ids, np.array([pairs[i] for i in ids.tolist()], dtype=np.int64)
 
 
 def forward_entries(student: TokenTable, by_teacher: Retokenizer, *, skip: np.ndarray | None = None) -> Entries:

@@ -8,6 +8,7 @@ import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from xtoken_core.errors import InputError
 from xtoken_core.regular_files import TOKENIZER_LIMIT, open_regular, read_regular
 
 STUDENT_KEY, TEACHER_KEY = "student_fingerprint", "teacher_fingerprint"
+SPECIAL_TOKENS_KEY = "special_tokens"
 FORMAT_KEY, FORMAT = "format", "xtoken-projection-1"
 _MAX_HEADER = 1 << 20
 _ALTERNATIVES = ("tokenizer.json", "tekken.json")
@@ -54,6 +56,11 @@ def tokenizer_fingerprint(tokenizer_or_dir: Any) -> str:
         return _digest([("tokenizer.json", _canonical(backend.to_str().encode()))])
     vocabulary = json.dumps(sorted(tokenizer_or_dir.get_vocab().items(), key=lambda item: item[1]))
     return _digest([("vocabulary", vocabulary.encode())])
+
+
+def special_tokens_metadata(pairs: Mapping[str, str]) -> dict[str, str]:
+    """Return pairs of special tokens as the metadata of a file that was built with them; empty without any."""
+    return {SPECIAL_TOKENS_KEY: json.dumps(dict(sorted(pairs.items())), ensure_ascii=False)} if pairs else {}
 
 
 def file_fingerprint(path: str | Path) -> str:

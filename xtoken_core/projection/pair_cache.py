@@ -5,15 +5,24 @@ A file is named by the fingerprints of both tokenizers; its metadata holds them,
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
-from xtoken_core.projection.fingerprint import FORMAT, FORMAT_KEY, STUDENT_KEY, TEACHER_KEY, safetensors_metadata
+from xtoken_core.projection.fingerprint import (
+    FORMAT,
+    FORMAT_KEY,
+    SPECIAL_TOKENS_KEY,
+    STUDENT_KEY,
+    TEACHER_KEY,
+    safetensors_metadata,
+    special_tokens_metadata,
+)
 from xtoken_core.regular_files import descriptor_path
 
 PairKind = Literal["projection", "chain"]
@@ -39,7 +48,13 @@ class PairCache:
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory or user_cache()
 
-    def file(self, kind: PairKind, fingerprints: tuple[str, str], build: Callable[[Path], None]) -> Path:
+    def file(
+        self,
+        kind: PairKind,
+        fingerprints: tuple[str, str],
+        build: Callable[[Path], None],
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> Path:
         """Return the file of a pair, built first if there is none.
 
         A file of another version, of another pair or a damaged one is built again, and the log says so once.
@@ -48,10 +63,15 @@ class PairCache:
             kind: Its content.
             fingerprints: Those of the student's and the teacher's tokenizer.
             build: Writes the file, whole or not at all.
+            special_tokens: Pairs of special tokens with which it is built; they are part of its name.
         """
-        path = self.directory / kind / f"{fingerprints[0][:20]}-{fingerprints[1][:20]}.safetensors"
+        pairs = special_tokens or {}
+        name = "-".join(
+            print_[:20] for print_ in (*fingerprints, *map(_digest, special_tokens_metadata(pairs).values()))
+        )
+        path = self.directory / kind / f"{name}.safetensors"
         if path.exists():
-            reason = outdated(path, kind, fingerprints)
+            reason = outdated(path, kind, fingerprints, pairs)
             if reason is None:
                 return path
             _LOG.warning("the %s %s %s: building it again", NAMES[kind], path, reason)
@@ -59,13 +79,16 @@ class PairCache:
         return path
 
 
-def outdated(path: Path, kind: PairKind, fingerprints: tuple[str, str]) -> str | None:
+def outdated(
+    path: Path, kind: PairKind, fingerprints: tuple[str, str], special_tokens: Mapping[str, str] | None = None
+) -> str | None:
     """Return why a file cannot be used; None if it can.
 
     Args:
         path: The file.
         kind: Its content.
         fingerprints: Those of the student's and the teacher's tokenizer.
+        special_tokens: Pairs of special tokens with which it must have been built.
     """
     try:
         metadata = safetensors_metadata(path)
@@ -75,7 +98,13 @@ def outdated(path: Path, kind: PairKind, fingerprints: tuple[str, str]) -> str |
             return f"has {version}, this version reads {FORMATS[kind]}"
         if (metadata.get(STUDENT_KEY), metadata.get(TEACHER_KEY)) != fingerprints:
             return "belongs to other tokenizers"
+        if metadata.get(SPECIAL_TOKENS_KEY) != special_tokens_metadata(special_tokens or {}).get(SPECIAL_TOKENS_KEY):
+            return "was built with other pairs of special tokens"
         with descriptor_path(path) as opened, safe_open(opened, framework="numpy"):  # checks the size of every tensor
             return None
     except (SafetensorError, OSError) as error:
         return f"is damaged ({error})"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -164,6 +164,8 @@ def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
         return "choice", tuple(map(str, get_args(first)))
     if first is Path:
         return "path", ()
+    if get_origin(first) is dict:
+        return "json", ()
     if get_origin(first) is tuple:
         item = get_args(first)[0]
         return "json" if isinstance(item, type) and issubclass(item, Part) else "list", ()

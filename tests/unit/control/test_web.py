@@ -24,7 +24,8 @@ from services.control.web.fields import EXCLUDED, field_names, sections
 from services.control.web.loss_terms import MODES_OF_SETTING, OF_SEVERAL_TEACHERS
 from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, make_runs, put, spec
-from xtoken_core.config.spec import CROSS_ENTROPY_ONLY, RunSpec, without_defaults
+from xtoken_core.config.spec import RunSpec, without_defaults
+from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY
 
 TOKEN = "a-token-that-is-long-enough"
 
