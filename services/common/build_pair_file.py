@@ -64,7 +64,8 @@ def build_pair_file(
 
 if __name__ == "__main__":
     try:
-        build_pair_file(sys.argv[1], *map(Path, sys.argv[2:5]), json.loads(sys.argv[5]))
+        name, student_dir, teacher_dir, target, pairs = sys.argv[1:6]
+        build_pair_file(name, Path(student_dir), Path(teacher_dir), Path(target), json.loads(pairs))
     except (XtokenError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(getattr(error, "exit_code", 1))
