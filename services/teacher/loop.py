@@ -333,7 +333,13 @@ class ServedLoop(TeacherLoop):
         ]
         wanted = [ids for ids in dict.fromkeys(samples) if ids not in self._scores]
         known = {ids: self._scores[ids] for ids in samples if ids in self._scores}
-        self._scores = known | dict(zip(wanted, self.served.score(wanted, self.worker.alive), strict=True))
+
+        def waiting(answered: int) -> None:
+            self.worker.activity(f"waiting for servers: {answered} of {len(wanted)} samples answered")
+            self.worker.alive()
+
+        self._scores = known | dict(zip(wanted, self.served.score(wanted, waiting), strict=True))
+        self.worker.activity("")
         scores: list[PromptScores] = []
         refused: dict[int, SampleRefusedError] = {}
         for sample, ids in zip(claimed.ids, samples, strict=True):

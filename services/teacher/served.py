@@ -50,13 +50,13 @@ class ServedTeacher:
         check_servers(self.engine, text, k=self.settings.k, longest=longest, own_suffices=own_suffices)
 
     def score(
-        self, samples: Sequence[Sequence[int]], alive: Callable[[], None]
+        self, samples: Sequence[Sequence[int]], alive: Callable[[int], None]
     ) -> list[PromptScores | SampleRefusedError]:
         """Return the scores of some samples, or why one has none; of an empty one, an empty array.
 
         Args:
             samples: Token ids.
-            alive: Called while it waits; what it raises ends the wait.
+            alive: Called while it waits, with the number of samples that are answered; what it raises ends the wait.
 
         Raises:
             EngineError: No server has answered in time.
@@ -70,7 +70,7 @@ class ServedTeacher:
                     future.result()  # raises its error
                 if not unfinished:
                     return [future.result() for future in futures]
-                alive()
+                alive(len(done))
         finally:
             for future in futures:
                 future.cancel()

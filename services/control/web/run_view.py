@@ -116,12 +116,8 @@ class RunView:
 
     @property
     def teachers(self) -> str:
-        """Names of the teachers' directories, and which of them are read from a store; empty without a teacher."""
-        names = []
-        for teacher in self.spec.get("teacher") or ():
-            stored = isinstance(teacher, dict) and teacher.get("store")
-            names.append(_model_name(teacher) + (" (stored)" if stored else ""))
-        return ", ".join(names)
+        """Names of the teachers' directories, and where the output of each comes from; empty without a teacher."""
+        return ", ".join(_model_name(teacher) + _source_of(teacher) for teacher in self.spec.get("teacher") or ())
 
     @property
     def loss(self) -> str:
@@ -193,6 +189,13 @@ class RunView:
         if fraction is None or not self.has_teacher:
             return "nats"
         return f"nats, {percent(fraction)} of it {divergence_name(self.spec, self.same_tokenizer)}"
+
+
+def _source_of(teacher: Any) -> str:
+    """Return where a teacher's output comes from, if not from a process that loads it."""
+    if not isinstance(teacher, dict):
+        return ""
+    return " (stored)" if teacher.get("store") else " (served)" if teacher.get("url") else ""
 
 
 def _model_name(model: Any) -> str:

@@ -122,7 +122,7 @@ def test_a_served_model_gives_what_a_loaded_one_does(
     settings = TopKSettings(K, engine.vocab_size, 0.9 if packed else None, 1.0)
     teacher = ServedTeacher(engine, torch.device("cpu"), settings, engine.vocab_size)
     stack.callback(teacher.close)
-    scores = teacher.score(samples, lambda: None)
+    scores = teacher.score(samples, lambda _: None)
     parts = [(row, slice(0, len(ids))) for row, ids in enumerate(samples)]
     shape = torch.Size([3, 48, 2 * K + 4])
     if packed:
@@ -185,7 +185,7 @@ def test_a_stop_request_ends_the_wait(stack: ExitStack, models: dict[str, Path])
     engine = engine_of(stack, "vllm", models["meant"], ModelHandler(models["meant"], delay_s=3.0))
     teacher = ServedTeacher(engine, torch.device("cpu"), TopKSettings(K, engine.vocab_size, None, 1.0), 400)
 
-    def stop() -> None:
+    def stop(answered: int) -> None:
         raise EngineError("stopped")
 
     with pytest.raises(EngineError, match="stopped"):
