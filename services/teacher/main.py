@@ -86,7 +86,8 @@ def serve_url(worker: Worker, teacher: int, rank: int, device: torch.device, tra
         worker.activity("checking the servers")
         needs_own = spec.loss.mode_of(teacher) == "alm" and not run.same_tokenizer[teacher]
         own_suffices = needs_own and spec.loss.dynamic_teacher_weights in (None, "ce")
-        model.check(text, longest=settings.context_length, own_suffices=own_suffices)
+        side = spec.student if run.same_tokenizer[teacher] else settings
+        model.check(text, longest=side.context_length, own_suffices=own_suffices)
         worker.phase("run")
         log.info("%s is served at %s", what, ", ".join(settings.url))
         ServedLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer)).serve()

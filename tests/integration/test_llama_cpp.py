@@ -97,7 +97,7 @@ def test_the_log_probabilities_are_those_of_the_converted_model(server: str, key
     with pytest.raises(SampleRefusedError, match="begin-of-text"):
         engine.score(ids[1:], K)
     with pytest.raises(SampleRefusedError, match="tokenizes the text of a sample otherwise"):
-        engine.score([ids[0], *text.encode(["ab"], specials=False)[0].tolist(), *([236746] * 3)], K)
+        engine.score([ids[0], *(int(one) for part in text.encode(list("the"), specials=False) for one in part)], K)
     engine.pool.close()
 
 
