@@ -1,0 +1,114 @@
+"""Write the results into `docs/on_policy.md`: `python -m experiments.on_policy.page`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.worker_kills.rollouts import RESULT as KILLS
+from experiments.digits.predictions import holds
+from experiments.on_policy.methods import METHODS
+from experiments.vocabularies.page import insert
+from xtoken_core.atomic import atomic_write
+
+PAGE = Path(__file__).parents[2] / "docs" / "on_policy.md"
+RESULT = Path(__file__).parent / "results" / "reduced.json"
+PREDICTIONS = Path(__file__).parent / "predictions.toml"
+COLUMNS = ("completion_tokens", "finished", "staleness", "entropy", "data_wait", "teacher_wait", "rollout_wait")
+
+Runs = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""Results by method and seed."""
+
+
+def render(result: Mapping[str, Any] | None) -> str:
+    """Return the tables of the digits; a line without a result."""
+    if result is None:
+        return "Not run yet."
+    runs: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in METHODS}
+    for run in result["runs"]:
+        runs[run["method"]][run["seed"]] = run
+    steps = result["settings"]["steps"] or result["settings"]["scale"]["go_on"]["steps"]
+    machine = ", ".join(result["machine"]["gpus"]) or f"{result['machine']['cpus']} CPU cores"
+    head = (
+        f"The reduced size, {steps} steps of given text and as many student tokens of the others, "
+        f"{len(result['students'])} first students, {machine}. The teacher is right in "
+        f"{right(result['teacher']):.1%} of the cases, first students in "
+        f"{spread([right(student) for student in result['students']])}."
+    )
+    return "\n".join([head, "", *_answers(runs), "", *_predictions(runs)])
+
+
+def right(measured: Mapping[str, Any]) -> float:
+    """Return the fraction of right answers."""
+    value: float = measured["exact_match"]["all"]
+    return value
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean and standard deviation in percent."""
+    return f"{fmean(values):.1%}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def _answers(runs: Runs) -> Iterator[str]:
+    yield "| | seeds | steps | student tokens | right answers | bits/byte, sources | " + " | ".join(COLUMNS) + " |"
+    yield "|---" * (6 + len(COLUMNS)) + "|"
+    for name, own in runs.items():
+        if not own:
+            yield f"| {METHODS[name].title} | 0 | not complete |" + " |" * (3 + len(COLUMNS))
+            continue
+        values = list(own.values())
+        cells = [
+            METHODS[name].title, str(len(own)), f"{fmean(run['steps'] for run in values):.0f}",
+            f"{fmean(run['tokens'] for run in values):,.0f}", spread([right(run) for run in values]),
+            f"{fmean(run['bits_per_byte']['code'] for run in values):.3f}",
+        ]  # fmt: skip
+        for column in COLUMNS:
+            found = [run["means"][column] for run in values if run["means"][column] is not None]
+            cells.append(f"{fmean(found):.2f}" if found else "")
+        yield "| " + " | ".join(cells) + " |"
+
+
+def _predictions(runs: Runs) -> Iterator[str]:
+    yield from ("| prediction | predicted | measured | |", "|---|---|---|---|")
+    for prediction in tomllib.loads(PREDICTIONS.read_text(encoding="utf-8"))["prediction"]:
+        low, high = prediction.get("low"), prediction.get("high")
+        one, other = runs[prediction["method"]], runs[prediction["less"]]
+        differences = [right(one[seed]) - right(other[seed]) for seed in one if seed in other]
+        bounds = f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
+        if not differences:
+            yield f"| {prediction['says']} | {bounds} | not run | |"
+            continue
+        mean = fmean(differences)
+        verdict = "as predicted" if holds(mean, low, high) else "**not**"
+        yield f"| {prediction['says']} | {bounds} | {mean:+.3f} ({len(differences)} seeds) | {verdict} |"
+
+
+def kills(result: Mapping[str, Any] | None) -> str:
+    """Return a sentence about the kills of a run's workers."""
+    if result is None:
+        return "Not run yet."
+    by_victim = ", ".join(f"{count} of {name}" for name, count in result["kills"].items())
+    back = sorted(result["back_s"])
+    outcome = "no error" if not result["errors"] else "; ".join(result["errors"])
+    return (
+        f"{sum(result['kills'].values())} kills ({by_victim}; {result['while_publishing']} while the trainer wrote "
+        f"weights) in a run of {result['steps']} steps on a CPU, half of each step's samples generated: {outcome}. No "
+        f"completion was older than {result['stalest']:g} step{'s' * (result['stalest'] != 1)}; {result['skipped']} positions were skipped, since the "
+        f"tiny student wrote bytes that are no text. Two steps after a kill were taken within "
+        f"{back[len(back) // 2]:.0f} s (median) and {back[-1]:.0f} s (slowest), on two cores shared with other work."
+    )
+
+
+def written() -> str:
+    """Return `docs/on_policy.md` as the result files ask for."""
+    results = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in (RESULT, KILLS)]
+    page = insert(PAGE.read_text(encoding="utf-8"), render(results[0]), "experiments.on_policy.page")
+    return insert(page, kills(results[1]), "benchmarks.worker_kills.rollouts")
+
+
+if __name__ == "__main__":
+    atomic_write(PAGE, written())
