@@ -94,12 +94,13 @@ def kills(result: Mapping[str, Any] | None) -> str:
     by_victim = ", ".join(f"{count} of {name}" for name, count in result["kills"].items())
     back = sorted(result["back_s"])
     outcome = "no error" if not result["errors"] else "; ".join(result["errors"])
+    oldest = f"{result['stalest']:g} step" + "s" * (result["stalest"] != 1)
     return (
         f"{sum(result['kills'].values())} kills ({by_victim}; {result['while_publishing']} while the trainer wrote "
         f"weights) in a run of {result['steps']} steps on a CPU, half of each step's samples generated: {outcome}. No "
-        f"completion was older than {result['stalest']:g} step{'s' * (result['stalest'] != 1)}; {result['skipped']} positions were skipped, since the "
-        f"tiny student wrote bytes that are no text. Two steps after a kill were taken within "
-        f"{back[len(back) // 2]:.0f} s (median) and {back[-1]:.0f} s (slowest), on two cores shared with other work."
+        f"completion was older than {oldest}; {result['skipped']} positions were skipped, since the tiny student wrote "
+        f"bytes that are no text. Two steps after a kill were taken within {back[len(back) // 2]:.0f} s (median) and "
+        f"{back[-1]:.0f} s (slowest), on two cores shared with other work."
     )
 
 
