@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -91,6 +91,7 @@ class CrossTokenizerCollator:
         make_seq_div_by_student: Padded rows are as long as the next multiple of this.
         make_seq_div_by_teacher: The same for the teacher, or a list.
         append_eos: Close every text and completion that was not cut with the end-of-text token, on both sides.
+        train_on: `all`: prompts, and the messages of every role, are trained on and aligned as well.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class CrossTokenizerCollator:
         make_seq_div_by_student: int = 1,
         make_seq_div_by_teacher: int | Sequence[int | None] = 1,
         append_eos: bool = True,
+        train_on: Literal["completions", "all"] = "completions",
     ) -> None:
         tokenizers = list(teacher_tokenizer) if isinstance(teacher_tokenizer, (list, tuple)) else [teacher_tokenizer]
         aligners, contexts, divisors = (
@@ -115,7 +117,7 @@ class CrossTokenizerCollator:
             )
         )
         known = next((a.student for a in aligners if a is not None), None)
-        self.append_eos = append_eos
+        self.append_eos, self.train_on = append_eos, train_on
         self._student = _Side(
             TextTokenizer(student_tokenizer, "student", known), ctx_length_student, make_seq_div_by_student
         )
@@ -239,11 +241,13 @@ class CrossTokenizerCollator:
             if "completion" in value:
                 for side, of_side in zip(sides, tokens, strict=True):
                     prompt, rest = side.text.begin(value["prompt"]), side.text.proceed(value["completion"])
-                    learn = np.r_[np.zeros_like(prompt), np.ones_like(rest)]
+                    learn = np.r_[np.full_like(prompt, self.train_on == "all"), np.ones_like(rest)]
                     of_side[index] = self._close(side, np.r_[prompt, rest], learn)
             elif "messages" in value:
                 try:
-                    rendered = tokenize_conversation([side.text for side in sides], value["messages"])
+                    rendered = tokenize_conversation(
+                        [side.text for side in sides], value["messages"], every_role=self.train_on == "all"
+                    )
                 except ConversationError as error:
                     refused[index] = str(error)
                     continue

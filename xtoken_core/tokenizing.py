@@ -99,8 +99,14 @@ class TextTokenizer:
             raise ConversationError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
         return self.encode([self._apply(value["messages"], add_generation_prompt=True)], specials=False)[0]
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, dict[int, tuple[int, int]]]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, every_role: bool = False
+    ) -> tuple[str, dict[int, tuple[int, int]]]:
         """Render a conversation by its chat template, and locate each assistant message's content in it.
+
+        Args:
+            messages: The conversation.
+            every_role: Locate the content of all messages.
 
         Returns:
             The text, and (begin, end) character positions by the number of the message, whitespace around the content
@@ -116,9 +122,10 @@ class TextTokenizer:
         at = 0
         for number, message in enumerate(messages):
             content = str(message["content"]).strip()
-            if message["role"] != "assistant" or not content:
+            answers = message["role"] == "assistant"
+            if not content or not (answers or every_role):
                 continue
-            begin = text.find(content, max(at, self._opening(messages[:number], text)))
+            begin = text.find(content, max(at, self._opening(messages[:number], text, answers=answers)))
             if begin >= 0:
                 at = begin + len(content)
                 spans[number] = (begin, at)
@@ -144,10 +151,16 @@ class TextTokenizer:
                 learn.append(np.full(len(ids[-1]), learned, dtype=np.int64))
         return np.concatenate(ids), np.concatenate(learn)
 
-    def _opening(self, messages: Sequence[Mapping[str, Any]], text: str) -> int:
-        """Return the start of the answer to these messages in the whole text; 0 if it cannot be determined."""
+    def _opening(self, messages: Sequence[Mapping[str, Any]], text: str, *, answers: bool) -> int:
+        """Return the start of the answer to these messages in the whole text; 0 if it cannot be determined.
+
+        Args:
+            messages: The messages before it.
+            text: The whole text.
+            answers: The next message is the assistant's.
+        """
         try:
-            before = self._apply(messages, add_generation_prompt=True) if messages else ""
+            before = self._apply(messages, add_generation_prompt=answers) if messages else ""
         except ConversationError:
             return 0
         return len(before) if text.startswith(before) else 0
@@ -163,9 +176,14 @@ class TextTokenizer:
 
 
 def tokenize_conversation(
-    sides: Sequence[TextTokenizer], messages: Sequence[Mapping[str, Any]]
+    sides: Sequence[TextTokenizer], messages: Sequence[Mapping[str, Any]], *, every_role: bool = False
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokenize a conversation on every side, each by its own chat template.
+
+    Args:
+        sides: The tokenizers.
+        messages: The conversation.
+        every_role: Mark the messages of every role instead of the assistant's.
 
     Returns:
         Per side token ids `[n]` and a mask `[n]`, int64: 1 for an answer that every side's template shows as it is.
@@ -173,7 +191,7 @@ def tokenize_conversation(
     Raises:
         ConversationError: A template refuses the messages, or there is no such answer.
     """
-    rendered = [side.render(messages) for side in sides]
+    rendered = [side.render(messages, every_role=every_role) for side in sides]
     shared = sorted(set.intersection(*(set(spans) for _, spans in rendered)))
     if not shared:
         raise ConversationError("no assistant message that every chat template shows as it is")

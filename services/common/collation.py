@@ -69,6 +69,7 @@ def make_collator(worker: Worker) -> CompletionCollator:
         ctx_length_student=spec.student.context_length,
         ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
         append_eos=spec.data.append_eos,
+        train_on=spec.data.train_on,
     )
 
 

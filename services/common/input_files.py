@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ def check_input_files(spec: RunSpec) -> None:
     """Refuse a run whose models or projections are missing.
 
     Raises:
-        InputError: A model's configuration or a projection file cannot be read.
+        InputError: A model's configuration or a projection file cannot be read, or there is no token to push with.
     """
+    if spec.push_to is not None and not os.environ.get("HF_TOKEN"):
+        raise InputError(f"push_to = {spec.push_to!r} needs a token of the Hub: set HF_TOKEN in the environment")
     for what, model in (("student", spec.student), *((spec.teacher_name(i), t) for i, t in enumerate(spec.teacher))):
         read_model_config(what, model.model)
     for teacher in spec.teacher:

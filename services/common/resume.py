@@ -31,6 +31,7 @@ SETTINGS = {
     "positions": "the run's length (train.max_steps, data.epochs)",
     "shuffle": "data.shuffle",
     "append_eos": "data.append_eos",
+    "train_on": "data.train_on",
     "long": "data.long",
     "float32_weights": "train.master_weights",
     "micro_batch_tokens": "train.micro_batch_tokens",

@@ -65,6 +65,8 @@ class SpecValidator:
                 raise RefusedError(
                     f"teacher.{number}.store_missing", "a control plane builds no store: build it by xtoken store build"
                 )
+        if self.roots is not None and spec.push_to is not None:
+            raise RefusedError("push_to", "a control plane pushes nothing, since its token would be used: unset it")
         if self.roots is not None:
             _check_sizes(spec.model_dump())
             if spec.queue.address is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +17,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from services.common.pair_files import kind_of
+from services.trainer.card_names import base_model, licences, text_names
 from services.trainer.checkpoint import Cursor
 from xtoken_core.atomic import atomic_rename, sync_tree
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import OutputError
 from xtoken_core.projection.pair_cache import NAMES
 
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SAME_TOKENIZER = "KL token by token"
 """Comparison with a teacher of the student's tokenizer, whatever the run's mode."""
 
@@ -167,24 +166,29 @@ def model_card(
     }
     adapters = f", adapters of rank {spec.train.lora.rank} ({spec.train.lora.export})" if spec.train.lora else ""
     partly = f" Taken after {summary['steps']} of the run's {run.steps} steps." if summary["steps"] < run.steps else ""
+    licence_text, licence_line = licences(run)
     return f"""---
 library_name: {"peft" if spec.train.lora and spec.train.lora.export == "adapter" else "transformers"}
 base_model: {json.dumps(base_model(spec.student.model), ensure_ascii=False)}
-pipeline_tag: text-generation
+{licence_line}pipeline_tag: text-generation
 tags: [{"distillation, " if spec.teacher else ""}xtoken]
 ---
 
 # {spec.name}
 
-`{spec.student.model.name}`, {_trained_how(run)}.{partly}
+`{base_model(spec.student.model)}`, {_trained_how(run)}.{partly}
 
 ## Origin
 
-- student: `{spec.student.model}`, {spec.student.dtype}{adapters}
-{_teachers(run)}- data: {", ".join(f"`{path}`" for path in spec.data.paths)}: {run.records} records, of which the run \
+- student: `{base_model(spec.student.model)}`, {spec.student.dtype}{adapters}
+{_teachers(run)}- data: {text_names(spec.data.paths)}: {run.records} records, of which the run \
 goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
 fingerprint `{run.data_fingerprint[:16]}`
 - loss: {_loss_in_words(run)}
+
+## Licences
+
+{licence_text}
 
 ## Training
 
@@ -223,12 +227,6 @@ def _version() -> str:
         return "(not installed)"
 
 
-def base_model(model: Path) -> str:
-    """Return the card's `base_model`: a hub id as given, a local directory by its name."""
-    name = str(model)
-    return name if HUB_ID.fullmatch(name) and not model.exists() else model.absolute().name
-
-
 def _trained_how(run: ResolvedRun) -> str:
     if not run.spec.teacher:
         return "trained by xtoken on text, without a teacher"
@@ -237,7 +235,7 @@ def _trained_how(run: ResolvedRun) -> str:
 
 def _teachers_in_words(run: ResolvedRun) -> str:
     spec = run.spec
-    names = " and ".join(f"`{teacher.model.name}`" for teacher in spec.teacher)
+    names = " and ".join(f"`{base_model(teacher.model)}`" for teacher in spec.teacher)
     foreign = sum(not same for same in run.same_tokenizer)
     if not foreign:
         return names
@@ -253,11 +251,11 @@ def _teachers(run: ResolvedRun) -> str:
         if file is None:
             how = "same tokenizer" if run.same_tokenizer[number] else "another tokenizer"
         elif file == teacher.projection or kind is None:
-            how = f"projection `{file}` (`{fingerprint[:16]}`)"
+            how = f"projection `{file.name}` (`{fingerprint[:16]}`)"
         else:
             how = f"{NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
         weights = f"{teacher.dtype}, 8-bit weights" if teacher.fp8 else teacher.dtype
-        lines.append(f"- teacher: `{teacher.model}`, {weights}, weight {teacher.weight:g}, {how}")
+        lines.append(f"- teacher: `{base_model(teacher.model)}`, {weights}, weight {teacher.weight:g}, {how}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -295,7 +293,7 @@ def _held_out(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str
         if all(row.get(key := f"bits_per_byte_{name}") is not None for row in shown)
     ]
     rows += _task_rows(run, shown)
-    paths = ", ".join(f"`{path}`" for path in run.spec.eval.paths)
+    paths = text_names(run.spec.eval.paths)
     heads = ["metric", *(f"after {row['step']} steps" for row in shown)]
     table = "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
     return f"{paths}: {last['documents']} documents, {last['bytes']} bytes.\n\n{table}"

@@ -23,6 +23,7 @@ from services.trainer.evaluate import Evaluator
 from services.trainer.export import account_of_positions, export_student, lines_below
 from services.trainer.jsonl import replace_file
 from services.trainer.loop import TrainerLoop
+from services.trainer.push import push_model
 from services.trainer.rings import TeacherRings
 from services.trainer.step import StepRunner
 from services.trainer.stored_teachers import StoredTeachers
@@ -228,5 +229,8 @@ def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, 
         }
     summary |= loop.best.summary(cursor)
     export_student(output / "model", run, exported, model, tokenizer, output=output)
+    if run.spec.push_to is not None:
+        worker.activity(f"pushing the model to {run.spec.push_to}")
+        summary["pushed"] = push_model(output / "model", run.spec.push_to)
     replace_file(output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
     log.info("done: %d trained, %d skipped, %d dead of %d", cursor.trained, skipped, dead, run.positions)

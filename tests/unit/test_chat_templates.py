@@ -156,3 +156,17 @@ def test_align_check_renders_messages_as_a_run_does(tmp_path: Path, sides: tuple
     assert (total["records"], total["skipped"], total["records_with_misfits"]) == (4, 1, 0)
     assert total["first_skipped"]["reason"] == "no assistant message that every chat template shows as it is"
     assert total["chunks"] == sum(row["alignment_0_num_chunks"] for row in rows)
+
+
+def test_train_on_all_roles() -> None:
+    tokenizer = copy.deepcopy(v.byte_level(400))
+    tokenizer.chat_template = TEMPLATES["im_start"]
+    collator = CrossTokenizerCollator(
+        student_tokenizer=tokenizer, teacher_tokenizer=[None], aligner=[None], ctx_length_student=400,
+        ctx_length_teacher=[None], train_on="all",
+    )  # fmt: skip
+    records = [{"messages": CHAT}, {"prompt": "say hello", "completion": " hello"}]
+    conversation, completion = rows_of(collator.rows(records).columns)
+    learnt = [i for i, mask in zip(conversation["input_ids"], conversation["token_mask"], strict=True) if mask]
+    assert tokenizer.decode(learnt) == "".join(message["content"] for message in CHAT)
+    assert all(completion["token_mask"])

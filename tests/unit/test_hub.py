@@ -10,10 +10,13 @@ import pytest
 
 from services.common.defaults import load_run
 from services.common.hub import hub_id, hub_name
+from services.common.input_files import check_input_files
 from services.common.machine import Machine
 from services.supervisor.run_record import SPEC, write_json
+from services.trainer.push import push_model
 from tests.support.hub_server import HubServer, hub_server
 from tests.unit.test_defaults import make_model
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 
 CPU = Machine(cores=2)
@@ -98,3 +101,24 @@ def test_paths_are_no_ids(tmp_path: Path) -> None:
     wanted = hub_id("org/text@v1:data/*.jsonl", tmp_path, data=True)
     assert wanted is not None and (wanted.repo, wanted.revision, wanted.files) == ("org/text", "v1", "data/*.jsonl")
     assert hub_name(tmp_path) is None
+
+
+def test_push(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    model = tmp_path / "source" / "small"
+    (model / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert push_model(model, "me/distilled") == {"repo": "me/distilled", "commit": "a" * 40}
+    assert hub.uploads["me/distilled"]["README.md"] == (model / "README.md").read_bytes()
+    assert "config.json" in hub.uploads["me/distilled"]
+    assert hub.tokens == {"Bearer hf_secret"}
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "error" in push_model(model, "me/distilled")
+
+
+def test_push_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    run = RunSpec.model_validate(
+        {"output": "out", "push_to": "me/x", "student": {"model": "m", "context_length": 8}, "data": {"path": "t.txt"}}
+    )
+    with pytest.raises(InputError, match="push_to = 'me/x' needs a token"):
+        check_input_files(run)

@@ -47,6 +47,9 @@ class DataSpec(Part):
     long: Literal["cut", "split"] = "cut"
     """A document longer than the contexts: cut it there, or divide it at line or word ends into several records. Their
     size in bytes follows from the bytes per token of a sample; one that is still too long is cut."""
+    train_on: Literal["completions", "all"] = "completions"
+    """Of records with `prompt` and `completion`, or with `messages`: learn the completion, or the assistant's messages;
+    or `all`, prompts and every role's messages too. Plain text is learnt whole in either case."""
     shuffle: bool = True
     """Permute the records in every epoch, by an index of offsets."""
     sources: tuple[DataSource, ...] = ()

@@ -76,6 +76,7 @@ class RunIdentity(Part):
     mixture: tuple[tuple[int, int], ...] = ()
     shuffle: bool
     append_eos: bool
+    train_on: Literal["completions", "all"] = "completions"
     long: Literal["cut", "split"] = "cut"
     samples_per_step: int
     micro_batch_tokens: int

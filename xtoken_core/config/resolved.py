@@ -146,6 +146,7 @@ class ResolvedRun(Part):
             mixture=self.mixture,
             shuffle=spec.data.shuffle,
             append_eos=spec.data.append_eos,
+            train_on=spec.data.train_on,
             long=spec.data.long,
             samples_per_step=spec.train.samples_per_step,
             micro_batch_tokens=spec.train.micro_batch_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -9,7 +10,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from xtoken_core.config.base import Part
-from xtoken_core.config.loss import Positive
+from xtoken_core.config.eval import EvalSpec
+from xtoken_core.config.loss import LossConfig, Positive
 
 EngineName = Literal["vllm", "sglang", "llama_cpp"]
 MAX_URLS = 64
@@ -67,3 +69,23 @@ def checked_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
         raise ValueError(f"url: {url[:100]!r} is not the address of a server: write http://HOST:PORT")
     return url.rstrip("/")
+
+
+def check_served(loss: LossConfig, held_out: EvalSpec | None, teachers: Sequence[ServedSpec]) -> None:
+    """Refuse settings that a teacher behind an address cannot serve.
+
+    Raises:
+        ValueError: The first of them.
+    """
+    number = next((number for number, teacher in enumerate(teachers) if teacher.url), None)
+    if number is None:
+        return
+    if loss.temperature != 1.0:
+        raise ValueError(
+            f"loss.temperature = {loss.temperature:g}: a server gives log-probabilities at temperature 1, and for "
+            f"another one it would have to give all tokens': set it to 1, or unset teacher.{number}.url"
+        )
+    if held_out is not None and held_out.teacher_kl:
+        raise ValueError(
+            f"eval.teacher_kl compares with teachers that the trainer loads, and teacher.{number} is served: unset it"
+        )

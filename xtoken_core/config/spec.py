@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,7 @@ from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.rollout import RolloutSpec, check_rollout
-from xtoken_core.config.served import ServedSpec
+from xtoken_core.config.served import ServedSpec, check_served
 from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY, check_without_teachers
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
@@ -177,6 +176,9 @@ class RunSpec(Part):
     """Letters, digits, `.`, `_` and `-`; names the run's partition in the queue and the model card."""
     output: Path
     """The directory the run writes: checkpoints, logs, curves, the exported model."""
+    push_to: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")] = None
+    """Model repository on the Hugging Face Hub, `org/name`, to which the model is pushed when the run ends; a new one
+    is private. The token is read from the environment, `HF_TOKEN`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the data order, dropout and everything else random."""
     student: StudentSpec
@@ -325,26 +327,6 @@ class RunSpec(Part):
             if teacher["store"] is not None and "://" not in teacher["store"]:
                 teacher["store"] = str(_absolute(Path(teacher["store"]), base))
         return RunSpec.model_validate(document)
-
-
-def check_served(loss: LossConfig, held_out: EvalSpec | None, teachers: Sequence[TeacherSpec]) -> None:
-    """Refuse settings that a teacher behind an address cannot serve.
-
-    Raises:
-        ValueError: The first of them.
-    """
-    number = next((number for number, teacher in enumerate(teachers) if teacher.url), None)
-    if number is None:
-        return
-    if loss.temperature != 1.0:
-        raise ValueError(
-            f"loss.temperature = {loss.temperature:g}: a server gives log-probabilities at temperature 1, and for "
-            f"another one it would have to give all tokens': set it to 1, or unset teacher.{number}.url"
-        )
-    if held_out is not None and held_out.teacher_kl:
-        raise ValueError(
-            f"eval.teacher_kl compares with teachers that the trainer loads, and teacher.{number} is served: unset it"
-        )
 
 
 def without_defaults(spec: RunSpec, *, exclude_none: bool = False) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from services.trainer.card_names import base_model, licence_of
 from services.trainer.checkpoint import Cursor
-from services.trainer.export import account_of_positions, base_model, model_card
+from services.trainer.export import account_of_positions, model_card
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec
 
@@ -72,8 +73,8 @@ def test_a_mode_of_ones_own_is_told(tmp_path: Path) -> None:
 def test_eight_bit_weights_are_told(tmp_path: Path) -> None:
     teacher = {"dtype": "bfloat16"}
     text = card(tmp_path, [{**teacher, "fp8": True}, teacher])
-    assert f"- teacher: `{tmp_path}/teacher-0`, bfloat16, 8-bit weights, weight 1, projection" in text
-    assert f"- teacher: `{tmp_path}/teacher-1`, bfloat16, weight 1, projection" in text
+    assert "- teacher: `teacher-0`, bfloat16, 8-bit weights, weight 1, projection" in text
+    assert "- teacher: `teacher-1`, bfloat16, weight 1, projection" in text
 
 
 @pytest.mark.parametrize("name", ["student", "no", "a: b", "1.5", "größer"])
@@ -92,3 +93,29 @@ def test_an_id_of_the_hub_stays_as_it_was_given(tmp_path: Path, monkeypatch: pyt
     assert base_model(Path("models/org/student")) == "student"
     assert base_model(Path("../student")) == "student"
     assert base_model(Path("/models/student")) == "student"
+    snapshot = "hub/models--org--big/snapshots/" + "a" * 40
+    assert base_model(tmp_path / snapshot) == "org/big"
+
+
+def write_card(model: Path, text: str) -> None:
+    model.mkdir()
+    (model / "README.md").write_text(text)
+
+
+def test_licences_are_those_of_the_models(tmp_path: Path) -> None:
+    write_card(tmp_path / "student", "---\nlicense: apache-2.0\n---\n# A\nlicense: no\n")
+    write_card(tmp_path / "teacher-0", "---\nlicense: other\nlicense_name: gemma\n---\n")
+    text = card(tmp_path, [OWN])
+    assert "- student `student`: apache-2.0\n- teacher `teacher-0`: gemma\n" in text
+    assert "license" not in yaml.safe_load(text.split("---\n")[1])
+    write_card(tmp_path / "teacher-1", "license: mit\n")
+    (tmp_path / "teacher-1" / "config.json").write_text('{"license": "apache-2.0"}')
+    assert licence_of(tmp_path / "teacher-1") == "apache-2.0"
+    assert licence_of(tmp_path / "none") is None
+    alone = card(tmp_path, [])
+    assert yaml.safe_load(alone.split("---\n")[1])["license"] == "apache-2.0"
+
+
+def test_a_card_has_no_path_of_this_machine(tmp_path: Path) -> None:
+    text = card(tmp_path, [OWN, SAME], eval={"path": tmp_path / "heldout.jsonl"})
+    assert str(tmp_path) not in text and "`data.jsonl`" in text
