@@ -62,6 +62,7 @@ def summary(name: str) -> Summary:
 def page(full: Summary) -> str:
     """Return the page for a full run, beside the stored first and reduced ones."""
     reduced = summary("reduced")
+    real = json.loads(REAL.read_text(encoding="utf-8"))
     scale = SCALES[reduced.result["settings"]["name"]] if reduced else None
     return render(
         TEMPLATE,
@@ -74,7 +75,8 @@ def page(full: Summary) -> str:
         signs=list(signs(reduced)) if reduced else [],
         missing=[(title, *brief[1:]) for title, *brief in briefly(summary("third"), without=full)],
         choice=summary("choice"), chosen=list(briefly(summary("choice"))),
-        real=overview.table(json.loads(REAL.read_text(encoding="utf-8"))),
+        real=overview.table(real),
+        worse=overview.worse(real),
         problems=sum(map(len, held_out_problems(scale).values())) if scale else 0,
     )  # fmt: skip
 

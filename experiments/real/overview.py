@@ -12,6 +12,8 @@ CONDITION = "de-500k"
 """The condition of which every method is shown."""
 NOT_SHOWN = (summary.BASELINE, "chain_unconditioned", "chain_no_end", "chain_uncorrected", "chain_bare_space")
 """Zero by definition, and forms of chain within noise of it."""
+NOISE = 0.01
+"""Bits per byte: three standard deviations of a method over data seeds."""
 LEAST, MOST, STEP = -0.25, 0.125, 0.05
 
 
@@ -52,6 +54,27 @@ def table(result: Mapping[str, Any]) -> str:
         cells = [_text(condition), f"{teacher:.3f}" if teacher else "", f"{rows['ce'].test:.3f}", f"{chain.test:.3f}"]
         lines.append(f"| {' | '.join([*cells, f'**{gain}**', *others])} |")
     return "\n".join(lines)
+
+
+def worse(result: Mapping[str, Any]) -> str:
+    """Return in a sentence where chain is worse than cross-entropy by more than the noise of a data seed.
+
+    Args:
+        result: Content of the result file.
+    """
+    found = []
+    for name in _compared(result):
+        chain, ce = (_rows(result, name)[method] for method in ("chain", "ce"))
+        gain = chain.gain or 0.0
+        if gain < -NOISE:
+            condition = result["conditions"][name]
+            teacher = result["teachers"].get(name, {}).get(f"{summary.VALIDATION}_{condition['source']}.test")
+            passed = teacher is not None and ce.test < teacher
+            why = f", where cross-entropy alone passes the teacher ({ce.test:.3f} and {teacher:.3f})" if passed else ""
+            found.append(f"{-gain:.3f} bits per byte on {_text(condition)}{why}")
+    if not found:
+        return "On no measured text is the default worse than cross-entropy."
+    return f"**The default loss, chain, is worse than cross-entropy** by {' and by '.join(found)}."
 
 
 def _text(condition: Mapping[str, Any]) -> str:
