@@ -55,6 +55,7 @@ def run_spec(directory: Path) -> RunSpec:
             "student": {"model": places[0], "context_length": CONTEXT},
             "teacher": [{"model": places[1], "context_length": CONTEXT, "projection": projection}],
             "data": {"path": write_jsonl(directory / "text.jsonl", texts), "epochs": 1000},
+            "loss": {"mode": "p_kl"},
             "train": {"samples_per_step": 64, "micro_batch_tokens": CONTEXT},
             "queue": {"block_size": 4, "span_steps": 64, "memory_limit": 1 << 32},
             "workers": {"device": "cpu"},
