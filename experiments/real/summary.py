@@ -90,7 +90,9 @@ def partial_sweeps(result: Mapping[str, Any], condition: str) -> list[PartialSwe
     for run in result["runs"]:
         if (run["condition"], run["seed"]) == (condition, FIRST_SEED):
             runs[run["method"], run["weight"]][run["rate"]] = run
-    complete = {outcome.method for outcome in outcomes(result) if outcome.condition == condition}
+    complete = {
+        outcome.method for outcome in outcomes(result) if (outcome.condition, outcome.seed) == (condition, FIRST_SEED)
+    }
 
     def best(key: tuple[str, str], rates: Sequence[float]) -> float | None:
         if not set(rates) <= runs[key].keys():

@@ -15,9 +15,9 @@ from fastapi.responses import StreamingResponse
 from services.control.api.dependencies import Context, RunId
 from services.control.api.files import MAX_FILES
 from services.control.artifacts import list_files, open_file
-from services.control.web.form import to_toml
+from services.control.web.form import to_toml, without_defaults
 from services.control.web.render import PageRoute
-from xtoken_core.config.spec import RunSpec, without_defaults
+from xtoken_core.config.spec import RunSpec
 
 MODEL = "model/"
 PART = 1 << 20

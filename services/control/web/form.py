@@ -63,6 +63,22 @@ def document_of(values: Mapping[str, str]) -> dict[str, Any]:
     return document
 
 
+def without_defaults(spec: RunSpec, *, exclude_none: bool = False) -> dict[str, Any]:
+    """Return the settings of a run that differ from their default, as plain values that mean the same run.
+
+    Mode and weight of the cross-entropy are kept beside other settings of the loss, because these decide what the two
+    are where they are left out.
+
+    Args:
+        spec: The run.
+        exclude_none: Leave out settings that are None, too, as a run file in TOML does.
+    """
+    document = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=exclude_none)
+    if document.get("loss"):
+        document["loss"] |= {"mode": spec.loss.mode, "ce_loss_scale": spec.loss.ce_loss_scale}
+    return document
+
+
 def values_of(document: Mapping[str, Any]) -> dict[str, str]:
     """Convert a run file's document, which may be invalid, to form values."""
     values: dict[str, str] = {}

@@ -17,13 +17,13 @@ from services.control.artifacts import list_files
 from services.control.logs import last_attempts, logs_in, merged, tail
 from services.control.web.charts import DETAIL, MAIN, SPEED, charts_of
 from services.control.web.completions import LEVELS, read_samples
-from services.control.web.form import to_toml
+from services.control.web.form import to_toml, without_defaults
 from services.control.web.gauges import gauges_of
 from services.control.web.render import HEADERS, PageRoute, page
 from services.control.web.rendered import RenderedPages
 from services.control.web.run_view import RunView, run_views
 from services.supervisor.run_record import SUMMARY, RunState
-from xtoken_core.config.spec import RunSpec, without_defaults
+from xtoken_core.config.spec import RunSpec
 
 PAGE_SIZE = 50
 LOG_LINES = 400

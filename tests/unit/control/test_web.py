@@ -24,7 +24,7 @@ from services.control.web.fields import EXCLUDED, field_names, sections
 from services.control.web.loss_terms import MODES_OF_SETTING, OF_SEVERAL_TEACHERS
 from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, make_runs, put, spec
-from xtoken_core.config.spec import RunSpec, without_defaults
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY
 
 TOKEN = "a-token-that-is-long-enough"
@@ -451,6 +451,6 @@ def test_name_that_no_file_system_takes(client: TestClient, tmp_path: Path) -> N
 )
 def test_a_run_that_is_copied_has_the_same_loss(tmp_path: Path, loss: dict[str, Any]) -> None:
     original = RunSpec.model_validate(spec(tmp_path, loss=loss))
-    copied = without_defaults(original)
+    copied = form.without_defaults(original)
     assert RunSpec.model_validate(copied).loss == original.loss
     assert RunSpec.model_validate(form.document_of(form.values_of(copied))).loss == original.loss
