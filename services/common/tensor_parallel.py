@@ -87,7 +87,8 @@ def loading_options(directory: Path, gpus: int) -> dict[str, Any]:
     styles = importlib.import_module("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
 
     config: Any = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    plan = {f"model.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
+    layers = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
+    plan = {f"model.{name}": style for name, style in layers.items()}
     if "replicate" in styles:  # since 5.18 a plan is added to the class's own, which divides both
         plan |= {"lm_head": "replicate", "model.embed_tokens": "replicate"}
     return {"distributed_config": DistributedConfig(tp_size=gpus, tp_plan=plan)}
