@@ -278,3 +278,22 @@ def test_long_documents_are_divided_and_a_resumed_run_divides_them_alike(
     assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(whole.records))
     summary = json.loads((spec.output / "summary.json").read_text())
     assert summary["truncated"] < 0.05 * whole.records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["owner", "part"])
+def test_a_divided_teacher_restarts_as_a_whole(assets: TinyAssets, tmp_path: Path, start: Start, killed: str) -> None:
+    shutil.copytree(assets.teacher, tmp_path / "teacher")
+    make_model(tmp_path / "teacher", seed=5, extra_rows=16, layers=2, key_value_heads=2)
+    spec = tiny_spec(assets, tmp_path, records=160)
+    teacher = spec.teacher[0].model_copy(update={"model": tmp_path / "teacher", "gpus": 2})
+    crew = start(spec.model_copy(update={"teacher": (teacher,)}))
+    crew.wait_for_steps(2)
+    owner = psutil.Process(crew.pid("teacher-0-0"))
+    (part,) = owner.children()
+    (owner if killed == "owner" else part).kill()
+    crew.wait(lambda: not part.is_running() or part.status() == psutil.STATUS_ZOMBIE)
+    crew.wait(lambda: crew.pid("teacher-0-0") != owner.pid)
+    ending = crew.join()
+    assert ending.state == RunState.COMPLETED, ending.error
+    assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(160))
