@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
-from transformers import GenerationConfig
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from services.common.allowed_paths import readable_roots
-from services.common.tokenizers import pad_id
+from services.trainer.generate import Completer
 from services.trainer.student import Student
 from xtoken_core.config.eval import TasksSpec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_core.tasks import Prompt, accuracy_of, read_prompts
-from xtoken_core.tokenizing import TextTokenizer
 
 ACCURACY, ANY, PROMPTS = "task_accuracy_", "task_any_", "task_prompts_"
 
@@ -38,7 +33,10 @@ class EvalTasks:
         assert spec.eval is not None and spec.eval.tasks is not None
         self.spec: TasksSpec = spec.eval.tasks
         self.seed, self._batch_tokens = spec.seed, spec.train.micro_batch_tokens
-        self._tokenizer, self._encoder = tokenizer, TextTokenizer(tokenizer, "student")
+        self._tokenizer = tokenizer
+        self._completer = Completer(
+            tokenizer, self.spec.max_new_tokens, samples=self.spec.samples, temperature=self.spec.temperature
+        )
         self._room = spec.student.context_length - self.spec.max_new_tokens
         self.prompts: dict[str, list[Prompt]] = {}
         self._ids: dict[str, list[list[int]]] = {}
@@ -72,7 +70,7 @@ class EvalTasks:
             for name, prompts in self.prompts.items():
                 completions: list[list[str]] = [[] for _ in prompts]
                 for batch in self._batches(name):
-                    texts = self._completions(student, [self._ids[name][index] for index in batch], progress)
+                    texts = self._completer.complete(student, [self._ids[name][index] for index in batch], progress)
                     for index, one in zip(batch, texts, strict=True):
                         completions[index] = one
                     done += len(batch)
@@ -95,7 +93,7 @@ class EvalTasks:
                     f"take: {str(error).partition(chr(10))[0]}"
                 ) from error
         else:
-            ids = self._encoder.begin(prompt.text).tolist()
+            ids = self._completer.encoder.begin(prompt.text).tolist()
         if not 0 < len(ids) <= self._room:
             raise InputError(
                 f"eval.tasks: prompt {number} of {name} has {len(ids)} tokens: with eval.tasks.max_new_tokens = "
@@ -114,42 +112,3 @@ class EvalTasks:
             batches.append(ordered[:rows])
             ordered = ordered[rows:]
         return batches
-
-    def _completions(
-        self, student: Student, rows: Sequence[list[int]], progress: Callable[[], None]
-    ) -> list[list[str]]:
-        """Return the completions of each prompt."""
-        spec, width = self.spec, max(map(len, rows))
-        pad = pad_id(self._tokenizer)
-        ids = torch.full((len(rows), width), pad, device=student.device)  # [B, T], padded on the left
-        mask = torch.zeros_like(ids)
-        for index, row in enumerate(rows):
-            ids[index, width - len(row) :] = torch.tensor(row, device=student.device)
-            mask[index, width - len(row) :] = 1
-        sampled = {"do_sample": True, "temperature": spec.temperature, "top_k": 0, "top_p": 1.0}
-        config = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=spec.max_new_tokens, num_return_sequences=spec.samples, pad_token_id=pad,
-            eos_token_id=self._ends(student) or None, **(sampled if spec.temperature else {"do_sample": False}),
-        )  # fmt: skip
-        made = student.generate(ids, mask, config, StoppingCriteriaList([_Heartbeat(progress)]))[:, width:]
-        texts = self._tokenizer.batch_decode(made, skip_special_tokens=True)
-        return [texts[i : i + spec.samples] for i in range(0, len(texts), spec.samples)]
-
-    def _ends(self, student: Student) -> list[int]:
-        """Return the tokens that end a completion."""
-        defaults = getattr(student.model, "generation_config", None)
-        named = getattr(defaults, "eos_token_id", None)
-        ends = [*(named if isinstance(named, list) else [named]), self._encoder.eos_id]
-        return sorted({end for end in ends if isinstance(end, int)})
-
-
-class _Heartbeat(StoppingCriteria):
-    """Criterion that stops nothing and reports progress after every token."""
-
-    def __init__(self, progress: Callable[[], None]) -> None:
-        self._progress = progress
-
-    def __call__(self, input_ids: Int[Tensor, "B T"], scores: Any, **options: Any) -> Any:
-        """Report progress."""
-        self._progress()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -16,6 +16,7 @@ import torch
 from services.common.training_text import open_index
 from services.common.worker import Worker
 from services.trainer.eval_loss import EvalLoss
+from services.trainer.eval_samples import EvalSamples
 from services.trainer.eval_tasks import EvalTasks
 from services.trainer.jsonl import JsonLines
 from services.trainer.loggers import eval_line
@@ -59,6 +60,8 @@ class Evaluator:
         self._eval_loss: EvalLoss | None = None
         has_tasks = self.spec.eval is not None and self.spec.eval.tasks is not None
         self.tasks = EvalTasks(self.spec, tokenizer) if has_tasks else None
+        has_samples = self.spec.eval is not None and self.spec.eval.samples is not None
+        self.samples = EvalSamples(self.spec, tokenizer) if has_samples else None
         # `alive` raises once a stop is requested; of several ranks none may leave an evaluation alone.
         self._beat = worker.alive if worker.run.world == 1 else worker.beat
         self._meanwhile, self._called_at = meanwhile, 0.0
@@ -93,6 +96,9 @@ class Evaluator:
                         progress=self._heartbeat,
                         on_fraction=lambda fraction: self.worker.activity("evaluating on tasks", fraction),
                     )
+                if self.samples is not None:
+                    self.worker.activity("evaluating: sample completions")
+                    row |= self.samples.measure(student, progress=self._heartbeat)
                 if self.spec.eval.teacher_kl:
                     self.worker.activity("evaluating with the teachers")
                     self._heartbeat()

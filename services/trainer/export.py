@@ -164,7 +164,6 @@ def model_card(
         "loss": spec.loss.model_dump(mode="json"),
         "train": spec.train.model_dump(mode="json"),
     }
-    adapters = f", adapters of rank {spec.train.lora.rank} ({spec.train.lora.export})" if spec.train.lora else ""
     partly = f" Taken after {summary['steps']} of the run's {run.steps} steps." if summary["steps"] < run.steps else ""
     licence_text, licence_line = licences(run)
     return f"""---
@@ -180,11 +179,7 @@ tags: [{"distillation, " if spec.teacher else ""}xtoken]
 
 ## Origin
 
-- student: `{base_model(spec.student.model)}`, {spec.student.dtype}{adapters}
-{_teachers(run)}- data: {text_names(spec.data.paths)}: {run.records} records, of which the run \
-goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
-fingerprint `{run.data_fingerprint[:16]}`
-- loss: {_loss_in_words(run)}
+{_origin(run)}
 
 ## Licences
 
@@ -206,6 +201,16 @@ fingerprint `{run.data_fingerprint[:16]}`
 
 xtoken {_version()}, torch {torch.__version__}, transformers {transformers.__version__}.
 """
+
+
+def _origin(run: ResolvedRun) -> str:
+    spec, lora = run.spec, run.spec.train.lora
+    adapters = f", adapters of rank {lora.rank} ({lora.export})" if lora else ""
+    return f"""- student: `{base_model(spec.student.model)}`, {spec.student.dtype}{adapters}
+{_teachers(run)}- data: {text_names(spec.data.paths)}: {run.records} records, of which the run \
+goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
+fingerprint `{run.data_fingerprint[:16]}`
+- loss: {_loss_in_words(run)}"""
 
 
 def _training(samples_per_step: int, summary: Mapping[str, Any]) -> str:

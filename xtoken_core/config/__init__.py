@@ -1,7 +1,7 @@
 """The settings of a run: pydantic models that import nothing heavy."""
 
 from xtoken_core.config.data import DataSource, DataSpec
-from xtoken_core.config.eval import EvalSpec, TasksSpec
+from xtoken_core.config.eval import EvalSpec, SamplesSpec, TasksSpec
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.spec import (
@@ -25,6 +25,7 @@ __all__ = [
     "ReportSpec",
     "RolloutSpec",
     "RunSpec",
+    "SamplesSpec",
     "StudentSpec",
     "TasksSpec",
     "TeacherSpec",

@@ -54,6 +54,19 @@ class TasksSpec(Part):
         return self
 
 
+PromptText = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class SamplesSpec(Part):
+    """Prompts that the student completes at every evaluation, for reading: the most likely token each time."""
+
+    prompts: Annotated[tuple[PromptText, ...], Field(min_length=1, max_length=32)]
+    """Texts to continue, such as `["Once upon a time"]`. `eval.jsonl` gets `samples`, a list of objects with `prompt`
+    and `completion`."""
+    max_new_tokens: Count = 64
+    """Tokens of a completion."""
+
+
 class EvalSpec(Part):
     """Held-out text, read every so many steps and at the end."""
 
@@ -79,6 +92,7 @@ class EvalSpec(Part):
     kl_documents: Count = 64
     """Documents on which that loss is measured."""
     tasks: TasksSpec | None = None
+    samples: SamplesSpec | None = None
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -23,6 +23,8 @@ from xtoken_core.config.spec import RunSpec
 TEACHER = "teacher"
 EXCLUDED = ("queue.address", "ray.address")
 """Settings that the control plane assigns."""
+TEXTS = ("eval.samples.prompts",)
+"""Lists of texts that may hold commas."""
 REFUSED_MODES = ("custom",)
 """Modes of the loss that a control plane does not run."""
 SPELLING = {word: word.upper() for word in ("alm", "ce", "eos", "fp8", "gpu", "kl", "tflops", "uld")} | {
@@ -123,6 +125,7 @@ def _collect(model: type[Part], name: str, optional: bool, collected: dict[str, 
 
 def _field(name: str, info: FieldInfo, doc: str) -> Field:
     kind, choices = _kind(info.annotation)
+    kind = "json" if name in TEXTS else kind
     default = "" if info.default is PydanticUndefined else format_value(info.default, kind)
     if name == "loss.mode":
         choices = tuple(choice for choice in choices if choice not in REFUSED_MODES)

@@ -34,6 +34,7 @@ MAIN_FIELDS = {
 """Fields that are always visible; the others are collapsed."""
 TITLES = {
     "": "Run", "student": "Student", TEACHER: "Teacher", "data": "Data", "eval": "Evaluation", "eval.tasks": "Tasks",
+    "eval.samples": "Sample completions",
     "rollout": "Rollouts", "loss": "Loss", "train": "Training", "train.lora": "LoRA", "report": "Reporting",
     "queue": "Queue", "workers": "Workers", "ray": "Ray",
 }  # fmt: skip
@@ -48,6 +49,7 @@ ORDER = (
     "workers",
     "eval",
     "eval.tasks",
+    "eval.samples",
     "train.lora",
     "queue",
     "ray",

@@ -58,6 +58,7 @@ def full(tmp_path: Path) -> RunSpec:
                 "path": [tmp_path / "a.txt", tmp_path / "b.txt"],
                 "every": 7,
                 "tasks": {"path": tmp_path / "sums.jsonl", "match": "number"},
+                "samples": {"prompts": ["one, two", "three"]},
             },
             loss={"vocab_topk": "none", "teacher_modes": ["gold", "none"]},
             train={"lora": {"targets": ["q_proj", "v_proj"]}, "learning_rate": 1.23456789e-5, "master_weights": False},
@@ -76,7 +77,7 @@ def on_policy(tmp_path: Path) -> RunSpec:
 
 def test_form_has_every_setting(tmp_path: Path) -> None:
     def leaves(value: object, place: str = "") -> Iterator[str]:
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             for key, item in value.items():
                 yield from leaves(item, f"{place}.{key}" if place else key)
         elif isinstance(value, list) and value and isinstance(value[0], dict):

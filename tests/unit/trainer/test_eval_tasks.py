@@ -12,6 +12,7 @@ import torch
 
 from services.common.packed_attention import NAME
 from services.common.worker import StopRequested
+from services.trainer.eval_samples import EvalSamples
 from services.trainer.eval_tasks import EvalTasks
 from services.trainer.student import Student
 from tests.support.ranks import start_ranks
@@ -102,3 +103,19 @@ def test_ranks_of_a_sharded_student_complete_together(tmp_path: Path) -> None:
             assert process.returncode == 0, errors
             rows.append(json.loads(out))
     assert rows[0] == rows[1] == rows[2]
+
+
+def samples_of(prompts: list[str], count: int = 6) -> EvalSamples:
+    raw = settings({"dtype": "float32"}).model_dump()
+    raw["eval"] = {"path": "text.jsonl", "samples": {"prompts": prompts, "max_new_tokens": count}}
+    return EvalSamples(RunSpec.model_validate(raw), TOKENIZER)
+
+
+def test_sample_completions() -> None:
+    student = student_of().eval()
+    before = torch.get_rng_state()
+    row = samples_of(PROMPTS).measure(student)
+    assert row == {"samples": [{"prompt": p, "completion": greedy(student, p, 6)} for p in PROMPTS]}
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(InputError, match=r"eval\.samples: the prompt 'xx.* has room for 1 to"):
+        samples_of(["x" * 500])
