@@ -1,5 +1,9 @@
 """Published weights: whole or not at all, checked, swept once their trainer is gone."""
 
+import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -64,3 +68,35 @@ def test_a_sweep_takes_the_weights_of_a_trainer_that_is_gone(tmp_path: Path) -> 
     assert sweep(tmp_path) == [half, lost]
     assert kept.exists()
     writer.close()
+
+
+def publish_for_ever(file: Path) -> None:
+    """Publish version after version, all weights of one being its number."""
+    torch.set_num_threads(1)
+    model, writer, step = Tied(0, width=40_000), WeightsWriter(file), 0
+    with torch.no_grad():
+        while True:
+            step += 1
+            model.embedding.weight.fill_(step)
+            writer.write(model, Version(step, 1))
+
+
+def test_a_trainer_killed_while_it_publishes_leaves_whole_weights(tmp_path: Path) -> None:
+    """Most kills hit a write: it takes longer than what lies between two."""
+    file, half_written, other = tmp_path / "w", 0, Tied(7, width=40_000)
+    for kill in range(25):
+        process = multiprocessing.get_context("fork").Process(target=publish_for_ever, args=(file,))
+        process.start()
+        while not file.exists():
+            time.sleep(0.001)
+        time.sleep(0.0007 * kill)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        half_written += len(list(tmp_path.iterdir())) > 1
+        version = load_weights(other, file)
+        assert (other.head.weight == version.step).all()
+        WeightsWriter(file)  # the next trainer's
+        assert list(tmp_path.iterdir()) == [file]
+        file.unlink()
+    assert half_written >= 5
