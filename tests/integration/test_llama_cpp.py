@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.http_engine.check import check_servers
+from services.common.http_engine.engine import Sampling
 from services.common.http_engine.errors import SampleRefusedError
 from services.common.http_engine.factory import open_engine
 from services.supervisor.run_record import RunState
@@ -98,6 +99,27 @@ def test_the_log_probabilities_are_those_of_the_converted_model(server: str, key
         engine.score(ids[1:], K)
     with pytest.raises(SampleRefusedError, match="tokenizes the text of a sample otherwise"):
         engine.score([ids[0], *(int(one) for part in text.encode(list("the"), specials=False) for one in part)], K)
+    engine.pool.close()
+
+
+def test_completions_are_those_that_the_converted_model_finds_likely(server: str, key_file: Path) -> None:
+    text = TextTokenizer(AutoTokenizer.from_pretrained(MODEL), "student")
+    served = ServedSpec(url=(server,), url_engine="llama_cpp", url_key_file=key_file, url_timeout_s=300.0)
+    engine = open_engine(served, "rollout", len(text.tokenizer), text)
+    engine.served(engine.pool.replicas[0])
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    for prompt in ("The capital of France is", "def add(a, b):\n    return"):
+        ids = text.encode([prompt], specials=True)[0].tolist()
+        completion = engine.complete(ids, Sampling(max_tokens=8, seed=5, temperature=0.0))
+        assert 1 <= len(completion.ids) <= 8
+        with torch.no_grad():
+            rows = torch.log_softmax(model(torch.tensor([ids + completion.ids])).logits[0].double(), dim=-1)
+        chosen, best = rows[len(ids) - 1 : -1], rows[len(ids) - 1 : -1].amax(-1)
+        regret = best - chosen[range(len(completion.ids)), completion.ids]
+        assert regret.max() < 1.5 and regret.mean() < 0.4  # the server's weights have 4 bits
+    drawn = [engine.complete(ids, Sampling(max_tokens=8, seed=seed)).ids for seed in (1, 1, 2, 3)]
+    assert drawn[0] == drawn[1]
+    assert len({tuple(row) for row in drawn}) > 1
     engine.pool.close()
 
 

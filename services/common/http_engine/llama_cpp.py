@@ -94,7 +94,11 @@ class LlamaCppEngine(Engine):
         return builder.scores()
 
     def complete(self, ids: Sequence[int], sampling: Sampling, replica: Replica | None = None) -> Continuation:
-        """See `Engine.complete`; a completion with a token whose text is not unique is refused."""
+        """See `Engine.complete`; a completion is refused if the texts of its tokens leave open what they are.
+
+        Where several tokens have a text, such as a letter and its byte, they are those that the tokenizer writes for
+        the completion, if their texts are the same one after the other.
+        """
         ids = list(ids)
         if ids[:1] != self._text.ends[0]:
             raise SampleRefusedError("a prompt does not begin with the begin-of-text token that the server adds")
@@ -117,11 +121,15 @@ class LlamaCppEngine(Engine):
         choice = member(answer, "choices", 0)
         names = member(choice, "logprobs", "tokens")
         tokens = [self._names.get(name) for name in items(names, len(names), "tokens")]
+        if None in tokens:
+            written = self._text.encode([str(member(choice, "text"))], specials=False)[0].tolist()
+            pieces = [self._text.table.pieces[token].decode("utf-8", errors="ignore") for token in written]
+            tokens = written if pieces == names else tokens
         finished = choice.get("finish_reason") == "stop"
         if finished and not sampling.stop and self._text.eos_id is not None:
             tokens.append(self._text.eos_id)
         if None in tokens:
-            raise SampleRefusedError("a completion has a token whose text another token has, too")
+            raise SampleRefusedError("the texts of a completion's tokens leave open what they are")
         return Continuation(
             [token for token in tokens if token is not None], finished, finished and bool(sampling.stop)
         )
