@@ -126,19 +126,19 @@ def test_completions_are_those_that_the_converted_model_finds_likely(server: str
 def test_a_run_learns_from_it(
     assets: TinyAssets, tmp_path: Path, start: Callable[[RunSpec], Crew], server: str, key_file: Path
 ) -> None:
-    data = write_jsonl(tmp_path / "train.jsonl", [f"Record {n} is short, and so is its text." for n in range(8)])
+    data = write_jsonl(tmp_path / "train.jsonl", [f"Record {n} is short, and so is its text." for n in range(4)])
     teacher = {
         "model": MODEL, "context_length": 32, "url": server, "url_engine": "llama_cpp", "url_key_file": key_file,
         "url_timeout_s": 300.0, "url_connections": 2, "topk": K,
     }  # fmt: skip
     changes = {
         "data": {"path": data, "append_eos": False}, "loss": {"mode": "p_kl", "vocab_topk": None, "temperature": 1.0},
-        "train": {"samples_per_step": 4, "micro_batch_tokens": 320}, "queue": {"block_size": 4},
+        "train": {"samples_per_step": 2, "micro_batch_tokens": 320}, "queue": {"block_size": 2},
     }  # fmt: skip
     spec = tiny_spec(assets, tmp_path / "run", teacher=[teacher], **changes)
     ending = start(spec).join()
     assert ending.state == RunState.COMPLETED, ending.error
     steps = steps_of(spec.output)
-    assert [i for line in steps for i in line["ids"]] == list(range(8))
+    assert [i for line in steps for i in line["ids"]] == list(range(4))
     assert all(0 < line["loss"] < 50 for line in steps)
     assert KEY not in "".join(file.read_text() for file in spec.output.rglob("*.log"))

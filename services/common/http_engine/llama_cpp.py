@@ -1,14 +1,16 @@
 """The server of llama-cpp-python: completions that repeat a prompt (`echo`), with log-probabilities by tokens' texts.
 
 Three of its habits shape this module. It takes text and tokenizes it itself, so that a sample which it would tokenize
-otherwise is refused. It names tokens by their texts: tokens that have the same one, such as parts of characters, are
-not distinguished and count as not listed. It leaves out the first token after the begin-of-text token, whose
-distribution is the same for every sample, and is requested once, as that of a completion of nothing.
+otherwise is refused. It names tokens by their texts: those that several tokens have, such as parts of characters, count
+as not listed; a character's is taken for that of its own token, not of its byte. It leaves out the first token after
+the begin-of-text token, whose distribution is the same for every sample, and is requested once, as that of a completion
+of nothing.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -26,6 +28,9 @@ from xtoken_core.alignment.tables import TEXT
 from xtoken_core.tokenizing import TextTokenizer
 
 EVENT = b"data: "
+LIKELIEST = 1024
+"""First tokens that are requested by themselves."""
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 SEEDS = 1 << 31
 """Seeds of a request are below this."""
 
@@ -136,12 +141,12 @@ class LlamaCppEngine(Engine):
 
     @cached_property
     def _names(self) -> dict[str, int]:
-        """Tokens by their texts, those that only one token has."""
-        table = self._text.table
+        """Tokens by their texts, those that only one token has; tokens of a byte, which models do not use, apart."""
+        table, strings = self._text.table, self._text.tokenizer.convert_ids_to_tokens(range(self.vocab_size))
         texts = {
             token: piece.decode("utf-8", errors="ignore")
             for token, piece in enumerate(table.pieces[: self.vocab_size])
-            if table.kinds[token] == TEXT
+            if table.kinds[token] == TEXT and not _BYTE.fullmatch(strings[token] or "")
         }
         counts = Counter(texts.values())
         return {text: token for token, text in texts.items() if text and counts[text] == 1}
@@ -167,25 +172,30 @@ class LlamaCppEngine(Engine):
     def _first_token(self, replica: Replica | None) -> dict[str, float]:
         """Return the distribution of the first token, by name, which is requested once.
 
-        Only the answer in events has it: without them the program drops the first token of a completion of nothing.
+        Only the answer in events has it: without them the program drops the first token of a completion of nothing. Of
+        all tokens with one text it names the least likely, so that the likeliest are requested once more.
         """
         with self._lock:
             if self._first is None:
-                body = {
-                    "model": self.name,
-                    "prompt": "",
-                    "max_tokens": 1,
-                    "temperature": 0.0,
-                    "stream": True,
-                    "logprobs": self.vocab_size,
-                }
-                path = "/v1/completions"
-                answer = self.pool.call("POST", path, body, replica=replica, decode=first_event)
-                entries = member(answer, "choices", 0, "logprobs", "top_logprobs", 0)
-                if not isinstance(entries, Mapping):
-                    raise EngineRefusalError("an answer lacks the first token's log-probabilities: check url_engine")
-                self._first = dict(entries)
+                self._first = {}
+                for count in (self.vocab_size, min(LIKELIEST, self.vocab_size)):
+                    self._first |= self._first_tokens(count, replica)
             return self._first
+
+    def _first_tokens(self, count: int, replica: Replica | None) -> Mapping[str, float]:
+        body = {
+            "model": self.name,
+            "prompt": "",
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "stream": True,
+            "logprobs": count,
+        }
+        answer = self.pool.call("POST", "/v1/completions", body, replica=replica, decode=first_event)
+        entries = member(answer, "choices", 0, "logprobs", "top_logprobs", 0)
+        if not isinstance(entries, Mapping):
+            raise EngineRefusalError("an answer lacks the first token's log-probabilities: check url_engine")
+        return entries
 
 
 def first_event(data: bytearray) -> Any:
