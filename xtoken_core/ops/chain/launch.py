@@ -16,6 +16,7 @@ from xtoken_core.ops.chain import (
     gradient_kernels,
     layout,
     live_kernels,
+    member_kernels,
     node_gradient_kernels,
     node_kernels,
     start_kernels,
@@ -26,8 +27,14 @@ from xtoken_core.ops.chain.layout import ChainLayout, SideLayout, chain_layout
 from xtoken_core.ops.chain.live_layout import Live
 from xtoken_core.ops.chain.reference import ChainOptions
 
-WORDS, RULES, TOKENS = 2048, 8, 128
-"""Words of a live set, rules, and tokens of a rule's interval that are read at once."""
+WORDS = 2048
+"""Words of a live set that are copied at once."""
+SPLITS = 4
+"""Programs that go through the rules of one preceding token."""
+RULES, TOKENS = 8, 128
+"""Rules, and tokens of a rule's interval, that are read at once."""
+POINTS, AT_POINT = 32, 32
+"""Rules, and tokens at a rule's point, that are read at once."""
 TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 256, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
 GRADIENT_TILES = 4
@@ -35,6 +42,9 @@ GRADIENT_TILES = 4
 BLOCK, SLOTS, CHUNKS = 1024, 512, 128
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
 LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 8, 2, 16, 8
+CLEAR_WARPS, MEMBER_WARPS = 4, 16
+SLAB_BYTES = 1 << 28
+"""Memory limit of the members of classes that are compared at a time, both sides together."""
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 4, 8
 INTERPRETED_PROGRAMS = 3
 
@@ -142,13 +152,18 @@ class Comparison:
         """Return the live sets of the starts' events, `[E, words]` int32: by token, of plain classes, of members."""
         E, table = len(before), live.table
         own, plain, members = (torch.empty((E, W), dtype=torch.int32, device=self.device) for W in live.words)
+        event = before, token, self.starts.chunk, self.starts.at_cut, own, plain, members
         live_kernels.chain_live_kernel[(E,)](
-            before, token, self.starts.chunk, self.starts.at_cut, own, plain, members, live.base, live.heavy,
-            live.stored, table.tail, live.joined, live.position_start, live.by_position, live.second_by_position,
-            live.head_by_position, live.second, table.point, table.low, table.high, table.rule_start, table.tail_start,
-            table.tail_count, table.right, live.heads, *live.words, len(live.base) - 1, table.depth,
-            CONDITIONING=self.options.conditioning, WORDS=WORDS, RULES=RULES, TOKENS=TOKENS, num_warps=LIVE_WARPS,
+            *event, live.base, live.heavy, live.stored, table.tail, live.second, *live.words, len(live.base) - 1,
+            CONDITIONING=self.options.conditioning, WORDS=WORDS, num_warps=LIVE_WARPS,
         )  # fmt: skip
+        if self.options.conditioning:
+            live_kernels.chain_clear_kernel[(E * SPLITS,)](
+                *event, live.heavy, table.tail, live.joined, live.position_start, live.by_position,
+                live.second_by_position, live.head_by_position, table.point, table.low, table.high, table.rule_start,
+                table.tail_start, table.tail_count, table.right, live.heads, *live.words, table.depth,
+                SPLITS=SPLITS, RULES=RULES, TOKENS=TOKENS, POINTS=POINTS, AT_POINT=AT_POINT, num_warps=CLEAR_WARPS,
+            )  # fmt: skip
         return own, plain, members
 
     def start_values(
@@ -181,17 +196,52 @@ class Comparison:
         )  # fmt: skip
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
-        if blocks:
-            class_kernels.chain_class_kernel[(E * blocks,)](
-                student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, s_members,
-                t_members, s_lse, t_lse, plan.blocks, plan.student.members.start, plan.student.members.token,
-                plan.teacher.members.start, plan.teacher.members.token, ratio, terms, blocks, E, M, T_s,
-                teacher.positions, s_members.shape[1], t_members.shape[1], *student.strides, *teacher.strides,
-                self.scale, NARROW=layout.NARROW_CLASSES, MEDIUM=layout.MEDIUM_CLASSES, WIDE=layout.WIDE_CLASSES,
-                M_LANES=layout.MEDIUM_LANES, W_LANES=layout.WIDE_LANES, num_warps=CLASS_WARPS,
-            )  # fmt: skip
+        self.compare_classes(student, teacher, (s_members, t_members), (s_lse, t_lse), ratio, terms)
         kept = StartResults(s_bits, t_bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse)
         return kept, terms, losses, hits
+
+    def compare_classes(
+        self,
+        student: Rows,
+        teacher: Rows,
+        bits: tuple[Tensor, Tensor],
+        lse: tuple[Tensor, Tensor],
+        ratio: Tensor,
+        terms: Tensor,
+    ) -> None:
+        """Fill in the ratios and terms of the classes that are not plain, some starts at a time.
+
+        Args:
+            student: Logits.
+            teacher: Logits.
+            bits: Both sides' live members.
+            lse: Both sides' sums of the live tokens.
+            ratio: As in `StartResults`.
+            terms: `[1 + blocks, 3, E]`; the first is that of plain classes.
+        """
+        plan, starts, blocks = self.plan, self.starts, len(self.plan.blocks)
+        E, M = ratio.shape
+        sides = (student, starts.student_row, plan.student.members), (teacher, starts.teacher_row, plan.teacher.members)
+        counts = [len(members.ascending) for _, _, members in sides]
+        bytes_each = sum(n * rows.logits.element_size() for n, (rows, _, _) in zip(counts, sides, strict=True))
+        slab = max(1, min(E, SLAB_BYTES // max(bytes_each, 1)))
+        copies = [self._float(slab, n, dtype=rows.logits.dtype) for n, (rows, _, _) in zip(counts, sides, strict=True)]
+        for first in range(0, E if blocks else 0, slab):
+            events = min(slab, E - first)
+            for n, copy, (rows, row, members) in zip(counts, copies, sides, strict=True):
+                groups = triton.cdiv(n, layout.GROUP)
+                if n:
+                    member_kernels.chain_member_kernel[(events * groups,)](
+                        rows.logits, starts.chunk, row, members.ascending, members.rank, copy, first, groups, n,
+                        rows.positions, *rows.strides, GROUP=layout.GROUP, num_warps=MEMBER_WARPS,
+                    )  # fmt: skip
+            class_kernels.chain_class_kernel[(events * blocks,)](
+                *copies, starts.chunk, *bits, *lse, plan.blocks, plan.student.members.start,
+                plan.teacher.members.start, ratio, terms, first, blocks, E, M, *counts, bits[0].shape[1],
+                bits[1].shape[1], self.scale, NARROW=layout.NARROW_CLASSES, MEDIUM=layout.MEDIUM_CLASSES,
+                WIDE=layout.WIDE_CLASSES, M_LANES=layout.MEDIUM_LANES, W_LANES=layout.WIDE_LANES,
+                num_warps=CLASS_WARPS,
+            )  # fmt: skip
 
     def node_values(self, student: Rows, teacher: Rows, starts: StartResults, *, learns: bool) -> NodeResults:
         """Compute the values of the nodes inside the student's tokens (`learns`) or the teacher's."""

@@ -37,14 +37,20 @@ def change_bits(own_ptr, plain_ptr, members_ptr, x, second, plain_bits, there, S
 
 
 @triton.jit
+def is_conditioned(at_cut_ptr, event, CONDITIONING: tl.constexpr):
+    """Return 1 if an event's set is conditioned on the other side's cut."""
+    conditioned = tl.load(at_cut_ptr + event).to(tl.int32)
+    if not CONDITIONING:
+        conditioned = conditioned * 0
+    return conditioned
+
+
+@triton.jit
 def chain_live_kernel(
     before_ptr, token_ptr, chunk_ptr, at_cut_ptr, own_ptr, plain_ptr, members_ptr, base_ptr, heavy_ptr, stored_ptr,
-    tail_ptr, joined_ptr, position_start_ptr, by_position_ptr, second_by_position_ptr, head_by_position_ptr, second_ptr,
-    point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr, tail_count_ptr, right_ptr, heads, W, W_plain,
-    W_members, last_row, depth, CONDITIONING: tl.constexpr, WORDS: tl.constexpr, RULES: tl.constexpr,
-    TOKENS: tl.constexpr
+    tail_ptr, second_ptr, W, W_plain, W_members, last_row, CONDITIONING: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Set the bits of the tokens that can follow one event's last token of the other side."""
+    """Set the bits of the tokens that can follow one event's last token of the other side, but for its rules."""
     event = tl.program_id(0)
     if tl.load(chunk_ptr + event) >= 0:
         own_ptr += event.to(tl.int64) * W
@@ -52,42 +58,14 @@ def chain_live_kernel(
         members_ptr += event.to(tl.int64) * W_members
         w = tl.load(before_ptr + event)
         row = tl.load(heavy_ptr + w)
-        tail = tl.load(tail_ptr + w)
-        conditioned = tl.load(at_cut_ptr + event).to(tl.int32)
-        if not CONDITIONING:
-            conditioned = conditioned * 0
+        conditioned = is_conditioned(at_cut_ptr, event, CONDITIONING)
         all_words = in_64_bits(W + W_plain + W_members)  # also where each is 1, a constant
-        from_ptr = base_ptr + tl.where(conditioned != 0, tail, last_row) * all_words
+        from_ptr = base_ptr + tl.where(conditioned != 0, tl.load(tail_ptr + w), last_row) * all_words
         if (conditioned != 0) & (row >= 0):
             from_ptr = stored_ptr + row * all_words
         copy_words(from_ptr, own_ptr, W, WORDS)
         copy_words(from_ptr + W, plain_ptr, W_plain, WORDS)
         copy_words(from_ptr + W + W_plain, members_ptr, W_members, WORDS)
-        tl.debug_barrier()
-        if (conditioned != 0) & (row < 0):
-            at = w.to(tl.int32)
-            start = tl.load(rule_start_ptr + w)
-            count = tl.load(rule_start_ptr + w + 1) - start
-            for _ in range(depth + 1):
-                for begin in range(0, count, RULES):
-                    rule = begin + tl.arange(0, RULES)
-                    there = rule < count
-                    rule = start + rule
-                    point = tl.load(point_ptr + rule, mask=there, other=0)
-                    low = tl.load(low_ptr + rule, mask=there, other=0)
-                    high = tl.load(high_ptr + rule, mask=there, other=0)
-                    clear(
-                        own_ptr, plain_ptr, members_ptr, W_plain * 32, point, point + 1, there, position_start_ptr,
-                        by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr + tail * heads, TOKENS
-                    )  # fmt: skip
-                    clear(
-                        own_ptr, plain_ptr, members_ptr, W_plain * 32, low, high, there, position_start_ptr,
-                        by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr + tail * heads, TOKENS
-                    )  # fmt: skip
-                known = tl.maximum(at, 0)
-                start = tl.load(tail_start_ptr + known)
-                count = tl.where(at >= 0, tl.load(tail_count_ptr + known), 0)
-                at = tl.where(at >= 0, tl.load(right_ptr + known), -1)
         tl.debug_barrier()
         token = tl.load(token_ptr + event + tl.arange(0, 1)).to(tl.int32)  # the text's own token can follow: it does
         second = tl.load(second_ptr + token)
@@ -95,11 +73,55 @@ def chain_live_kernel(
 
 
 @triton.jit
+def chain_clear_kernel(
+    before_ptr, token_ptr, chunk_ptr, at_cut_ptr, own_ptr, plain_ptr, members_ptr, heavy_ptr, tail_ptr, joined_ptr,
+    position_start_ptr, by_position_ptr, second_by_position_ptr, head_by_position_ptr, point_ptr, low_ptr, high_ptr,
+    rule_start_ptr, tail_start_ptr, tail_count_ptr, right_ptr, heads, W, W_plain, W_members, depth,
+    SPLITS: tl.constexpr, RULES: tl.constexpr, TOKENS: tl.constexpr, POINTS: tl.constexpr, AT_POINT: tl.constexpr
+):  # fmt: skip
+    """Clear the bits of the tokens that some of the rules of an event's last token exclude, all but its own token's."""
+    event, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    w = tl.load(before_ptr + event)
+    cut = tl.load(at_cut_ptr + event).to(tl.int32) != 0
+    if (tl.load(chunk_ptr + event) >= 0) & cut & (tl.load(heavy_ptr + w) < 0):
+        own_ptr += event.to(tl.int64) * W
+        plain_ptr += event.to(tl.int64) * W_plain
+        members_ptr += event.to(tl.int64) * W_members
+        joined_ptr += tl.load(tail_ptr + w) * heads
+        token = tl.load(token_ptr + event).to(tl.int32)
+        at = w.to(tl.int32)
+        start = tl.load(rule_start_ptr + w)
+        count = tl.load(rule_start_ptr + w + 1) - start
+        for _ in range(depth + 1):
+            for begin in range(split * POINTS, count, SPLITS * POINTS):
+                rule = begin + tl.arange(0, POINTS)
+                there = rule < count
+                point = tl.load(point_ptr + start + rule, mask=there, other=0)
+                clear(
+                    own_ptr, plain_ptr, members_ptr, W_plain * 32, point, point + 1, there, token, position_start_ptr,
+                    by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr, AT_POINT
+                )  # fmt: skip
+            for begin in range(split * RULES, count, SPLITS * RULES):
+                rule = begin + tl.arange(0, RULES)
+                there = rule < count
+                low = tl.load(low_ptr + start + rule, mask=there, other=0)
+                high = tl.load(high_ptr + start + rule, mask=there, other=0)
+                clear(
+                    own_ptr, plain_ptr, members_ptr, W_plain * 32, low, high, there, token, position_start_ptr,
+                    by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr, TOKENS
+                )  # fmt: skip
+            known = tl.maximum(at, 0)
+            start = tl.load(tail_start_ptr + known)
+            count = tl.where(at >= 0, tl.load(tail_count_ptr + known), 0)
+            at = tl.where(at >= 0, tl.load(right_ptr + known), -1)
+
+
+@triton.jit
 def clear(
-    own_ptr, plain_ptr, members_ptr, plain_bits, low, high, there, position_start_ptr, by_position_ptr,
+    own_ptr, plain_ptr, members_ptr, plain_bits, low, high, there, token, position_start_ptr, by_position_ptr,
     second_by_position_ptr, head_by_position_ptr, joined_ptr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Clear the bits of the tokens in intervals of capacity where the model decides."""
+    """Clear the bits of the tokens in intervals of capacity where the model decides, but for one token's."""
     first = tl.load(position_start_ptr + low, mask=there, other=0)
     last = tl.load(position_start_ptr + high, mask=there, other=0)
     for begin in range(0, tl.max(last - first, axis=0), TOKENS):
@@ -109,4 +131,4 @@ def clear(
         second = tl.load(second_by_position_ptr + at, mask=inside, other=-1)
         head = tl.load(head_by_position_ptr + at, mask=inside, other=0)
         joined = tl.load(joined_ptr + head, mask=inside, other=0) != 0
-        change_bits(own_ptr, plain_ptr, members_ptr, x, second, plain_bits, inside & joined, False)
+        change_bits(own_ptr, plain_ptr, members_ptr, x, second, plain_bits, inside & joined & (x != token), False)
