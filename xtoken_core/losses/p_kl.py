@@ -18,9 +18,6 @@ from xtoken_core.ops.p_kl import PKLCrossEntropyResult, PKLOptions, PKLResult
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
 from xtoken_core.topk_logits import TopKLogits
 
-SLICE_ENTRIES = 1 << 25
-"""Probabilities that are in memory at once while unreachable mass is measured."""
-
 
 class PKLLoss(ChunkLoss):
     """KL over the `K` compared teacher tokens, per chunk: `sum_K exp(L) (L - log Q)`.
@@ -72,7 +69,6 @@ class PKLLoss(ChunkLoss):
         """
         config = self.config
         teacher = teacher_logits if options.gathered else cut(teacher_logits, self.vocab_size)
-        unreachable = self.unreachable_mass(teacher, columns, pairing, gathered=options.gathered)
         compared = teacher, self.projection, columns, *pairing.chunk_ids
         p_kl_options = PKLOptions(
             pairing.max_chunks,
@@ -85,10 +81,10 @@ class PKLLoss(ChunkLoss):
         if not options.with_tokens:
             student = cut(student_logits, self.student_vocab_size)
             result: PKLResult = get_op("p_kl", student.device)(student, *compared, p_kl_options)
-            return Divergence((result.kl,), result.agrees, result.mass, unreachable=unreachable)
+            return Divergence((result.kl,), result.agrees, result.mass, unreachable=result.unnamed)
         op = get_op("p_kl_cross_entropy", student_logits.device)
         both: PKLCrossEntropyResult = op(student_logits, *compared, pairing.student_targets, p_kl_options)
-        return Divergence((both.kl,), both.agrees, both.mass, (both.losses, both.hits), unreachable)
+        return Divergence((both.kl,), both.agrees, both.mass, (both.losses, both.hits), both.unnamed)
 
     def evaluate_topk(
         self,
@@ -110,52 +106,22 @@ class PKLLoss(ChunkLoss):
             pairing.max_chunks, config.temperature, config.reverse_kl, config.teacher_chunk_average
         )
         student = cut(student_logits, self.student_vocab_size)
-        result = p_kl_with_rest(
+        kl, agrees, mass = p_kl_with_rest(
             student, teacher, self.projection, columns, student_chunk_id, teacher_chunk_id, p_kl_options
         )
         tokens = None
         if options.with_tokens:
             tokens = get_op("cross_entropy", student_logits.device)(student_logits, pairing.student_targets)
         with torch.no_grad():
-            mass = (column_log_probs(teacher, columns).exp() * self._unreachable_part(columns)).sum(-1)
-            unreachable = self._chunk_mean(mass, pairing)
-        return Divergence((result.kl,), result.agrees, result.mass, tokens, unreachable)
+            unreached = (column_log_probs(teacher, columns).exp() * self._unreachable_part(columns)).sum(-1)
+            unreachable = self._chunk_mean(unreached, pairing)
+        return Divergence((kl,), agrees, mass, tokens, unreachable)
 
     def _unreachable_part(self, columns: Int[Tensor, " K"]) -> Float[Tensor, " W"]:
         """Return 1 for each compared token that no row names, 0 for others; then the fraction of all other tokens."""
         K, V = len(columns), self.vocab_size
         inside = self.unreachable[columns]
         return inside if K == V else torch.cat([inside, (self.unreachable.sum() - inside.sum())[None] / (V - K)])
-
-    @torch.no_grad()
-    def unreachable_mass(
-        self,
-        teacher: Float[Tensor, "B T_t W"],
-        columns: Int[Tensor, " K"] | None,
-        pairing: Pairing,
-        *,
-        gathered: bool,
-    ) -> Float[Tensor, "B P"]:
-        """Return each chunk's mean of the teacher's mass on compared tokens that no row of the projection names.
-
-        This mass has no gradient: whatever the student predicts, nothing is projected onto those tokens.
-
-        Args:
-            teacher: The teacher's logits, cut to its vocabulary or gathered.
-            columns: The compared tokens; None: all.
-            pairing: The chunk of each position.
-            gathered: True if `teacher` has the compared tokens only.
-        """
-        if not gathered and columns is not None and columns.shape[0] == teacher.shape[2]:
-            columns = None
-        missing = self.unreachable if columns is None else self.unreachable[columns]
-        taken = None if gathered else columns
-        parts = []
-        for rows in torch.split(teacher, max(1, SLICE_ENTRIES // (teacher.shape[0] * len(missing))), dim=1):
-            compared = rows if taken is None else rows.index_select(2, taken)
-            parts.append(torch.softmax(compared.float() / self.config.temperature, dim=-1) @ missing)
-        mass = torch.cat(parts, dim=1)  # [B, T_t]
-        return self._chunk_mean(mass, pairing)
 
     @staticmethod
     def _chunk_mean(values: Float[Tensor, "B T_t"], pairing: Pairing) -> Float[Tensor, "B P"]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core.ops import get_op
 from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
 from xtoken_core.ops.numerics import upcast
-from xtoken_core.ops.p_kl import PKLOptions, PKLResult
+from xtoken_core.ops.p_kl import PKLOptions
 from xtoken_core.ops.p_kl.reference import compared_chunks, teacher_log_probs
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
 from xtoken_core.topk_logits import TopKLogits
@@ -23,7 +23,7 @@ def p_kl_with_rest(
     student_chunk_id: Int[Tensor, "B T_s"],
     teacher_chunk_id: Int[Tensor, "B T_t"],
     options: PKLOptions,
-) -> PKLResult:
+) -> tuple[Float[Tensor, "B P"], Bool[Tensor, "B P"], Float[Tensor, "B P"]]:
     """Compute `ops.p_kl` over `columns` and one class of all other tokens; without others the class is left out.
 
     A token that a position does not list has an equal part of that position's rest.
@@ -36,6 +36,9 @@ def p_kl_with_rest(
         student_chunk_id: Chunk of each student position, -1 = none.
         teacher_chunk_id: Likewise.
         options: Settings of the comparison; `gathered` and `overwrite` have no effect.
+
+    Returns:
+        `kl`, `agrees` and `mass` of `PKLResult`.
     """
     probabilities = torch.softmax(upcast(student_logits) / options.temperature, dim=-1)
     q, _ = chunk_average_log_probs(probabilities, student_chunk_id, options.max_chunks)  # [B, P, V_s]

@@ -135,10 +135,13 @@ def p_kl_project_kernel(
 
 @triton.jit(do_not_specialize=["R", "T"])
 def p_kl_teacher_kernel(
-    logits_ptr, columns_ptr, gathered_ptr, top_ptr, total_ptr, R, T, K, stride_b, stride_t, padded, scale,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
+    logits_ptr, columns_ptr, token_ptr, offsets_ptr, gathered_ptr, top_ptr, total_ptr, unnamed_ptr,
+    R, T, K, stride_b, stride_t, padded, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """Reduce a tile of teacher logits at compared columns to its sums; copy it, positions contiguous."""
+    """Reduce a tile of teacher logits at compared columns to its sums; copy it, positions contiguous.
+
+    One of the sums is over the tokens that no row of the projection names.
+    """
     part = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -155,7 +158,33 @@ def p_kl_teacher_kernel(
     tl.store(
         gathered_ptr + tile_of_lines(tl.program_id(1).to(tl.int64), K, ROWS, LINE) + places, x, mask=(k < K)[None, :]
     )
-    store_tile_sums(x.to(tl.float32) * scale, top_ptr, total_ptr, part * padded + rows)
+    token = tl.load(token_ptr + k, mask=k < K, other=0)
+    entries = tl.load(offsets_ptr + token + 1, mask=k < K, other=1) - tl.load(offsets_ptr + token, mask=k < K, other=0)
+    z = x.to(tl.float32) * scale
+    top = tl.max(z, axis=1)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    e = tl.exp(z - pivot[:, None])
+    tl.store(top_ptr + part * padded + rows, top)
+    tl.store(total_ptr + part * padded + rows, tl.sum(e, axis=1))
+    tl.store(unnamed_ptr + part * padded + rows, tl.sum(tl.where((entries == 0)[None, :], e, 0.0), axis=1))
+
+
+@triton.jit(do_not_specialize=["R"])
+def p_kl_teacher_rows_kernel(
+    top_ptr, total_ptr, unnamed_ptr, lse_ptr, mass_ptr, R, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Compute ROWS teacher rows' log-sum-exps, and their mass on tokens that no row of the projection names."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    _, lse = combined_log_sum_exp(top_ptr, total_ptr, rows, parts, padded, PARTS, ROWS)
+    tl.store(lse_ptr + rows, lse)
+    lanes = tl.arange(0, PARTS).to(tl.int64)
+    mass = tl.zeros((PARTS, ROWS), dtype=tl.float32)
+    for start in range(0, parts, PARTS):
+        places = (start + lanes)[:, None] * padded + rows[None, :]
+        mask = (start + lanes < parts)[:, None]
+        top = tl.load(top_ptr + places, mask=mask, other=float("-inf"))
+        mass += tl.load(unnamed_ptr + places, mask=mask, other=0.0) * tl.exp(top - lse[None, :])
+    tl.store(mass_ptr + rows, tl.sum(mass, axis=0), mask=rows < R)
 
 
 @triton.jit

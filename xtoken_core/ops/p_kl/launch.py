@@ -10,11 +10,13 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
+from xtoken_core.ops.chunk_mean.kernels import chunk_mean_kernel
 from xtoken_core.ops.chunks import ChunkPositions
+from xtoken_core.ops.numerics import EPSILON
 from xtoken_core.ops.p_kl import chunk_kernels, kernels
 from xtoken_core.ops.p_kl.reference import PKLOptions
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
-from xtoken_core.ops.tile_kernels import log_sum_exp_kernel, sum_kernel
+from xtoken_core.ops.tile_kernels import sum_kernel
 from xtoken_core.ops.triton_support import power_of_2
 
 PADDING = 64
@@ -75,10 +77,17 @@ class StudentRows:
 
 
 class TeacherRows(NamedTuple):
-    """The teacher's logits at the compared columns, `[lines, K, PADDING]`, and their log-sum-exps."""
+    """Results of one reading of the teacher's rows.
+
+    Attributes:
+        gathered: `[lines, K, PADDING]` logits at the compared columns.
+        lse: Their log-sum-exps, padded.
+        unnamed: `[B, T_t]` mass on the compared tokens that no row of the projection names.
+    """
 
     gathered: Tensor
     lse: Tensor
+    unnamed: Tensor
 
 
 @dataclass
@@ -88,6 +97,7 @@ class ChunkResults:
     kl: Tensor
     agrees: Tensor
     mass: Tensor
+    unnamed: Tensor
     norm: Tensor
     inner: Tensor
     products: Tensor
@@ -210,13 +220,13 @@ class Comparison:
         compared = torch.arange(self.K, device=self.device) if self.options.gathered else self.columns
         parts = triton.cdiv(self.K, columns)
         gathered = self._lines(width, logits.dtype)
-        sums, lse = self._float(2, parts, width), self._float(width)
+        sums, lse, unnamed = self._float(3, parts, width), self._float(width), self._float(B, T)
         kernels.p_kl_teacher_kernel[(parts, width // rows)](
-            logits, compared, gathered, *sums, B * T, T, self.K, logits.stride(0), logits.stride(1),
-            width, self.scale, rows, columns, PADDING, num_warps=8,
+            logits, compared, self.columns, self.projection.offsets, gathered, *sums, B * T, T, self.K,
+            logits.stride(0), logits.stride(1), width, self.scale, rows, columns, PADDING, num_warps=8,
         )  # fmt: skip
-        log_sum_exp_kernel[(width // ROWS,)](*sums, lse, parts, width, PARTS, ROWS)
-        return TeacherRows(gathered, lse)
+        kernels.p_kl_teacher_rows_kernel[(width // ROWS,)](*sums, lse, unnamed, B * T, parts, width, PARTS, ROWS)
+        return TeacherRows(gathered, lse, unnamed)
 
     def chunks(self, student: StudentRows, teacher: TeacherRows) -> ChunkResults:
         """Compute every chunk's divergence; `student.projected` then holds the slopes of every position."""
@@ -235,12 +245,16 @@ class Comparison:
             self.options.reverse, self.prob, self.per, columns, chunks, PADDING, num_warps=CHUNK_WARPS,
         )  # fmt: skip
         sum_kernel[(self.student_padded // ROWS,)](partial, products, parts, self.student_padded, PARTS, ROWS)
-        kl, mass, inner = (self._float(*shape) for _ in range(3))
+        kl, mass, inner, unnamed = (self._float(*shape) for _ in range(4))
         agrees = torch.empty(shape, dtype=torch.bool, device=self.device)
         chunk_kernels.p_kl_chunk_rows_kernel[(width // ROWS,)](
             *of_parts, kl, mass, inner, agrees, self.C, parts, width, PARTS, ROWS
         )
-        return ChunkResults(kl, agrees, mass, norm, inner, products)
+        chunk_mean_kernel[(self.C, 1)](
+            teacher.unnamed, self.teacher.order, self.teacher.first, unnamed, self._float(*shape),
+            teacher.unnamed.shape[1], 1, teacher.unnamed.shape[1], 1, EPSILON, 1,
+        )  # fmt: skip
+        return ChunkResults(kl, agrees, mass, unnamed, norm, inner, products)
 
     def student_gradient(
         self,

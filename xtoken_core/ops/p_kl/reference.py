@@ -45,11 +45,14 @@ class PKLResult(NamedTuple):
         kl: The divergence in nats, without the factor `T^2`.
         agrees: True if both sides' largest entry among the compared columns is the same.
         mass: The teacher's mass `sum exp(L)`; no gradient.
+        unnamed: The teacher's mean probability, within the compared tokens, of those that no row of the projection
+            names; no gradient.
     """
 
     kl: Float[Tensor, "B P"]
     agrees: Bool[Tensor, "B P"]
     mass: Float[Tensor, "B P"]
+    unnamed: Float[Tensor, "B P"]
 
 
 class PKLCrossEntropyResult(NamedTuple):
@@ -60,6 +63,7 @@ class PKLCrossEntropyResult(NamedTuple):
     mass: Float[Tensor, "B P"]
     losses: Float[Tensor, "B T_s"]
     hits: Bool[Tensor, "B T_s"]
+    unnamed: Float[Tensor, "B P"]
 
 
 def p_kl(
@@ -93,23 +97,33 @@ def p_kl(
     q, _ = chunk_average_log_probs(torch.softmax(upcast(student_logits) / T, dim=-1), student_chunk_id, P)
     Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)
     compared = teacher_logits if options.gathered else teacher_logits.index_select(-1, columns)
-    return compared_chunks(Q, teacher_log_probs(upcast(compared) / T, teacher_chunk_id, options), options)
+    scaled = upcast(compared.detach()) / T
+    log_p = teacher_log_probs(scaled, teacher_chunk_id, options)
+    missing = (projection.offsets.diff() == 0)[columns].to(scaled.dtype)
+    mass = torch.softmax(scaled, dim=-1) @ missing  # [B, T_t]
+    unnamed, _ = chunk_average_log_probs(mass.unsqueeze(-1), teacher_chunk_id, P)
+    return PKLResult(*compared_chunks(Q, log_p, options), unnamed.squeeze(-1))
 
 
-def compared_chunks(Q: Float[Tensor, "B P K"], log_p: Float[Tensor, "B P K"], options: PKLOptions) -> PKLResult:
+def compared_chunks(
+    Q: Float[Tensor, "B P K"], log_p: Float[Tensor, "B P K"], options: PKLOptions
+) -> tuple[Float[Tensor, "B P"], Bool[Tensor, "B P"], Float[Tensor, "B P"]]:
     """Compute the divergence from both sides' values of each chunk.
 
     Args:
         Q: The student's projected probabilities, not normalised.
         log_p: The teacher's averages.
         options: Settings of the comparison.
+
+    Returns:
+        `kl`, `agrees` and `mass` of `PKLResult`.
     """
     log_q = torch.log(Q / (Q.sum(-1, keepdim=True) + EPSILON) + EPSILON)
     # A token with probability 0 on both sides costs nothing, although eps gives the student a little of it.
     log_p = log_p.masked_fill((Q == 0) & (log_p == -torch.inf), math.log(EPSILON))
     terms = kl_terms(log_q, log_p) if options.reverse else kl_terms(log_p, log_q)
     agrees = Q.detach().argmax(-1) == log_p.detach().argmax(-1)
-    return PKLResult(terms.sum(-1), agrees, log_p.detach().exp().sum(-1))
+    return terms.sum(-1), agrees, log_p.detach().exp().sum(-1)
 
 
 def p_kl_cross_entropy(
@@ -138,7 +152,8 @@ def p_kl_cross_entropy(
     whole = upcast(student_logits)  # both gradients are added before they are rounded
     student = whole[..., : projection.student_vocab_size]
     divergence = p_kl(student, teacher_logits, projection, columns, student_chunk_id, teacher_chunk_id, options)
-    return PKLCrossEntropyResult(*divergence, *cross_entropy(whole, targets))
+    *by_chunk, unnamed = divergence
+    return PKLCrossEntropyResult(*by_chunk, *cross_entropy(whole, targets), unnamed)
 
 
 def teacher_log_probs(

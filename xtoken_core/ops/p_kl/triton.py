@@ -31,7 +31,7 @@ class TritonPKL(torch.autograd.Function):
     def forward(
         ctx: Any, student_logits: Tensor, teacher_logits: Tensor, inputs: Comparison, targets: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return (kl, agrees, mass), each `[B, P]`, and with targets (losses, hits), each `[B, T_s]`."""
+        """Return (kl, agrees, mass), each `[B, P]`, with targets (losses, hits), `[B, T_s]`, and unnamed, `[B, P]`."""
         logits = student_logits if student_logits.stride(-1) == 1 else student_logits.contiguous()
         slots = inputs.slots()
         student = inputs.student_rows(logits, slots.counts, targets)
@@ -41,10 +41,10 @@ class TritonPKL(torch.autograd.Function):
         by_position = student.lse, student.head_lse, student.sums, chunks.products, student.projected
         ctx.save_for_backward(logits, *slots, *by_position, chunks.norm, chunks.inner, targets)
         if student.losses is None or student.hits is None:
-            ctx.mark_non_differentiable(chunks.agrees, chunks.mass)
-            return chunks.kl, chunks.agrees, chunks.mass
-        ctx.mark_non_differentiable(chunks.agrees, chunks.mass, student.hits)
-        return chunks.kl, chunks.agrees, chunks.mass, student.losses, student.hits
+            ctx.mark_non_differentiable(chunks.agrees, chunks.mass, chunks.unnamed)
+            return chunks.kl, chunks.agrees, chunks.mass, chunks.unnamed
+        ctx.mark_non_differentiable(chunks.agrees, chunks.mass, student.hits, chunks.unnamed)
+        return chunks.kl, chunks.agrees, chunks.mass, student.losses, student.hits, chunks.unnamed
 
     @staticmethod
     @once_differentiable
