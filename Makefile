@@ -117,6 +117,8 @@ bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references bes
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.hidden_states
 	$(BIN)/python -m benchmarks.chain
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.same_tokenizer
 	$(BIN)/python -m benchmarks.pages
 
 bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twenty minutes

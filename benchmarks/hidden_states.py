@@ -133,7 +133,7 @@ class Workload:
         x, w = self.hidden.detach().flatten(0, 1), self.weight.detach()
         y, u = self.teacher.hidden.flatten(0, 1), self.teacher.weight
         part = self.loss.losses[0]
-        some = own and part.compares_some
+        some = own and part.compares_subset
         heads = [u] if not some or self.teacher.column_maxima is None else []
         heads += [u[: part.config.vocab_topk]] if some else []
         twice = own and part.config.dynamic_loss_scaling

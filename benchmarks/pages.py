@@ -188,6 +188,7 @@ PARTS = [
         OPERATORS / "hidden_states.md",
         lambda: operators.hidden_states(result("gpu_tests"), result("hidden_states")),
     ),
+    Part("same_tokenizer", OPERATORS / "token_kl.md", lambda: {"r": result("same_tokenizer")}),
     Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain")}),
     *(
         Part("operator", page, _operator(page.stem))

@@ -17,6 +17,7 @@ from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings
 from xtoken_core.ops.gold import GoldOptions, TokenPartition
 from xtoken_core.ops.p_kl import PKLOptions
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
+from xtoken_core.ops.token_kl import TokenKLOptions
 
 Inputs = dict[str, Any]
 B, T_S, T_T, P, V_S, V_T = 3, 7, 9, 5, 37, 41
@@ -142,6 +143,30 @@ def _with_targets(make: Callable[[torch.dtype, torch.device], Inputs]) -> OpCase
     return OpCase(make, batched, _pad_with_targets, lambda out: out[:B, :T_S], "student_logits")
 
 
+def _token_kl(**settings: Any) -> OpCase:
+    """Both heads are wider than the vocabulary, the student's larger there."""
+    batched = ("student_logits", "teacher_logits", "targets")
+
+    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
+        student = rand(B, T_S, V_S, dtype=dtype, device=device, seed=1)
+        inputs = {
+            "student_logits": extend(student, 5, 2, 4.0),
+            "teacher_logits": rand(B, T_S, V_T, dtype=dtype, device=device, seed=2),
+            "targets": ids(B, T_S, high=V_S + 5, device=device, seed=10),
+        }
+        inputs["targets"][1, :3] = inputs["student_logits"][1, :3].argmax(-1)
+        inputs["teacher_logits"][0, :2, :V_S] = student[0, :2]
+        return inputs | {"options": TokenKLOptions(V_S, **settings)}
+
+    def pad(inputs: Inputs) -> Inputs:
+        longer = {name: x for name, x in inputs.items() if name != "options"}
+        return {name: extend(extend(x, 3, 1, 1), 1, 0, 0) for name, x in longer.items()} | {
+            "options": inputs["options"]
+        }
+
+    return OpCase(make, batched, pad, lambda out: out[:B, :T_S], "student_logits")
+
+
 def _gold(**settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
     def make(dtype: torch.dtype, device: torch.device) -> Inputs:
         chunks = {"partition": partition(device)} | _chunks(device)
@@ -263,6 +288,7 @@ CASES: dict[str, dict[str, OpCase]] = {
             "logits",
         )
     },
+    "token_kl": {"": _token_kl(), "reverse_T2": _token_kl(reverse=True, temperature=2.0)},
     "p_kl": {
         "": _chunked(_p_kl()),
         "reverse_T2": _chunked(_p_kl(reverse=True, temperature=2.0)),

@@ -17,6 +17,7 @@ FAMILY = {
     "select_topk_columns": "move",
     "sparse_projection": "row",
     "cross_entropy": "row",
+    "token_kl": "row",
     "chunk_mean": "chunk",
     "p_kl": "chunk",
     "p_kl_cross_entropy": "chunk",

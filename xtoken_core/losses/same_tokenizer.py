@@ -12,7 +12,9 @@ from xtoken_core.losses.base import Loss
 from xtoken_core.losses.common import CE_EPSILON, Divergence, EvalOptions, Pairing, Scalar, TeacherTerm
 from xtoken_core.losses.lazy_logits import Logits, cut
 from xtoken_core.losses.masks import SampleTokens, next_token_targets, student_tokens
+from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import floored_log, kl_terms, upcast
+from xtoken_core.ops.token_kl import TokenKLOptions, TokenKLResult
 from xtoken_core.topk_logits import TopKLogits
 
 
@@ -28,6 +30,11 @@ class SameTokenizerLoss(Loss):
     def vocab_size(self) -> int:
         """`V_s`: the teacher is cut to the student's vocabulary."""
         return self.student_vocab_size
+
+    @property
+    def with_cross_entropy(self) -> bool:  # type: ignore[override]  # the op compares whole vocabularies
+        """True if the whole vocabulary is compared: the op then takes both losses from one reading."""
+        return self.config.vocab_topk is None
 
     @property
     def compares_subset(self) -> bool:
@@ -60,13 +67,18 @@ class SameTokenizerLoss(Loss):
         columns: Int[Tensor, " K"] | None,
         options: EvalOptions,
     ) -> Divergence:
-        """Compute the KL of every position."""
+        """Compute the KL of every position; with `options.with_tokens` the cross-entropy too."""
         config = self.config
+        if columns is None:
+            settings = TokenKLOptions(self.vocab_size, config.temperature, config.reverse_kl, options.overwrite)
+            op = get_op("token_kl", student_logits.device)
+            result: TokenKLResult = op(student_logits, teacher_logits, pairing.student_targets, settings)
+            tokens = (result.losses, result.hits) if options.with_tokens else None
+            return Divergence((result.kl,), result.agrees, tokens=tokens)
         student = cut(student_logits, self.student_vocab_size)
         teacher = teacher_logits if options.gathered else cut(teacher_logits, self.vocab_size)
-        if columns is not None:
-            student = student.index_select(-1, columns)  # [B, T_s, K]
-            teacher = teacher if options.gathered else teacher.index_select(-1, columns)
+        student = student.index_select(-1, columns)  # [B, T_s, K]
+        teacher = teacher if options.gathered else teacher.index_select(-1, columns)
         log_q, log_p = (torch.log_softmax(upcast(logits) / config.temperature, dim=-1) for logits in (student, teacher))
         terms = kl_terms(log_q, log_p) if config.reverse_kl else kl_terms(log_p, log_q)
         return Divergence((terms.sum(-1),), log_q.detach().argmax(-1) == log_p.argmax(-1))
@@ -91,7 +103,10 @@ class SameTokenizerLoss(Loss):
         of_student = torch.cat([padded.gather(-1, teacher.columns), others.unsqueeze(-1)], dim=-1)
         of_teacher = torch.cat([teacher.log_probs(), teacher.log_rest.unsqueeze(-1)], dim=-1).to(of_student.dtype)
         pair = (of_student, of_teacher) if self.config.reverse_kl else (of_teacher, of_student)
-        return Divergence((kl_terms(*pair).sum(-1),), agrees)
+        tokens = None
+        if options.with_tokens:
+            tokens = get_op("cross_entropy", student_logits.device)(student_logits, targets)
+        return Divergence((kl_terms(*pair).sum(-1),), agrees, tokens=tokens)
 
     def reduce(self, batch: Mapping[str, Tensor], divergence: Divergence, denominator: Scalar | None) -> TeacherTerm:
         """Reduce to the mean over next-token predictions, times `T^2`.

@@ -33,7 +33,9 @@ class OpBackend(Enum):
     PYTORCH_NATIVE_P_KL = "xtoken_core.ops.p_kl.reference:NativePKLOp"
     PYTORCH_NATIVE_P_KL_CROSS_ENTROPY = "xtoken_core.ops.p_kl.reference:NativePKLCrossEntropyOp"
     PYTORCH_NATIVE_GOLD = "xtoken_core.ops.gold.reference:NativeGoldOp"
+    PYTORCH_NATIVE_TOKEN_KL = "xtoken_core.ops.token_kl.reference:NativeTokenKLOp"
     PYTORCH_NATIVE_CHAIN = "xtoken_core.ops.chain.reference:NativeChainOp"
+    TRITON_TOKEN_KL = "xtoken_core.ops.token_kl.triton:TritonTokenKLOp"
     TRITON_CHAIN = "xtoken_core.ops.chain.triton:TritonChainOp"
     TRITON_EMBEDDING = "xtoken_core.ops.embedding.triton:TritonEmbeddingOp"
     TRITON_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.triton:TritonIndicesToMultihotOp"
@@ -74,6 +76,7 @@ BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
         "triton": OpBackend.TRITON_P_KL_CROSS_ENTROPY,
     },
     "chain": {"reference": OpBackend.PYTORCH_NATIVE_CHAIN, "triton": OpBackend.TRITON_CHAIN},
+    "token_kl": {"reference": OpBackend.PYTORCH_NATIVE_TOKEN_KL, "triton": OpBackend.TRITON_TOKEN_KL},
     "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD, "triton": OpBackend.TRITON_GOLD},
 }
 """Every op's backends by the short name that `XTOKEN_OPS` uses."""

@@ -1,0 +1,171 @@
+"""Times KL and cross-entropy between models that share a tokenizer, from hidden states, beside Liger's loss.
+
+    python -m benchmarks.same_tokenizer [--out FILE] [--small]
+
+8,192 tokens, both models 4,096 wide, one vocabulary of 128,256, bfloat16: the loss and the gradients of hidden states
+and head, ours, `LigerFusedLinearJSDLoss` (liger-kernel; `beta` 0 is the forward KL, weights as ours), compiled by
+`torch.compile` as is its default, and not compiled; and the four matrix products alone. All are timed in turn in one
+process, and the medians of the rounds count. Memory is the peak above hidden states, weights and targets. Before any
+time the two losses' values are compared. Without liger-kernel its rows are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_tests import RESULTS, machine
+from benchmarks.ops import timed_by_events
+from xtoken_core.config import LossConfig
+from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
+
+REPEATS, ROUNDS = 6, 3
+LIGER = "liger-kernel"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a run of this file."""
+
+    tokens: int = 8192
+    width: int = 4096
+    vocab: int = 128_256
+
+
+SMALL = Shape(64, 32, 512)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One loss. Times in milliseconds, memory in bytes; `ratio` is its time over that of the products alone."""
+
+    name: str
+    ms: float
+    ratio: float
+    peak_bytes: int
+    value: float
+
+
+class Workload:
+    """Random hidden states, heads and tokens."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        """Draw them."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*size: int, scale: float) -> Tensor:
+            return torch.randn(size, device=device, dtype=torch.bfloat16, generator=generator) * scale
+
+        T, H, V = shape.tokens, shape.width, shape.vocab
+        self.hidden = random(T, H, scale=1.0).requires_grad_()
+        self.weight = random(V, H, scale=H**-0.5).requires_grad_()
+        self.teacher_hidden, self.teacher_weight = random(T, H, scale=1.0), random(V, H, scale=H**-0.5)
+        self.ids = torch.randint(V, (T,), device=device, generator=generator)
+        self.loss = CrossTokenizerDistillationLoss(
+            LossConfig(vocab_topk=None, kl_loss_weight=0.5, ce_loss_scale=0.5),
+            student_vocab_size=V,
+            teachers=[LossTeacher(V)],
+            device=device,
+        )
+        mask = torch.ones(1, T, dtype=torch.int64)
+        host = {"input_ids": self.ids.cpu()[None], "token_mask": mask, "sample_mask": torch.ones(1)}
+        self.blocks = self.loss.token_blocks(host, [T]).to(device)
+        self.batch = {name: values.to(device) for name, values in host.items()}
+
+    def ours(self) -> tuple[Tensor, ...]:
+        """Compute our loss and its gradients."""
+        student = HeadProjection(self.hidden[None], self.weight)
+        teacher = HeadProjection(self.teacher_hidden[None], self.teacher_weight)
+        value, _ = self.loss(self.batch, student, [teacher], blocks=self.blocks)
+        return value, *torch.autograd.grad(value, (self.hidden, self.weight))
+
+    def liger(self, *, compiled: bool) -> Callable[[], tuple[Tensor, ...]]:
+        """Return Liger's loss with its gradients."""
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.0, compiled=compiled)
+        targets = torch.cat([self.ids[1:], self.ids.new_full((1,), -100)])
+
+        def run() -> tuple[Tensor, ...]:
+            value = loss(self.hidden, self.weight, self.teacher_hidden, self.teacher_weight, targets)
+            return value, *torch.autograd.grad(value, (self.hidden, self.weight))
+
+        return run
+
+    def products(self) -> Callable[[], None]:
+        """Return the four matrix products, each as one."""
+        x, w = self.hidden.detach(), self.weight.detach()
+        logits, of_teacher = x @ w.t(), self.teacher_hidden @ self.teacher_weight.t()
+        by_hidden, by_weight = torch.empty_like(x), torch.empty_like(w)
+
+        def run() -> None:
+            torch.mm(x, w.t(), out=logits)
+            torch.mm(logits, w, out=by_hidden)
+            torch.mm(logits.t(), x, out=by_weight)
+            torch.mm(self.teacher_hidden, self.teacher_weight.t(), out=of_teacher)
+
+        return run
+
+
+def peak_of(run: Callable[[], tuple[Tensor, ...]]) -> tuple[int, float]:
+    """Return the peak memory of a call above what was allocated before, and the loss."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    value = float(run()[0])
+    return torch.cuda.max_memory_allocated() - before, value
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS.parent / "same_tokenizer.json")
+    parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks/same_tokenizer.py needs a CUDA GPU: torch sees none", file=sys.stderr)
+        return 2
+    shape = SMALL if arguments.small else Shape()
+    load = Workload(shape, torch.device("cuda"))
+    losses: dict[str, Callable[[], tuple[Tensor, ...]]] = {"ours": load.ours}
+    if find_spec("liger_kernel"):
+        losses |= {f"{LIGER}, compiled": load.liger(compiled=True), LIGER: load.liger(compiled=False)}
+    measured: dict[str, tuple[int, float]] = {}
+    for name, run in list(losses.items()):
+        try:
+            measured[name] = peak_of(run)
+        except Exception as error:  # a library that cannot run here: the others count
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+            del losses[name]
+    timed = [load.products(), *losses.values()]
+    rounds = [[timed_by_events(run, repeats=REPEATS) for run in timed] for _ in range(ROUNDS)]
+    products, *times = (median(each) for each in zip(*rounds, strict=True))
+    rows = [Row(name, ms, ms / products, *measured[name]) for name, ms in zip(losses, times, strict=True)]
+    print(f"products alone {products:.2f} ms")
+    for row in rows:
+        peak = row.peak_bytes / 2**30
+        print(f"{row.name:24} {row.ms:8.2f} ms {row.ratio:5.2f} times  peak {peak:5.2f} GiB  loss {row.value:.4f}")
+    liger = version(LIGER) if find_spec("liger_kernel") else None
+    report = {
+        **machine(), "liger": liger, "shape": asdict(shape), "products_ms": products,
+        "rows": [asdict(row) for row in rows],
+    }  # fmt: skip
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
