@@ -35,17 +35,17 @@ RULES, TOKENS = 8, 128
 """Rules, and tokens of a rule's interval, that are read at once."""
 POINTS, AT_POINT = 32, 32
 """Rules, and tokens at a rule's point, that are read at once."""
-TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 256, 512
+TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 512, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
 GRADIENT_TILES = 4
 """Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
-BLOCK, SLOTS, CHUNKS = 1024, 512, 128
+BLOCK, SLOTS, CHUNKS = 1024, 512, 32
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 8, 2, 16, 8
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 2, 16, 8
 CLEAR_WARPS, MEMBER_WARPS = 4, 16
 SLAB_BYTES = 1 << 28
 """Memory limit of the members of classes that are compared at a time, both sides together."""
-NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 4, 8
+NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 8, 16
 INTERPRETED_PROGRAMS = 3
 
 
@@ -252,7 +252,7 @@ class Comparison:
         ratio = self._float(E, nodes.most_slots)
         if E:
             programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
-            flags = torch.zeros((programs, self.plan.classes + 1), dtype=torch.int8, device=self.device)
+            flags = torch.zeros((programs, self.plan.classes // 32 + 1), dtype=torch.int32, device=self.device)
             held, named = nodes.held, nodes.fresh
             node_kernels.chain_node_kernel[(programs,)](
                 holder.logits, fresh.logits, inner.chunk, inner.student_row, inner.teacher_row, inner.node,
@@ -260,7 +260,7 @@ class Comparison:
                 named.start, named.token, other.root, *sums, flags, self._float(programs, held.most_segments),
                 self._float(programs, named.most_segments), held.most_segments, named.most_segments, value, mass,
                 level, held_lse, ratio, nodes.most_slots, E, holder.positions, fresh.positions, fresh.width,
-                self.plan.classes, *holder.strides, *fresh.strides, self.scale, HOLDER_LEARNS=learns, BLOCK=BLOCK,
+                flags.shape[1], *holder.strides, *fresh.strides, self.scale, HOLDER_LEARNS=learns, BLOCK=BLOCK,
                 SLOTS=SLOTS, num_warps=NODE_WARPS,
             )  # fmt: skip
         return NodeResults(value, mass, level, held_lse, ratio)
@@ -280,7 +280,7 @@ class Comparison:
             self.bounds[1].first, self.bounds[1].size,
             len(student), teacher, self.in_teacher.chunk,
             self.in_teacher.at_end, self.bounds[0].first, self.bounds[0].size, len(teacher), parts, mass,
-            chunks, BLOCK=CHUNKS,
+            chunks, BLOCK=CHUNKS, num_warps=1,
         )  # fmt: skip
         return parts, mass
 

@@ -27,12 +27,15 @@ SMALL_REST = tl.constexpr(0.25)
 
 
 @triton.jit
-def marked(flag_ptr, slot_class_ptr, slot, slots, value, SLOTS: tl.constexpr):
-    """Set the marks of a node's classes to a value."""
+def marked(flag_ptr, slot_class_ptr, slot, slots, SET: tl.constexpr, SLOTS: tl.constexpr):
+    """Set the bits of a node's classes, or clear all that are set."""
     for begin in range(0, slots, SLOTS):
         k = begin + tl.arange(0, SLOTS)
         cls = tl.load(slot_class_ptr + slot + k, mask=k < slots, other=-1)
-        tl.store(flag_ptr + cls, (k * 0 + value).to(flag_ptr.dtype.element_ty), mask=cls >= 0)
+        if SET:
+            tl.atomic_or(flag_ptr + (cls >> 5), (k * 0 + 1) << (cls & 31), mask=cls >= 0, sem="relaxed")
+        else:
+            tl.store(flag_ptr + (cls >> 5), k * 0, mask=cls >= 0)
 
 
 @triton.jit
@@ -40,17 +43,17 @@ def unnamed_sum(
     base, root_ptr, flag_ptr, slot_class_ptr, slot, slots, V, scale, top, BLOCK: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """Return the sum of `exp(logit - top)` over the tokens whose class no slot names."""
-    marked(flag_ptr, slot_class_ptr, slot, slots, 1, SLOTS)
+    marked(flag_ptr, slot_class_ptr, slot, slots, True, SLOTS)
     tl.debug_barrier()
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, V, BLOCK):
         x = begin + tl.arange(0, BLOCK)
         cls = tl.load(root_ptr + x, mask=x < V, other=0)
-        rest = (x < V) & (tl.load(flag_ptr + cls, mask=x < V, other=1) == 0)
+        rest = (x < V) & (((tl.load(flag_ptr + (cls >> 5), mask=x < V, other=0) >> (cls & 31)) & 1) == 0)
         z = tl.load(base + x, mask=rest, other=float("-inf")).to(tl.float32) * scale
         total += exp(z - top)
     tl.debug_barrier()
-    marked(flag_ptr, slot_class_ptr, slot, slots, 0, SLOTS)
+    marked(flag_ptr, slot_class_ptr, slot, slots, False, SLOTS)
     tl.debug_barrier()
     return tl.sum(total, axis=0)
 
@@ -150,12 +153,12 @@ def chain_node_kernel(
     held_segment_ptr, held_start_ptr, held_ptr, fresh_segment_ptr, fresh_start_ptr, fresh_token_ptr,
     root_ptr, top_ptr, total_ptr, flag_ptr, held_sums_ptr, fresh_sums_ptr, held_capacity, fresh_capacity,
     value_ptr, mass_ptr, level_ptr, held_lse_ptr, ratio_ptr, most_slots,
-    E, T_h, T_f, V, C, h_stride_b, h_stride_t, f_stride_b, f_stride_t, scale,
+    E, T_h, T_f, V, flags, h_stride_b, h_stride_t, f_stride_b, f_stride_t, scale,
     HOLDER_LEARNS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """Compute the KL of one node after the other."""
     program = tl.program_id(0).to(tl.int64)
-    flag_ptr += program * (C + 1)
+    flag_ptr += program * flags
     held_sums_ptr += program * held_capacity
     fresh_sums_ptr += program * fresh_capacity
     for event in range(tl.program_id(0), E, tl.num_programs(0)):

@@ -16,7 +16,7 @@ from xtoken_core.ops.token_kl.kernels import token_kl_bwd_kernel, token_kl_kerne
 from xtoken_core.ops.token_kl.reference import TokenKLOptions, TokenKLResult, token_kl
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
 
-BLOCK, GRADIENT_BLOCK = 4096, 4096
+BLOCK, GRADIENT_BLOCK = 2048, 4096
 WARPS = 8
 
 
