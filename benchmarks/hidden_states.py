@@ -23,6 +23,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from benchmarks.chain_tables import draw_tables, draw_text
 from benchmarks.gpu_tests import RESULTS, machine
 from benchmarks.kernel_hash import kernel_hash
 from benchmarks.operators import HIDDEN_TESTS
@@ -75,6 +76,46 @@ def chunked(T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return tuple(torch.where(side < pairs, side, -1) for side in (student, teacher))
 
 
+def random_batch(shape: Shape, generator: torch.Generator) -> tuple[dict[str, Tensor], LossTeacher]:
+    """Random tokens and chunks, on the CPU, and a random projection."""
+    B, T = shape.samples, shape.tokens
+    sides = [torch.stack(side) for side in zip(*(chunked(T, generator) for _ in range(B)), strict=True)]
+    indices = torch.randint(shape.teacher_vocab, (shape.student_vocab, 4), generator=generator)
+    weights = torch.rand(shape.student_vocab, 4, generator=generator)
+    weights, indices[::2, 1:] = weights / weights.sum(1, keepdim=True), -1
+    weights[::2] = torch.tensor([1.0, 0, 0, 0])
+    ids = torch.randint(shape.student_vocab, (B, T), generator=generator)
+    return batch_of(ids, sides, T), LossTeacher(shape.teacher_vocab, indices, weights)
+
+
+def chain_batch(shape: Shape) -> tuple[dict[str, Tensor], LossTeacher]:
+    """Text and chain tables as in `benchmarks.chain_tables`, on the CPU."""
+    tables = draw_tables(shape.student_vocab, shape.teacher_vocab)
+    texts = [draw_text(tables, shape.tokens, seed) for seed in range(shape.samples)]
+    ids, sides = (
+        [torch.cat([getattr(text, name)[k] for text in texts]) for k in (0, 1)] for name in ("ids", "chunk_id")
+    )
+    mask = torch.ones(shape.samples, shape.tokens, dtype=torch.int64)
+    batch = batch_of(ids[0], sides, max(text.chunks for text in texts))
+    return batch | {"teacher_input_ids": ids[1], "teacher_token_mask": mask}, LossTeacher(
+        shape.teacher_vocab, tables=tables
+    )
+
+
+def batch_of(ids: Tensor, sides: list[Tensor], most: int) -> dict[str, Tensor]:
+    """The columns of a batch with `most` chunks a sample."""
+    valid = torch.arange(most) < sides[0].amax(1, keepdim=True) + 1
+    return {
+        "input_ids": ids,
+        "token_mask": torch.ones(ids.shape, dtype=torch.int64),
+        "sample_mask": torch.ones(len(ids)),
+        "alignment_student_chunk_id": sides[0],
+        "alignment_teacher_chunk_id": sides[1],
+        "alignment_pair_valid": valid,
+        "alignment_pair_is_correct": valid,
+    }
+
+
 class Workload:
     """A micro-batch of random hidden states, heads and chunks, and what is done with it."""
 
@@ -82,26 +123,9 @@ class Workload:
         """Args: sizes; the loss's settings; where; positions of a block; whether column maxima come along."""
         generator = torch.Generator().manual_seed(0)
         B, T = shape.samples, shape.tokens
-        sides = [torch.stack(side) for side in zip(*(chunked(T, generator) for _ in range(B)), strict=True)]
-        valid = torch.arange(T) < sides[0].amax(1, keepdim=True) + 1
-        host = {
-            "input_ids": torch.randint(shape.student_vocab, (B, T), generator=generator),
-            "token_mask": torch.ones(B, T, dtype=torch.int64),
-            "sample_mask": torch.ones(B),
-            "alignment_student_chunk_id": sides[0],
-            "alignment_teacher_chunk_id": sides[1],
-            "alignment_pair_valid": valid,
-            "alignment_pair_is_correct": valid,
-        }
-        indices = torch.randint(shape.teacher_vocab, (shape.student_vocab, 4), generator=generator)
-        weights = torch.rand(shape.student_vocab, 4, generator=generator)
-        weights, indices[::2, 1:] = weights / weights.sum(1, keepdim=True), -1
-        weights[::2] = torch.tensor([1.0, 0, 0, 0])
+        host, teacher = chain_batch(shape) if config.mode == "chain" else random_batch(shape, generator)
         self.loss = CrossTokenizerDistillationLoss(
-            config,
-            student_vocab_size=shape.student_vocab,
-            teachers=[LossTeacher(shape.teacher_vocab, indices, weights)],
-            device=device,
+            config, student_vocab_size=shape.student_vocab, teachers=[teacher], device=device
         )
         self.blocks = self.loss.token_blocks(host, [T], rows=rows).to(device)
         self.batch = {name: x.to(device) for name, x in host.items()}
@@ -157,6 +181,7 @@ CONFIGS: dict[str, tuple[LossConfig, bool]] = {
     "p_kl_dynamic_scaling": (LossConfig(mode="p_kl", dynamic_loss_scaling=True), True),
     "p_kl_full_vocabulary": (LossConfig(vocab_topk=None), False),
     "gold": (LossConfig(mode="gold"), False),
+    "chain": (LossConfig(mode="chain"), False),
     "cross_entropy_alone": (LossConfig(mode="p_kl", kl_loss_weight=0.0, ce_loss_scale=1.0), True),
 }
 """Settings, and whether the teacher sends its column maxima."""
