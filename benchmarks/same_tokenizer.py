@@ -124,7 +124,7 @@ def peak_of(run: Callable[[], tuple[Tensor, ...]]) -> tuple[int, float]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    value = float(run()[0])
+    value = float(run()[0].detach())
     return torch.cuda.max_memory_allocated() - before, value
 
 
