@@ -41,7 +41,7 @@ GRADIENT_TILES = 4
 """Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
 BLOCK, SLOTS, CHUNKS = 1024, 512, 32
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 2, 16, 8
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 4, 16, 8
 CLEAR_WARPS, MEMBER_WARPS = 4, 16
 SLAB_BYTES = 1 << 28
 """Memory limit of the members of classes that are compared at a time, both sides together."""

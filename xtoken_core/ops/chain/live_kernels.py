@@ -94,21 +94,21 @@ def chain_clear_kernel(
         count = tl.load(rule_start_ptr + w + 1) - start
         for _ in range(depth + 1):
             for begin in range(split * POINTS, count, SPLITS * POINTS):
-                rule = begin + tl.arange(0, POINTS)
+                rule = begin + tl.arange(0, POINTS * AT_POINT) // AT_POINT
                 there = rule < count
                 point = tl.load(point_ptr + start + rule, mask=there, other=0)
                 clear(
                     own_ptr, plain_ptr, members_ptr, W_plain * 32, point, point + 1, there, token, position_start_ptr,
-                    by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr, AT_POINT
+                    by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr, POINTS, AT_POINT
                 )  # fmt: skip
             for begin in range(split * RULES, count, SPLITS * RULES):
-                rule = begin + tl.arange(0, RULES)
+                rule = begin + tl.arange(0, RULES * TOKENS) // TOKENS
                 there = rule < count
                 low = tl.load(low_ptr + start + rule, mask=there, other=0)
                 high = tl.load(high_ptr + start + rule, mask=there, other=0)
                 clear(
                     own_ptr, plain_ptr, members_ptr, W_plain * 32, low, high, there, token, position_start_ptr,
-                    by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr, TOKENS
+                    by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr, RULES, TOKENS
                 )  # fmt: skip
             known = tl.maximum(at, 0)
             start = tl.load(tail_start_ptr + known)
@@ -119,14 +119,17 @@ def chain_clear_kernel(
 @triton.jit
 def clear(
     own_ptr, plain_ptr, members_ptr, plain_bits, low, high, there, token, position_start_ptr, by_position_ptr,
-    second_by_position_ptr, head_by_position_ptr, joined_ptr, TOKENS: tl.constexpr
+    second_by_position_ptr, head_by_position_ptr, joined_ptr, RULES: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Clear the bits of the tokens in intervals of capacity where the model decides, but for one token's."""
-    first = tl.load(position_start_ptr + low, mask=there, other=0)
+    """Clear the bits of the tokens in intervals of capacity where the model decides, but for one token's.
+
+    Adjacent lanes have the same interval, `TOKENS` each: in one dimension no tile changes its layout.
+    """
+    first = tl.load(position_start_ptr + low, mask=there, other=0) + tl.arange(0, RULES * TOKENS) % TOKENS
     last = tl.load(position_start_ptr + high, mask=there, other=0)
     for begin in range(0, tl.max(last - first, axis=0), TOKENS):
-        at = first[:, None] + begin + tl.arange(0, TOKENS)[None, :]
-        inside = at < last[:, None]
+        at = first + begin
+        inside = at < last
         x = tl.load(by_position_ptr + at, mask=inside, other=0)
         second = tl.load(second_by_position_ptr + at, mask=inside, other=-1)
         head = tl.load(head_by_position_ptr + at, mask=inside, other=0)
