@@ -180,10 +180,10 @@ def p_kl_teacher_rows_kernel(
     lanes = tl.arange(0, PARTS).to(tl.int64)
     mass = tl.zeros((PARTS, ROWS), dtype=tl.float32)
     for start in range(0, parts, PARTS):
-        places = (start + lanes)[:, None] * padded + rows[None, :]
+        at = (start + lanes)[:, None] * padded + rows[None, :]
         mask = (start + lanes < parts)[:, None]
-        top = tl.load(top_ptr + places, mask=mask, other=float("-inf"))
-        mass += tl.load(unnamed_ptr + places, mask=mask, other=0.0) * tl.exp(top - lse[None, :])
+        top = tl.load(top_ptr + at, mask=mask, other=float("-inf"))
+        mass += tl.load(unnamed_ptr + at, mask=mask, other=0.0) * tl.exp(top - lse[None, :])
     tl.store(mass_ptr + rows, tl.sum(mass, axis=0), mask=rows < R)
 
 

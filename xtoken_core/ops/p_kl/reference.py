@@ -152,8 +152,9 @@ def p_kl_cross_entropy(
     whole = upcast(student_logits)  # both gradients are added before they are rounded
     student = whole[..., : projection.student_vocab_size]
     divergence = p_kl(student, teacher_logits, projection, columns, student_chunk_id, teacher_chunk_id, options)
-    *by_chunk, unnamed = divergence
-    return PKLCrossEntropyResult(*by_chunk, *cross_entropy(whole, targets), unnamed)
+    kl, agrees, mass, unnamed = divergence
+    losses, hits = cross_entropy(whole, targets)
+    return PKLCrossEntropyResult(kl, agrees, mass, losses, hits, unnamed)
 
 
 def teacher_log_probs(
