@@ -12,7 +12,7 @@ from xtoken_core.ops.registry import BACKENDS, load_backend
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPE_IDS = ["fp32", "bf16", "fp16"]
-SLOW_TO_INTERPRET = ("p_kl", "p_kl_cross_entropy", "gold", "chain")
+SLOW_TO_INTERPRET = ("p_kl", "p_kl_cross_entropy", "gold", "chain", "token_kl")
 ADDS_IN_ANY_ORDER = {("chain", "reference", "cuda")}
 """Backends that add by atomic operations: sums are the same up to rounding only."""
 
