@@ -15,15 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from experiments.digits import measures
 from experiments.digits.methods import CROSS
 from experiments.digits.settings import SCALES, Scale
 from experiments.digits.stages import machine, run_record
-from experiments.digits.text import Texts
 from experiments.jobs import Job, finished, run_all
 from experiments.on_policy.lengths import Lengths, measure_lengths
+from experiments.on_policy.measured import measured
 from experiments.on_policy.methods import METHODS, file_of, planned, run_name
 from xtoken_core.atomic import atomic_write
 
@@ -51,7 +48,7 @@ def main() -> int:
     models |= {run_name(*run): state / "runs" / run_name(*run) / "model" for run in done}
     with multiprocessing.get_context("spawn").Pool(arguments.side_by_side or scale.side_by_side) as pool:
         found = dict(
-            zip(models, pool.starmap(_measured, [(state, scale, *each) for each in models.items()]), strict=True)
+            zip(models, pool.starmap(measured, [(state, scale, *each) for each in models.items()]), strict=True)
         )
     result = {
         "settings": {"scale": scale.plain(), "max_new_tokens": MAX_NEW_TOKENS[scale.name], "steps": arguments.steps},
@@ -72,21 +69,9 @@ def main() -> int:
 def _lengths(state: Path, scale: Scale, seed: int) -> Lengths:
     file = state / f"lengths-{seed}.json"
     if not file.is_file():
-        measured = measure_lengths(state, scale, seed, max_new_tokens=MAX_NEW_TOKENS[scale.name])
-        atomic_write(file, json.dumps(vars(measured)))
+        lengths = measure_lengths(state, scale, seed, max_new_tokens=MAX_NEW_TOKENS[scale.name])
+        atomic_write(file, json.dumps(vars(lengths)))
     return Lengths(**json.loads(file.read_text(encoding="utf-8")))
-
-
-def _measured(state: Path, scale: Scale, name: str, directory: Path) -> dict[str, Any]:
-    """Return right answers and bits per byte of a model; measured once."""
-    torch.set_num_threads(1)
-    file = state / "measured" / f"on-policy-{name}.json"
-    if not file.is_file():
-        file.parent.mkdir(exist_ok=True)
-        measured = measures.of_any_model(*measures.load(directory), scale, Texts(state / "text"))
-        atomic_write(file, json.dumps(measured))
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
 
 
 def _of_run(state: Path, name: str) -> dict[str, Any]:
