@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -23,11 +23,10 @@ from services.common.http_engine.check import check_servers
 from services.common.http_engine.engine import Sampling
 from services.common.http_engine.errors import SampleRefusedError
 from services.common.http_engine.factory import open_engine
+from services.supervisor.local_run import run_locally
 from services.supervisor.run_record import RunState
-from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.served import ServedSpec
-from xtoken_core.config.spec import RunSpec
 from xtoken_core.tokenizing import TextTokenizer
 
 NAMES = ("XTOKEN_LLAMA_PYTHON", "XTOKEN_LLAMA_GGUF", "XTOKEN_LLAMA_MODEL")
@@ -123,21 +122,19 @@ def test_completions_are_those_that_the_converted_model_finds_likely(server: str
     engine.pool.close()
 
 
-def test_a_run_learns_from_it(
-    assets: TinyAssets, tmp_path: Path, start: Callable[[RunSpec], Crew], server: str, key_file: Path
-) -> None:
-    data = write_jsonl(tmp_path / "train.jsonl", [f"Record {n} is short, and so is its text." for n in range(4)])
+def test_a_run_learns_from_it(assets: TinyAssets, tmp_path: Path, server: str, key_file: Path) -> None:
+    data = write_jsonl(tmp_path / "train.jsonl", [f"Record {n} is short." for n in range(4)])
     teacher = {
         "model": MODEL, "context_length": 32, "url": server, "url_engine": "llama_cpp", "url_key_file": key_file,
-        "url_timeout_s": 300.0, "url_connections": 2, "topk": K,
+        "url_timeout_s": 900.0, "url_connections": 2, "topk": K,
     }  # fmt: skip
     changes = {
         "data": {"path": data, "append_eos": False}, "loss": {"mode": "p_kl", "vocab_topk": None, "temperature": 1.0},
         "train": {"samples_per_step": 2, "micro_batch_tokens": 320}, "queue": {"block_size": 2},
     }  # fmt: skip
     spec = tiny_spec(assets, tmp_path / "run", teacher=[teacher], **changes)
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
+    result = run_locally(spec, show=False)  # the server takes seconds per sample: no deadline of the other tests
+    assert result.state == RunState.COMPLETED, result.error
     steps = steps_of(spec.output)
     assert [i for line in steps for i in line["ids"]] == list(range(4))
     assert all(0 < line["loss"] < 50 for line in steps)

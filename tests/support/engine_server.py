@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,11 @@ def serving(handler: Handler) -> Iterator[str]:
         thread.join()
 
 
+@cache
+def _loaded(directory: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
+
+
 @dataclass
 class ModelHandler:
     """A model in a directory behind the protocol of vLLM or SGLang.
@@ -82,8 +88,7 @@ class ModelHandler:
     seen: list[tuple[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(self.directory).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(self.directory)
+        self.model, self.tokenizer = _loaded(self.directory)
         self.lock = threading.Lock()
 
     def __call__(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
