@@ -29,7 +29,7 @@ COPIES = 4
 """Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
 COPIES_BETWEEN_STEPS = COPIES - 1
 """Without the gradient, which is freed at a step's end."""
-FEWER: dict[OptimizerName, int] = {"adamw": 0, "muon": 1, "adafactor": 2}
+FEWER: dict[OptimizerName, int] = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
 """Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
 none; that Muon leaves embedding and head to AdamW is not counted, as the estimate is a lower bound."""
 REMEDIES = (

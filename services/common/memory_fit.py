@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = 0.9
 """Fraction of a GPU's memory that is planned for: the rest is the driver's, the libraries' and fragmentation."""
-FEWER = {"muon": 1, "adafactor": 2}
+FEWER = {"adamw8bit": 1, "muon": 1, "adafactor": 2}
 """Values per weight that an optimiser keeps less than AdamW."""
 LARGEST = 16384
 """Tokens of a micro-batch at most: larger ones are hardly faster."""

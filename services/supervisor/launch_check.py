@@ -61,6 +61,8 @@ def _needed(spec: RunSpec) -> Iterator[tuple[str, str, str]]:
     """Yield the optional packages that a trainer imports: the setting, the package, and the extra that has it."""
     if spec.train.lora is not None:
         yield "train.lora", "peft", "lora"
+    if spec.train.optimizer == "adamw8bit":
+        yield "train.optimizer", "torchao", "torchao"
     if spec.report.tensorboard:
         yield "report.tensorboard", "tensorboard", "tensorboard"
     if spec.report.wandb != "off":

@@ -20,7 +20,7 @@ STEP = "step"
 
 
 class StudentOptimizer:
-    """AdamW, Adafactor or Muon over the trainable weights of a student.
+    """AdamW, 8-bit AdamW, Adafactor or Muon over the trainable weights of a student.
 
     All state exists from the start, so that a checkpoint can be loaded into it in place.
 
@@ -65,7 +65,10 @@ class StudentOptimizer:
         rate = learning_rate(self.spec, self.steps, update)
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = rate
+                if isinstance(group["lr"], Tensor):  # a compiled step reads it
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
             part.step()
         self.zero_grad()
         self.student.sync_weights()
@@ -81,7 +84,7 @@ class StudentOptimizer:
         state: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             state[f"model.{name}"] = weight.detach()
-            moments = self._state[name]
+            moments = _plain_tensors(self._state[name])
             state |= {f"optimizer.{name}.{moment}": value for moment, value in moments.items() if moment != STEP}
         state["optimizer.steps"] = torch.stack([count for _, count in self._counts()])
         return state
@@ -106,12 +109,15 @@ def _optimizers(student: Student, weights: Mapping[str, nn.Parameter], spec: Tra
     (Liu et al. 2025, arXiv 2502.16982); AdamW takes the rest.
 
     Raises:
-        ConfigError: This torch has no Muon.
+        ConfigError: This torch has no Muon, or torchao is not installed.
     """
     fused = student.device.type == "cuda"
     adamw: dict[str, Any] = {"lr": spec.learning_rate, "betas": spec.betas, "fused": fused}
     if spec.optimizer == "adamw":
         return [AdamW(decay_groups(weights.values(), spec), **adamw)]
+    if spec.optimizer == "adamw8bit":
+        options: dict[str, Any] = {"lr": spec.learning_rate, "betas": spec.betas}
+        return [_adamw_8bit()(decay_groups(weights.values(), spec), **options)]
     if spec.optimizer == "adafactor":
         return [Adafactor(decay_groups(weights.values(), spec), lr=spec.learning_rate)]
     muon = getattr(torch.optim, "Muon", None)
@@ -139,8 +145,37 @@ def _ends_of(student: Student) -> set[str]:
     return {name for name, weight in model.named_parameters() if id(weight) in ends}
 
 
+def _plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of a weight with 8-bit moments as their codes and scales, which can be stored."""
+    plain: dict[str, Tensor] = {}
+    for name, value in state.items():
+        parts = {part: getattr(value, part, None) for part in ("codes", "scale")}
+        quantized = {f"{name}.{part}": tensor for part, tensor in parts.items() if isinstance(tensor, Tensor)}
+        plain |= quantized or {name: value}
+    return plain
+
+
+def _adamw_8bit() -> type[Optimizer]:
+    """Return torchao's AdamW, whose moments have 8 bits and a scale per block (Dettmers et al. 2022, arXiv 2110.02861).
+
+    Raises:
+        ConfigError: torchao is not installed, or does not fit this torch.
+    """
+    try:
+        from torchao.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]  # an extra
+    except ImportError as error:
+        raise ConfigError(
+            f"train.optimizer = \"adamw8bit\" needs torchao ({error}): install it by pip install 'xtoken[torchao]'"
+        ) from error
+    chosen: type[Optimizer] = AdamW8bit
+    return chosen
+
+
 def _initial_state(part: Optimizer, weight: nn.Parameter, device: torch.device) -> dict[str, Tensor]:
     """Return the state that an optimiser would give a weight at its first step."""
+    if hasattr(part, "_new_buffer"):  # torchao's
+        moments = {name: part._new_buffer(weight, name == "exp_avg") for name in ("exp_avg", "exp_avg_sq")}
+        return {STEP: torch.zeros(()), **moments}
     if isinstance(part, AdamW):
         moments = {name: _zeros(weight) for name in ("exp_avg", "exp_avg_sq")}
     elif not isinstance(part, Adafactor):

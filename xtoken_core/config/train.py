@@ -10,7 +10,7 @@ from xtoken_core.config.base import Count, NoneWord, Part
 from xtoken_core.config.loss import NonNegative, Positive
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-OptimizerName = Literal["adamw", "adafactor", "muon"]
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "muon"]
 
 
 class LoraSpec(Part):
@@ -43,7 +43,8 @@ class TrainSpec(Part):
     optimizer: OptimizerName = "adamw"
     """`adafactor` keeps the second moment as a row and a column and no first one: half the memory beyond the weights or
     less. `muon` orthogonalises the update of the matrices between embedding and head and leaves the rest to AdamW; it
-    takes AdamW's learning rates. Both need whole weights, not `parallel = "fsdp"`."""
+    takes AdamW's learning rates. `adamw8bit` (torchao, an extra) keeps AdamW's moments in 8 bits. All three need whole
+    weights, not `parallel = "fsdp"`."""
     learning_rate: Positive = 1e-4
     """The highest rate, reached after the warm-up."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
