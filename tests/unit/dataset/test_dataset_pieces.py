@@ -15,7 +15,7 @@ from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of
 from tests.support.columns import rows_of
 from xtoken_core.collate import CrossTokenizerCollator
-from xtoken_core.dataset import BadRecord, DataIndex, PieceIndex, Record
+from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, PieceIndex, Record
 from xtoken_core.dataset.pieces import divide
 from xtoken_core.dataset.records import PIECE, Piece
 from xtoken_core.tokenizing import TextTokenizer
@@ -89,6 +89,23 @@ def test_pieces_are_found_again_and_belong_to_their_limit(tmp_path: Path) -> Non
     assert len(other) < len(index)
     with pytest.raises(IndexError):
         index.read([len(index)])
+
+
+def test_pieces_of_several_texts_are_numbered_as_one(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = (
+        pieces_of(tmp_path / "one", [{"text": LONG}]),
+        pieces_of(tmp_path / "two", [{"text": "a"}, {"text": LONG}]),
+    )
+    joined = JoinedIndex([one, two])
+    assert len(joined) == len(one) + len(two) == 2 * len(one) + 1
+    numbers = [len(one) - 1, len(one), len(one) + 1]
+    records = joined.read(numbers)
+    assert [record.number for record in records] == numbers
+    assert isinstance(records[0], Record)
+    assert records[0].value[PIECE] == Piece(first=False, last=True)
+    assert joined.location(numbers[2]).startswith(f"{tmp_path / 'two' / 'data.jsonl'}:2, bytes 0 to ")
 
 
 @pytest.mark.parametrize("student", [v.sentencepiece_bpe("legacy"), v.byte_level(bos=True)], ids=["spaces", "bytes"])
