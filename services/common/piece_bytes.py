@@ -20,8 +20,9 @@ from xtoken_core.tokenizing import TextTokenizer
 QUANTILE = 0.01
 """Fraction of the sample's stretches that may have fewer bytes per token than the bound."""
 LEAST_BYTES = 16
-STRETCH_TOKENS = 256
-"""Length of the stretches whose bytes per token are measured, or the context if it is shorter."""
+STRETCH_BYTES = 3
+"""Bytes, per token of the context, of the stretches that are measured: about as long as a piece, as the bytes per token
+of short ones vary more."""
 
 
 def piece_bytes(side: TextTokenizer, context: int, texts: Sequence[str]) -> int:
@@ -35,7 +36,7 @@ def piece_bytes(side: TextTokenizer, context: int, texts: Sequence[str]) -> int:
     ratios = []
     for text in texts:
         raw = text.encode()
-        parts = [raw[begin:end] for begin, end in divide(raw, max(LEAST_BYTES, 4 * min(context, STRETCH_TOKENS)))]
+        parts = [raw[begin:end] for begin, end in divide(raw, max(LEAST_BYTES, STRETCH_BYTES * context))]
         # The rest at a text's end is short, and its ratio says little; a text that is all rest counts.
         stretches = [part.decode() for part in (parts[:-1] or parts)]
         tokens = side.encode(stretches, specials=False)

@@ -12,8 +12,8 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import DataIndex, JoinedIndex, PieceIndex, Record, TextIndex
 from xtoken_core.errors import InputError
 
-SAMPLED_RECORDS = 256
-SAMPLED_CHARACTERS = 16_384
+SAMPLED_RECORDS = 128
+SAMPLED_CHARACTERS = 65_536
 """Of each record of the sample."""
 SILENCE_S = 300.0
 PROGRAM = "services.common.piece_bytes"
