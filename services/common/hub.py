@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common.gguf_models import gguf_model, is_gguf
 from services.common.progress import spinner
 from xtoken_core.errors import InputError
 
@@ -221,7 +222,7 @@ def _refused(name: str, wanted: HubId, kind: str, error: Exception) -> InputErro
 
 
 def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]) -> list[str]:
-    """Replace the Hub ids in a run file's document by the paths of the fetched files, and store their commits.
+    """Replace Hub ids and GGUF files in a run file's document by paths of what runs read, and store the commits.
 
     Args:
         document: The document, with models and text as tables. Its `hub` gets the commits.
@@ -229,17 +230,21 @@ def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]
         pinned: `hub` of an earlier start.
 
     Returns:
-        A line for everything that was taken from the Hub.
+        A line for everything that was taken from the Hub or a GGUF file.
 
     Raises:
-        InputError: Something cannot be fetched.
+        InputError: Something cannot be fetched or converted.
     """
+    notes: list[str] = []
     given = document.get("hub")
     hub = Hub({**(given if isinstance(given, dict) else {}), **pinned})
     teachers = document.get("teacher", ())
     models = [("student", document.get("student")), *((f"teacher.{n}", each) for n, each in enumerate(teachers))]
     for name, table in models:
         for key in ("model", "tokenizer") if isinstance(table, dict) else ():
+            if isinstance(table.get(key), str) and is_gguf(file := base / Path(table[key]).expanduser()):
+                table[key] = str(gguf_model(f"{name}.{key}", file))
+                notes.append(f"{name}.{key}: {file} in {table[key]}")
             if (wanted := hub_id(table.get(key), base)) is not None:
                 table[key] = str(hub.model(f"{name}.{key}", wanted, tokenizer_only=key == "tokenizer"))
     data = document.get("data")
@@ -251,4 +256,4 @@ def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]
             table["path"] = files if len(files) > 1 else files[0]
     if hub.commits:
         document["hub"] = hub.commits
-    return [f"hub: {requested} at commit {commit}" for requested, commit in hub.commits.items()]
+    return notes + [f"hub: {requested} at commit {commit}" for requested, commit in hub.commits.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.common.defaults import load_run
-from services.common.hub import hub_id, hub_name
+from services.common.hub import fetch_inputs, hub_id, hub_name
 from services.common.input_files import check_input_files
 from services.common.machine import Machine
 from services.supervisor.run_record import SPEC, write_json
@@ -122,3 +123,18 @@ def test_push_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     with pytest.raises(InputError, match="push_to = 'me/x' needs a token"):
         check_input_files(run)
+
+
+@pytest.mark.slow
+def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "small.gguf"
+    file.write_bytes(b"GGUF and nothing else")
+    document = {"student": {"model": "small.gguf"}}
+    if importlib.util.find_spec("gguf") is None:
+        with pytest.raises(InputError, match=r"small\.gguf is read by the package gguf: install it"):
+            fetch_inputs(document, tmp_path, {})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(InputError, match=r"student\.model: cannot convert the GGUF file .*small\.gguf: "):
+        fetch_inputs(document, tmp_path, {})
+    assert list((tmp_path / "cache" / "xtoken" / "gguf").iterdir()) == []

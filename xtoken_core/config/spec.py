@@ -48,8 +48,8 @@ class ModelSpec(Part):
     """A causal language model: a Hugging Face directory."""
 
     model: Path
-    """The model's directory: `config.json` and `.safetensors` weights. Or its id on the Hugging Face Hub: `org/name` or
-    `org/name@revision`."""
+    """The model's directory: `config.json` and `.safetensors` weights. Or its id on the Hugging Face Hub (`org/name` or
+    `org/name@revision`), or a `.gguf` file."""
     tokenizer: Path | None = None
     """Directory or Hub id of the tokenizer; default: the model's."""
     chat_template: Path | None = None
