@@ -69,12 +69,18 @@ def gguf_model(name: str, file: Path) -> Path:
 def main(file: Path, directory: Path) -> None:
     """Convert a file."""
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
-    model.save_pretrained(directory, safe_serialization=True)
+    # Newer versions keep weights packed unless asked; older ones have no such class and always unpack.
+    packing = getattr(transformers, "GgufConfig", None)
+    unpacked = {} if packing is None else {"quantization_config": packing(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options, **unpacked)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(directory)
 
 
 if __name__ == "__main__":
