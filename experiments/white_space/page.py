@@ -62,6 +62,26 @@ def _trained(result: Mapping[str, Any]) -> list[str]:
             seeds = ", ".join(str(record["seed"]) for record in own if "seed" in record)
             bits = mean(each["bits_per_byte"] for each in own)
             lines.append(f"| {TITLES[name]} | {seeds} | {bits:.4f} | {_cells(own)} |")
+    return [*lines, *_early(result["records"])]
+
+
+def _early(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a table of the last step that every run has reached: some were stopped early."""
+    curves = {(record["variant"], record["seed"]): record["curve"] for record in records if "curve" in record}
+    common = set.intersection(*(set(map(int, curve)) for curve in curves.values())) if curves else set()
+    if not common or max(common) == 0:
+        return []
+    step, seeds = str(max(common)), sorted({seed for _, seed in curves})
+    lines = [
+        "",
+        f"Bits per byte on validation after {step} steps, which every run has reached:",
+        "",
+        "| trained with | " + " | ".join(f"data seed {seed}" for seed in seeds) + " |",
+        "|---" * (1 + len(seeds)) + "|",
+    ]
+    for name in VARIANTS:
+        cells = [f"{curves[name, seed][step]:.4f}" if (name, seed) in curves else "" for seed in seeds]
+        lines.append(f"| {TITLES[name]} | {' | '.join(cells)} |")
     return lines
 
 
