@@ -79,7 +79,7 @@ def remembered(tmp_path_factory: pytest.TempPathFactory, assets: TinyAssets) -> 
     runs = make_runs(place)
     for teachers in (1, 2):
         output = put(runs, f"of-{teachers}")
-        stored = spec(place, output=str(output))
+        stored = spec(place, output=str(output), loss={"mode": "p_kl", "ce_loss_scale": 0.1})
         runs.store.change(f"of-{teachers}", spec={**stored, "teacher": stored["teacher"] * teachers})
         for file, line, steps in (("steps", step_line, range(200)), ("eval", read_line, range(0, 201, 20))):
             lines = [json.dumps(line(step, teachers)) + "\n" for step in steps]

@@ -42,7 +42,7 @@ def settings(plane: Plane, output: str) -> dict[str, str]:
         "teacher.0.projection": str(plane.assets.projection),
         "data.path": str(plane.text), "train.samples_per_step": "8", "train.micro_batch_tokens": "320",
         "train.learning_rate": "3e-3", "train.checkpoint_every": "10", "workers.device": "cpu",
-        "workers.collators": "1", "loss.vocab_topk": "64",
+        "workers.collators": "1", "loss.mode": "p_kl", "loss.ce_loss_scale": "0.1", "loss.vocab_topk": "64",
     }  # fmt: skip
 
 
