@@ -185,7 +185,8 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
     dtype = "bfloat16" if device != "cpu" else "float32"
     teacher = {
         "model": f"models/{method.teacher or condition.teacher}",
-        "context_length": TEACHER_CONTEXT,
+        # With the student's tokenizer it reads rows as long as the student's.
+        "context_length": STUDENT_CONTEXT if method.teacher else TEACHER_CONTEXT,
         "dtype": dtype,
     }
     if method.projects:

@@ -51,7 +51,9 @@ def table(result: Mapping[str, Any]) -> str:
         chain = rows["chain"]
         gain = f"{chain.gain:+.3f} ± {chain.gain_deviation:.3f}" if chain.seeds > 1 else f"{chain.gain:+.3f}"
         others = [f"{rows[other].gain:+.3f}" if other in rows else "not run" for other in ("alm1", "p_kl")]
-        cells = [_text(condition), f"{teacher:.3f}" if teacher else "", f"{rows['ce'].test:.3f}", f"{chain.test:.3f}"]
+        untrained = summary.BASELINE in summary.untrained(summary.outcomes(result), name)
+        ce = f"{rows['ce'].test:.3f}{' (before training)' if untrained else ''}"
+        cells = [_text(condition), f"{teacher:.3f}" if teacher else "", ce, f"{chain.test:.3f}"]
         lines.append(f"| {' | '.join([*cells, f'**{gain}**', *others])} |")
     return "\n".join(lines)
 

@@ -47,6 +47,7 @@ def page(result: dict[str, Any]) -> str:
                     "name": name,
                     **condition,
                     "table": summary.markdown(result, name, titles),
+                    "untrained": [titles[method] for method in summary.untrained(found, name)],
                     "partial": [(titles[row.method], row) for row in summary.partial_sweeps(result, name)],
                     "chosen": {row.method: row for row in chosen},
                     "steps_best": {row.method: _best(found, name, row.method, row.weight) for row in chosen},

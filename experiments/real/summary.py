@@ -106,10 +106,22 @@ def partial_sweeps(result: Mapping[str, Any], condition: str) -> list[PartialSwe
         rates = tuple(sorted(runs[key]))
         test = best(key, rates)
         if method not in complete | found.keys() and test is not None:
-            others = {BASELINE: best((BASELINE, BASELINE), rates), CHAIN: best((CHAIN, weight), rates)}
+            others = {
+                BASELINE: best((BASELINE, BASELINE), rates),
+                CHAIN: best((CHAIN, "even" if weight == BASELINE else weight), rates),
+            }
             below = {name: None if value is None else value - test for name, value in others.items()}
             found[method] = PartialSweep(method, weight, rates, test, below)
     return sorted(found.values(), key=lambda row: row.test)
+
+
+def untrained(found: Sequence[Outcome], condition: str) -> list[str]:
+    """Return the methods that never got better on validation than the student before its first step."""
+    steps: dict[str, set[int]] = defaultdict(set)
+    for outcome in found:
+        if outcome.condition == condition:
+            steps[outcome.method].add(outcome.step)
+    return sorted(method for method, best in steps.items() if best == {0})
 
 
 def chosen(found: Sequence[Outcome], seed: int) -> dict[tuple[str, str], str]:
