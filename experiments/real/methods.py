@@ -78,7 +78,7 @@ METHODS = {
     ),
     "strict_top": Method("strict 1:1, top 16", _CUSTOM, custom="experiments.losses.strict_top:StrictTopLoss"),
     "same": Method("teacher with the student's tokenizer", {"vocab_topk": "none"}, teacher=CONTINUED),
-    "samples": Method("cross-entropy on the teacher's samples", weights={"ce": (0.0, 1.0)}, teachers=0, samples=True),
+    "samples": Method("cross-entropy, teacher's samples", weights={"ce": (0.0, 1.0)}, teachers=0, samples=True),
 }
 
 

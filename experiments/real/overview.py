@@ -14,7 +14,7 @@ NOT_SHOWN = (summary.BASELINE, "chain_unconditioned", "chain_no_end", "chain_unc
 """Zero by definition, and forms of chain within noise of it."""
 NOISE = 0.01
 """Bits per byte: three standard deviations of a method over data seeds."""
-LEAST, MOST, STEP = -0.25, 0.125, 0.05
+LEAST, MOST, STEP = -0.25, 0.20, 0.05
 
 
 def picture(result: Mapping[str, Any]) -> str:
@@ -82,7 +82,7 @@ def worse(result: Mapping[str, Any]) -> str:
 def _text(condition: Mapping[str, Any]) -> str:
     name = f"{condition['source']}, {condition['size'] / 1e6:g} MB"
     usual = (condition["student"], condition["teacher"]) == (methods.SMOLLM2, methods.GEMMA3)
-    return name if usual else f"{name} (student and teacher exchanged)"
+    return name if usual else f"{name}, exchanged"
 
 
 def _rows(result: Mapping[str, Any], condition: str) -> dict[str, summary.Row]:
@@ -108,14 +108,14 @@ def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:
         if gain is not None and name not in NOT_SHOWN
     ]
     ranked = sorted(known, key=lambda row: -row[1])
-    return [(f"German, 0.5 MB: {title}{mark}", gain, "a" if gain > 0 else "b") for title, gain, mark in ranked]
+    return [(f"German: {title}{mark}", gain, "a" if gain > 0 else "b") for title, gain, mark in ranked]
 
 
 def _by_text(result: Mapping[str, Any]) -> Sequence[tuple[str, float, str]]:
     gains = [(name, _rows(result, name)["chain"].gain or 0.0) for name in _compared(result) if name != CONDITION]
     ranked = sorted(gains, key=lambda row: -row[1])
     texts = [(_text(result["conditions"][name]), gain) for name, gain in ranked]
-    return [(f"{text}: chain", gain, "a" if gain > 0 else "b") for text, gain in texts]
+    return [(f"chain, {text}", gain, "a" if gain > 0 else "b") for text, gain in texts]
 
 
 def _at(value: float) -> float:
