@@ -16,8 +16,9 @@ from pathlib import Path
 from services.control.run import Run
 from services.control.store import RunRow, Store, TakenError, now
 from services.control.validation import RefusedError, SpecValidator, check_launch
+from services.supervisor.json_files import read_json
 from services.supervisor.run_directory import OccupiedError
-from services.supervisor.run_record import RunState, read_record
+from services.supervisor.run_record import SPEC, SUMMARY, RunState, read_record
 from services.supervisor.supervised_run import LauncherFactory, launcher_factory
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
@@ -115,6 +116,36 @@ class Runs:
             )  # fmt: skip
             run = self._launch(self.store.add(row))
         return run, row
+
+    def add_finished(self, output: Path) -> RunRow:
+        """List a complete run that was made outside this control plane, such as a baseline.
+
+        Args:
+            output: Its directory.
+
+        Raises:
+            ConflictError: There is no complete run in it, or one of another directory.
+            RefusedError, OutsideError, TakenOutputError: Its specification is not accepted.
+        """
+        summary, document = read_json(output / SUMMARY), read_json(output / SPEC)
+        if summary is None or document is None:
+            raise ConflictError(f"{output} has no complete run")
+        try:
+            spec = RunSpec.model_validate(document)
+        except ValueError as error:
+            raise ConflictError(f"{output / SPEC} is no specification of this version") from error
+        with self._lock:
+            spec = self.validator.validate(spec)
+            self._check_taken(spec.output)
+            if spec.output != output:
+                raise ConflictError(f"{output / SPEC} names another output: {spec.output}")
+            steps, at = summary.get("steps"), now()
+            steps = steps if isinstance(steps, int) else None
+            row = RunRow(
+                id=f"{spec.name}-{secrets.token_hex(4)}", name=spec.name, output=str(spec.output), created=at, began=at,
+                ended=at, spec=spec.model_dump(mode="json"), state=RunState.COMPLETED, step=steps, steps=steps,
+            )  # fmt: skip
+            return self.store.add(row)
 
     def validate(self, spec: RunSpec) -> RunSpec:
         """Validate a specification without reading the run's files; return it with an absolute `output`.
@@ -287,15 +318,18 @@ class Runs:
         return row
 
     def _check_output(self, output: Path) -> None:
+        self._check_taken(output)
+        # A client that resolves a run file itself may have put held-out text into the run's cache.
+        if self.validator.roots is not None and output.is_dir() and any(p.name != "cache" for p in output.iterdir()):
+            raise RefusedError("output", f"{output} is not empty: a new run needs a new directory")
+
+    def _check_taken(self, output: Path) -> None:
         other = self.store.run_around(output)
         if other is not None:
             where = "belongs to" if other.output == str(output) else f"overlaps {other.output}, which belongs to"
             raise TakenOutputError(
                 f"{output} {where} the run {other.id}: resume that run, or choose another output", other.id
             )
-        # A client that resolves a run file itself may have put held-out text into the run's cache.
-        if self.validator.roots is not None and output.is_dir() and any(p.name != "cache" for p in output.iterdir()):
-            raise RefusedError("output", f"{output} is not empty: a new run needs a new directory")
 
 
 def _digest(spec: RunSpec) -> str:

@@ -258,7 +258,7 @@ def test_charts_of_teachers(open_page: Open, remembered: Plane) -> None:
         ("loss", terms),
         ("mass", ["compared, teacher 0", "compared, teacher 1"]),
         ("held-out-loss", terms),
-        ("held-out-agreement", ["next token", "with the teacher 0", "with the teacher 1"]),
+        ("held-out-agreement", ["next token", "with teacher 0", "with teacher 1"]),
     ):
         curve = page.locator(f"#curve-{name}")
         expect(curve.locator("canvas")).to_be_visible()

@@ -70,12 +70,16 @@ TASKS = Chart(
 QUALITY = (
     Chart(
         "held-out-agreement", "Held-out accuracy", "eval", "%",
-        (Line("next_token_accuracy", "next token"), Line("held_out_proj_accuracy*", "with the teacher")),
+        (
+            Line("next_token_accuracy", "next token"),
+            Line("held_out_proj_accuracy*", "with teacher", "with the teacher"),
+        ),
         divisor=0.01, floor=0.0,
     ),
     Chart(
         "agreement", "Training accuracy", "steps", "%",
-        (Line("accuracy", "next token"), Line("proj_accuracy*", "with the teacher")), divisor=0.01, floor=0.0,
+        (Line("accuracy", "next token"), Line("proj_accuracy*", "with teacher", "with the teacher")),
+        divisor=0.01, floor=0.0,
     ),
     Chart(
         "mass", "Teacher's probability", "steps", "%",

@@ -82,16 +82,22 @@ def _verdict(runs: list[RunView]) -> str:
 def differing_settings(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the settings in which runs differ, each with its text in every run; `–` where a run has no such setting.
 
-    Settings that have their default in every run that has them are left out.
+    Settings that have their default in every run that has them are left out. A run without a teacher reads none of the
+    loss.
 
     Args:
         specs: Specifications as JSON, by run.
     """
+    specs = {run: _without_unread(spec) for run, spec in specs.items()}
     flat = [dict(_leaves(spec)) for spec in specs.values()]
     chosen = dict.fromkeys(name for spec in specs.values() for name, _ in _leaves(_without_defaults(spec)))
     names = [name for name in chosen if name not in OWN]
     rows = {name: [one.get(name, "–") for one in flat] for name in names}
     return {name: texts for name, texts in rows.items() if len(set(texts)) > 1}
+
+
+def _without_unread(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    return spec if spec.get("teacher") else {name: value for name, value in spec.items() if name != "loss"}
 
 
 def _without_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:

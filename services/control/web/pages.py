@@ -195,6 +195,8 @@ def start_baseline(run_id: RunId, context: Context) -> Response:
     One that `xtoken run --baseline` has finished is listed, and nothing is trained.
     """
     spec = baseline_of(RunSpec.model_validate(context.status(run_id)["spec"]))
+    if (spec.output / SUMMARY).is_file():
+        return RedirectResponse(f"/compare?run={run_id}&run={context.runs.add_finished(spec.output).id}", 303)
     run, row = context.runs.start(spec)
     if run is not None:
         discard_if_invalid(context, run)

@@ -383,7 +383,7 @@ def test_losses_have_their_names_and_weights() -> None:
     assert drawn("eval", BITS, ONE).keys() == {"held-out", "held-out-agreement"}
 
 
-def test_baseline_of_a_shell_is_offered(client: TestClient, runs: Runs) -> None:
+def test_baseline_of_a_shell_is_listed(client: TestClient, runs: Runs, tmp_path: Path) -> None:
     output = put(runs, "a")
     assert "Train its baseline" in client.get("/runs/a").text
     made = output.with_name("a-baseline")
@@ -391,6 +391,17 @@ def test_baseline_of_a_shell_is_offered(client: TestClient, runs: Runs) -> None:
     (made / "summary.json").write_text("{}")
     page = client.get("/runs/a").text
     assert "Compare with its baseline" in page and "Train its baseline" not in page
+
+    assert client.post("/runs/a/baseline").status_code == 409  # without its specification
+    (made / "summary.json").write_text('{"steps": 2}')
+    (made / "spec.json").write_text(json.dumps(spec(tmp_path, output=str(output), teacher=[])))
+    refused = client.post("/runs/a/baseline")
+    assert refused.status_code == 409 and "belongs to the run a" in refused.text
+    (made / "spec.json").write_text(json.dumps(spec(tmp_path, output=str(made), teacher=[])))
+    (made / "eval.jsonl").write_text('{"step": 2, "bits_per_byte": 1.5}\n')
+    shown = client.get(client.post("/runs/a/baseline").headers["location"]).text
+    assert "1.5000" in shown and "completed" in shown
+    assert "loss.mode" not in shown  # which a run without a teacher does not read
 
 
 def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -> None:
