@@ -28,6 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATES = ROOT / "benchmarks" / "templates"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 OPERATORS = ROOT / "docs" / "operators"
+USABILITY = ROOT / "docs" / "usability.md"
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ PARTS = [
         lambda: operators.hidden_states(result("gpu_tests"), result("hidden_states")),
     ),
     Part("same_tokenizer", OPERATORS / "token_kl.md", lambda: {"r": result("same_tokenizer")}),
+    Part("startup", USABILITY, lambda: {"r": result("startup") if exists("startup") else None}),
     Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain")}),
     *(
         Part("operator", page, _operator(page.stem))

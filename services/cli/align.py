@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from xtoken_core.alignment import TokenAligner
-    from xtoken_core.alignment.check import Record
+    from xtoken_core.alignment.check import CheckReport, Record
     from xtoken_core.alignment.report import ShownToken
     from xtoken_core.dataset import DataIndex
     from xtoken_core.tokenizing import TextTokenizer
@@ -30,6 +30,11 @@ TeacherOption = Annotated[Path, typer.Option("--teacher", help="The teacher's di
 
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_RECORDS = 64
+_MEASURED_CHARACTERS = 1 << 15
+_COVERAGE = {
+    "unnamed_tokens_of_text": "teacher tokens that no row of the projection names",
+    "unreachable_mass": "teacher's probability on such tokens",
+}
 
 
 @align_app.command()
@@ -86,6 +91,13 @@ def check(
         int | None, typer.Option("--context", min=1, help="Cut both sides to so many tokens.", show_default=False)
     ] = None,
     special_token: SpecialTokensOption = None,
+    projection: Annotated[
+        Path | None,
+        typer.Option("--projection", help="Measure its coverage of the texts' beginning.", show_default=False),
+    ] = None,
+    mass: Annotated[
+        bool, typer.Option("--mass", help="With --projection: the teacher's probability on uncovered tokens.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Align every text of some files and count chunks; fails if a chunk does not spell the same on both sides.
@@ -94,31 +106,28 @@ def check(
     any text may have: specials and a space that a tokenizer sets around it, and the rest of a text that was cut.
     Messages are rendered by each side's chat template, and their answers are aligned, as in a run.
     """
-    from services.common.progress import progress_bar
-    from xtoken_core.alignment.check import CheckReport, check_records
-    from xtoken_core.errors import XtokenError
+    from xtoken_core.alignment.check import CheckReport
+    from xtoken_core.errors import ConfigError, XtokenError
 
-    aligner, ours, theirs = _sides(student, teacher, special_token)
-    reports: dict[str, CheckReport] = {}
-    for path in files:
-        report = CheckReport()
-        with (
-            progress_bar(f"aligning {path.name}", quiet=as_json) as advance,
-            _records(path, field, (ours, theirs)) as (records, count),
-        ):
-            for batch in _batches(records):
-                report += check_records(aligner, ours, theirs, batch, context=context)
-                advance(report.records, count)
-        reports[str(path)] = report
-    total = sum(reports.values(), start=CheckReport())
+    if mass and projection is None:
+        raise ConfigError("--mass measures what a projection leaves out: name one with --projection")
+    sides = _sides(student, teacher, special_token)
+    reports, beginning = _check_files(sides, files, field, context, quiet=as_json)
+    total, notes = sum(reports.values(), start=CheckReport()), list(sides[0].notes)
+    coverage: dict[str, float] = {}
+    if projection is not None:
+        from services.cli.projection import coverage_of_text
+
+        coverage = coverage_of_text(projection, teacher, beginning, mass=mass, quiet=as_json)
     if as_json:
         shown = {name: report.as_dict() for name, report in reports.items()}
-        both = {"files": shown, "total": total.as_dict(), "notes": list(aligner.notes)}
-        typer.echo(json.dumps(both, indent=2))
+        typer.echo(json.dumps({"files": shown, "total": total.as_dict(), "notes": notes, **coverage}, indent=2))
     else:
         for name, report in {**reports, **({"total": total} if len(reports) > 1 else {})}.items():
             typer.echo("\n".join([name, *report.lines()]))
-        for note in aligner.notes:
+        for name, fraction in coverage.items():
+            typer.echo(f"{_COVERAGE[name]}: {fraction:.1%}")
+        for note in notes:
             typer.echo(f"note: {note}", err=True)
     if total.counts.incorrect_chunks:
         raise XtokenError(
@@ -126,6 +135,32 @@ def check(
             f"first in {total.first_incorrect}: a special token's name inside the text does that; look at it with "
             "xtoken align show"
         )
+
+
+def _check_files(
+    sides: tuple[TokenAligner, TextTokenizer, TextTokenizer], files: Sequence[Path], field: str, context: int | None,
+    *, quiet: bool,
+) -> tuple[dict[str, CheckReport], str]:  # fmt: skip
+    """Return a report of every file, and the beginning of their texts."""
+    from services.common.progress import progress_bar
+    from xtoken_core.alignment.check import CheckReport, check_records
+
+    aligner, ours, theirs = sides
+    reports: dict[str, CheckReport] = {}
+    beginning = ""
+    for path in files:
+        report = CheckReport()
+        with (
+            progress_bar(f"aligning {path.name}", quiet=quiet) as advance,
+            _records(path, field, (ours, theirs)) as (records, count),
+        ):
+            for batch in _batches(records):
+                report += check_records(aligner, ours, theirs, batch, context=context)
+                advance(report.records, count)
+                if len(beginning) < _MEASURED_CHARACTERS:
+                    beginning += "".join(f"{record.text}\n" for record in batch if record.text)
+        reports[str(path)] = report
+    return reports, beginning[:_MEASURED_CHARACTERS]
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:

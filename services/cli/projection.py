@@ -87,7 +87,7 @@ def inspect(
     from xtoken_core.projection.fingerprint import check_projection_pair
 
     check_projection_pair(file, student, teacher)
-    coverage = _coverage(file, teacher, text, mass=mass, quiet=as_json)
+    coverage = _coverage_of_file(file, teacher, text, mass=mass, quiet=as_json)
     with spinner("reading both vocabularies", quiet=as_json):
         summary = report.inspect_projection(
             read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
@@ -123,26 +123,43 @@ def inspect(
         typer.echo(f"warning: {warning}", err=True)
 
 
-def _coverage(file: Path, teacher: Path, text: Path | None, *, mass: bool, quiet: bool) -> dict[str, float]:
-    """Return what of a text's teacher tokens, and of the teacher's probability on it, no row names; empty without text.
+def _coverage_of_file(file: Path, teacher: Path, text: Path | None, *, mass: bool, quiet: bool) -> dict[str, float]:
+    """Return the coverage of a text in a file; empty without one.
 
     Raises:
         ConfigError: The probability is wanted without a text.
     """
-    import torch
-
     from services.cli.align import read_text
-    from services.common.progress import spinner
     from xtoken_core.errors import ConfigError
-    from xtoken_core.projection.coverage import named_tokens, unnamed_fraction, unreachable_mass
-    from xtoken_core.projection.files import read_topk
 
     if text is None:
         if mass:
             raise ConfigError("--mass measures the teacher on a text: name one with --text")
         return {}
+    return coverage_of_text(file, teacher, read_text(None, text), mass=mass, quiet=quiet)
+
+
+def coverage_of_text(file: Path, teacher: Path, text: str, *, mass: bool, quiet: bool) -> dict[str, float]:
+    """Return what of a text's teacher tokens, and with `mass` of the teacher's probability on it, no row names.
+
+    Args:
+        file: The projection.
+        teacher: Directory of the teacher.
+        text: The text; the teacher is measured on its beginning.
+        mass: The teacher is loaded and measured.
+        quiet: No spinner is shown.
+
+    Raises:
+        InputError: The projection or the teacher cannot be read.
+    """
+    import torch
+
+    from services.common.progress import spinner
+    from xtoken_core.projection.coverage import named_tokens, unnamed_fraction, unreachable_mass
+    from xtoken_core.projection.files import read_topk
+
     tokenizer = _tokenizer(teacher, "teacher")
-    ids = torch.tensor(tokenizer(read_text(None, text), add_special_tokens=False, verbose=False)["input_ids"])
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     named = named_tokens(read_topk(file), len(tokenizer))
     result = {"unnamed_tokens_of_text": unnamed_fraction(named, ids)}
     if mass:

@@ -2,15 +2,18 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from services.cli.align import align_app
 from services.cli.projection import projection_app
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of, table_of
+from tests.support.tiny_run import documents, make_assets, write_jsonl
 from xtoken_core.errors import InputError
 from xtoken_core.projection import BuildOptions, TopKProjection, build_projection, write_projection
 from xtoken_core.projection.report import category, inspect_projection, overlap
@@ -234,3 +237,21 @@ def test_align_show_prints_both_sides_and_writes_a_page(directories, tmp_path):
     assert 'title="chunk 0"' in written and "teacher: " in written
     nothing = RUNNER.invoke(align_app, ["show", *pair])
     assert nothing.exit_code != 0 and "give either a text or --file" in str(nothing.exception)
+
+
+def test_align_check_measures_what_a_projection_leaves_out(tmp_path):
+    assets = make_assets(tmp_path)
+    pair = ["--student", str(assets.student), "--teacher", str(assets.teacher)]
+    text = write_jsonl(tmp_path / "text.jsonl", documents(4, seed=0))
+    sides = [AutoTokenizer.from_pretrained(directory) for directory in (assets.student, assets.teacher)]
+    whole = build_projection(*sides)
+    for name, weights in (("whole", whole.likelihoods), ("empty", torch.zeros_like(whole.likelihoods))):
+        write_projection(replace(whole, likelihoods=weights), tmp_path / f"{name}.safetensors")
+    measured = {}
+    for name in ("whole", "empty"):
+        options = ["--projection", str(tmp_path / f"{name}.safetensors"), "--mass", "--json"]
+        done = RUNNER.invoke(align_app, ["check", *pair, str(text), *options], catch_exceptions=False)
+        measured[name] = json.loads(done.stdout)
+    assert measured["whole"]["unreachable_mass"] < measured["empty"]["unreachable_mass"] == pytest.approx(1.0)
+    assert measured["empty"]["unnamed_tokens_of_text"] == 1.0
+    assert RUNNER.invoke(align_app, ["check", *pair, str(text), "--mass"]).exit_code == 1
