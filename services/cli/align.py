@@ -116,9 +116,11 @@ def check(
     total, notes = sum(reports.values(), start=CheckReport()), list(sides[0].notes)
     coverage: dict[str, float] = {}
     if projection is not None:
-        from services.cli.projection import coverage_of_text
+        from services.common.coverage import coverage_of_text
+        from services.common.progress import spinner
 
-        coverage = coverage_of_text(projection, teacher, beginning, mass=mass, quiet=as_json)
+        with spinner("measuring the texts' beginning", quiet=as_json):
+            coverage = coverage_of_text(projection, teacher, beginning, mass=mass)
     if as_json:
         shown = {name: report.as_dict() for name, report in reports.items()}
         typer.echo(json.dumps({"files": shown, "total": total.as_dict(), "notes": notes, **coverage}, indent=2))

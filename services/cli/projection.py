@@ -20,7 +20,6 @@ FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A projection
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-WINDOW, MOST_WINDOWS = 256, 16
 MOST_UNREACHABLE = 0.1
 COVERAGE = {"unnamed_tokens_of_text": "of text, unnamed", "unreachable_mass": "unreachable mass"}
 UNREACHABLE = (
@@ -136,43 +135,11 @@ def _coverage_of_file(file: Path, teacher: Path, text: Path | None, *, mass: boo
         if mass:
             raise ConfigError("--mass measures the teacher on a text: name one with --text")
         return {}
-    return coverage_of_text(file, teacher, read_text(None, text), mass=mass, quiet=quiet)
-
-
-def coverage_of_text(file: Path, teacher: Path, text: str, *, mass: bool, quiet: bool) -> dict[str, float]:
-    """Return what of a text's teacher tokens, and with `mass` of the teacher's probability on it, no row names.
-
-    Args:
-        file: The projection.
-        teacher: Directory of the teacher.
-        text: The text; the teacher is measured on its beginning.
-        mass: The teacher is loaded and measured.
-        quiet: No spinner is shown.
-
-    Raises:
-        InputError: The projection or the teacher cannot be read.
-    """
-    import torch
-
+    from services.common.coverage import coverage_of_text
     from services.common.progress import spinner
-    from xtoken_core.projection.coverage import named_tokens, unnamed_fraction, unreachable_mass
-    from xtoken_core.projection.files import read_topk
 
-    tokenizer = _tokenizer(teacher, "teacher")
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    named = named_tokens(read_topk(file), len(tokenizer))
-    result = {"unnamed_tokens_of_text": unnamed_fraction(named, ids)}
-    if mass:
-        from services.common.models import load_model
-        from xtoken_core.config import ModelSpec
-
-        with spinner("measuring the teacher on the text", quiet=quiet), torch.inference_mode():
-            spec = ModelSpec(model=teacher, context_length=WINDOW)
-            model = load_model(spec, "teacher", torch.device("cpu")).eval()  # type: ignore[no-untyped-call]
-            windows = ids[: WINDOW * MOST_WINDOWS].split(WINDOW)  # type: ignore[no-untyped-call]
-            logits = (model(input_ids=window[None], use_cache=False).logits[0] for window in windows)
-            result["unreachable_mass"] = unreachable_mass(named, logits)
-    return result
+    with spinner("measuring the text", quiet=quiet):
+        return coverage_of_text(file, teacher, read_text(None, text), mass=mass)
 
 
 @projection_app.command()

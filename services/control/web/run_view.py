@@ -15,6 +15,7 @@ from services.supervisor.remaining import remaining_s
 from services.supervisor.run_record import RunState
 
 TASK = "task_accuracy_"
+MOST_SAMPLES = 16
 
 TONES = {
     RunState.STARTING: "busy",
@@ -161,6 +162,13 @@ class RunView:
                 change = value - before if isinstance(before, (int, float)) else None
                 tasks.append((key.removeprefix(TASK), value, change))
         return tasks
+
+    @property
+    def samples(self) -> list[tuple[str, str]]:
+        """Prompts with their completions at the last evaluation, see `eval.samples`."""
+        samples = self.evaluation.get("samples")
+        rows = [each for each in samples if isinstance(each, dict)] if isinstance(samples, list) else []
+        return [(str(row.get("prompt", "")), str(row.get("completion", ""))) for row in rows[:MOST_SAMPLES]]
 
     @property
     def has_teacher(self) -> bool:

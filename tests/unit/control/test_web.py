@@ -383,6 +383,15 @@ def test_losses_have_their_names_and_weights() -> None:
     assert drawn("eval", BITS, ONE).keys() == {"held-out", "held-out-agreement"}
 
 
+def test_completions_of_an_evaluation(client: TestClient, runs: Runs) -> None:
+    output = put(runs, "a")
+    assert 'id="samples" hidden' in client.get("/runs/a").text
+    sample = {"prompt": "2 + 2 = ", "completion": "<b>4</b>"}
+    (output / "eval.jsonl").write_text(json.dumps({"step": 2, "bits_per_byte": 1.5, "samples": [sample, 7]}) + "\n")
+    page = client.get("/runs/a").text
+    assert "<b>2 + 2 = </b>&lt;b&gt;4&lt;/b&gt;" in page and 'id="samples" hidden' not in page
+
+
 def test_baseline_of_a_shell_is_listed(client: TestClient, runs: Runs, tmp_path: Path) -> None:
     output = put(runs, "a")
     assert "Train its baseline" in client.get("/runs/a").text
