@@ -189,8 +189,19 @@ class RunView:
             ("Loss", number(last.get("loss")), self._parts(last)),
             ("Held-out loss", number(evaluation.get("held_out_loss")), "nats, weighted as in training"),
             ("Throughput", number(last.get("tokens_per_second")), "tokens/s"),
+            ("Waiting", *self._waiting(last)),
         ]  # fmt: skip
         return [tile for tile in tiles if tile[1] != "–"]
+
+    def _waiting(self, last: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the longest of the trainer's waits in the last step as a fraction of it, and for what."""
+        waits = {
+            "completions" if self.spec.get("rollout") else "text": last.get("data_wait"),
+            "the teacher": last.get("teacher_wait") if self.has_teacher else None,
+        }
+        known = {name: value for name, value in waits.items() if value is not None}
+        longest = max(known, key=lambda name: known[name], default="")
+        return percent(known.get(longest)), f"of the last step, for {longest}"
 
     def _parts(self, last: Mapping[str, Any]) -> str:
         fraction = last.get("kl_fraction")

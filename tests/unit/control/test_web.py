@@ -322,6 +322,8 @@ def test_tiles_show_available_metrics(client: TestClient, runs: Runs) -> None:
     assert one["Held-out accuracy"] == ("31.2 %", "next token")
     assert one["Loss"] == ("2.5", "nats, 90.0 % of it chain")
     assert "Held-out loss" not in one, "it was not measured"
+    slow = tiles(page_of(client, runs, "slow-1", {"step": 3, "data_wait": 0.1, "teacher_wait": 0.4}, BITS))
+    assert slow["Waiting"] == ("40.0 %", "of the last step, for the teacher")
     assert tiles(page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED))["Held-out loss"][0] == "2.5"
 
 
@@ -334,6 +336,7 @@ def test_result_stands_first_with_its_change(client: TestClient, runs: Runs) -> 
     assert page.index('id="held-out"') < page.index('id="curves"')
     assert "1.5000" in headline and "−0.5000" in headline and "better" in headline
     assert "50.0" in headline and "+25.0" in headline
+    assert "train its baseline" in headline
     listed = client.get("/").text
     assert all(text in listed for text in ("1.5000", "−0.5000", "from model", "chain"))
 
