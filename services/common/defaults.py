@@ -249,7 +249,7 @@ def _complete_evaluation(completion: Completion, base: Path, output: Path, *, wr
             document["eval"] = {**stored[0], **given}  # type: ignore[dict-item]
             document["data"]["path"] = stored[1]
             completion.notes.append("data and eval: the text held back at the first start")
-        elif "sources" in document["data"]:
+        elif document["data"].get("sources"):
             completion.notes.append("eval: none, since text is only held back of a single data.path: name one")
             return
         elif "path" not in document["data"] or completion.stored:

@@ -19,7 +19,7 @@ from pathlib import Path
 from services.common.progress import spinner
 from xtoken_core.atomic import atomic_rename, sync_tree
 from xtoken_core.errors import InputError
-from xtoken_core.projection.pair_cache import user_cache
+from xtoken_core.user_cache import user_cache
 
 SUFFIX = ".gguf"
 

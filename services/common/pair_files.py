@@ -16,7 +16,8 @@ from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES, LossMode
 from xtoken_core.config.spec import RunSpec, TeacherSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.projection.fingerprint import SPECIAL_TOKENS_KEY, projection_header, special_tokens_metadata
-from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind, user_cache
+from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind
+from xtoken_core.user_cache import user_cache
 
 log = logging.getLogger("xtoken.pairs")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -24,6 +23,7 @@ from xtoken_core.projection.fingerprint import (
     special_tokens_metadata,
 )
 from xtoken_core.regular_files import descriptor_path
+from xtoken_core.user_cache import user_cache
 
 PairKind = Literal["projection", "chain"]
 """Contents of a file: the projection that P-KL and gold read, or the chain tables."""
@@ -31,11 +31,6 @@ CHAIN_FORMAT = "xtoken-chain-3"
 FORMATS: dict[PairKind, str] = {"projection": FORMAT, "chain": CHAIN_FORMAT}
 NAMES: dict[PairKind, str] = {"projection": "projection", "chain": "chain tables"}
 _LOG = logging.getLogger("xtoken.pairs")
-
-
-def user_cache() -> Path:
-    """Return the user's cache directory: `xtoken` below `XDG_CACHE_HOME` or `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xtoken"
 
 
 class PairCache:

@@ -387,8 +387,9 @@ def test_losses_have_their_names_and_weights() -> None:
 
 
 def test_completions_of_an_evaluation(client: TestClient, runs: Runs) -> None:
+    put(runs, "b")
+    assert 'id="samples" hidden' in client.get("/runs/b").text
     output = put(runs, "a")
-    assert 'id="samples" hidden' in client.get("/runs/a").text
     sample = {"prompt": "2 + 2 = ", "completion": "<b>4</b>"}
     (output / "eval.jsonl").write_text(json.dumps({"step": 2, "bits_per_byte": 1.5, "samples": [sample, 7]}) + "\n")
     page = client.get("/runs/a").text

@@ -16,11 +16,11 @@ from xtoken_core.errors import InputError
 from xtoken_core.projection.build import ROW_LIMIT, BuildOptions, _reference_last_slot, build_projection
 from xtoken_core.projection.files import TopKProjection, check_entries, parse_projection_file
 from xtoken_core.projection.fingerprint import ProjectionFileError, _digest, is_sparse, tokenizer_fingerprint
-from xtoken_core.projection.pair_cache import user_cache
 from xtoken_core.projection.report import draw_projection, inspect_projection
 from xtoken_core.projection.retokenize import Retokenizer, _without_prepend
 from xtoken_core.projection.specials import similarity, special_entries
 from xtoken_core.projection.stored_tensors import safetensors_bytes
+from xtoken_core.user_cache import user_cache
 
 
 def test_rows_of_the_limit_are_built():
