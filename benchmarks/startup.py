@@ -3,8 +3,9 @@
     python -m benchmarks.startup demo-out --commit 13bacc5
 
 reads the finished files of the demo. Both trees run in turn, `--rounds` times, with the packages of this interpreter;
-the other commit's tree is checked out into a temporary directory. The smallest of the rounds counts: everything else
-that runs on the machine only adds to a time.
+the other commit's tree is checked out into a temporary directory. They are compared by P-KL with a projection file,
+which a commit from before the default loss was chain can read; chain's first step is measured for this tree alone.
+The smallest of the rounds counts: everything else that runs on the machine only adds to a time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from xtoken_core.atomic import atomic_write
 ROOT = Path(__file__).parents[1]
 OUT = Path(__file__).parent / "results" / "startup.json"
 RUN_FILE = "distilled.toml"
+PROJECTION = "projection.safetensors"
+CHAIN = "first_step_chain"
+"""The one measurement that other commits do not have."""
 POLL_S = 0.02
 LIMIT_S = 600.0
 MUST_S = 8.0
@@ -65,16 +69,32 @@ def answer(tree: Path, *arguments: str) -> dict[str, float]:
     return {"seconds": time.monotonic() - began, "cpu_seconds": usage.ru_utime + usage.ru_stime}
 
 
-def first_step(tree: Path, demo: Path, output: Path) -> dict[str, float]:
+def run_file(demo: Path, mode: str) -> str:
+    """Return the demo's run file with this loss.
+
+    Args:
+        demo: Directory of the demo.
+        mode: `chain`, as the demo has it, or `p_kl` with a projection file, which is built if it is not there.
+    """
+    text = (demo / RUN_FILE).read_text(encoding="utf-8")
+    if mode == "chain":
+        return text
+    if not (demo / PROJECTION).exists():
+        pair = ("--student", str(demo / "student"), "--teacher", str(demo / "teacher"))
+        command(ROOT, "projection", "build", *pair, "--out", str(demo / PROJECTION)).wait()
+    text = text.replace('mode = "chain"', f'mode = "{mode}"')
+    return text.replace("[teacher]\n", f'[teacher]\nprojection = "{PROJECTION}"\n')
+
+
+def first_step(tree: Path, demo: Path, output: Path, mode: str) -> dict[str, float]:
     """Return the seconds from the command to the first line of `steps.jsonl`, then stop the run.
 
     Raises:
         RuntimeError: The run ended before, or the line did not come.
     """
-    text = (demo / RUN_FILE).read_text(encoding="utf-8")
-    text = "\n".join(f'output = "{output}"' if line.startswith("output") else line for line in text.splitlines())
+    lines = run_file(demo, mode).splitlines()
     file = demo / f"startup-{os.getpid()}.toml"
-    file.write_text(text, encoding="utf-8")
+    file.write_text("\n".join(f'output = "{output}"' if x.startswith("output") else x for x in lines), "utf-8")
     began = time.monotonic()
     process = command(tree, "run", str(file))
     try:
@@ -102,7 +122,8 @@ def measurements(demo: Path, scratch: Path) -> dict[str, Callable[[Path, str], d
     return {
         "help": lambda tree, _: answer(tree, "--help"),
         "misspelt_path": lambda tree, _: answer(tree, "run", str(missing)),
-        "first_step": lambda tree, label: first_step(tree, demo, scratch / label),
+        "first_step": lambda tree, label: first_step(tree, demo, scratch / label, "p_kl"),
+        CHAIN: lambda tree, label: first_step(tree, demo, scratch / f"{label}-chain", "chain"),
     }
 
 
@@ -138,7 +159,7 @@ def main() -> int:
         trees = {"this": ROOT} | ({arguments.commit: other} if arguments.commit else {})
         for number in range(arguments.rounds + 1):  # the first writes bytecode and fills the page cache
             for name, measure in measurements(demo, Path(scratch)).items():
-                for label, tree in trees.items():
+                for label, tree in trees.items() if name != CHAIN else [("this", ROOT)]:
                     result = measure(tree, f"{label}-{number}")
                     print(f"{number} {name:14} {label:8} " + "  ".join(f"{k} {v:.2f}" for k, v in result.items()))
                     if number:
