@@ -29,8 +29,9 @@ def test_chain_and_p_kl_learn_from_files_built_at_the_start(
         assets,
         tmp_path,
         teacher=teachers,
+        records=64,
         loss={"mode": "chain", "teacher_modes": ["none", "p_kl"]},
-        eval={"path": write_jsonl(tmp_path / "heldout.jsonl", documents(8, seed=5)), "teacher_kl": True},
+        eval={"path": write_jsonl(tmp_path / "heldout.jsonl", documents(4, seed=5)), "teacher_kl": True},
     )
     ending = start(spec).join()
     assert ending.state == RunState.COMPLETED, ending.error
