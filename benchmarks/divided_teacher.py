@@ -17,22 +17,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.assets import COMMON, SMALL
+from benchmarks.end_to_end.assets import COMMON, QWEN3_4B, SMALL
 from xtoken_core.atomic import atomic_write
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "divided_teacher.json"
-QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "rope_theta": 1000000.0,
-}
+QWEN3_8B: dict[str, Any] = {**QWEN3_4B, "hidden_size": 4096, "intermediate_size": 12288}
 DOCUMENT = 2048
 WARMUP, PASSES = 3, 10
 

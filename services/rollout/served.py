@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from services.common.http_engine.engine import Engine, Sampling
 from services.common.http_engine.errors import SampleRefusedError
+from services.common.http_engine.results import results_of
 from services.common.published_weights import Version, read_weights
 from services.rollout.sampling import Sampled, Vocabulary
 from xtoken_core.atomic import atomic_write
@@ -22,7 +23,6 @@ log = logging.getLogger("xtoken.rollout")
 
 MODEL = "rollout-model"
 """Directory below the run's output that servers read."""
-POLL_S = 1.0
 THREADS = 256
 """Most requests that a worker waits for."""
 SEEDS = 1 << 63
@@ -87,17 +87,7 @@ class ServedSampler:
             self._threads.submit(self._complete, prompt.tolist(), seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        try:
-            while True:
-                done, unfinished = wait(futures, timeout=POLL_S, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()  # raises its error
-                if not unfinished:
-                    return [future.result() for future in futures]
-                progress()
-        finally:
-            for future in futures:
-                future.cancel()
+        return results_of(futures, lambda _: progress())
 
     def _complete(self, prompt: list[int], seed: int) -> Sampled:
         settings = self.settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from services.common.http_engine.check import check_servers
 from services.common.http_engine.engine import Engine
 from services.common.http_engine.errors import SampleRefusedError
+from services.common.http_engine.results import results_of
 from services.common.http_engine.scores import PromptScores
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import TopKLogits, write_topk
@@ -20,7 +21,6 @@ from xtoken_core.transports.ring import TopKSettings
 
 log = logging.getLogger("xtoken.teacher")
 
-POLL_S = 1.0
 LEAST_REST = 1e-7
 """Smallest mass of the tokens that a server does not list: it is a difference from 1 of numbers rounded to float32."""
 THREADS = 256
@@ -63,17 +63,7 @@ class ServedTeacher:
             EngineRefusalError: A server refuses a request.
         """
         futures = [self._threads.submit(self._score, list(ids)) for ids in samples]
-        try:
-            while True:
-                done, unfinished = wait(futures, timeout=POLL_S, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()  # raises its error
-                if not unfinished:
-                    return [future.result() for future in futures]
-                alive(len(done))
-        finally:
-            for future in futures:
-                future.cancel()
+        return results_of(futures, alive)
 
     def rows(self, scores: Sequence[PromptScores], parts: Sequence[tuple[int, slice]], shape: torch.Size) -> Tensor:
         """Return samples' scores as a slot has them, `[rows, width, W]` on the host; other positions list nothing.

@@ -130,14 +130,7 @@ def test_run_from_form_to_files(open_page: Open, plane: Plane, tmp_path: Path) -
     expect(page.locator("#notes")).to_contain_text("resumed")
     assert page.locator("#curve-loss").is_visible()
 
-    page.get_by_role("navigation", name="Run", exact=True).get_by_role("link", name="Log").click()
-    expect(page.get_by_role("log")).to_contain_text("ring 1 of the teacher is open")
-    page.get_by_role("link", name="trainer-0", exact=True).click()
-    expect(page.get_by_role("log")).not_to_contain_text("serving at")
-    picture(page, "06-log")
-    page.get_by_role("link", name="Configuration").click()
-    expect(page.locator("#short")).to_contain_text(f'model = "{plane.assets.student}"')
-    picture(page, "07-configuration")
+    look_at_log_and_configuration(page, plane)
 
     page.get_by_role("button", name="Stop", exact=True).click()
     expect(page.locator("#run-head .pill")).to_have_text("stopped")
@@ -152,6 +145,18 @@ def test_run_from_form_to_files(open_page: Open, plane: Plane, tmp_path: Path) -
     page.get_by_role("link", name="xtoken, runs").click()
     expect(page.get_by_role("row").filter(has_text="first")).to_contain_text("stopped")
     picture(page, "09-runs")
+
+
+def look_at_log_and_configuration(page: Any, plane: Plane) -> None:
+    """Open the tabs of a run's log and of its configuration."""
+    page.get_by_role("navigation", name="Run", exact=True).get_by_role("link", name="Log").click()
+    expect(page.get_by_role("log")).to_contain_text("ring 1 of the teacher is open")
+    page.get_by_role("link", name="trainer-0", exact=True).click()
+    expect(page.get_by_role("log")).not_to_contain_text("serving at")
+    picture(page, "06-log")
+    page.get_by_role("link", name="Configuration").click()
+    expect(page.locator("#short")).to_contain_text(f'model = "{plane.assets.student}"')
+    picture(page, "07-configuration")
 
 
 def test_form_errors(open_page: Open, plane: Plane) -> None:
@@ -235,7 +240,11 @@ def test_baseline_and_distilled_are_compared(open_page: Open, plane: Plane) -> N
     page.get_by_role("button", name="Compare with its baseline").click()  # as made by `xtoken run --baseline`
     expect(rows.nth(1).locator(".pill")).to_have_text("completed", timeout=WHOLE_RUN_MS)
     expect(rows.nth(1).locator("b")).to_have_text(bits)
+    compare_from_the_list(page, open_page, plane)
 
+
+def compare_from_the_list(page: Any, open_page: Open, plane: Plane) -> None:
+    """Choose both runs in the list, and look at their comparison in every width and colour."""
     page.goto("/")
     row = page.get_by_role("row").filter(has_text="pair-baseline")
     expect(row).to_contain_text("cross-entropy")

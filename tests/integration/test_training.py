@@ -23,6 +23,17 @@ from xtoken_core.config.spec import RunSpec
 
 Start = Callable[[RunSpec], Crew]
 
+on_two_devices = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+        ),
+    ],
+)
+
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -209,16 +220,7 @@ def test_adapters_are_trained_and_saved_alone(assets: TinyAssets, tmp_path: Path
     assert "model.safetensors" not in exported
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
-        ),
-    ],
-)
+@on_two_devices
 def test_two_ranks_share_a_student_that_learns_from_hidden_states(
     assets: TinyAssets, tmp_path: Path, start: Start, device: str
 ) -> None:
@@ -235,16 +237,7 @@ def test_two_ranks_share_a_student_that_learns_from_hidden_states(
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
-        ),
-    ],
-)
+@on_two_devices
 def test_a_teacher_that_is_divided_gives_the_losses_of_a_whole_one(
     assets: TinyAssets, tmp_path: Path, start: Start, device: str
 ) -> None:

@@ -1,33 +1,18 @@
 """The page of completions: tokens of both sides, colours of the divergence, files of another shape."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control.app import create_app
 from services.control.runs import Runs
-from tests.unit.control.stored_runs import HERE, make_runs, put
+from tests.unit.control.stored_runs import put
 
 SIDE = {
     "student": [["1+1", -1], ["=<", 4], ["2", 5]], "teacher": [["1", -1], ["+1", -1], ["=<", 4], ["2", 5]],
     "divergence": {"4": 0.005, "5": 2.5},
 }  # fmt: skip
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    made = make_runs(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def client(runs: Runs) -> TestClient:
-    return TestClient(create_app(runs), base_url=HERE)
 
 
 def test_tokens_have_the_colour_of_their_chunks_divergence(runs: Runs, client: TestClient) -> None:

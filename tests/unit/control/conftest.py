@@ -1,0 +1,25 @@
+"""Runs in a directory, and a client of the control plane that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from services.control.app import create_app
+from services.control.runs import Runs
+from tests.unit.control.stored_runs import HERE, make_runs
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    made = make_runs(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(runs: Runs) -> TestClient:
+    return TestClient(create_app(runs), base_url=HERE, headers={"Origin": HERE}, follow_redirects=False)
