@@ -1,7 +1,8 @@
 """On-policy, half on-policy and off-policy chain at equal student tokens: `python -m experiments.on_policy`.
 
-Continues with the first students of `python -m experiments.digits scratch`, whose directory is `--state`. A call leaves
-out what is done; runs that are stopped after `--seconds` resume in the next one. Writes `results/SCALE.json`.
+Continues with the teacher and the first students of `python -m experiments.digits scratch`, whose directory is
+`--state`, and makes those that are missing. A call leaves out what is done; runs that are stopped after `--seconds`
+resume in the next one. Writes `results/SCALE.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from experiments.digits.methods import CROSS
 from experiments.digits.settings import SCALES, Scale
-from experiments.digits.stages import machine, run_record
+from experiments.digits.stages import machine, run_record, scratch
 from experiments.jobs import Job, finished, run_all
 from experiments.on_policy.lengths import Lengths, measure_lengths
 from experiments.on_policy.measured import measured
@@ -34,7 +35,11 @@ def main() -> int:
     """Train and measure; the exit status is 3 if not all is done."""
     arguments = _arguments()
     scale, state = SCALES[arguments.scale], arguments.state / arguments.scale
+    state.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + arguments.seconds
+    first = (CROSS, *(f"student-{seed}" for seed in range(scale.seeds)))
+    if not all((state / name).is_dir() for name in first) or not (state / "projection.safetensors").is_file():
+        scratch(state, scale, side_by_side=len(first), only=first)
     lengths = [_lengths(state, scale, seed) for seed in range(scale.seeds)]
     wanted = [run for run in planned(scale) if not arguments.methods or run[0] in arguments.methods]
     jobs = []

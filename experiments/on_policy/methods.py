@@ -1,4 +1,4 @@
-"""The compared runs: chain on given text, on the student's completions, and on both."""
+"""The compared runs: cross-entropy, and chain on given text, on the student's completions, and on both."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ class Method:
     Attributes:
         title: Its name in tables.
         fraction: Fraction of a step's samples that the student generates.
-        loss: Changes of the `[loss]` table of chain.
+        base: The method of the experiment on given text whose run file it changes.
+        loss: Changes of its `[loss]` table.
     """
 
     title: str
     fraction: float = 0.0
+    base: str = "chain"
     loss: dict[str, Any] = field(default_factory=dict)
 
 
 METHODS = {
+    "ce": Method("cross-entropy only", base="ce"),
     "off_policy": Method("off-policy"),
     "on_policy": Method("on-policy", 1.0),
     "mixture": Method("half on-policy", 0.5),
-    "on_policy_reverse": Method("on-policy, reverse KL", 1.0, {"reverse_kl": True}),
+    "on_policy_reverse": Method("on-policy, reverse KL", 1.0, loss={"reverse_kl": True}),
 }
 
 
@@ -58,7 +61,7 @@ def file_of(scale: Scale, name: str, seed: int, *, steps: int, max_new_tokens: i
         steps: Optimiser steps.
         max_new_tokens: Tokens of a completion at most.
     """
-    method, tables = METHODS[name], tomllib.loads(run_file(scale, "chain", seed))
+    method, tables = METHODS[name], tomllib.loads(run_file(scale, METHODS[name].base, seed))
     tables |= {"name": run_name(name, seed), "output": f"runs/{run_name(name, seed)}"}
     tables["loss"] |= method.loss
     tables["train"] |= {"max_steps": steps, "checkpoint_every": steps}

@@ -16,7 +16,7 @@ from experiments.vocabularies.page import insert
 from xtoken_core.atomic import atomic_write
 
 PAGE = Path(__file__).parents[2] / "docs" / "on_policy.md"
-RESULT = Path(__file__).parent / "results" / "reduced.json"
+RESULTS = [Path(__file__).parent / "results" / f"{scale}.json" for scale in ("full", "reduced")]
 PREDICTIONS = Path(__file__).parent / "predictions.toml"
 COLUMNS = ("completion_tokens", "finished", "staleness", "entropy", "data_wait", "teacher_wait", "rollout_wait")
 
@@ -24,22 +24,29 @@ Runs = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """Results by method and seed."""
 
 
-def render(result: Mapping[str, Any] | None) -> str:
-    """Return the tables of the digits; a line without a result."""
-    if result is None:
-        return "Not run yet."
+def render(results: Sequence[Mapping[str, Any] | None]) -> str:
+    """Return the tables of the digits at each size; a line for a size without a result."""
+    parts = []
+    for scale, result in zip(("full", "reduced"), results, strict=True):
+        parts.append(f"The {scale} size has not been run." if result is None else render_size(result))
+    return "\n\n".join(parts)
+
+
+def render_size(result: Mapping[str, Any]) -> str:
+    """Return the tables of the digits at one size."""
     runs: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in METHODS}
     for run in result["runs"]:
         runs[run["method"]][run["seed"]] = run
     steps = result["settings"]["steps"] or result["settings"]["scale"]["go_on"]["steps"]
     machine = ", ".join(result["machine"]["gpus"]) or f"{result['machine']['cpus']} CPU cores"
+    scale = result["settings"]["scale"]["name"]
     head = (
-        f"The reduced size, {steps} steps of given text and as many student tokens of the others, "
+        f"The {scale} size, {steps} steps of given text and as many student tokens of the others, "
         f"{len(result['students'])} first students, {machine}. The teacher is right in "
         f"{right(result['teacher']):.1%} of the cases, first students in "
         f"{spread([right(student) for student in result['students']])}."
     )
-    return "\n".join([head, "", *_answers(runs), "", *_predictions(runs)])
+    return "\n".join([head, "", *_answers(runs), "", *_predictions(runs, right(result["teacher"]))])
 
 
 def right(measured: Mapping[str, Any]) -> float:
@@ -48,22 +55,29 @@ def right(measured: Mapping[str, Any]) -> float:
     return value
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
 def spread(values: Sequence[float]) -> str:
     """Return mean and standard deviation in percent."""
     return f"{fmean(values):.1%}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def _answers(runs: Runs) -> Iterator[str]:
-    yield "| | seeds | steps | student tokens | right answers | bits/byte, sources | " + " | ".join(COLUMNS) + " |"
-    yield "|---" * (6 + len(COLUMNS)) + "|"
+    heads = ("", "seeds", "steps", "student tokens", "right answers", "in all contexts", "bits/byte, sources", *COLUMNS)
+    yield "| " + " | ".join(heads) + " |"
+    yield "|---" * len(heads) + "|"
     for name, own in runs.items():
         if not own:
-            yield f"| {METHODS[name].title} | 0 | not complete |" + " |" * (3 + len(COLUMNS))
+            yield f"| {METHODS[name].title} | 0 | not complete |" + " |" * (4 + len(COLUMNS))
             continue
         values = list(own.values())
         cells = [
             METHODS[name].title, str(len(own)), f"{fmean(run['steps'] for run in values):.0f}",
             f"{fmean(run['tokens'] for run in values):,.0f}", spread([right(run) for run in values]),
+            spread([run["right_in_contexts"] for run in values]),
             f"{fmean(run['bits_per_byte']['code'] for run in values):.3f}",
         ]  # fmt: skip
         for column in COLUMNS:
@@ -72,7 +86,7 @@ def _answers(runs: Runs) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
-def _predictions(runs: Runs) -> Iterator[str]:
+def _predictions(runs: Runs, teacher: float) -> Iterator[str]:
     yield from ("| prediction | predicted | measured | |", "|---|---|---|---|")
     for prediction in tomllib.loads(PREDICTIONS.read_text(encoding="utf-8"))["prediction"]:
         low, high = prediction.get("low"), prediction.get("high")
@@ -83,8 +97,11 @@ def _predictions(runs: Runs) -> Iterator[str]:
             yield f"| {prediction['says']} | {bounds} | not run | |"
             continue
         mean = fmean(differences)
+        if prediction.get("gap"):
+            mean /= teacher - fmean(right(other[seed]) for seed in one if seed in other)
+        seeds = plural(len(differences), "seed")
         verdict = "as predicted" if holds(mean, low, high) else "**not**"
-        yield f"| {prediction['says']} | {bounds} | {mean:+.3f} ({len(differences)} seeds) | {verdict} |"
+        yield f"| {prediction['says']} | {bounds} | {mean:+.3f} ({seeds}) | {verdict} |"
 
 
 def kills(result: Mapping[str, Any] | None) -> str:
@@ -94,7 +111,7 @@ def kills(result: Mapping[str, Any] | None) -> str:
     by_victim = ", ".join(f"{count} of {name}" for name, count in result["kills"].items())
     back = sorted(result["back_s"])
     outcome = "no error" if not result["errors"] else "; ".join(result["errors"])
-    oldest = f"{result['stalest']:g} step" + "s" * (result["stalest"] != 1)
+    oldest = plural(int(result["stalest"]), "step")
     return (
         f"{sum(result['kills'].values())} kills ({by_victim}; {result['while_publishing']} while the trainer wrote "
         f"weights) in a run of {result['steps']} steps on a CPU, half of each step's samples generated: {outcome}. No "
@@ -106,9 +123,9 @@ def kills(result: Mapping[str, Any] | None) -> str:
 
 def written() -> str:
     """Return `docs/on_policy.md` as the result files ask for."""
-    results = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in (RESULT, KILLS)]
-    page = insert(PAGE.read_text(encoding="utf-8"), render(results[0]), "experiments.on_policy.page")
-    return insert(page, kills(results[1]), "benchmarks.worker_kills.rollouts")
+    results = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in (*RESULTS, KILLS)]
+    page = insert(PAGE.read_text(encoding="utf-8"), render(results[:-1]), "experiments.on_policy.page")
+    return insert(page, kills(results[-1]), "benchmarks.worker_kills.rollouts")
 
 
 if __name__ == "__main__":
