@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -11,8 +12,8 @@ from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids, whole_chunks
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import SideTokens
+from xtoken_core.ops.chain.listed import TopKTeacher, listed_parts
 from xtoken_core.ops.chain.reference import BLOCK_BYTES, ChainOptions, chain_parts
-from xtoken_core.ops.chain.teacher_rows import TopKTeacher
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,12 @@ def chain_divergence(
         side_tokens(ids, chunk_id, usable)
         for ids, chunk_id in zip((batch.student_ids, batch.teacher_ids), chunk_ids, strict=True)
     )
-    parts = chain_parts(
-        student_logits,
-        teacher_logits,
-        (student, teacher),
-        P,
-        tables,
-        options,
-        temperature=temperature,
-        generated=generated,
-        block_bytes=block_bytes,
-    )
+    options = options or ChainOptions()
+    named: dict[str, Any] = {"temperature": temperature, "generated": generated, "block_bytes": block_bytes}
+    if isinstance(teacher_logits, TopKTeacher):
+        parts = listed_parts(student_logits, teacher_logits, (student, teacher), P, tables, options, **named).parts
+    else:
+        parts = chain_parts(student_logits, teacher_logits, (student, teacher), P, tables, options, **named)
     return parts.sum(0)
 
 

@@ -20,9 +20,8 @@ from xtoken_core.losses.masks import kept_chunk_ids, next_token_targets, of_samp
 from xtoken_core.ops import get_op
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import PARTS, SideTokens
-from xtoken_core.ops.chain.kept_mass import kept_mass
-from xtoken_core.ops.chain.reference import ChainOptions, ChainResult, ChainSettings, chain_parts
-from xtoken_core.ops.chain.teacher_rows import TopKTeacher
+from xtoken_core.ops.chain.listed import TopKTeacher, listed_parts
+from xtoken_core.ops.chain.reference import ChainOptions, ChainResult, ChainSettings
 from xtoken_core.ops.registry import OpBackend, load_backend
 from xtoken_core.topk_logits import TopKLogits
 
@@ -159,8 +158,8 @@ class ChainLoss(ChunkLoss):
         given = TopKTeacher(listed.ids, log_probs, width, tail)
         student = cut(student_logits, self.widths[0])
         form = self._form(pairing)
-        parts = chain_parts(student, given, sides, P, self.tables, self.options, temperature=T, generated=form)
-        kept = kept_mass(given, sides, P, self.tables, self.options)
+        found = listed_parts(student, given, sides, P, self.tables, self.options, temperature=T, generated=form)
+        parts, kept = found.parts, found.kept
         scaled = cut(student_logits, self.student_vocab_size) / T
         log_s = chunk_log_likelihood(scaled, sides[0].predicted, sides[0].chunk, P)
         log_t = chunk_sum(teacher.own_scaled().to(log_s.dtype), sides[1].chunk, P)

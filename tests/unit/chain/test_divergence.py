@@ -14,7 +14,7 @@ from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
 from xtoken_core.ops.chain.divergences import Generated
-from xtoken_core.ops.chain.teacher_rows import TopKTeacher
+from xtoken_core.ops.chain.listed import TopKTeacher
 
 CHARACTERS = "ab1 éあ"
 ALPHABET = CHARACTERS.encode()

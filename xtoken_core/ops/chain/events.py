@@ -102,8 +102,10 @@ class Events:
 
     def without_padding(self: T) -> T:
         """Return those that are not padding where that waits for no device; else all."""
-        if not sizes_are_readable(self.chunk):
-            return self
+        return self.compact() if sizes_are_readable(self.chunk) else self
+
+    def compact(self: T) -> T:
+        """Return those that are not padding; on a GPU this waits for it."""
         return self.part(torch.nonzero(self.chunk >= 0).squeeze(1))
 
 
@@ -216,3 +218,26 @@ def find_inner(
     # The node's decision is predicted by the position that has read the token.
     following = torch.where(kept, row + 1, 0)
     return Inner(torch.where(kept, chunk, -1), holder_row, following, node, at_end)
+
+
+def find_events(
+    sides: tuple[SideTokens, SideTokens],
+    max_chunks: int,
+    tables: tuple[SideTable, SideTable],
+    *,
+    end_terms: bool,
+    bare_space: bool,
+) -> tuple[Starts, Inner, Inner]:
+    """List the starts of all chunks, the nodes inside the student's tokens, and those inside the teacher's.
+
+    Args:
+        sides: The student's and the teacher's tokens.
+        max_chunks: `P`.
+        tables: Both sides' tables.
+        end_terms: As for `find_inner`.
+        bare_space: As for `find_inner`.
+    """
+    student, teacher = lay_out(sides[0], max_chunks), lay_out(sides[1], max_chunks)
+    in_student = find_inner(student, teacher, tables[0], end_terms=end_terms, bare_space=bare_space, learns=True)
+    in_teacher = find_inner(teacher, student, tables[1], end_terms=end_terms, bare_space=bare_space, learns=False)
+    return find_starts(student, teacher), in_student, in_teacher.swapped()

@@ -11,19 +11,20 @@ from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
 from xtoken_core.ops.chain.ragged import ragged
 
 
-def live_mask(live: LiveTable, before: Int[Tensor, " E"]) -> Bool[Tensor, "E V_x"]:
+def live_mask(live: LiveTable, before: Int[Tensor, " E"], most: int | None = None) -> Bool[Tensor, "E V_x"]:
     """Mark the tokens that can follow.
 
     Args:
         live: The sets.
         before: The other side's last tokens.
+        most: Upper bound of the rules of all of them; None: that of the table.
     """
     state = live.state[live.tail[before].long()].index_select(1, live.head.long())  # [E, V_x]
     if not len(live.point):  # no two tokens can be joined
         return state != BROKEN
     starts, counts = _slices(live, before)  # [E, D]
     E, D = starts.shape
-    rules = ragged(counts.flatten(), starts.flatten(), E * live.most_rules)
+    rules = ragged(counts.flatten(), starts.flatten(), E * live.most_rules if most is None else most)
     rule, row = rules.source, rules.owner // D  # the padding is that of row E
     change = torch.zeros(E + 1, live.width + 1, dtype=torch.int32, device=before.device)
     offsets, ones = row * (live.width + 1), torch.ones_like(row, dtype=torch.int32)
@@ -32,6 +33,39 @@ def live_mask(live: LiveTable, before: Int[Tensor, " E"]) -> Bool[Tensor, "E V_x
     change = change[:E]
     blocked = (change.cumsum(1, dtype=torch.int32) > 0).index_select(1, live.position.long())
     return (state == KEPT) | ((state == JOINED) & ~blocked)
+
+
+def live_among(
+    live: LiveTable, before: Int[Tensor, " E"], tokens: Int[Tensor, "E k"], most: int
+) -> Bool[Tensor, "E k"]:
+    """Mark those of some tokens that can follow: `live_mask` without a row as wide as the vocabulary.
+
+    Args:
+        live: The sets.
+        before: The other side's last tokens.
+        tokens: Valid tokens of this side.
+        most: Upper bound of the rules of all events.
+    """
+    state = live.state[live.tail[before].long().unsqueeze(1), live.head.long()[tokens]]
+    if not len(live.point):
+        return state != BROKEN
+    starts, counts = _slices(live, before)
+    rules = ragged(counts.flatten(), starts.flatten(), most)
+    row, stride = rules.owner // starts.shape[1], live.width + 2
+
+    def passed(*ends: Tensor) -> Tensor:
+        """Count the ends at or before each token, those of all rows before it included."""
+        keys = torch.cat([row * stride + end[rules.source] for end in ends]).sort().values
+        events = torch.arange(len(before), device=row.device).unsqueeze(1)
+        return torch.searchsorted(keys, events * stride + live.position.long()[tokens], right=True)
+
+    blocked = passed(live.point, live.low) > passed(live.point + 1, live.high)
+    return (state == KEPT) | ((state == JOINED) & ~blocked)
+
+
+def rule_counts(live: LiveTable, before: Int[Tensor, " E"]) -> Int[Tensor, " E"]:
+    """Return the number of rules of each event."""
+    return _slices(live, before)[1].sum(1)
 
 
 def _slices(live: LiveTable, before: Int[Tensor, " E"]) -> tuple[Int[Tensor, "E D"], Int[Tensor, "E D"]]:

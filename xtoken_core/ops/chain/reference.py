@@ -26,11 +26,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core.chain.tables import ChainTables, SideTable
+from xtoken_core.ops.chain.blocks import Block, summed
 from xtoken_core.ops.chain.divergences import DENSE, Classes, Generated, node_divergence
-from xtoken_core.ops.chain.events import PARTS, Inner, SideTokens, Starts, find_inner, find_starts, lay_out
+from xtoken_core.ops.chain.events import Inner, SideTokens, Starts, find_events
 from xtoken_core.ops.chain.live import live_mask
 from xtoken_core.ops.chain.ragged import pick, ragged, ragged_softmax, ragged_sum
-from xtoken_core.ops.chain.teacher_rows import TeacherRows, TeacherSlice, TopKTeacher
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
 from xtoken_core.ops.numerics import ComparesLogits
 
@@ -143,7 +143,7 @@ class NativeChainOp(ComparesLogits):
 
 def chain_parts(
     student_logits: Float[Tensor, "B T_s V_s"],
-    teacher_logits: Float[Tensor, "B T_t V_t"] | TopKTeacher,
+    teacher_logits: Float[Tensor, "B T_t V_t"],
     sides: tuple[SideTokens, SideTokens],
     max_chunks: int,
     tables: ChainTables,
@@ -157,12 +157,12 @@ def chain_parts(
 
     Args:
         student_logits: Cut to the student's vocabulary.
-        teacher_logits: Cut to the teacher's vocabulary, or its largest probabilities; no gradient.
+        teacher_logits: Cut to the teacher's vocabulary; no gradient.
         sides: The student's and the teacher's tokens.
         max_chunks: `P`.
         tables: Tables of the two tokenizers, on the logits' device.
         options: Terms to include; None: the defaults.
-        temperature: Divides both sides' logits; not the log-probabilities of a top-k teacher.
+        temperature: Divides both sides' logits.
         generated: The form on text that the student has generated; None: all text is given.
         block_bytes: Memory limit of the rows that are computed together, in bytes.
 
@@ -170,31 +170,29 @@ def chain_parts(
         float32, or float64 for such logits.
     """
     terms = find_terms(sides, max_chunks, tables, options or ChainOptions(), generated)
-    student, teacher = student_logits.flatten(0, 1), TeacherRows(teacher_logits, temperature)
-    dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
+    teacher = teacher_logits.detach().flatten(0, 1)
+    dtype = torch.promote_types(torch.promote_types(student_logits.dtype, teacher.dtype), torch.float32)
     # Both sides' rows, and as much again for their sums by class; on a GPU every node takes the room of the largest.
     ragged_sizes = (
         8 * max(each.most_members + each.most_slots, each.live.most_rules) for each in (tables.student, tables.teacher)
     )
-    width = student.shape[1] + teacher.width + 2 * tables.classes + (max(ragged_sizes) if student.is_cuda else 0)
+    width = student_logits.shape[2] + teacher.shape[1] + 2 * tables.classes
+    width += max(ragged_sizes) if student_logits.is_cuda else 0
     size = max(1, block_bytes // (8 * width))
     chunks = student_logits.shape[0] * max_chunks
-    blocks: list[_Block] = []
+    blocks: list[Block[Any]] = []
     for events, term in terms:
+
+        def value(block: Any, rows: Tensor, term: Term = term) -> Tensor:
+            return term(block, rows.to(dtype) / temperature, teacher[block.teacher_row].to(dtype) / temperature)
+
         parts = [events.part(slice(at, at + size)) for at in range(0, len(events.chunk), size)]
-        blocks += [_Block(part, _index(part, chunks), term, teacher, temperature, dtype) for part in parts]
-    # Padding adds to the last entry, which is dropped and so has no gradient.
-    values: Tensor = _Sum.apply(student, blocks, len(PARTS) * chunks + 1, dtype)  # type: ignore[no-untyped-call]
-    return values[:-1].view(len(PARTS), student_logits.shape[0], max_chunks)
+        blocks += [Block(part, chunks, value) for part in parts]
+    return summed(student_logits, blocks, chunks, dtype)
 
 
-def _index(events: Starts | Inner, chunks: int) -> Int[Tensor, " E"]:
-    """Return each event's index in the flattened `[3, B, P]`, and the index behind it for padding."""
-    return torch.where(events.chunk < 0, len(PARTS) * chunks, events.part_number() * chunks + events.chunk)
-
-
-Term = Callable[[Any, Tensor, TeacherSlice], Tensor]
-"""Values `[E]` of `E` events from the student's logits `[E, V_s]` and the teacher's rows."""
+Term = Callable[[Any, Tensor, Tensor], Tensor]
+"""Values `[E]` of `E` events from the student's logits `[E, V_s]` and the teacher's `[E, V_t]`."""
 
 
 def find_terms(
@@ -205,27 +203,21 @@ def find_terms(
     generated: Generated | None = None,
 ) -> Sequence[tuple[Starts | Inner, Term]]:
     """List what is to be compared: the starts, then the nodes inside the student's and inside the teacher's tokens."""
-    layouts = lay_out(sides[0], max_chunks), lay_out(sides[1], max_chunks)
-    starts = find_starts(*layouts).without_padding()
     flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
-    inside_student = find_inner(layouts[0], layouts[1], tables.student, **flags, learns=True).without_padding()
-    inside_teacher = find_inner(layouts[1], layouts[0], tables.teacher, **flags, learns=False)
-    inside_teacher = inside_teacher.swapped().without_padding()
+    found = find_events(sides, max_chunks, (tables.student, tables.teacher), **flags)
+    starts, inside_student, inside_teacher = (events.without_padding() for events in found)
 
     def form(block: Starts | Inner) -> Generated | None:
         return None if generated is None else generated.of_rows(block.student_row)
 
-    def at_start(block: Any, s: Tensor, t: TeacherSlice) -> Tensor:
-        return start_values(s, t.logits, block, tables, options.conditioning, t.tail, form(block))
+    def at_start(block: Any, s: Tensor, t: Tensor) -> Tensor:
+        return start_values(s, t, block, tables, options.conditioning, form(block))
 
-    def in_student(block: Any, s: Tensor, t: TeacherSlice) -> Tensor:
-        return inner_values(
-            s, t.logits, block, tables.student, tables.teacher, tables.classes, True, t.tail, form(block)
-        )
+    def in_student(block: Any, s: Tensor, t: Tensor) -> Tensor:
+        return inner_values(s, t, block, tables.student, tables.teacher, tables.classes, True, form(block))
 
-    def in_teacher(block: Any, s: Tensor, t: TeacherSlice) -> Tensor:
-        sides = tables.teacher, tables.student
-        return inner_values(t.held(), s, block, *sides, tables.classes, False, generated=form(block))
+    def in_teacher(block: Any, s: Tensor, t: Tensor) -> Tensor:
+        return inner_values(t, s, block, tables.teacher, tables.student, tables.classes, False, form(block))
 
     return (starts, at_start), (inside_student, in_student), (inside_teacher, in_teacher)
 
@@ -236,19 +228,16 @@ def start_values(
     starts: Starts,
     tables: ChainTables,
     conditioning: bool,
-    tail: Float[Tensor, " E"] | None = None,
     generated: Generated | None = None,
 ) -> Float[Tensor, " E"]:
     """Compute the KL of the next-token distributions by root, each over the tokens that can follow the other's cut.
 
     Args:
         student_logits: The student's rows.
-        teacher_logits: The teacher's rows; log-probabilities if there is a tail.
+        teacher_logits: The teacher's rows.
         starts: The events.
         tables: Tables of the two tokenizers.
         conditioning: Leave out tokens that cannot follow the other side's cut.
-        tail: Mass of the teacher's tokens that are not listed (-inf). It is compared with the classes of which no token
-            is listed, and taken to be able to follow.
         generated: The form on generated text.
     """
     C = tables.classes
@@ -261,25 +250,28 @@ def start_values(
         root = side.root.long().expand(logits.shape)
         live = torch.ones_like(logits, dtype=torch.bool)
         if conditioning:
-            live = live_mask(side.live, before) | ~starts.at_cut.unsqueeze(1)
-            live.scatter_(1, token.unsqueeze(1), True)  # the text's own token can follow: it does
-        if tail is not None and side is tables.teacher:
-            live = live & torch.isfinite(logits)
-            probabilities = torch.where(live, logits.exp(), 0.0)
-            total = (probabilities.sum(1) + tail).clamp(min=torch.finfo(tail.dtype).tiny)
-            probabilities = probabilities / total.unsqueeze(1)
-        else:
-            probabilities = torch.softmax(logits.masked_fill(~live, -torch.inf), dim=1)  # [E, V]
-            probabilities = torch.where(live, probabilities, 0.0)
+            live = live_at_starts(side, starts, token, before)
+        probabilities = torch.softmax(logits.masked_fill(~live, -torch.inf), dim=1)  # [E, V]
+        probabilities = torch.where(live, probabilities, 0.0)
         sums.append(probabilities.new_zeros(len(logits), C + 1).scatter_add(1, root, probabilities))
         reached.append(torch.zeros_like(sums[-1]).scatter_add_(1, root, live.to(logits.dtype)) > 0)
-    if tail is None:
-        return _restricted(sums[1], sums[0], reached[0] & reached[1], generated)
-    unlisted = ~reached[1]
-    p = torch.cat([sums[1], (1 - sums[1].sum(1, keepdim=True)).clamp(min=0.0)], 1)
-    q = torch.cat([sums[0], (sums[0] * unlisted).sum(1, keepdim=True)], 1)
-    alive = torch.cat([reached[0] & reached[1], (reached[0] & unlisted).any(1, keepdim=True)], 1)
-    return _restricted(p, q, alive, generated)
+    return restricted(sums[1], sums[0], reached[0] & reached[1], generated)
+
+
+def live_at_starts(
+    side: SideTable, starts: Starts, token: Int[Tensor, " E"], before: Int[Tensor, " E"], most: int | None = None
+) -> Bool[Tensor, "E V"]:
+    """Mark the tokens of one side that can follow the other side's cut.
+
+    Args:
+        side: Its tables.
+        starts: The events.
+        token: The text's own token of this side.
+        before: The other side's last token.
+        most: As for `live_mask`.
+    """
+    live = live_mask(side.live, before, most) | ~starts.at_cut.unsqueeze(1)
+    return live.scatter_(1, token.unsqueeze(1), True)  # the text's own token can follow: it does
 
 
 def inner_values(
@@ -290,7 +282,6 @@ def inner_values(
     other: SideTable,
     classes: int,
     holder_is_student: bool,
-    tail: Float[Tensor, " E"] | None = None,
     generated: Generated | None = None,
 ) -> Float[Tensor, " E"]:
     """Compute the KL at nodes inside tokens of one side, the holder; the other side is at its fresh token.
@@ -303,27 +294,56 @@ def inner_values(
         other: The other side's.
         classes: Root classes.
         holder_is_student: Whether the holder is the side that learns.
-        tail: Mass of the other side's tokens that are not listed (-inf), which holds log-probabilities then. It is
-            compared with "ends here" and the classes of which no token is listed.
         generated: The form on generated text.
     """
-    E, to = len(inner.node), torch.int64
+    E = len(inner.node)
+    by_root = torch.softmax(other_logits, dim=1)
+    by_root = by_root.new_zeros(E, classes + 2).scatter_add(1, other.root.long().expand(by_root.shape), by_root)
+
+    def held(owner: Tensor, token: Tensor) -> Tensor:
+        return pick(holder_logits, owner, token)
+
+    most = E * side.most_slots, E * side.most_members
+    return node_values(held, by_root, inner, side, most, holder_is_student, generated=generated)
+
+
+def node_values(
+    held_logits: Callable[[Tensor, Tensor], Tensor],
+    by_root: Float[Tensor, "E C_plus_2"],
+    inner: Inner,
+    side: SideTable,
+    most: tuple[int, int],
+    holder_is_student: bool,
+    tail: Float[Tensor, " E"] | None = None,
+    generated: Generated | None = None,
+) -> Float[Tensor, " E"]:
+    """Compute `inner_values` from what the two sides have at each node.
+
+    Args:
+        held_logits: Returns the holder's logits of tokens from the events and their ids.
+        by_root: The other side's mass by class; the last column stands for "ends here" and is empty.
+        inner: The nodes.
+        side: The holder's tables.
+        most: Upper bounds of the slots and of the members of all nodes.
+        holder_is_student: As for `inner_values`.
+        tail: Mass of the other side's tokens that are not listed, which is in no class. It is compared with "ends here"
+            and the classes of which no token is listed.
+        generated: As for `inner_values`.
+    """
+    E, to, width = len(inner.node), torch.int64, by_root.shape[1]
     first_slot, first_member = side.slot_start[inner.node].to(to), side.member_start[inner.node].to(to)
-    slots = ragged(side.slot_start[inner.node + 1] - first_slot, first_slot, E * side.most_slots)
-    members = ragged(side.member_start[inner.node + 1] - first_member, first_member, E * side.most_members)
+    slots = ragged(side.slot_start[inner.node + 1] - first_slot, first_slot, most[0])
+    members = ragged(side.member_start[inner.node + 1] - first_member, first_member, most[1])
     # Padding reads what the last event has; its weights and those of its slots are 0.
     event, owner = (each.owner.clamp(max=E - 1) for each in (slots, members))
     of_slot = torch.where(members.owner < E, side.member_slot[members.source].to(to) - first_slot[owner], 0)
-    chosen = pick(holder_logits, owner, side.member[members.source].to(to))
+    chosen = held_logits(owner, side.member[members.source].to(to))
     weights = ragged_softmax(chosen, members.owner, E)
     held = chosen.new_zeros(len(event)).scatter_add(0, slots.begin[owner] + of_slot, weights)
-    by_root = torch.softmax(other_logits, dim=1) if tail is None else other_logits.exp()
-    by_root = by_root.new_zeros(E, classes + 2).scatter_add(1, other.root.to(to).expand(by_root.shape), by_root)
     cls = side.slot_class[slots.source].to(to)
     ends = cls < 0
-    named = torch.zeros(E + 1, classes + 2, dtype=torch.bool, device=cls.device)
-    # The last column stands for "ends here" and is empty.
-    named.view(-1).index_fill_(0, slots.owner * (classes + 2) + torch.where(ends, classes + 1, cls), True)
+    named = torch.zeros(E + 1, width, dtype=torch.bool, device=cls.device)
+    named.view(-1).index_fill_(0, slots.owner * width + torch.where(ends, width - 1, cls), True)
     rest = by_root.masked_fill(named[:E], 0.0).sum(1)
     in_class = pick(by_root, event, cls.clamp(min=0))
     fresh = torch.where(ends, rest.gather(0, event), in_class).masked_fill(slots.owner == E, 0.0)
@@ -344,7 +364,7 @@ def inner_values(
     return node_divergence(p, q, Classes(lambda x: ragged_sum(x, group, E), spread), generated)
 
 
-def _restricted(
+def restricted(
     p: Float[Tensor, "E C"], q: Float[Tensor, "E C"], alive: Bool[Tensor, "E C"], generated: Generated | None
 ) -> Float[Tensor, " E"]:
     """Compute the divergence over the classes that both sides can have.
@@ -353,47 +373,3 @@ def _restricted(
     """
     p = torch.where(alive, p, 0.0)
     return node_divergence(p, q if generated is None else torch.where(alive, q, 0.0), DENSE, generated)
-
-
-class _Block:
-    """Some events of one kind, and their values as a function of the student's rows alone."""
-
-    def __init__(
-        self,
-        events: Starts | Inner,
-        index: Tensor,
-        term: Term,
-        teacher: TeacherRows,
-        temperature: float,
-        dtype: torch.dtype,
-    ) -> None:
-        self.events, self.index, self._term, self._teacher = events, index, term, teacher
-        self._temperature, self._dtype = temperature, dtype
-
-    def __call__(self, student_rows: Float[Tensor, "E V_s"]) -> Float[Tensor, " E"]:
-        teacher_rows = self._teacher.at(self.events.teacher_row, self._dtype)
-        return self._term(self.events, student_rows.to(self._dtype) / self._temperature, teacher_rows)
-
-
-class _Sum(torch.autograd.Function):
-    """Sums of terms by index. Every block is computed again for the gradient, and nothing of it is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, blocks: Sequence[_Block], size: int, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(student)
-        ctx.blocks = blocks
-        values = torch.zeros(size, dtype=dtype, device=student.device)
-        for block in blocks:
-            values.index_add_(0, block.index, block(student[block.events.student_row]))
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (student,) = ctx.saved_tensors
-        total = torch.zeros_like(student)
-        for block in ctx.blocks:
-            with torch.enable_grad():
-                rows = student[block.events.student_row].detach().requires_grad_()
-                (found,) = torch.autograd.grad(block(rows), rows, grad[block.index])
-            total.index_add_(0, block.events.student_row, found)
-        return total, None, None, None
