@@ -14,7 +14,7 @@ from pathlib import Path
 
 _POLL_S = 0.5
 _STOP_S = 40.0
-_SHORTEST_S = 45.0
+SHORTEST_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,24 @@ def finished(state: Path, name: str) -> bool:
     return (state / "runs" / name / "summary.json").is_file()
 
 
-def run_all(state: Path, jobs: Sequence[Job], *, side_by_side: int, until: float, gpus: int = 1) -> bool:
+def run_all(
+    state: Path,
+    jobs: Sequence[Job],
+    *,
+    side_by_side: int,
+    until: float,
+    gpus: int = 1,
+    least_s: float = SHORTEST_S,
+) -> bool:
     """Make every run that is not finished; a stopped run resumes from its checkpoint.
 
     Args:
         state: Directory of models, text and runs.
         jobs: The runs.
         side_by_side: Number of `xtoken run` processes at a time.
-        until: Time on the monotonic clock, in seconds, at which all runs are stopped; none is started shortly before.
+        until: Time on the monotonic clock, in seconds, at which all runs are stopped.
         gpus: Number of GPUs; with several, each run has the one that the fewest runs use.
+        least_s: Seconds before `until` in which no run is started any more.
 
     Returns:
         True if all of them are finished.
@@ -63,7 +72,7 @@ def run_all(state: Path, jobs: Sequence[Job], *, side_by_side: int, until: float
         if now >= until:
             _stop(list(living.values()))
             break
-        while waiting and len(living) < side_by_side and now < until - _SHORTEST_S:
+        while waiting and len(living) < side_by_side and now < until - least_s:
             job = waiting.pop(0)
             used = Counter(devices[other] for other in living)
             devices[job] = min(range(gpus), key=lambda device: used[device])

@@ -1,13 +1,13 @@
 """A teacher by its largest logits, and stored, on the real models: `python -m experiments.stored_teacher STAGE`.
 
-    prepare   the training text and the projection
-    quality   students of whole logits and of the 16, 64 and 256 largest, with chain and with P-KL
-    second    time and GPU memory of a run with the living teacher, of a build of its store, and of a run from the store
+    prepare   the training text, the tables of the two tokenizers, and for P-KL the projection
+    quality   students of whole logits and of the 16, 64 and 256 largest, side by side
+    second    time and GPU memory of a run with the living teacher, of builds of its stores, and of runs from these
     collect   write the result file, print a table
 
 Models and texts are those of `experiments.real`, whose stages `models` and `texts` make them in the state's directory.
-A stage leaves out what is done; `--seconds` stops its runs gracefully. The stages `quality` and `second` may run side
-by side on two GPUs (CUDA_VISIBLE_DEVICES); the runs of `second` are made one after the other.
+A stage leaves out what is done; `--seconds` stops its runs gracefully. The runs of `second` are made one after the
+other, and nothing else should use the GPU (CUDA_VISIBLE_DEVICES) meanwhile.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ from experiments.digits.stages import machine
 from experiments.jobs import Job, finished, run_all
 from experiments.real.methods import CONDITIONS, Cell, job
 from experiments.real.stages import _build_projection, write_sample
+from experiments.stored_teacher.gpu_memory import GpuMemory
 from xtoken_core.atomic import atomic_write
 
 CONDITION, RATE = "de-500k", 2e-4
 SIZES = (16, 64, 256)
 METHODS = ("chain", "p_kl")
+EVALUATIONS = 3
 RESULT = Path(__file__).with_name("results") / "stored_teacher.json"
 STORED: dict[str, dict[str, Any]] = {"topk": {"content": "topk", "topk": 64}, "hidden": {"content": "hidden"}}
+LIVING: dict[str, dict[str, Any]] = {"logits": {}} | STORED
 MEMORY = re.compile(r"memory at most (\d+) bytes, (\d+) of them weights; ring (\d+) bytes")
 FIRST_STEPS = 5
 """Steps that are left out of medians: kernels are compiled in them."""
+LEAST_S = 20.0
+"""Seconds that a run of `second` needs at least: none is begun with less."""
 
 
 def main() -> int:
@@ -47,7 +52,7 @@ def main() -> int:
     parser.add_argument("stage", choices=["prepare", "quality", "second", "collect"])
     parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models, texts and runs")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--side-by-side", type=int, default=8, help="runs of `quality` at a time")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
@@ -56,25 +61,37 @@ def main() -> int:
     until = time.monotonic() + arguments.seconds
     state: Path = arguments.state.absolute()
     if arguments.stage == "prepare":
-        write_sample(state / "texts", Cell(CONDITION, "chain", "even", RATE, 0))
-        _build_projection(state, CONDITIONS[CONDITION])
+        prepare(state, arguments.methods)
     elif arguments.stage == "quality":
         jobs = quality_jobs(arguments.methods, arguments.steps, arguments.device)
         run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
     elif arguments.stage == "second":
-        for content in STORED:
-            second(state, content, arguments.steps, arguments.device, until)
+        second(state, arguments.steps, arguments.device, until)
     else:
         collect(state, arguments.out)
     return 0
 
 
+def prepare(state: Path, methods: list[str]) -> None:
+    """Write the training text, and what the losses read about the two tokenizers."""
+    condition = CONDITIONS[CONDITION]
+    write_sample(state / "texts", Cell(CONDITION, "chain", "even", RATE, 0))
+    sides = {side: str(state / "models" / getattr(condition, side)) for side in ("student", "teacher")}
+    command = [sys.executable, "-m", "services.cli", "chain", "inspect", "x", "--json"]
+    for side, directory in sides.items():
+        command += [f"--{side}", directory]
+    subprocess.run(command, capture_output=True, check=True)
+    if "p_kl" in methods:
+        _build_projection(state, condition)
+
+
 def run_file(method: str, name: str, teacher: dict[str, Any], steps: int, device: str) -> Job:
-    """Return a run of the experiment on real models with other settings of its teacher, evaluated at start and end."""
+    """Return a run of the experiment on real models with other settings of its teacher."""
     document = tomllib.loads(job(Cell(CONDITION, method, "even", RATE, 0), device=device, steps=steps).file)
     document["name"], document["output"] = name, f"runs/{name}"
     document["teacher"][0] |= teacher
-    document["eval"] |= {"every": steps, "also": [f"texts/{CONDITIONS[CONDITION].source}.test.jsonl"]}
+    also = [f"texts/{CONDITIONS[CONDITION].source}.test.jsonl"]
+    document["eval"] |= {"every": max(1, steps // EVALUATIONS), "also": also}
     return Job(name, tomli_w.dumps(document))
 
 
@@ -89,28 +106,67 @@ def quality_jobs(methods: list[str], steps: int, device: str) -> list[Job]:
     return jobs
 
 
-def second(state: Path, content: str, steps: int, device: str, until: float) -> None:
-    """Make a run with the living teacher, the store of its output, and the same run from the store, alone."""
-    living = run_file("chain", f"stored-living-{content}", STORED[content], steps, device)
-    if not run_all(state, [living], side_by_side=1, until=until):
-        return
-    file, store = state / f"{living.name}.toml", state / "stores" / content
-    built = state / f"stored-build-{content}.json"
-    if not built.is_file():
-        began = time.monotonic()
-        command = [sys.executable, "-m", "services.cli", "store", "build", str(file), "--out", str(store), "--json"]
-        made = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, until - began), check=False)
-        if made.returncode:
-            print(made.stdout[-2000:], made.stderr[-2000:], flush=True)
+def second(state: Path, steps: int, device: str, until: float) -> None:
+    """Make the run with the living teacher, and for each content the store of its output and the run from it, alone.
+
+    The runs with a living teacher that sends what the stores hold come last.
+    """
+
+    def measured(kind: str, content: str, teacher: dict[str, Any]) -> None:
+        """Make a run, and keep its time and the GPU's memory."""
+        job = run_file("chain", f"stored-{kind}-{content}", teacher, steps, device)
+        if finished(state, job.name):
             return
-        summary = json.loads(made.stdout.strip().splitlines()[-1])
-        lines = _lines(store / "build" / "steps.jsonl")
-        rate = median([line["tokens_per_second"] for line in lines]) if lines else None
-        own = {"seconds": round(time.monotonic() - began, 1), "steps_tokens_per_second": rate}
-        atomic_write(built, json.dumps(summary | own, indent=1))
-        print(f"store of {content}: {summary['bytes']} bytes", flush=True)
-    teacher = STORED[content] | {"store": str(store)}
-    run_all(state, [run_file("chain", f"stored-again-{content}", teacher, steps, device)], side_by_side=1, until=until)
+        began = time.monotonic()
+        with GpuMemory() as memory:
+            if not run_all(state, [job], side_by_side=1, until=until, least_s=LEAST_S):
+                return
+        seen = {"run_seconds": round(time.monotonic() - began, 1)} | memory.summary()
+        atomic_write(state / f"{job.name}.measured.json", json.dumps(seen))
+
+    measured("living", "logits", LIVING["logits"])
+    for content, settings in STORED.items():
+        store = state / "stores" / content
+        file = state / f"stored-build-{content}.toml"
+        file.write_text(run_file("chain", file.stem, settings, steps, device).file, encoding="utf-8")
+        if build(file, store, until):
+            measured("again", content, settings | {"store": str(store)})
+    for content in STORED:
+        measured("living", content, LIVING[content])
+
+
+def build(file: Path, store: Path, until: float) -> bool:
+    """Build a store unless it has been; return True if there is one.
+
+    Args:
+        file: The run file, beside which `NAME.json` describes the build.
+        store: Directory of the store.
+        until: Time on the monotonic clock at which a build is ended.
+    """
+    built = file.with_suffix(".json")
+    if built.is_file():
+        return True
+    began = time.monotonic()
+    if until - began < LEAST_S:
+        return False
+    command = [sys.executable, "-m", "services.cli", "store", "build", str(file), "--out", str(store), "--json"]
+    with GpuMemory() as memory:
+        made = subprocess.run(command, capture_output=True, text=True, timeout=until - began, check=False)
+    if made.returncode:
+        print(made.stdout[-2000:], made.stderr[-2000:], flush=True)
+        return False
+    summary = json.loads(made.stdout.strip().splitlines()[-1])
+    lines = _lines(store / "build" / "steps.jsonl")
+    own = {
+        "seconds": round(time.monotonic() - began, 1),
+        "steps": len(lines),
+        "write_tokens_per_second": sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines),
+        "write_bytes_per_second": sum(line["store_bytes"] for line in lines) / sum(line["seconds"] for line in lines),
+        "median_tokens_per_second": median(line["tokens_per_second"] for line in lines),
+    }
+    atomic_write(built, json.dumps(summary | own | memory.summary(), indent=1))
+    print(f"{store.name}: {summary['bytes']} bytes after {own['seconds']} s", flush=True)
+    return True
 
 
 def collect(state: Path, out: Path) -> None:
@@ -121,7 +177,7 @@ def collect(state: Path, out: Path) -> None:
         "machine": machine(),
         "condition": CONDITION,
         "learning_rate": RATE,
-        "runs": {name: record(state / "runs" / name) for name in names if finished(state, name)},
+        "runs": {name: record(state, name) for name in names if finished(state, name)},
         "not_finished": [name for name in names if not finished(state, name)],
         "builds": {file.stem.rpartition("-")[2]: json.loads(file.read_text()) for file in builds},
     }
@@ -131,16 +187,19 @@ def collect(state: Path, out: Path) -> None:
         print(f"{name:28} " + " ".join(f"{key}={value}" for key, value in run.items() if key != "curve"))
 
 
-def record(directory: Path) -> dict[str, Any]:
+def record(state: Path, name: str) -> dict[str, Any]:
     """Return what a run shows of quality, time, memory, and waiting for a store."""
+    directory = state / "runs" / name
     steps, evals = _lines(directory / "steps.jsonl"), _lines(directory / "eval.jsonl")
     later = steps[FIRST_STEPS:] or steps
     curve = [{key: row[key] for key in row if key == "step" or key.startswith("bits_per_byte")} for row in evals]
     made = {
         "steps": len(steps),
+        "losses": [round(line["loss"], 5) for line in steps],
         "loss": round(median(line["loss"] for line in steps[-10:]), 5),
         "seconds_per_step": round(median(line["seconds"] for line in later), 5),
         "tokens_per_second": median(line["tokens_per_second"] for line in later),
+        "teacher_wait": round(median(line["teacher_wait"] for line in later), 6),
         "trainer_peak_bytes": max((line.get("memory_peak_bytes") or 0 for line in steps), default=0),
         "curve": curve,
     }
@@ -148,13 +207,17 @@ def record(directory: Path) -> dict[str, Any]:
         waited, total = (sum(line[key] for line in later) for key in ("store_wait_seconds", "seconds"))
         made |= {
             "store_wait_fraction": round(waited / total, 5),
+            "store_wait_fraction_whole_run": round(
+                sum(line["store_wait_seconds"] for line in steps) / sum(line["seconds"] for line in steps), 5
+            ),
             "store_bytes_per_step": median(line["store_bytes"] for line in later),
         }
     logs = "".join(path.read_text(errors="replace") for path in sorted((directory / "logs").glob("teacher-0-0*.log")))
     if matches := MEMORY.findall(logs):
         peak, weights, ring = map(int, matches[-1])
         made |= {"teacher_peak_bytes": peak, "teacher_weight_bytes": weights, "teacher_ring_bytes": ring}
-    return made
+    measured = state / f"{name}.measured.json"
+    return made | (json.loads(measured.read_text()) if measured.is_file() else {})
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.stored_teacher.__main__ import METHODS, RESULT, SIZES
+from experiments.digits.predictions import holds
+from experiments.stored_teacher.__main__ import LIVING, METHODS, RESULT, SIZES, STORED
 from xtoken_core.atomic import atomic_write
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PREDICTIONS = Path(__file__).with_name("predictions.toml")
 BEGIN, END = "<!-- Begin: experiments.stored_teacher.page -->", "<!-- End: experiments.stored_teacher.page -->"
 TITLES = {"p_kl": "P-KL", "chain": "chain"}
+CONTENTS = {"logits": "whole logits", "topk": "64 largest logits", "hidden": "hidden states"}
 TEST = "bits_per_byte_handbook-de.test"
-GIB = 1 << 30
+GIB, MB = 1 << 30, 1e6
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -27,23 +31,33 @@ def render(result: Mapping[str, Any]) -> str:
     gpu = ", ".join(dict.fromkeys(machine["gpus"])) or "CPU"
     lines = [
         f"Measured with SmolLM2-135M-Instruct as the student and Gemma 3 270M as the teacher, {gpu}, "
-        f"torch {machine['torch']}, one data seed, learning rate {result['learning_rate']:g}, beside other programs:",
+        f"torch {machine['torch']}, German text, one data seed, learning rate {result['learning_rate']:g}. Quality, runs "
+        "side by side:",
         "",
-        "| loss | teacher's output | steps | loss at the end | held-out bits per byte | than whole logits |",
+        "| loss | teacher's output | steps | loss at the end | held-out bits per byte | above whole logits |",
         "|---|---|---|---|---|---|",
         *_quality(runs),
         "",
-        "| run | seconds per step | student's GPU memory, GiB | teacher's GPU memory, GiB | waiting for the store |",
-        "|---|---|---|---|---|",
+        "Time and memory, one run after the other and nothing beside them; `whole run` is from the command to its end, "
+        "and the GPU's memory is that of all processes:",
+        "",
+        "| run | seconds per step | whole run, s | GPU's memory, GiB | student's tensors, GiB | waiting for the store |",
+        "|---|---|---|---|---|---|",
         *_second(runs),
     ]
-    for content, build in result["builds"].items():
+    if result["builds"]:
         lines += [
             "",
-            f"The store of {_content(content)} was built in {build['seconds']:.0f} s, start-up included: "
-            f"{build['records']} documents, {build['tokens']:,} tokens, {build['bytes_per_token']:.0f} bytes a token.",
+            "| store of | documents | tokens | bytes a token | start to end, s | tokens written per second | MB per second |",
+            "|---|---|---|---|---|---|---|",
         ]
-    return "\n".join(lines)
+    for content, build in result["builds"].items():
+        lines.append(
+            f"| {CONTENTS[content]} | {build['records']} | {build['tokens']:,} | {build['bytes_per_token']:.0f} | "
+            f"{build['seconds']:.0f} | {build['write_tokens_per_second']:,.0f} | "
+            f"{build['write_bytes_per_second'] / MB:.1f} |"
+        )
+    return "\n".join([*lines, "", *_predictions(runs)])
 
 
 def _quality(runs: Mapping[str, Any]) -> Iterator[str]:
@@ -54,26 +68,46 @@ def _quality(runs: Mapping[str, Any]) -> Iterator[str]:
             run = runs.get(f"{name}-{size}")
             if run is None:
                 continue
-            bits = run["curve"][-1][TEST]
-            than = "" if whole is None or run is whole else f"{bits - whole['curve'][-1][TEST]:+.4f}"
+            bits = _value(run, "bits")
+            above = "" if whole is None or run is whole else f"{bits - _value(whole, 'bits'):+.4f}"
             output = "whole logits" if size == "whole" else f"{size} largest"
-            yield f"| {TITLES[method]} | {output} | {run['steps']} | {run['loss']:.4f} | {bits:.4f} | {than} |"
+            yield f"| {TITLES[method]} | {output} | {run['steps']} | {run['loss']:.4f} | {bits:.4f} | {above} |"
 
 
 def _second(runs: Mapping[str, Any]) -> Iterator[str]:
-    for content in ("topk", "hidden"):
-        for kind, title in (("living", "living teacher"), ("again", "from the store")):
-            run = runs.get(f"stored-{kind}-{content}")
-            if run is None:
-                continue
-            teacher = run.get("teacher_peak_bytes", 0) + run.get("teacher_ring_bytes", 0)
-            waited = f"{run['store_wait_fraction']:.2%}" if "store_wait_fraction" in run else ""
-            memory = f"{run['trainer_peak_bytes'] / GIB:.2f} | {teacher / GIB:.2f}"
-            yield f"| {_content(content)}, {title} | {run['seconds_per_step']:.3f} | {memory} | {waited} |"
+    titles = [("living", content, "teacher beside it") for content in LIVING]
+    titles += [("again", content, "from the store") for content in STORED]
+    for kind, content, title in titles:
+        run = runs.get(f"stored-{kind}-{content}")
+        if run is None:
+            continue
+        waited = f"{run['store_wait_fraction']:.2%}" if "store_wait_fraction" in run else ""
+        used = f"{(run['gpu_peak_bytes'] - run['gpu_before_bytes']) / GIB:.1f}" if "gpu_peak_bytes" in run else ""
+        yield (
+            f"| {CONTENTS[content]}, {title} | {run['seconds_per_step']:.3f} | {run.get('run_seconds', '')} | {used} | "
+            f"{run['trainer_peak_bytes'] / GIB:.2f} | {waited} |"
+        )
 
 
-def _content(content: str) -> str:
-    return {"topk": "64 largest logits", "hidden": "hidden states"}[content]
+def _value(run: Mapping[str, Any], measure: str) -> float:
+    value: float = run["curve"][-1][TEST] if measure == "bits" else run[measure]
+    return value
+
+
+def _predictions(runs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of what was predicted, and what came of it."""
+    yield "| predicted before | range | measured | |"
+    yield "|---|---|---|---|"
+    for made in tomllib.loads(PREDICTIONS.read_text(encoding="utf-8"))["prediction"]:
+        low, high, measure = made.get("low"), made.get("high"), made["measure"]
+        wanted = f"at most {high:g}" if low is None else f"{low:g} to {high:g}"
+        named = [made["run"], *(made[key] for key in ("less", "of") if key in made)]
+        found = [_value(runs[name], measure) for name in named if name in runs and measure in ("bits", *runs[name])]
+        if len(found) < len(named):
+            yield f"| {made['says']} | {wanted} | not run | |"
+            continue
+        value = found[0] - found[1] if "less" in made else found[0] / found[1] if "of" in made else found[0]
+        yield f"| {made['says']} | {wanted} | {value:.4f} | {'as predicted' if holds(value, low, high) else '**not**'} |"
 
 
 def written() -> str:

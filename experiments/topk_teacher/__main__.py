@@ -3,9 +3,9 @@
     --student DIR --teacher DIR    Hugging Face directories of two models with different tokenizers
     --text FILE                    documents (.jsonl with the field `text`); the first --documents are read
 
-Nothing is trained. A gradient is that of the student's last hidden states, all positions of all documents as one
-vector; its cosine is that with the gradient from the teacher's whole logits. The tables of the two tokenizers are built
-by the first call, and kept in the user's cache.
+Nothing is trained; the student may be a run's model (`--steps` and another `--out` then). A gradient is that of the
+student's last hidden states, all positions of all documents as one vector; its cosine is that with the gradient from
+the teacher's whole logits. The tables of the two tokenizers are built by the first call, and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ LEAST_MASSES = (0.0, 0.5)
 """Values of `chain_least_mass` that are tried."""
 
 
+PARTS = {"start_ratio": "chain_start_t0", "inner_ratio": "chain_inner_t0", "end_ratio": "chain_end_t0"}
+"""Parts of chain by their name in the result, where each is a ratio to that of whole logits."""
+
+
 @dataclass
 class Sums:
     """Sums over batches of one variant, beside those of the whole logits.
@@ -57,16 +61,21 @@ class Sums:
         mass: The metric `chunk_mass_t0`.
         square: Squared norm of the gradient.
         product: Its product with the gradient from whole logits.
+        parts: The metrics `chain_start_t0`, `chain_inner_t0` and `chain_end_t0`, by name; empty for other losses.
     """
 
     value: float = 0.0
     mass: float = 0.0
     square: float = 0.0
     product: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
 
-    def add(self, value: float, mass: float, gradient: Tensor, whole: Tensor) -> None:
+    def add(self, value: float, metrics: Mapping[str, float], gradient: Tensor, whole: Tensor) -> None:
         """Add a batch."""
-        self.value, self.mass = self.value + value, self.mass + mass
+        self.value, self.mass = self.value + value, self.mass + metrics.get("chunk_mass_t0", 1.0)
+        for name in PARTS.values():
+            if name in metrics:
+                self.parts[name] = self.parts.get(name, 0.0) + metrics[name]
         self.square += float(gradient.double().square().sum())
         self.product += float((gradient.double() * whole.double()).sum())
 
@@ -93,6 +102,10 @@ class Mode:
                 "cosine": sums.product / (norms[0] * norms[1]),
                 "norm_ratio": norms[0] / norms[1],
                 "mass": sums.mass,
+            }
+            whole = self.whole.parts
+            rows[name] |= {
+                part: sums.parts[metric] / whole[metric] for part, metric in PARTS.items() if metric in whole
             }
         return {"value": self.whole.value, "variants": rows}
 
@@ -126,28 +139,28 @@ def spec_of(arguments: argparse.Namespace, output: Path, loss: Mapping[str, Any]
             "eval": {"path": arguments.text, "kl_documents": arguments.documents},
             "train": {"micro_batch_tokens": length, "packing": "off"},
             "loss": {**loss, "ce_loss_scale": 0.0},
-            "workers": {"device": "cpu"},
+            "workers": {"device": arguments.device},
         }
     )
 
 
 def measure(arguments: argparse.Namespace, mode: str, output: Path) -> dict[str, Any]:
     """Measure one loss."""
-    run = resolve_run(spec_of(arguments, output, MODES[mode]))
+    run, device = resolve_run(spec_of(arguments, output, MODES[mode])), torch.device(arguments.device)
     tokenizer = load_tokenizer(run.spec.student.tokenizer_dir, "student")
     losses = {}
     for name, k, changes in variants_of(mode):
         spec = spec_of(arguments, output, {**MODES[mode], **changes})
-        losses[name] = (k, make_loss(run.model_copy(update={"spec": spec}), torch.device("cpu")))
-    whole = make_loss(run, torch.device("cpu"))
+        losses[name] = (k, make_loss(run.model_copy(update={"spec": spec}), device))
+    whole = make_loss(run, device)
     documents = open_index(run.spec, run.spec.data.paths, run.spec.data.field).documents()
     held_out = EvalLoss(run, whole, tokenizer, documents)
-    student = load_model(run.spec.student, "student", torch.device("cpu")).eval()  # type: ignore[no-untyped-call]
-    teacher = load_model(run.spec.teacher[0], "teacher 0", torch.device("cpu")).eval()  # type: ignore[no-untyped-call]
+    student = load_model(run.spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
+    teacher = load_model(run.spec.teacher[0], "teacher 0", device).eval()  # type: ignore[no-untyped-call]
     head = student.get_output_embeddings().weight.detach()  # type: ignore[no-untyped-call]
     sums = Mode()
     for number, batch in enumerate(held_out.batches):
-        tensors = on_device(batch.data, torch.device("cpu"))
+        tensors = on_device(batch.data, device)
         ids = tensors[schema.field_name(schema.TEACHER_INPUT_IDS, 0)]
         with torch.no_grad():
             logits = student(input_ids=tensors[schema.INPUT_IDS.name], use_cache=False).logits
@@ -159,16 +172,17 @@ def measure(arguments: argparse.Namespace, mode: str, output: Path) -> dict[str,
                 columns, leaf, [signal], global_valid_toks=held_out.tokens, global_valid_chunks=held_out.chunks
             )
             value.backward()
-            return float(value.detach()), float(metrics.get("chunk_mass_t0", torch.tensor(1.0))), leaf.grad[0] @ head
+            named = {name: float(metrics[name]) for name in ("chunk_mass_t0", *PARTS.values()) if name in metrics}
+            return float(value.detach()), named, leaf.grad[0] @ head
 
-        value, mass, reference = evaluated(whole, given)
-        sums.whole.add(value, mass, reference, reference)
+        value, parts, reference = evaluated(whole, given)
+        sums.whole.add(value, parts, reference, reference)
         selected = {
             k: largest_logits(given, predicted_ids(ids), TopKSettings(k, run.teachers[0].vocab_size)) for k in SIZES
         }
         for name, (k, loss) in losses.items():
-            value, mass, gradient = evaluated(loss, selected[k])
-            sums.variants.setdefault(name, Sums()).add(value, mass, gradient, reference)
+            value, parts, gradient = evaluated(loss, selected[k])
+            sums.variants.setdefault(name, Sums()).add(value, parts, gradient, reference)
         print(f"{mode}: document {number + 1} of {len(held_out.batches)}", flush=True)
     chunks, tokens = held_out.chunks[0], held_out.tokens
     return {"chunks": chunks, "tokens": tokens, **sums.summary()}
@@ -183,6 +197,8 @@ def main() -> None:
     parser.add_argument("--projection", type=Path, help="of P-KL; left out: it is built")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--context-length", type=int, default=256)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--steps", type=int, help="that the student was trained for before, for the page")
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES), help="others stay as measured before")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -197,6 +213,8 @@ def main() -> None:
         "text": arguments.text.name,
         "documents": arguments.documents,
         "context_length": arguments.context_length,
+        "device": arguments.device,
+        "steps": arguments.steps,
         "modes": modes,
         "machine": machine(),
         "seconds": round(time.monotonic() - began, 1),
