@@ -31,8 +31,8 @@ def render(result: Mapping[str, Any]) -> str:
     gpu = ", ".join(dict.fromkeys(machine["gpus"])) or "CPU"
     lines = [
         f"Measured with SmolLM2-135M-Instruct as the student and Gemma 3 270M as the teacher, {gpu}, "
-        f"torch {machine['torch']}, German text, one data seed, learning rate {result['learning_rate']:g}. Quality, runs "
-        "side by side:",
+        f"torch {machine['torch']}, German text, one data seed, learning rate {result['learning_rate']:g}. Quality, "
+        "runs side by side:",
         "",
         "| loss | teacher's output | steps | loss at the end | held-out bits per byte | above whole logits |",
         "|---|---|---|---|---|---|",
@@ -41,14 +41,14 @@ def render(result: Mapping[str, Any]) -> str:
         "Time and memory, one run after the other and nothing beside them; `whole run` is from the command to its end, "
         "and the GPU's memory is that of all processes:",
         "",
-        "| run | seconds per step | whole run, s | GPU's memory, GiB | student's tensors, GiB | waiting for the store |",
+        "| run | seconds per step | whole run, s | GPU's memory, GiB | student's tensors | waiting for the store |",
         "|---|---|---|---|---|---|",
         *_second(runs),
     ]
     if result["builds"]:
         lines += [
             "",
-            "| store of | documents | tokens | bytes a token | start to end, s | tokens written per second | MB per second |",
+            "| store of | documents | tokens | bytes a token | start to end, s | tokens a second | MB a second |",
             "|---|---|---|---|---|---|---|",
         ]
     for content, build in result["builds"].items():
@@ -107,7 +107,8 @@ def _predictions(runs: Mapping[str, Any]) -> Iterator[str]:
             yield f"| {made['says']} | {wanted} | not run | |"
             continue
         value = found[0] - found[1] if "less" in made else found[0] / found[1] if "of" in made else found[0]
-        yield f"| {made['says']} | {wanted} | {value:.4f} | {'as predicted' if holds(value, low, high) else '**not**'} |"
+        verdict = "as predicted" if holds(value, low, high) else "**not**"
+        yield f"| {made['says']} | {wanted} | {value:.4f} | {verdict} |"
 
 
 def written() -> str:
