@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -11,10 +11,8 @@ from torch import Tensor
 
 from xtoken_core.ops.chain.events import PARTS, Inner, Starts
 
-E = TypeVar("E", Starts, Inner)
 
-
-class Block(Generic[E]):
+class Block:
     """Some events of one kind, and their values as a function of the student's rows alone.
 
     Args:
@@ -26,7 +24,7 @@ class Block(Generic[E]):
         index: `[E]` int64, index of each event's value in the flattened `[3, B, P]`, and the one behind it for padding.
     """
 
-    def __init__(self, events: E, chunks: int, term: Callable[[E, Tensor], Tensor]) -> None:
+    def __init__(self, events: Starts | Inner, chunks: int, term: Callable[[Any, Tensor], Tensor]) -> None:
         self.events, self._term = events, term
         of_part = events.part_number() * chunks + events.chunk
         self.index: Int[Tensor, " E"] = torch.where(events.chunk < 0, len(PARTS) * chunks, of_part)
@@ -37,7 +35,7 @@ class Block(Generic[E]):
 
 
 def summed(
-    student_logits: Float[Tensor, "B T_s V_s"], blocks: Sequence[Block[Any]], chunks: int, dtype: torch.dtype
+    student_logits: Float[Tensor, "B T_s V_s"], blocks: Sequence[Block], chunks: int, dtype: torch.dtype
 ) -> Float[Tensor, "3 B P"]:
     """Return the sums of all values by part and chunk, with a gradient for the student.
 
@@ -57,7 +55,7 @@ class _Sum(torch.autograd.Function):
     """Sums of terms by index. Every block is computed again for the gradient, and nothing of it is kept."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, blocks: Sequence[Block[Any]], size: int, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, student: Tensor, blocks: Sequence[Block], size: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(student)
         ctx.blocks = blocks
         values = torch.zeros(size, dtype=dtype, device=student.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,7 +25,7 @@ from xtoken_core.ops.chain.ragged import pick, ragged, ragged_sum
 from xtoken_core.ops.chain.reference import ChainOptions, live_at_starts, node_values, restricted
 from xtoken_core.ops.numerics import floored_log
 
-E = TypeVar("E", bound=Events)
+Some = TypeVar("Some", bound=Events)
 
 BLOCK_BYTES = 1 << 29
 """Memory limit of the rows of one block."""
@@ -160,11 +160,11 @@ def listed_parts(
     call = _Call(ListedRows.of(teacher, dtype), tables, options, temperature, generated)
     flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
     found = find_events(sides, max_chunks, (tables.student, tables.teacher), **flags)
-    starts, in_student, in_teacher = (events.compact() for events in found)
+    starts, in_student, in_teacher = found[0].compact(), found[1].compact(), found[2].compact()
     chunks = student_logits.shape[0] * max_chunks
     least = torch.ones(chunks, dtype=dtype, device=student_logits.device)
     width = student_logits.shape[2] + 2 * tables.classes
-    blocks: list[Block[Any]] = []
+    blocks: list[Block] = []
     rules = [
         rule_counts(side.live, before)
         for side, before in ((tables.student, starts.teacher_before), (tables.teacher, starts.student_before))
@@ -304,7 +304,9 @@ def _by_class(
     )
 
 
-def _divided(events: E, sizes: Sequence[Tensor], row_bytes: int, limit: int) -> Iterator[tuple[E, tuple[int, int]]]:
+def _divided(
+    events: Some, sizes: Sequence[Tensor], row_bytes: int, limit: int
+) -> Iterator[tuple[Some, tuple[int, int]]]:
     """Yield the events in blocks within a limit of memory, and of each the sums of two sizes.
 
     Args:

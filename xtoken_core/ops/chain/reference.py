@@ -180,7 +180,7 @@ def chain_parts(
     width += max(ragged_sizes) if student_logits.is_cuda else 0
     size = max(1, block_bytes // (8 * width))
     chunks = student_logits.shape[0] * max_chunks
-    blocks: list[Block[Any]] = []
+    blocks: list[Block] = []
     for events, term in terms:
 
         def value(block: Any, rows: Tensor, term: Term = term) -> Tensor:
