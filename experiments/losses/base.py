@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from experiments.losses.groups import InGroups, Positions, Side, Tokens, make_groups
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError
@@ -20,52 +21,20 @@ LOWEST = -80.0
 """Lowest logarithm in a divergence: keeps values and gradients of tokens with logits of -inf finite in float32."""
 
 
-@dataclass(frozen=True)
-class Side:
-    """One model's view of the chunks of a micro-batch.
-
-    Attributes:
-        log_p: `[N, V]` log-probabilities at every position of the flattened batch.
-        targets: `[N]` the token that each position predicts.
-        first: `[C]` a chunk's first position.
-        size: `[C]` its positions.
-        width: Positions of a sample, `T`.
-    """
-
-    log_p: Tensor
-    targets: Tensor
-    first: Tensor
-    size: Tensor
-    width: int
-
-    def own(self) -> Tensor:
-        """Return `[N]` log-probabilities of the text's own tokens."""
-        return self.log_p.gather(1, self.targets.unsqueeze(1)).squeeze(1)
-
-    def tokens(self, chunk: int) -> list[int]:
-        """Return a chunk's tokens."""
-        first, size = int(self.first[chunk]), int(self.size[chunk])
-        return self.targets[first : first + size].tolist()
-
-    def likelihood(self, positions: Tensor, chunks: Tensor) -> Tensor:
-        """Return `[C]` sums of the own tokens' log-probabilities over the first `positions` of some chunks."""
-        own, total = self.own(), self.log_p.new_zeros(len(chunks))
-        for n in range(int(positions.max()) if len(positions) else 0):
-            at = (self.first[chunks] + n).clamp(max=len(own) - 1)
-            total = total + torch.where(n < positions, own[at], 0.0)
-        return total
-
-
 class ReferenceLoss(ChunkLoss):
     """A loss over chunks that reads both vocabularies as bytes.
+
+    Chunks are evaluated in groups, and once more for the gradient: memory is that of a group's distributions.
 
     Attributes:
         student_bytes: By id, the bytes of the student's tokens; empty for one that spells nothing.
         teacher_bytes: Likewise.
+        elements: Largest number of one side's probabilities in a group of several chunks.
     """
 
     mode = "custom"
     reads_teacher_targets = True
+    elements: ClassVar[int] = 1 << 26
 
     def __init__(
         self, config: LossConfig, teacher: LossTeacher, *, index: int, student_vocab_size: int, device: torch.device
@@ -89,26 +58,42 @@ class ReferenceLoss(ChunkLoss):
         """Compute the value of every chunk; one that is not compared has 0."""
         B, P = student_logits.shape[0], pairing.max_chunks
         assert pairing.teacher_targets is not None
-        ids = pairing.chunk_ids
-        found = [_layout(each, P) for each in ids]
+        found = [_layout(each, P) for each in pairing.chunk_ids]
         chunk = torch.nonzero((found[0][1] > 0) & (found[1][1] > 0)).squeeze(1)
-        sides = []
+        whole, positions = [], []
         widths = len(self.student_bytes), len(self.teacher_bytes)
         values = (student_logits, pairing.student_targets), (teacher_logits, pairing.teacher_targets)
         for (logits, targets), width, (first, size) in zip(values, widths, found, strict=True):
-            logits = cut(logits, width).flatten(0, 1)
-            dtype = torch.promote_types(logits.dtype, torch.float32)
-            log_p = torch.log_softmax(logits.to(dtype) / self.config.temperature, dim=1)
-            targets = targets.clamp(min=0, max=log_p.shape[1] - 1).flatten()
-            sides.append(Side(log_p, targets, first[chunk], size[chunk], len(targets) // max(B, 1)))
-        result = sides[0].log_p.new_zeros(B * P)
+            logits = cut(logits, width)
+            targets = targets.clamp(min=0, max=logits.shape[-1] - 1).flatten()
+            whole.append(logits.flatten(0, 1))
+            positions.append(Positions(targets, first[chunk], size[chunk], len(targets) // max(B, 1)))
+        dtype = torch.promote_types(student_logits.dtype, torch.float32)
+        result = torch.zeros(B * P, dtype=dtype, device=student_logits.device)
         if len(chunk):
-            result = result.index_add(0, chunk, self.values(*sides))
+            groups = make_groups(*positions, limits=[self.elements // width for width in widths])
+            values_of = InGroups.apply(*whole, self, groups)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            result = result.index_add(0, chunk, values_of.to(dtype))
         return Divergence((result.view(B, P),))
 
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Return log-probabilities, in float32 or better."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.log_softmax(logits if self.config.temperature == 1 else logits / self.config.temperature, dim=1)
+
+    def prepare(self, student: Tokens, teacher: Tokens) -> Any:
+        """Return what `values` needs of a group's tokens alone; it is computed once for value and gradient."""
+        return None
+
     @abstractmethod
-    def values(self, student: Side, teacher: Side) -> Tensor:
-        """Return `[C]` values of the chunks, differentiable by the student's log-probabilities."""
+    def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
+        """Return `[C]` values of a group's chunks, differentiable by the student's log-probabilities.
+
+        Args:
+            student: The student's view.
+            teacher: The teacher's.
+            prepared: The result of `prepare`.
+        """
 
 
 def _layout(chunk_id: Tensor, chunks: int) -> tuple[Tensor, Tensor]:

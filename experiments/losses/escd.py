@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from experiments.losses.base import Side, floored_log
+from experiments.losses.base import floored_log
 from experiments.losses.bpm import BPMLoss
+from experiments.losses.groups import Side, Tokens
+
+
+class GroupRests(NamedTuple):
+    """Rests of a group's states, `m` in all, spelled by `n` teacher tokens.
+
+    Attributes:
+        chunk: `[m]` the chunk.
+        next_row: `[m]` the student's position after its own token.
+        start: `[m]` where tokens that begin with the rest start in the order of the student's tokens.
+        end: `[m]` where they end.
+        row: `[n]` the teacher's position.
+        token: `[n]` the teacher's token.
+        rest: `[n]` its rest.
+    """
+
+    chunk: Tensor
+    next_row: Tensor
+    start: Tensor
+    end: Tensor
+    row: Tensor
+    token: Tensor
+    rest: Tensor
 
 
 class ESCDLoss(BPMLoss):
@@ -21,32 +44,40 @@ class ESCDLoss(BPMLoss):
 
     whole_samples = True  # the state after a chunk's last token is beside the chunk
 
-    def values(self, student: Side, teacher: Side) -> Tensor:
+    def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
+        """Order the student's tokens by their bytes; arguments as for `Loss`."""
+        super().__init__(*arguments, **keywords)
+        self.order = torch.tensor(self.prefixes.student_order[1]).to(self.device)
+
+    def prepare(self, student: Tokens, teacher: Tokens) -> Any:
+        """Return BPM's states and the rests."""
+        states = [state for state in self.states(student, teacher) if student.has_next(state.student)]
+        found = [self.prefixes.rests(state.emitted, student.targets[state.student]) for state in states]
+        heads, tails = (torch.tensor([len(each[n]) for each in found], dtype=torch.int64) for n in (0, 2))
+        where = torch.tensor([state[1:] for state in states], dtype=torch.int64).view(-1, 3)
+        before = heads.cumsum(0) - heads
+        nothing = [torch.zeros(0, dtype=torch.int64)]
+        start, end, token, rest = (torch.cat([each[n] for each in found] or nothing) for n in range(4))
+        columns = (
+            where[:, 0].repeat_interleave(heads),
+            (where[:, 1] + 1).repeat_interleave(heads),
+            start,
+            end,
+            where[:, 2].repeat_interleave(tails),
+            token,
+            rest + before.repeat_interleave(tails),
+        )
+        return super().prepare(student, teacher), GroupRests(*(column.to(self.device) for column in columns))
+
+    def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return the sum of BPM's KLs and of the terms of the rests."""
-        result = super().values(student, teacher)
-        for emitted, rows in self.events(student, teacher).items():
-            for token, events in self._by_token(rows, student).items():
-                chunk, own, other = torch.tensor(events, device=result.device).unbind(1)
-                for rest, ids in self._rests(emitted, token).items():
-                    mass = teacher.log_p[other][:, ids.to(result.device)].exp().sum(1)
-                    q = student.log_p[own + 1][:, self.prefixes.continuing(rest).to(result.device)].exp().sum(1)
-                    result = result.index_add(0, chunk, -mass * floored_log(q))
-        return result
-
-    def _by_token(self, rows: list[tuple[int, int, int]], student: Side) -> dict[int, list[tuple[int, int, int]]]:
-        """Group states that have a next state in their sample by the text's own token."""
-        found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for chunk, own, other in rows:
-            if (own + 1) % student.width:
-                found[int(student.targets[own])].append((chunk, own, other))
-        return found
-
-    def _rests(self, emitted: bytes, token: int) -> dict[bytes, Tensor]:
-        """Return the teacher's tokens by what is still to be spelled after a student token."""
-        beginnings, found = self.prefixes.after(emitted), defaultdict(list)
-        for teacher, own, rest in zip(
-            beginnings.teacher.tolist(), beginnings.student.tolist(), beginnings.rest, strict=True
-        ):
-            if own == token and rest and len(self.prefixes.continuing(rest)):
-                found[rest].append(teacher)
-        return {rest: torch.tensor(ids) for rest, ids in found.items()}
+        states, rests = prepared
+        result = super().values(student, teacher, states)
+        mass = teacher.entries(rests.row, rests.token).exp()
+        mass = mass.new_zeros(len(rests.chunk)).index_add(0, rests.rest, mass)
+        counts = rests.end - rests.start
+        index = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        place = torch.arange(len(index), device=counts.device) - (counts.cumsum(0) - counts)[index]
+        q = student.entries(rests.next_row[index], self.order[rests.start[index] + place]).exp()
+        q = q.new_zeros(len(counts)).index_add(0, index, q)
+        return result.index_add(0, rests.chunk, -mass * floored_log(q))

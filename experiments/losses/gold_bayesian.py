@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ class GoldBayesianLoss(ReferenceLoss):
     not renormalised. The shorter list of other tokens is padded with zeros.
     """
 
+    elements: ClassVar[int] = 1 << 25  # sorting takes several times the memory of what is sorted
+
     def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
         """Split both vocabularies into shared tokens and others; arguments as for `Loss`."""
         super().__init__(*arguments, **keywords)
@@ -25,7 +29,7 @@ class GoldBayesianLoss(ReferenceLoss):
             for size, ids in zip(sizes, self.shared, strict=True)
         ]
 
-    def values(self, student: Side, teacher: Side) -> Tensor:
+    def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return the sum of both parts."""
         merged = [self._merged(side) for side in (student, teacher)]
         device = student.log_p.device

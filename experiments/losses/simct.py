@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class SimCTLoss(ReferenceLoss):
         super().__init__(*arguments, **keywords)
         self.shared = shared_tokens(self.student_bytes, self.teacher_bytes)
 
-    def values(self, student: Side, teacher: Side) -> Tensor:
+    def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return `KL(q || p)` over the candidates of each chunk."""
         chunks = torch.arange(len(student.first), device=student.log_p.device)
         own, other = (ids.to(chunks.device) for ids in self.shared)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ class StrictTopLoss(ReferenceLoss):
         super().__init__(*arguments, **keywords)
         self.shared = shared_tokens(self.student_bytes, self.teacher_bytes)
 
-    def values(self, student: Side, teacher: Side) -> Tensor:
+    def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return `KL(q || p)` of chunks of one token on both sides."""
         own, other = (ids.to(student.log_p.device) for ids in self.shared)
         q, p = student.log_p[student.first][:, own], teacher.log_p[teacher.first][:, other]

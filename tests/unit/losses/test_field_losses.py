@@ -14,6 +14,7 @@ from experiments.losses.gold_bayesian import GoldBayesianLoss
 from experiments.losses.simct import SimCTLoss
 from experiments.losses.strict_top import TOP, StrictTopLoss
 from experiments.losses.x_token_v6 import XTokenV6Loss
+from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
 from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.config import LossConfig
@@ -200,6 +201,23 @@ def test_infinite_logits_and_no_chunk(cls):
     none = pairing()
     none.student_chunk_id.fill_(-1)
     assert not make(cls).evaluate(none, *logits, None, EvalOptions()).parts[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
+def test_groups_of_chunks_give_the_same_values_and_gradients(cls, dtype):
+    found = []
+    for elements in (cls.elements, 4 * len(TEACHER.vocab), 1):
+        loss = make(cls)
+        loss.elements = elements
+        logits = [x.to(dtype) for x in random_rows(0)]
+        logits[0].requires_grad_()
+        (values,) = loss.evaluate(pairing(), *logits, None, EvalOptions()).parts
+        weights = torch.arange(1.0, values.numel() + 1).view(values.shape)
+        found.append((values.detach(), torch.autograd.grad((values * weights).sum(), logits[0])[0]))
+    for values, gradient in found[1:]:
+        assert_within(values, found[0][0], OUTPUT["chunk", torch.float32], "values")
+        assert_within(gradient, found[0][1], GRADIENT["chunk", dtype], "gradient")
 
 
 def uniform_value(cls, chunk):
