@@ -95,6 +95,27 @@ def first_step(tree: Path, demo: Path, output: Path, mode: str) -> dict[str, flo
     lines = run_file(demo, mode).splitlines()
     file = demo / f"startup-{os.getpid()}.toml"
     file.write_text("\n".join(f'output = "{output}"' if x.startswith("output") else x for x in lines), "utf-8")
+    try:
+        return until_first_step(tree, file, output)
+    finally:
+        file.unlink()
+
+
+def until_first_step(
+    tree: Path, file: Path, output: Path, *, limit_s: float = LIMIT_S, look: Callable[[float], None] = lambda _: None
+) -> dict[str, float]:
+    """Start a run, wait for the first line of `steps.jsonl`, and stop it.
+
+    Args:
+        tree: The tree whose command runs.
+        file: The run file.
+        output: The output that it names.
+        limit_s: Seconds after which the step is no longer waited for.
+        look: Called at every look at the output, with the seconds since the command.
+
+    Raises:
+        RuntimeError: The run ended before, or the line did not come.
+    """
     began = time.monotonic()
     process = command(tree, "run", str(file))
     try:
@@ -102,16 +123,17 @@ def first_step(tree: Path, demo: Path, output: Path, mode: str) -> dict[str, flo
         evaluated = 0.0
         while not (steps.is_file() and steps.stat().st_size):
             time.sleep(POLL_S)
+            seconds = time.monotonic() - began
+            look(seconds)
             if not evaluated and evaluations.is_file() and evaluations.stat().st_size:
-                evaluated = time.monotonic() - began
-            if process.poll() is not None or time.monotonic() - began > LIMIT_S:
-                raise RuntimeError(f"{tree}: no first step after {time.monotonic() - began:.0f} s")
+                evaluated = seconds
+            if process.poll() is not None or seconds > limit_s:
+                raise RuntimeError(f"{tree}: no first step after {seconds:.0f} s")
         seconds = time.monotonic() - began
         cpu = cpu_seconds(psutil.Process(process.pid))
     finally:
         process.terminate()
         process.wait()
-        file.unlink()
     return {"seconds": seconds, "cpu_seconds": cpu, "evaluated_seconds": evaluated}
 
 

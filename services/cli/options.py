@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from services.common.special_tokens import parse_special_tokens
 from xtoken_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -203,10 +204,4 @@ def special_tokens_of(options: list[str] | None) -> dict[str, str]:
     Raises:
         ConfigError: One has no `=`.
     """
-    pairs = {}
-    for option in options or ():
-        student, equals, teacher = option.rpartition("=")
-        if not equals or not student:
-            raise ConfigError(f"--special-token {option}: it takes STUDENT=TEACHER, or STUDENT= for no partner")
-        pairs[student] = teacher
-    return pairs
+    return parse_special_tokens(options or (), "--special-token")

@@ -2,8 +2,9 @@
 
     python -m services.common.align_server
 
-reads requests as JSON lines from standard input, `{"student": PATH, "teacher": PATH, "text": ...}`, and answers each by
-one line on standard output: `{"sides": ..., "notes": [...]}` or `{"error": ...}`. It ends at the end of its input.
+reads requests as JSON lines from standard input, `{"student": DIR, "teacher": DIR, "text": ..., "special_tokens": {}}`,
+and answers each by one line on standard output: `{"sides": ..., "notes": [...]}` or `{"error": ...}`. It ends at the
+end of its input.
 """
 
 from __future__ import annotations
@@ -46,13 +47,17 @@ class AlignServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._idle: threading.Timer | None = None
 
-    def align(self, student: Path, teacher: Path, text: str, *, timeout_s: float) -> dict[str, Any]:
+    def align(
+        self, student: Path, teacher: Path, text: str, special_tokens: Mapping[str, str] | None = None, *,
+        timeout_s: float,
+    ) -> dict[str, Any]:  # fmt: skip
         """Align a text; requests are answered one after the other.
 
         Args:
             student: Directory of the student's tokenizer.
             teacher: Directory of the teacher's.
             text: The text.
+            special_tokens: Special tokens of the student and their partners.
             timeout_s: Seconds after which the process is killed, or another request is no longer waited for.
 
         Returns:
@@ -65,7 +70,8 @@ class AlignServer:
         if not self._lock.acquire(timeout=timeout_s):
             raise InputError("other alignments take long: retry in a moment")
         try:
-            answer = self._answer({"student": str(student), "teacher": str(teacher), "text": text}, until)
+            request = {"student": str(student), "teacher": str(teacher), "text": text}
+            answer = self._answer(request | {"special_tokens": dict(special_tokens or {})}, until)
         finally:
             self._lock.release()
             self._end_when_idle()
@@ -78,7 +84,7 @@ class AlignServer:
         with self._lock:
             self._kill()
 
-    def _answer(self, request: dict[str, str], until: float) -> dict[str, Any]:
+    def _answer(self, request: Mapping[str, Any], until: float) -> dict[str, Any]:
         process = self._running()
         assert process.stdin is not None
         try:
@@ -148,38 +154,54 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            answer = _aligned(pairs, Path(request["student"]), Path(request["teacher"]), request["text"])
+            directories = Path(request["student"]), Path(request["teacher"])
+            answer = _aligned(pairs, *directories, request["text"], request["special_tokens"])
         except XtokenError as error:
             answer = {"error": str(error)}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
-def _aligned(pairs: OrderedDict[Any, Any], student: Path, teacher: Path, text: str) -> dict[str, Any]:
+def _aligned(
+    pairs: OrderedDict[Any, Any], student: Path, teacher: Path, text: str, special_tokens: dict[str, str]
+) -> dict[str, Any]:
     """Align a text with the tokenizers of two directories, which are loaded again if their files have changed."""
     for directory, what in ((student, "the student's tokenizer"), (teacher, "the teacher's tokenizer")):
         confined(directory, what)
     key = tuple(tuple(_versions(directory)) for directory in (student, teacher))
     if key not in pairs:
-        pairs[key] = _load(student, teacher)
+        pairs[key] = _LoadedPair(student, teacher)
         while len(pairs) > KEPT_PAIRS:
             pairs.popitem(last=False)
     pairs.move_to_end(key)
     from xtoken_core.alignment.report import shown_sides
 
-    aligner, ours, theirs = pairs[key]
-    sides = shown_sides(aligner, ours, theirs, text)
+    pair = pairs[key]
+    aligner = pair.aligner(special_tokens)
+    sides = shown_sides(aligner, pair.student, pair.teacher, text)
     shown = [{"name": name, "tokens": [asdict(token) for token in tokens]} for name, tokens in sides]
     return {"sides": shown, "notes": list(aligner.notes)}
 
 
-def _load(student: Path, teacher: Path) -> tuple[Any, Any, Any]:
-    from services.common.tokenizers import load_tokenizer
-    from xtoken_core.alignment import TokenAligner
-    from xtoken_core.tokenizing import TextTokenizer
+class _LoadedPair:
+    """Two loaded tokenizers, and their aligner with the pairs of special tokens of the last request."""
 
-    ours, theirs = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
-    return TokenAligner(ours, theirs), TextTokenizer(ours, "student"), TextTokenizer(theirs, "teacher")
+    def __init__(self, student: Path, teacher: Path) -> None:
+        from services.common.tokenizers import load_tokenizer
+        from xtoken_core.tokenizing import TextTokenizer
+
+        self._tokenizers = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
+        ours, theirs = self._tokenizers
+        self.student, self.teacher = TextTokenizer(ours, "student"), TextTokenizer(theirs, "teacher")
+        self._aligner: tuple[dict[str, str], Any] | None = None
+
+    def aligner(self, special_tokens: dict[str, str]) -> Any:
+        """Return the aligner with these pairs of special tokens."""
+        from xtoken_core.alignment import TokenAligner
+
+        if self._aligner is None or self._aligner[0] != special_tokens:
+            self._aligner = special_tokens, TokenAligner(*self._tokenizers, special_tokens)
+        return self._aligner[1]
 
 
 def _versions(directory: Path) -> Iterator[tuple[str, int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from services.common.tokenizers import load_tokenizer
@@ -31,12 +31,14 @@ def report(done: float) -> None:
     sys.stdout.flush()
 
 
-def _of_the_rest(done: float) -> None:
-    report(LOADING + (1 - LOADING) * done)
-
-
 def build_pair_file(
-    kind: str, student: Path, teacher: Path, file: Path, special_tokens: Mapping[str, str] | None = None
+    kind: str,
+    student: Path,
+    teacher: Path,
+    file: Path,
+    special_tokens: Mapping[str, str] | None = None,
+    *,
+    progress: Callable[[float], None] = report,
 ) -> None:
     """Build the chain tables or the projection of two tokenizers.
 
@@ -46,19 +48,24 @@ def build_pair_file(
         teacher: Directory of the teacher's.
         file: The file to write.
         special_tokens: Special tokens of the student and their partners.
+        progress: Called with the part (0 to 1) that is done; by default it is printed.
 
     Raises:
         XtokenError: A tokenizer cannot be read, or the file cannot be written.
     """
+
+    def of_the_rest(done: float) -> None:
+        progress(LOADING + (1 - LOADING) * done)
+
     tokenizers = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
-    report(LOADING)
+    progress(LOADING)
     file.parent.mkdir(parents=True, exist_ok=True)
     if kind == "projection":
-        projection = build_projection(*tokenizers, special_tokens=special_tokens, progress=_of_the_rest)
+        projection = build_projection(*tokenizers, special_tokens=special_tokens, progress=of_the_rest)
         write_projection(projection, file)
         return
     prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
-    built = build_tables(*tokenizers, special_tokens, progress=_of_the_rest)
+    built = build_tables(*tokenizers, special_tokens, progress=of_the_rest)
     write_tables(ChainTables.of(built), file, prints, special_tokens)
 
 

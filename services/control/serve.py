@@ -48,8 +48,9 @@ class HttpServer:
     ) -> None:  # fmt: skip
         self._socket = listening or _listen(host, port)
         self.host, self.port = host, int(self._socket.getsockname()[1])
+        self._app = create_app(runs, auth)
         config = uvicorn.Config(
-            create_app(runs, auth), log_level="warning", lifespan="off", access_log=False, log_config=None,
+            self._app, log_level="warning", lifespan="off", access_log=False, log_config=None,
             timeout_graceful_shutdown=SHUTDOWN_S, server_header=False, http=LimitedProtocol, ws="none",
             timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=bool(proxies), forwarded_allow_ips=list(proxies),
         )  # fmt: skip
@@ -68,7 +69,8 @@ class HttpServer:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving, and cancel builds of tables."""
+        self._app.state.table_builds.close()
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()

@@ -309,7 +309,34 @@ def test_align(open_page: Open, plane: Plane) -> None:
     page.get_by_role("button", name="Align").click()
     expect(page.locator("[data-side='student']")).not_to_contain_text("naïve")
     assert time.monotonic() - began < 2.0, "its tokenizers are loaded"
+    page.get_by_text("Pairs of special tokens").click()
+    page.get_by_label("One pair a line").fill("<none>=<s>")
+    page.get_by_role("button", name="Align").click()
+    expect(page.get_by_role("alert")).to_contain_text("'<none>' is no special token of the student's tokenizer")
+    page.get_by_label("One pair a line").fill("")
+    page.get_by_role("button", name="Align").click()
+    expect(page.locator("[data-side='student']")).to_be_visible()
     picture(page, "12-align")
+
+
+def test_tables(open_page: Open, plane: Plane) -> None:
+    page = open_page("/")
+    page.get_by_role("link", name="Tables").click()
+    expect(page.locator("#builds")).to_be_hidden()
+    fill(page, {"student": str(plane.assets.student), "teacher": "/etc"})
+    page.get_by_role("button", name="Build").click()
+    expect(page.locator("[data-field='teacher']")).to_contain_text("lies under none of")
+    fill(page, {"teacher": str(plane.assets.teacher)})
+    page.get_by_role("button", name="Build").click()
+    newest = page.locator("#builds li").first
+    expect(newest.get_by_role("progressbar")).to_be_visible()
+    picture(page, "17-building")
+    expect(newest).to_contain_text("ready")
+    expect(newest).to_contain_text(re.compile(r"common tokens.*have a root"))
+    fill(page, {"student": str(plane.assets.student), "teacher": str(plane.assets.teacher), "kind": "projection"})
+    page.get_by_role("button", name="Build").click()
+    expect(newest).to_contain_text(re.compile("Projection.*ready.*with one partner", re.DOTALL))
+    picture(page, "18-tables")
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
@@ -319,7 +346,7 @@ def test_page_width_and_theme(open_page: Open, plane: Plane, width: int, colours
     run = page.locator("a.through").first.get_attribute("href")
     for name, path in (
         ("runs", "/"), ("run", run), ("log", f"{run}/log"), ("configuration", f"{run}/configuration"),
-        ("files", f"{run}/files"), ("new", "/runs/new"), ("align", "/align"), ("api", "/docs"),
+        ("files", f"{run}/files"), ("new", "/runs/new"), ("align", "/align"), ("tables", "/tables"), ("api", "/docs"),
     ):  # fmt: skip
         page.goto(path)
         page.wait_for_load_state("networkidle")

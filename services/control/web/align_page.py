@@ -12,10 +12,11 @@ from starlette.concurrency import run_in_threadpool
 
 from services.common.align_server import AlignServer
 from services.common.allowed_paths import OutsideError, Roots
+from services.common.special_tokens import parse_special_tokens
 from services.control.api.dependencies import AppContext, Context
 from services.control.web.form import parse_form
 from services.control.web.render import PageRoute, page
-from xtoken_core.errors import InputError
+from xtoken_core.errors import ConfigError, InputError
 
 MAX_TEXT = 20_000
 TIMEOUT_S = 120.0
@@ -33,7 +34,7 @@ _servers: dict[Roots | None, AlignServer] = {}
 @router.get("/align")
 def show_form(request: Request, context: Context, student: str = "", teacher: str = "") -> Response:
     """Show the form."""
-    values = {"student": student, "teacher": teacher, "text": EXAMPLE}
+    values = {"student": student, "teacher": teacher, "text": EXAMPLE, "special_tokens": ""}
     return page(request, "align.html", values=values, **EMPTY)
 
 
@@ -41,7 +42,7 @@ def show_form(request: Request, context: Context, student: str = "", teacher: st
 async def align(request: Request, context: Context) -> Response:
     """Align a text and show the chunks."""
     try:
-        values = {"student": "", "teacher": "", "text": ""} | parse_form(await request.body())
+        values = {"student": "", "teacher": "", "text": "", "special_tokens": ""} | parse_form(await request.body())
     except ValueError as error:
         raise HTTPException(400, "Malformed form.") from error
     outcome = await run_in_threadpool(_aligned, context, values)
@@ -54,7 +55,11 @@ def _aligned(context: AppContext, values: dict[str, str]) -> dict[str, Any]:
     errors: dict[str, str] = {}
     roots = context.runs.validator.roots
     for name in ("student", "teacher"):
-        errors |= _path_error(values[name].strip(), name, roots)
+        errors |= tokenizer_error(values[name].strip(), name, roots)
+    try:
+        pairs = pairs_of(values["special_tokens"])
+    except ConfigError as error:
+        errors["special_tokens"] = str(error)
     if not values["text"]:
         errors["text"] = "Enter a text to align."
     elif len(values["text"]) > MAX_TEXT:
@@ -64,12 +69,23 @@ def _aligned(context: AppContext, values: dict[str, str]) -> dict[str, Any]:
     if not _slots.acquire(blocking=False):
         return {"errors": {"": "Too many alignments are in progress: retry in a moment."}, "result": None}
     try:
-        return _run(context, Path(values["student"].strip()), Path(values["teacher"].strip()), values["text"])
+        directories = Path(values["student"].strip()), Path(values["teacher"].strip())
+        return _run(context, directories, values["text"], pairs)
     finally:
         _slots.release()
 
 
-def _path_error(path: str, name: str, roots: Roots | None) -> dict[str, str]:
+def pairs_of(text: str) -> dict[str, str]:
+    """Return the pairs of special tokens of a field with one pair a line.
+
+    Raises:
+        ConfigError: A line is no pair.
+    """
+    return parse_special_tokens((line.strip() for line in text.splitlines() if line.strip()), "the pair")
+
+
+def tokenizer_error(path: str, name: str, roots: Roots | None) -> dict[str, str]:
+    """Return why a field names no directory that may be read, by the field's name; empty if it does."""
     if not path:
         return {name: "Enter a directory with a tokenizer."}
     if not path.isprintable() or not Path(path).is_absolute():
@@ -85,10 +101,10 @@ def _path_error(path: str, name: str, roots: Roots | None) -> dict[str, str]:
     return {} if usable else {name: "No such directory."}
 
 
-def _run(context: AppContext, student: Path, teacher: Path, text: str) -> dict[str, Any]:
+def _run(context: AppContext, directories: tuple[Path, Path], text: str, pairs: dict[str, str]) -> dict[str, Any]:
     """Align in the child process, which checks the roots again when it opens the files."""
     try:
-        answer = _server(context).align(student, teacher, text, timeout_s=TIMEOUT_S)
+        answer = _server(context).align(*directories, text, pairs, timeout_s=TIMEOUT_S)
     except InputError as error:
         return {"errors": {"": str(error)}, "result": None}
     return {"errors": {}, "result": answer | pairing(*(side["tokens"] for side in answer["sides"]))}

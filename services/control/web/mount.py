@@ -9,7 +9,8 @@ from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
 from services.control.auth import Auth
-from services.control.web import align_page, compare_page, downloads, login, new_run, pages, suggestions
+from services.control.table_builds import TableBuilds
+from services.control.web import align_page, compare_page, downloads, login, new_run, pages, suggestions, tables_page
 from services.control.web.gauges import Gauges
 from services.control.web.rendered import RenderedPages
 
@@ -25,8 +26,10 @@ def with_open_paths(auth: Auth) -> Auth:
 def install(app: FastAPI) -> None:
     """Add the pages, static files and the redirect to the login page."""
     app.state.gauges = Gauges(app.state.context)
+    roots = app.state.context.runs.validator.roots
+    app.state.table_builds = TableBuilds(roots.environment if roots is not None else {})
     app.state.rendered = RenderedPages(app.state.context.runs.store)
-    for module in (new_run, pages, compare_page, downloads, align_page, suggestions, login):
+    for module in (new_run, pages, compare_page, downloads, align_page, tables_page, suggestions, login):
         app.include_router(module.router, include_in_schema=False)
     app.mount("/static", StaticFiles(directory=STATIC))
     app.add_middleware(login.LoginRedirect)

@@ -40,6 +40,7 @@ PAGES = [
     "/runs/new",
     "/runs/new?from=odd-1",
     "/align",
+    "/tables",
     "/docs",
     *(f"/runs/odd-1{page}" for page in RUN_PAGES),
 ]
@@ -81,7 +82,7 @@ def test_api_reference(client: TestClient) -> None:
 
 def test_cross_origin_forms_are_refused(client: TestClient, runs: Runs) -> None:
     put(runs, "old-1", RunState.STOPPED)
-    for path in ("/runs/new", "/runs/old-1/resume", "/runs/old-1/remove", "/align"):
+    for path in ("/runs/new", "/runs/old-1/resume", "/runs/old-1/remove", "/align", "/tables"):
         assert client.post(path, headers={"Origin": "http://evil.example"}).status_code == 403
         assert client.post(path, headers={"Origin": "null"}).status_code == 403
     assert runs.store.run("old-1") is not None
@@ -134,6 +135,7 @@ def test_list_pages_and_remove(client: TestClient, runs: Runs) -> None:
         pytest.param({"teacher": "missing"}, "No such directory", id="missing"),
         pytest.param({"text": "x" * 20_001}, "At most 20,000 characters", id="too-long"),
         pytest.param({"text": ""}, "Enter a text", id="no-text"),
+        pytest.param({"special_tokens": "<a>=<b>\n<c>"}, "the pair &lt;c&gt;: it takes STUDENT=TEACHER", id="pair"),
     ],
 )
 def test_align_form_errors(client: TestClient, tmp_path: Path, change: dict[str, str], message: str) -> None:

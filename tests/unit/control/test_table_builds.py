@@ -1,0 +1,94 @@
+"""Tables that are built from the page: in a child process with the roots of the control plane."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from services.common.allowed_paths import Roots
+from services.control import table_builds
+from services.control.table_builds import BusyError, TableBuild, TableBuilds
+from xtoken_core.projection.pair_cache import PairKind
+
+DEADLINE_S = 120.0
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that reports half of its work until a file is there, and then its result."""
+    (tmp_path / "slow.py").write_text(
+        "import json, sys, time\nfrom pathlib import Path\nrequest = json.load(sys.stdin)\n"
+        f"while not Path({str(tmp_path)!r}, 'go').exists():\n"
+        "    print(json.dumps({'done': 0.5}), flush=True)\n    time.sleep(0.02)\n"
+        "print(json.dumps({'file': request['student'], 'facts': [request['kind']]}))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(table_builds, "PROGRAM", "slow")
+    return tmp_path / "go"
+
+
+def test_progress_result_and_limit(slow: Path) -> None:
+    builds = TableBuilds({})
+    first = builds.start("chain", Path("/a"), Path("/b"), {})
+    assert builds.start("chain", Path("/a"), Path("/b"), {}) is first
+    second = builds.start("projection", Path("/a"), Path("/b"), {})
+    with pytest.raises(BusyError, match="2 builds are in progress"):
+        builds.start("chain", Path("/a"), Path("/c"), {})
+    wait(lambda: first.done == 0.5)
+    builds.cancel(second.id)
+    wait(lambda: not second.active)
+    assert second.error == "cancelled" and second.file == ""
+    slow.touch()
+    wait(lambda: not first.active)
+    assert (first.done, first.file, first.facts, first.error) == (1.0, "/a", ["chain"], "")
+    assert builds.list() == [second, first]
+
+
+def test_page(client: TestClient, tmp_path: Path, slow: Path) -> None:
+    for name in ("student", "teacher"):
+        (tmp_path / "data" / name).mkdir()
+    fields = {name: str(tmp_path / "data" / name) for name in ("student", "teacher")} | {"kind": "chain"}
+    assert "lies under none of" in client.post("/tables", data=fields | {"student": "/etc"}).text
+    assert "Choose what to build" in client.post("/tables", data=fields | {"kind": "all"}).text
+    assert client.post("/tables", data=fields | {"special_tokens": "<a>="}).headers["location"] == "/tables"
+    wait(lambda: "50.0 %" in client.get("/tables").text)
+    assert "&lt;a&gt;=" in client.get("/tables").text
+    slow.touch()
+    wait(lambda: "ready" in client.get("/tables", headers={"HX-Request": "true"}).text)
+
+
+@pytest.mark.slow
+def test_real_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.tiny_run import make_assets
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = tmp_path / "data"
+    make_assets(data)
+    builds = TableBuilds(Roots.of([data], []).environment)
+
+    def built(kind: PairKind, student: Path, teacher: Path) -> TableBuild:
+        build = builds.start(kind, student, teacher, {})
+        wait(lambda: not build.active)
+        return build
+
+    chain = built("chain", data / "student", data / "teacher")
+    assert Path(chain.file).parent == tmp_path / "cache" / "xtoken" / "chain" and Path(chain.file).is_file()
+    assert "common tokens" in chain.facts[0] and len(chain.facts) == 3
+    written = Path(chain.file).stat().st_mtime_ns
+    assert built("chain", data / "student", data / "teacher").file == chain.file
+    assert Path(chain.file).stat().st_mtime_ns == written
+    assert "student tokens" in built("projection", data / "student", data / "teacher").facts[0]
+    assert "have the same tokenizer" in built("chain", data / "student", data / "student").error
+    (tmp_path / "outside").mkdir()
+    assert "lies under none of" in built("chain", tmp_path / "outside", data / "teacher").error
