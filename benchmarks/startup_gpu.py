@@ -2,10 +2,10 @@
 
     python -m benchmarks.startup_gpu STUDENT TEACHER TEXT --other TREE
 
-The run file has student, teacher and text, everything else is left to its defaults: chain, eager models, and held-out text
-that is evaluated before the first step. The first round fills the caches (page cache, chain tables, compiled kernels) and
-is reported beside the following ones, of which the smallest counts. `--other` is the tree of another commit; both are
-then compared by P-KL with a projection file, in turn.
+The run file has student, teacher and text, everything else is left to its defaults: chain, eager models, and held-out
+text that is evaluated before the first step. The first round fills the caches (page cache, chain tables, compiled
+kernels) and is reported beside the following ones, of which the smallest counts. `--other` is the tree of another
+commit; both are then compared by P-KL with a projection file, in turn.
 """
 
 from __future__ import annotations
