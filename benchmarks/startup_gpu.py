@@ -70,7 +70,7 @@ class Timeline:
         """Note the files that are new."""
         for path in (*self._output.glob("logs/*.log"), *self._output.glob("*.json*")):
             name = path.name.removesuffix(".log")
-            if name not in self.seconds and path.stat().st_size:
+            if not name.startswith(".") and name not in self.seconds and path.stat().st_size:
                 self.seconds[name] = round(seconds, 2)
 
 

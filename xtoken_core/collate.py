@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xtoken_core import schema
 from xtoken_core.alignment import TokenAligner, alignment_from_flat_batch
+from xtoken_core.config.base import teacher_name
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.data_plane.batch import BatchedDataDict
 from xtoken_core.dataset.records import PIECE, Piece, UnusableRecordError, usable_value
@@ -127,7 +128,7 @@ class CrossTokenizerCollator:
             if own is None:
                 continue
             aligner_ = aligner_ or TokenAligner(student_tokenizer, own)
-            text = TextTokenizer(own, "teacher" if len(tokenizers) == 1 else f"teacher {index}", aligner_.teacher)
+            text = TextTokenizer(own, teacher_name(index, len(tokenizers)), aligner_.teacher)
             context, divisor = contexts[index] or ctx_length_student, divisors[index] or 1
             self._teachers.append((index, _Side(text, context, divisor, aligner_)))
 

@@ -47,6 +47,14 @@ class ReferenceLoss(ChunkLoss):
         self.student_bytes = [bytes(piece) for piece in student.pieces]
         self.teacher_bytes = [bytes(piece) for piece in of_teacher.pieces]
 
+    @classmethod
+    def bytes_per_position(cls, student_vocab_size: int, teacher_vocab_size: int) -> int:
+        """Return the bytes of both sides' log-probabilities in float32, and the student's gradient.
+
+        A lower bound: what `values` makes of them comes on top.
+        """
+        return 4 * (3 * student_vocab_size + 2 * teacher_vocab_size)
+
     def evaluate(
         self,
         pairing: Pairing,

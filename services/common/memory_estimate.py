@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from services.common.memory_fit import BLOCK_ROWS
 from services.common.step_plan import ring_shape
 from services.common.supervised import supervised
 from services.common.weights import weight_count
@@ -16,6 +17,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.train import OptimizerName
 from xtoken_core.errors import ConfigError
+from xtoken_core.losses.base import Loss
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
 from xtoken_core.transports.factory import pick_transport
 from xtoken_core.transports.ring import RingShape
@@ -128,10 +130,43 @@ def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[Need]:
             yield Need(f"rollout worker {number}'s weights", weight_bytes(spec.student.model, spec.student.dtype))
 
 
-def check_room(run: ResolvedRun, device: torch.device) -> None:
+def custom_loss_needs(run: ResolvedRun, losses: Sequence[Loss], student_vocab_size: int) -> list[Need]:
+    """Return what custom losses take beside both sides' logits; one that does not declare it is logged.
+
+    Teachers are compared one after the other, and the largest counts.
+
+    Args:
+        run: The run.
+        losses: One per teacher.
+        student_vocab_size: `V_s`.
+    """
+    positions = run.spec.train.micro_batch_tokens
+    if run.spec.student.blockwise_head:
+        positions = min(positions, BLOCK_ROWS)
+    needs = []
+    for loss in losses:
+        if run.spec.loss.mode_of(loss.index) != "custom":
+            continue
+        each = loss.bytes_per_position(student_vocab_size, loss.vocab_size)
+        if each is None:
+            log.warning(
+                "%s declares no bytes_per_position: a micro-batch may need more memory than the GPU has",
+                type(loss).__name__,
+            )
+        else:
+            needs.append(Need(f"{type(loss).__name__} on {positions} positions", each * positions))
+    return sorted(needs, key=lambda need: -need.nbytes)[:1]
+
+
+def check_room(run: ResolvedRun, device: torch.device, further: Sequence[Need] = ()) -> None:
     """Refuse a run that keeps more on a GPU than the GPU has, in a step or in an evaluation.
 
     Workers without a supervisor may each see other GPUs under the same number: they only log a warning.
+
+    Args:
+        run: The run.
+        device: The GPU; a CPU is not checked.
+        further: What a step needs beside what `needs_of` yields.
 
     Raises:
         ConfigError: It needs more; the text lists the parts.
@@ -139,14 +174,17 @@ def check_room(run: ResolvedRun, device: torch.device) -> None:
     if device.type != "cuda":
         return
     rings = pick_transport(run.spec.workers.transport_name, device) == CUDA_IPC
-    why = shortage(run, device.index, torch.cuda.device_count(), torch.cuda.mem_get_info(device)[1], rings=rings)
+    total = torch.cuda.mem_get_info(device)[1]
+    why = shortage(run, device.index, torch.cuda.device_count(), total, rings=rings, further=further)
     if why and supervised():
         raise ConfigError(why)
     if why:
         log.warning("%s", why)
 
 
-def shortage(run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool) -> str:
+def shortage(
+    run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool, further: Sequence[Need] = ()
+) -> str:  # fmt: skip
     """Return why a GPU cannot hold what a run keeps there; empty if it can.
 
     Args:
@@ -155,12 +193,15 @@ def shortage(run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool) 
         gpus: Likewise.
         total: The GPU's memory in bytes.
         rings: As for `needs_of`.
+        further: As for `check_room`.
     """
     where = f"cuda:{gpu}"
     step, evaluation = (list(needs_of(run, gpu, gpus, rings=rings, evaluates=part)) for part in (False, True))
     holds_a_step = rings and run.spec.ring_slots > run.spec.workers.slots
     fewer = f"{FEWER_SLOTS}, " if holds_a_step else ""
-    return too_much(step, total, where, fewer + REMEDIES) or too_much(evaluation, total, where, REMEDIES_FOR_EVALUATION)
+    return too_much([*step, *further], total, where, fewer + REMEDIES) or too_much(
+        evaluation, total, where, REMEDIES_FOR_EVALUATION
+    )
 
 
 def too_much(needs: list[Need], total: int, where: str, remedies: str = REMEDIES) -> str:

@@ -83,7 +83,16 @@ def fit_memory(completion: Completion, base: Path) -> None:
         if name != "workers.signal" or (teachers and not _content_is_given(document)):
             completion.fill(name, value, "to fit the GPU")
     fits = max(longest, min(tokens, LARGEST) // longest * longest)
-    completion.fill("train.micro_batch_tokens", fits, f"for a GPU of {completion.machine.gpu_bytes / GIB:.0f} GiB")
+    why = f"for a GPU of {completion.machine.gpu_bytes / GIB:.0f} GiB"
+    if "custom" in _modes(document):
+        why += ", without the custom loss's own memory"
+    completion.fill("train.micro_batch_tokens", fits, why)
+
+
+def _modes(document: dict[str, Any]) -> list[Any]:
+    """Return the modes of the loss that a run file names."""
+    loss = document.get("loss")
+    return [loss.get("mode"), *(loss.get("teacher_modes") or ())] if isinstance(loss, dict) else []
 
 
 def _content_is_given(document: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from services.common.input_files import check_input_files, read_model_config
 from services.common.packable import why_not_packed
 from services.common.pair_files import cache_of, check_special_tokens, kind_of, pair_file
 from services.common.step_plan import ring_shape
+from services.common.teacher_checks import check_teachers, same_tokenizer_of
 from services.common.teacher_stores import check_stores
 from services.common.tensor_parallel import check_divided
 from services.common.training_text import mixture_of, open_index, resolve_text
@@ -69,13 +70,13 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         if teacher.projection is not None:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
             _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
-    _check_teachers(spec, student, teachers)
+    check_teachers(spec, student, teachers)
     for number in spec.computed_teachers:
         name, teacher = spec.teacher_name(number), spec.teacher[number]
         check_divided(name, teacher.model, read_model_config(name, teacher.model), teacher.gpus)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
-    same_tokenizer = _same_tokenizer(spec, student, teachers)
+    same_tokenizer = same_tokenizer_of(spec, student, teachers)
     index, piece_bytes = resolve_text(spec, same_tokenizer, _reading(progress))
     records = len(index)
     if records == 0:
@@ -119,35 +120,6 @@ def _check_tasks(evaluation: EvalSpec) -> None:
     if (tasks := evaluation.tasks) is not None:
         for path in tasks.by_name.values():
             read_prompts(confined(path, "eval.tasks.path"), tasks.match, tasks.max_prompts, within=readable_roots())
-
-
-def _same_tokenizer(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> list[bool]:
-    return [
-        of_run.projection is None and files.tokenizer_fingerprint == student.tokenizer_fingerprint
-        for of_run, files in zip(spec.teacher, teachers, strict=True)
-    ]
-
-
-def _check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> None:
-    """Refuse settings of the loss that these teachers' tokenizers make impossible.
-
-    Raises:
-        ConfigError: With the reason and what to change.
-    """
-    try:
-        same_tokenizer = _same_tokenizer(spec, student, teachers)
-        spec.loss.check_teachers([t.weight for t in spec.teacher], same_tokenizer)
-        if spec.rollout is not None and any(same_tokenizer):
-            raise ValueError(
-                f"teacher {same_tokenizer.index(True)} has the student's tokenizer, and [rollout] takes teachers with "
-                "tokenizers of their own: name a projection, or unset one of them"
-            )
-        for number, same in enumerate(same_tokenizer):
-            if same and spec.teacher[number].special_tokens:
-                raise ValueError(f"teacher.{number}.special_tokens: this teacher has the student's tokenizer: unset it")
-        spec.loss.check_topk([t.content == "topk" for t in spec.teacher], same_tokenizer)
-    except ValueError as error:
-        raise ConfigError(f"loss: {error}") from error
 
 
 def _pair_file(

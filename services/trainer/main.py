@@ -12,7 +12,7 @@ import torch
 
 from services.common.allowed_paths import confined
 from services.common.custom_loss import check_custom_loss
-from services.common.memory_estimate import check_room
+from services.common.memory_estimate import check_room, custom_loss_needs
 from services.common.models import head_width, pick_device
 from services.common.tokenizers import pad_id, tokenizer_of
 from services.common.worker import QueueLink, Worker, worker_session
@@ -120,6 +120,7 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
         )
     worker.activity("reading projections and tables")
     loss = make_loss(run, device, custom_loss, tokenizer)
+    check_room(run, device, custom_loss_needs(run, loss.losses, run.student.vocab_size))
     worker.activity("")
     rings = TeacherRings(worker, device)
     stored = StoredTeachers(worker, device, rank=rank)

@@ -108,6 +108,11 @@ def mode_of_no_teacher(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
     return {"teacher.projection": None, "teacher.tokenizer": str(assets.student), "loss.mode": "gold"}
 
 
+def shorter_teacher(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
+    """A teacher with the student's tokenizer that cannot read as many tokens."""
+    return {"teacher.projection": None, "teacher.tokenizer": str(assets.student), "teacher.context_length": 48}
+
+
 def only_messages(tmp: Path, assets: TinyAssets) -> dict[str, Any]:
     """A file of conversations, which the tiny tokenizers cannot take."""
     answer = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]}
@@ -169,6 +174,7 @@ CASES: list[tuple[Change, list[str]]] = [
     (wrong_field, ["content"]),
     (missing_projection, ["there is no projection file", "no-projection.safetensors", "xtoken projection build"]),
     (mode_of_no_teacher, ['mode = "gold" is used by no teacher']),
+    (shorter_teacher, ["teacher.0.context_length = 48", "up to 64 (student.context_length)"]),
     (only_messages, ["chat.jsonl:1", "student's tokenizer has no chat template"]),
     (damaged_projection, ["damaged.safetensors"]),
     (sparse_projection, ["teacher.0.projection", "sparse.pt is sparse", "h_kl", "xtoken projection build"]),

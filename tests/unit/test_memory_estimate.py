@@ -13,6 +13,7 @@ from services.common.memory_estimate import (
     Need,
     check_room,
     check_teacher,
+    custom_loss_needs,
     needs_of,
     shortage,
     student_bytes,
@@ -27,6 +28,8 @@ from tests.support.runs import resolved_run
 from tests.unit.trainer.students import make_model, nll, tokens
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
+from xtoken_core.losses.base import ChunkLoss
+from xtoken_core.losses.common import LossTeacher
 from xtoken_core.transports.ring import RingShape
 
 
@@ -148,6 +151,40 @@ def test_a_teacher_in_8_bits_is_beside_the_student_in_its_own_dtype(tmp_path: Pa
     run = with_models(tmp_path, teacher=in_bfloat16(plain, fp8=True), **READ)
     weights = weight_bytes(run.spec.student.model, "bfloat16")
     assert [need.nbytes for need in needs_of(run, 0, 1, rings=False, evaluates=True)][1:] == [weights, weights // 2]
+
+
+def test_a_custom_loss_declares_its_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Large(ChunkLoss):
+        mode = "custom"
+
+        @classmethod
+        def bytes_per_position(cls, student_vocab_size: int, teacher_vocab_size: int) -> int:
+            return student_vocab_size + 2 * teacher_vocab_size
+
+        def evaluate(self, *arguments: Any) -> Any:
+            raise NotImplementedError
+
+    class Unknown(Large):
+        @classmethod
+        def bytes_per_position(cls, student_vocab_size: int, teacher_vocab_size: int) -> None:
+            return None
+
+    def needs(run: ResolvedRun, loss: type[ChunkLoss]) -> list[Need]:
+        teacher = LossTeacher(vocab_size=20, own_tokenizer=True)
+        made = loss(run.spec.loss, teacher, index=0, student_vocab_size=10, device=torch.device("cpu"))
+        return custom_loss_needs(run, [made], 10)
+
+    own = {"loss": {"mode": "custom"}, "train": {"micro_batch_tokens": 1 << 20}}
+    run = with_models(tmp_path, **own)
+    assert needs(run, Large) == [Need("Large on 1048576 positions", 50 << 20)]
+    in_blocks = with_models(tmp_path, **own, student={"blockwise_head": True})
+    assert needs(in_blocks, Large) == [Need("Large on 2048 positions", 50 << 11)]
+    kept = sum(need.nbytes for need in needs_of(run, 0, 1, rings=False))
+    assert shortage(run, 0, 1, kept, rings=False) == ""
+    assert "Large on 1048576 positions 0.05" in shortage(run, 0, 1, kept, rings=False, further=needs(run, Large))
+    assert caplog.messages == [] and needs(run, Unknown) == []
+    assert "Unknown declares no bytes_per_position" in caplog.text
+    assert needs(with_models(tmp_path), Large) == [], "the library's losses are in the estimate"
 
 
 def in_bfloat16(run: ResolvedRun, **changes: Any) -> list[dict[str, Any]]:

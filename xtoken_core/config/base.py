@@ -21,3 +21,16 @@ def _none_word(value: Any) -> Any:
 
 NoneWord = BeforeValidator(_none_word)
 """Makes the word "none" mean None: TOML has no other way to say it."""
+
+
+def teacher_name(number: int, count: int) -> str:
+    """Return a teacher as messages name it: with its number if there are several.
+
+    >>> teacher_name(0, 1), teacher_name(0, 2)
+    ('teacher', 'teacher 0')
+
+    Args:
+        number: The teacher's, from 0.
+        count: How many there are.
+    """
+    return f"teacher {number}" if count > 1 else "teacher"

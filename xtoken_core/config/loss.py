@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from xtoken_core.config.base import NoneWord, Part
+from xtoken_core.config.base import NoneWord, Part, teacher_name
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -215,8 +215,9 @@ class LossConfig(Part):
         for teacher, same in enumerate(same_tokenizer):
             own = self.teacher_modes[teacher] if self.teacher_modes else None
             if same and own is not None:
+                name = teacher_name(teacher, len(same_tokenizer))
                 raise ValueError(
-                    f"teacher {teacher} has the student's tokenizer and is compared token by token: "
+                    f"{name} has the student's tokenizer and is compared token by token: "
                     f'its teacher_modes entry "{own}" must be left out'
                 )
 
@@ -238,8 +239,9 @@ class LossConfig(Part):
             mode = self.mode_of(teacher)
             if is_topk and not same and mode not in TOPK_MODES:
                 why = "its class reads logits" if mode == "custom" else "it sorts every token's probability"
+                name = teacher_name(teacher, len(topk)) if len(topk) > 1 else "the teacher"
                 raise ValueError(
-                    f'mode = "{mode}" cannot be computed from teacher {teacher}\'s largest logits, because {why}: set '
+                    f'mode = "{mode}" cannot be computed from {name}\'s largest logits, because {why}: set '
                     'teacher.content = "hidden" or "logits", or another mode'
                 )
         for name, is_set in {

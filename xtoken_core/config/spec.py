@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import Part
+from xtoken_core.config.base import Part, teacher_name
 from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
@@ -260,7 +260,7 @@ class RunSpec(Part):
 
     def teacher_name(self, number: int) -> str:
         """Return a teacher as messages name it: with its number if there are several."""
-        return f"teacher {number}" if len(self.teacher) > 1 else "teacher"
+        return teacher_name(number, len(self.teacher))
 
     def content_of(self, teacher: int) -> Content:
         """Return what a teacher sends, by its number."""

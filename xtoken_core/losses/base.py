@@ -68,7 +68,23 @@ class Loss(ABC):
             device: Device of the logits.
         """
         self.config, self.teacher, self.index = config, teacher, index
+        self.name = f"teacher {index}"
         self.student_vocab_size, self.device = student_vocab_size, device
+
+    @classmethod
+    def bytes_per_position(cls, student_vocab_size: int, teacher_vocab_size: int) -> int | None:
+        """Return the memory that a position takes beside both sides' logits, forward and backward together.
+
+        The estimate of GPU memory adds it for a custom loss, and warns if it is not known.
+
+        Args:
+            student_vocab_size: `V_s`.
+            teacher_vocab_size: `V_t`.
+
+        Returns:
+            Bytes; None: not known.
+        """
+        return None
 
     @property
     def vocab_size(self) -> int:
@@ -134,7 +150,7 @@ class Loss(ABC):
             ConfigError: This loss reads whole logits.
         """
         raise ConfigError(
-            f'teacher {self.index}: {type(self).__name__} reads whole logits: set teacher.content = "hidden" or '
+            f'{self.name}: {type(self).__name__} reads whole logits: set teacher.content = "hidden" or '
             '"logits", or another loss.mode'
         )
 
@@ -183,13 +199,13 @@ class Loss(ABC):
         """
         if teacher_logits.shape[-1] < self.vocab_size:
             raise InputError(
-                f"teacher {self.index}: its head gives {teacher_logits.shape[-1]} logits, its tokenizer has "
+                f"{self.name}: its head gives {teacher_logits.shape[-1]} logits, its tokenizer has "
                 f"{self.vocab_size} tokens: this model and tokenizer do not belong together"
             )
         maxima = teacher_logits.column_maxima if isinstance(teacher_logits, HeadProjection) else None
         if maxima is not None and maxima.shape[-1] < self.vocab_size:
             raise InputError(
-                f"teacher {self.index}: column maxima of {maxima.shape[-1]} tokens were given, its tokenizer has "
+                f"{self.name}: column maxima of {maxima.shape[-1]} tokens were given, its tokenizer has "
                 f"{self.vocab_size}"
             )
 

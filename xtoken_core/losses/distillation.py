@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from xtoken_core import schema
+from xtoken_core.config.base import teacher_name
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.base import Loss
@@ -126,6 +127,8 @@ class CrossTokenizerDistillationLoss:
             )
             for index, teacher in enumerate(teachers)
         ]
+        for loss in self.losses:
+            loss.name = teacher_name(loss.index, len(teachers))
         self.factors = vocabulary_factors(teachers) if config.normalize_teacher_by_vocab else [1.0] * len(teachers)
 
     def __call__(

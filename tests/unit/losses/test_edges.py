@@ -227,7 +227,7 @@ def test_padding_and_masked_samples_take_part_in_choosing_k():
 def test_a_head_narrower_than_its_vocabulary_is_refused():
     case = make_case()
     loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
-    with pytest.raises(InputError, match="teacher 0: its head gives 30 logits, its tokenizer has 31"):
+    with pytest.raises(InputError, match="teacher: its head gives 30 logits, its tokenizer has 31"):
         loss_fn(case.batch, case.student_logits, [case.teacher_logits[0][..., :30]])
     with pytest.raises(InputError, match="student's head gives 22 logits"):
         loss_fn(case.batch, case.student_logits[..., :22], case.teacher_logits)
