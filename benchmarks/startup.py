@@ -41,7 +41,8 @@ MUST_S = 8.0
 
 def command(tree: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """Start an `xtoken` command of a tree."""
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    path = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "services.cli", *arguments], env=environment, cwd=tree,

@@ -105,6 +105,7 @@ def main() -> int:
         parser.add_argument(name, type=Path)
     parser.add_argument("--held-out", type=Path, help="the text that is evaluated when two trees are compared")
     parser.add_argument("--other", type=Path, help="the tree of another commit, its name the commit's")
+    parser.add_argument("--only-compared", action="store_true", help="leave out the run file of three lines")
     parser.add_argument("--rounds", type=int, default=3, help="with the first, which fills the caches")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds until a start is given up")
     parser.add_argument("--logs", type=Path, help="where the logs of each start are copied to")
@@ -120,7 +121,7 @@ def main() -> int:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
-        starts: list[tuple[str, Path, str]] = [("chain", ROOT, SHORT.format(**values))]
+        starts = [] if arguments.only_compared else [("chain", ROOT, SHORT.format(**values))]
         if arguments.other is not None:
             values |= {"projection": scratch / "projection.safetensors", "held_out": arguments.held_out.resolve()}
             pair = ("--student", str(values["student"]), "--teacher", str(values["teacher"]))
