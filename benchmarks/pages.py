@@ -22,6 +22,7 @@ from benchmarks import bounds, operators
 from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.bounds import bounds_of
 from benchmarks.queue.bounds import queue_bounds
+from benchmarks.startup_gpu import on_gpu
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -190,7 +191,14 @@ PARTS = [
         lambda: operators.hidden_states(result("gpu_tests"), result("hidden_states")),
     ),
     Part("same_tokenizer", OPERATORS / "token_kl.md", lambda: {"r": result("same_tokenizer")}),
-    Part("startup", USABILITY, lambda: {"r": result("startup") if exists("startup") else None}),
+    Part(
+        "startup",
+        USABILITY,
+        lambda: {
+            "r": result("startup") if exists("startup") else None,
+            "g": on_gpu(result("startup_gpu")) if exists("startup_gpu") else None,
+        },
+    ),
     Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain")}),
     *(
         Part("operator", page, _operator(page.stem))

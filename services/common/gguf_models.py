@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -81,6 +82,26 @@ def main(file: Path, directory: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(directory)
+    drop_added_tokens(directory, model.get_input_embeddings().num_embeddings)
+
+
+def drop_added_tokens(directory: Path, rows: int) -> None:
+    """Remove the tokens that `transformers` adds to a converted tokenizer, such as GPT-2's own end of text.
+
+    The model has no row for them, so its tokenizer would have more ids than its head.
+
+    Args:
+        directory: The converted model.
+        rows: Rows of its embedding.
+    """
+    file, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    document, config = (json.loads(path.read_text(encoding="utf-8")) for path in (file, settings))
+    dropped = {token["content"] for token in document["added_tokens"] if token["id"] >= rows}
+    if dropped:
+        document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < rows]
+        config = {name: value for name, value in config.items() if not (isinstance(value, str) and value in dropped)}
+        file.write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+        settings.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 if __name__ == "__main__":

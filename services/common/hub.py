@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +160,10 @@ class Hub:
         path = self._cached(wanted, kind, pinned) if pinned else None  # whole: it is pinned once it has been fetched
         if path is None:
             from huggingface_hub import snapshot_download
+            from huggingface_hub.utils import disable_progress_bars
 
+            if not sys.stderr.isatty():
+                disable_progress_bars()
             try:
                 with spinner(f"getting {wanted.requested} from the Hub"):
                     path = Path(

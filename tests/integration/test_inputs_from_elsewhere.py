@@ -51,7 +51,7 @@ def run(directory: Path, tables: str, **environment: str) -> dict[str, Any]:
 def test_models_and_text_of_a_hub_and_a_push_to_it(assets: TinyAssets, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     write_jsonl(tmp_path / "text" / "train-0.jsonl", documents(40, seed=2))
-    pairs = {"<unk>": "<|pad|>"}
+    pairs = {"<pad>": "<|pad|>"}
     with hub_server() as hub:
         hub.add("models/org/student", assets.student)
         wanted = hub.add("models/org/teacher", assets.teacher, "v2")
@@ -60,7 +60,7 @@ def test_models_and_text_of_a_hub_and_a_push_to_it(assets: TinyAssets, tmp_path:
         summary = run(
             tmp_path,
             'push_to = "me/distilled"\n[student]\nmodel = "org/student"\ncontext_length = 64\n'
-            '[teacher]\nmodel = "org/teacher@v2"\ncontext_length = 96\nspecial_tokens = {"<unk>" = "<|pad|>"}\n'
+            '[teacher]\nmodel = "org/teacher@v2"\ncontext_length = 96\nspecial_tokens = {"<pad>" = "<|pad|>"}\n'
             '[data]\npath = "org/text"\n',
             HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home"), HF_TOKEN="hf_secret",
         )  # fmt: skip

@@ -11,11 +11,11 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from services.common.align_server import AlignServer
-from services.common.allowed_paths import OutsideError, Roots
-from services.common.special_tokens import parse_special_tokens
+from services.common.allowed_paths import Roots
 from services.control.api.dependencies import AppContext, Context
 from services.control.web.form import parse_form
 from services.control.web.render import PageRoute, page
+from services.control.web.tokenizer_fields import pairs_of, tokenizer_error
 from xtoken_core.errors import ConfigError, InputError
 
 MAX_TEXT = 20_000
@@ -73,32 +73,6 @@ def _aligned(context: AppContext, values: dict[str, str]) -> dict[str, Any]:
         return _run(context, directories, values["text"], pairs)
     finally:
         _slots.release()
-
-
-def pairs_of(text: str) -> dict[str, str]:
-    """Return the pairs of special tokens of a field with one pair a line.
-
-    Raises:
-        ConfigError: A line is no pair.
-    """
-    return parse_special_tokens((line.strip() for line in text.splitlines() if line.strip()), "the pair")
-
-
-def tokenizer_error(path: str, name: str, roots: Roots | None) -> dict[str, str]:
-    """Return why a field names no directory that may be read, by the field's name; empty if it does."""
-    if not path:
-        return {name: "Enter a directory with a tokenizer."}
-    if not path.isprintable() or not Path(path).is_absolute():
-        return {name: "Enter an absolute path."}
-    try:
-        if roots is not None:
-            roots.check(Path(path), name)
-        usable = Path(path).is_dir()
-    except OutsideError as error:
-        return {name: error.message}
-    except OSError:  # a name that no file system takes
-        usable = False
-    return {} if usable else {name: "No such directory."}
 
 
 def _run(context: AppContext, directories: tuple[Path, Path], text: str, pairs: dict[str, str]) -> dict[str, Any]:

@@ -181,6 +181,11 @@ class RunView:
         return self.state == RunState.COMPLETED
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Return True if a model can be exported from a checkpoint."""
+        return any(Path(self.output, "checkpoints").glob("step-*"))
+
+    @property
     def tiles(self) -> list[tuple[str, str, str]]:
         """Latest metrics as title, value and unit or description, the most important first."""
         last, evaluation = self._status.get("last") or {}, self.evaluation

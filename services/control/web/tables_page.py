@@ -11,9 +11,9 @@ from starlette.concurrency import run_in_threadpool
 
 from services.control.api.dependencies import AppContext, Context
 from services.control.table_builds import BusyError, TableBuilds
-from services.control.web.align_page import pairs_of, tokenizer_error
 from services.control.web.form import parse_form
 from services.control.web.render import PageRoute, page
+from services.control.web.tokenizer_fields import pairs_of, tokenizer_error
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection.pair_cache import PairKind
 
