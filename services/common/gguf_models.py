@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from services.common.progress import spinner
 from xtoken_core.atomic import atomic_rename, sync_tree
@@ -82,7 +83,8 @@ def main(file: Path, directory: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(directory)
-    drop_added_tokens(directory, model.get_input_embeddings().num_embeddings)
+    embedding: Any = model.get_input_embeddings()
+    drop_added_tokens(directory, embedding.num_embeddings)
 
 
 def drop_added_tokens(directory: Path, rows: int) -> None:

@@ -160,7 +160,7 @@ class Hub:
         path = self._cached(wanted, kind, pinned) if pinned else None  # whole: it is pinned once it has been fetched
         if path is None:
             from huggingface_hub import snapshot_download
-            from huggingface_hub.utils import disable_progress_bars
+            from huggingface_hub.utils.tqdm import disable_progress_bars
 
             if not sys.stderr.isatty():
                 disable_progress_bars()
