@@ -70,7 +70,7 @@ def test_models_and_text_of_a_hub_and_a_push_to_it(assets: TinyAssets, tmp_path:
     for name in ("model.safetensors", "config.json", "tokenizer.json", "README.md"):
         assert pushed[name] == (model / name).read_bytes(), name
     card = pushed["README.md"].decode()
-    assert "base_model: org/student" in card and "org/teacher" in card and str(tmp_path) not in card
+    assert 'base_model: "org/student"' in card and "org/teacher" in card and str(tmp_path) not in card
     assert hub.tokens == {"Bearer hf_secret"}
     spec = json.loads((tmp_path / "out" / "spec.json").read_text())
     assert spec["hub"]["org/teacher@v2"] == wanted != hub.commits["models/org/teacher"]["main"]
@@ -80,7 +80,7 @@ def test_models_and_text_of_a_hub_and_a_push_to_it(assets: TinyAssets, tmp_path:
     tables = read_tables(file)
     ids = [
         AutoTokenizer.from_pretrained(directory).convert_tokens_to_ids(token)
-        for directory, token in zip((assets.student, assets.teacher), *pairs.items(), strict=False)
+        for directory, token in zip((assets.student, assets.teacher), *pairs.items(), strict=True)
     ]
     assert int(tables.student.root[ids[0]]) == int(tables.teacher.root[ids[1]]) != tables.classes
 
