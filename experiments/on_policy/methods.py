@@ -72,6 +72,11 @@ def file_of(scale: Scale, name: str, seed: int, *, steps: int, max_new_tokens: i
             "prompt_characters": PROMPT_CHARACTERS,
             "max_new_tokens": max_new_tokens,
         }
+    return toml_of(tables)
+
+
+def toml_of(tables: Mapping[str, Any]) -> str:
+    """Return settings as a run file; a list of tables is written only for `teacher`."""
     return "\n".join(_lines(tables)) + "\n"
 
 

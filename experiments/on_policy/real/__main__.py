@@ -1,0 +1,114 @@
+"""On-policy distillation of SmolLM2 from Gemma 3, on French verbs: `python -m experiments.on_policy.real`.
+
+Needs the models of `python -m experiments.real models`, whose directory is `--state`. Of the first seed every method has
+every learning rate; the other seeds have the one that was best on validation. A call leaves out what is done; runs that
+are stopped after `--seconds` resume in the next one. Writes `results/real.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.digits.stages import machine
+from experiments.jobs import finished, run_all
+from experiments.on_policy.real.methods import METHODS, RATES, SEEDS, STEPS, Cell, job, models_of
+from experiments.on_policy.real.task import TRAIN_PROMPTS, Files, write_files
+from xtoken_core.atomic import atomic_write
+
+RESULTS = Path(__file__).parents[1] / "results"
+ACCURACY = "task_accuracy_"
+WAITS = ("completion_tokens", "finished", "staleness", "entropy", "data_wait", "teacher_wait", "rollout_wait")
+
+
+def main() -> int:
+    """Train and measure; the exit status is 3 if not all is done."""
+    arguments = _arguments()
+    until = time.monotonic() + arguments.seconds
+    state, student_and_teacher = arguments.state, models_of(arguments.state)
+    for model in student_and_teacher:
+        if not model.is_dir():
+            print(f"error: there is no {model}: run `python -m experiments.real models` first", file=sys.stderr)
+            return 2
+    files = Files(state / "verbs")
+    if not files.text.is_file():
+        write_files(files.directory, train=arguments.prompts)
+    teacher = _teacher(student_and_teacher[1], files, arguments.device)
+    options = {"device": arguments.device, "steps": arguments.steps}
+    first = [Cell(method, rate, SEEDS[0]) for rate in RATES for method in METHODS]
+    complete = _train(state, first, until, arguments.side_by_side, options)
+    others = [Cell(name, rate, seed) for seed in SEEDS[1:] for name, rate in _best_rates(state, first).items()]
+    complete = _train(state, others, until, arguments.side_by_side, options) and complete
+    done = [cell for cell in (*first, *others) if finished(state, cell.name)]
+    result = {
+        "machine": machine(),
+        "steps": arguments.steps,
+        "teacher": teacher,
+        "runs": [{**vars(cell), **_measured(state / "runs" / cell.name)} for cell in done],
+    }
+    atomic_write(arguments.out / "real.json", json.dumps(result, indent=1) + "\n")
+    return 0 if complete and len(done) == len(first) + len(others) else 3
+
+
+def _train(state: Path, cells: Sequence[Cell], until: float, side_by_side: int, options: dict[str, Any]) -> bool:
+    return run_all(state, [job(cell, **options) for cell in cells], side_by_side=side_by_side, until=until)
+
+
+def _teacher(teacher: Path, files: Files, device: str) -> dict[str, float]:
+    import torch
+
+    from experiments.on_policy.real.answers import write_answers
+
+    return write_answers(teacher, files, device="cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _best_rates(state: Path, cells: Sequence[Cell]) -> dict[str, float]:
+    """Return each method's learning rate with the best accuracy on validation, of methods that are finished."""
+    best: dict[str, tuple[float, float]] = {}
+    for cell in cells:
+        if finished(state, cell.name):
+            accuracy = _measured(state / "runs" / cell.name)["curve"][-1]["validation"]
+            best[cell.method] = max(best.get(cell.method, (-1.0, 0.0)), (accuracy, cell.rate))
+    return {method: rate for method, (_, rate) in best.items()}
+
+
+def _measured(run: Path) -> dict[str, Any]:
+    """Return a run's accuracy after each evaluation, and its own records."""
+    steps, evals = (
+        [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("steps.jsonl", "eval.jsonl")
+    )
+    means = {}
+    for column in WAITS:
+        values = [row[column] for row in steps if column in row]
+        means[column] = sum(values) / len(values) if values else None
+    return {
+        "curve": [
+            {"step": row["step"], **{name: row[ACCURACY + name] for name in ("validation", "test")}} for row in evals
+        ],
+        "tokens": sum(row["tokens"] for row in steps),
+        "seconds": sum(row["seconds"] for row in steps),
+        "kl": steps[-1].get("kl_loss"),
+        "means": means,
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models, texts and runs")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--prompts", type=int, default=TRAIN_PROMPTS, help="prompts of the training, for a trial")
+    parser.add_argument("--side-by-side", type=int, default=4, help="runs at a time")
+    parser.add_argument("--seconds", type=float, default=500.0, help="when runs are stopped, to resume later")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
