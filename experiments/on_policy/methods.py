@@ -72,6 +72,8 @@ def file_of(scale: Scale, name: str, seed: int, *, steps: int, max_new_tokens: i
             "prompt_characters": PROMPT_CHARACTERS,
             "max_new_tokens": max_new_tokens,
         }
+        # All prompts of a step are one batch.
+        tables["queue"] = {"block_size": round(method.fraction * tables["train"]["samples_per_step"])}
     return toml_of(tables)
 
 

@@ -1,8 +1,8 @@
 """On-policy distillation of SmolLM2 from Gemma 3, on French verbs: `python -m experiments.on_policy.real`.
 
-Needs the models of `python -m experiments.real models`, whose directory is `--state`. Of the first seed every method has
-every learning rate; the other seeds have the one that was best on validation. A call leaves out what is done; runs that
-are stopped after `--seconds` resume in the next one. Writes `results/real.json`.
+Needs the models of `python -m experiments.real models`, whose directory is `--state`. With the first seed every method
+is run at every learning rate, with the other seeds at the one that was best on validation. A call leaves out what is
+done; runs that are stopped after `--seconds` resume in the next one. Writes `results/real.json`.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def job(cell: Cell, *, device: str = "auto", steps: int = STEPS) -> Job:
         "data": {"path": f"verbs/{'prompts' if method.fraction == 1 else 'answers'}.jsonl", "append_eos": False},
         "eval": {"path": "verbs/text.jsonl", "every": max(1, steps // 3)},
         "eval.tasks": {
-            "path": ["verbs/validation.jsonl", "verbs/test.jsonl"], "max_prompts": 1000, "max_new_tokens": MAX_NEW_TOKENS,
+            "path": ["verbs/validation.jsonl", "verbs/test.jsonl"],
+            "max_prompts": 1000, "max_new_tokens": MAX_NEW_TOKENS,
         },
         "loss": method.loss,
         "train": {
@@ -93,6 +94,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int = STEPS) -> Job:
         tables["data"]["field"] = "prompt"
     if method.fraction:
         tables["rollout"] = {"fraction": method.fraction, "max_new_tokens": MAX_NEW_TOKENS, "stop": ["\n"]}
+        tables["queue"] = {"block_size": round(method.fraction * SAMPLES)}
     return Job(cell.name, toml_of(tables))
 
 
