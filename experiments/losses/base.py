@@ -116,7 +116,7 @@ def _layout(chunk_id: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     return first[:-1], size[:-1]
 
 
-def shared_tokens(student: Sequence[bytes], teacher: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+def shared_tokens(student: Sequence[bytes], teacher: Sequence[bytes], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the ids of tokens with the same bytes, `[n]` of each side; the lowest id of equal ones."""
     ids: list[dict[bytes, int]] = [{}, {}]
     for known, pieces in zip(ids, (student, teacher), strict=True):
@@ -124,7 +124,8 @@ def shared_tokens(student: Sequence[bytes], teacher: Sequence[bytes]) -> tuple[T
             if piece:
                 known.setdefault(piece, index)
     common = [piece for piece in ids[0] if piece in ids[1]]
-    return torch.tensor([ids[0][x] for x in common]), torch.tensor([ids[1][x] for x in common])
+    own, other = (torch.tensor([side[piece] for piece in common], device=device) for side in ids)
+    return own, other
 
 
 def divergence(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,12 @@ class BPMLoss(ReferenceLoss):
         super().__init__(*arguments, **keywords)
         self.prefixes = BytePrefixes(self.student_bytes, self.teacher_bytes)
 
+    @cached_property
+    def _first(self) -> tuple[Tensor, Tensor]:
+        """The teacher's tokens that a student token begins, and that token, where nothing has been emitted."""
+        beginnings = self.prefixes.after(b"")
+        return beginnings.teacher.to(self.device), beginnings.student.to(self.device)
+
     def prepare(self, student: Tokens, teacher: Tokens) -> Any:
         """Return the states where both sides begin a token, `[E, 3]`, and those inside a teacher token."""
         starts, inner = [], []
@@ -80,10 +87,10 @@ class BPMLoss(ReferenceLoss):
         starts, inner = prepared
         result = student.log_p.new_zeros(len(student.first))
         chunk, own, other = starts.unbind(1)
-        beginnings = self.prefixes.after(b"")
-        mass = teacher.log_p[other][:, beginnings.teacher.to(own.device)].exp_()
+        tokens, begun_by = self._first
+        mass = teacher.log_p[other][:, tokens].exp_()
         target = mass.new_zeros(len(chunk), len(self.student_bytes))
-        target.index_add_(1, beginnings.student.to(own.device), mass)
+        target.index_add_(1, begun_by, mass)
         del mass
         total = target.sum(1, keepdim=True)
         target /= total.clamp(min=torch.finfo(target.dtype).tiny)

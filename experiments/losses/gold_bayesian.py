@@ -22,20 +22,19 @@ class GoldBayesianLoss(ReferenceLoss):
     def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
         """Split both vocabularies into shared tokens and others; arguments as for `Loss`."""
         super().__init__(*arguments, **keywords)
-        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes)
+        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes, self.device)
         sizes = len(self.student_bytes), len(self.teacher_bytes)
         self.others = [
-            torch.tensor(sorted(set(range(size)) - set(ids.tolist())), dtype=torch.int64)
+            torch.tensor(sorted(set(range(size)) - set(ids.tolist())), dtype=torch.int64, device=self.device)
             for size, ids in zip(sizes, self.shared, strict=True)
         ]
 
     def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return the sum of both parts."""
         merged = [self._merged(side) for side in (student, teacher)]
-        device = student.log_p.device
-        own, other = (log_p[:, ids.to(device)] for log_p, ids in zip(merged, self.shared, strict=True))
+        own, other = (log_p[:, ids] for log_p, ids in zip(merged, self.shared, strict=True))
         rest = [
-            torch.sort(log_p[:, ids.to(device)].exp(), dim=1, descending=True).values
+            torch.sort(log_p[:, ids].exp(), dim=1, descending=True).values
             for log_p, ids in zip(merged, self.others, strict=True)
         ]
         width = max(part.shape[1] for part in rest)

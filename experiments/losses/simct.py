@@ -22,12 +22,12 @@ class SimCTLoss(ReferenceLoss):
     def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
         """List the shared tokens; arguments as for `Loss`."""
         super().__init__(*arguments, **keywords)
-        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes)
+        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes, self.device)
 
     def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return `KL(q || p)` over the candidates of each chunk."""
         chunks = torch.arange(len(student.first), device=student.log_p.device)
-        own, other = (ids.to(chunks.device) for ids in self.shared)
+        own, other = self.shared
         ids = student.targets[student.first], teacher.targets[teacher.first]
         pairs = (own.unsqueeze(0) == ids[0].unsqueeze(1)) & (other.unsqueeze(0) == ids[1].unsqueeze(1))
         is_unit = (student.size > 1) | (teacher.size > 1) | ~pairs.any(1)

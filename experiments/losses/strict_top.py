@@ -21,11 +21,11 @@ class StrictTopLoss(ReferenceLoss):
     def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
         """List the shared tokens; arguments as for `Loss`."""
         super().__init__(*arguments, **keywords)
-        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes)
+        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes, self.device)
 
     def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return `KL(q || p)` of chunks of one token on both sides."""
-        own, other = (ids.to(student.log_p.device) for ids in self.shared)
+        own, other = self.shared
         q, p = student.log_p[student.first][:, own], teacher.log_p[teacher.first][:, other]
         top = q.detach().topk(min(TOP, q.shape[1]), dim=1).indices
         q, p = (torch.log_softmax(x.gather(1, top), dim=1) for x in (q, p))

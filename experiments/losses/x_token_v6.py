@@ -44,7 +44,7 @@ class XTokenV6Loss(ReferenceLoss):
     def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
         """Spell both vocabularies with each other's tokenizer; arguments as for `Loss`."""
         super().__init__(*arguments, **keywords)
-        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes)
+        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes, self.device)
         assert self.teacher.tokenizers is not None
         student, teacher = self.teacher.tokenizers()
         self.siblings = _siblings(self.student_bytes, teacher), _siblings(self.teacher_bytes, student)
@@ -76,9 +76,7 @@ class XTokenV6Loss(ReferenceLoss):
         ones, siblings, several = prepared
         sides = student, teacher
         result = student.log_p.new_zeros(len(student.first))
-        named = [
-            side.log_p[side.first[ones]][:, ids.to(ones.device)] for side, ids in zip(sides, self.shared, strict=True)
-        ]
+        named = [side.log_p[side.first[ones]][:, ids] for side, ids in zip(sides, self.shared, strict=True)]
         q, p = (torch.cat([x.exp(), _rest(x.exp().sum(1)).unsqueeze(1)], dim=1) for x in named)
         result = result.index_add(0, ones, divergence(p, floored_log(p), floored_log(q)))
         for holder, each in enumerate(siblings):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.jobs import Job
+from experiments.real.tasks import PROMPTS, TASKS
 
 SMOLLM2, GEMMA3 = "smollm2-135m-instruct", "gemma3-270m"
 CONTINUED = "smollm2-continued-de"
@@ -85,6 +86,10 @@ METHODS = {
 RATES = (1e-4, 2e-4, 4e-4)
 """Swept where all methods are compared. Of 5e-5, 1e-4 and 2e-4, tried first, the largest was best for every method."""
 ONE_RATE = (2e-4,)
+CHAT_RATES = (2e-5, 5e-5, 2e-4)
+"""For Gemma as the student: 2e-4, tried first, was too large for cross-entropy."""
+TASK_TOKENS = 8
+"""Tokens of a completion."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ class Condition:
         others: Sources whose test split is measured too: another source of the language, other languages.
         steps: Optimiser steps.
         rates: Learning rates of every method.
+        tasks: Tasks whose accuracy is measured at every evaluation, by their files below `texts`.
     """
 
     student: str
@@ -108,6 +114,7 @@ class Condition:
     others: tuple[str, ...]
     steps: int = 150
     rates: tuple[float, ...] = ONE_RATE
+    tasks: tuple[str, ...] = ()
 
 
 _GERMAN = ("manual-de", "handbook-en", "handbook-fr")
@@ -118,7 +125,8 @@ CONDITIONS = {
     "de-6m": Condition(SMOLLM2, GEMMA3, "manual-de", 6_000_000, ("handbook-de", "handbook-en", "handbook-fr"), 600),
     "fr-500k": Condition(SMOLLM2, GEMMA3, "handbook-fr", 500_000, ("manual-fr", "handbook-en", "handbook-de")),
     "code-2m": Condition(SMOLLM2, GEMMA3, "python-code", 2_000_000, ("handbook-en", "handbook-de"), 300),
-    "chat-500k": Condition(GEMMA3, SMOLLM2, CHAT, 500_000, ("handbook-en", "handbook-de")),
+    "chat-500k": Condition(GEMMA3, SMOLLM2, CHAT, 500_000, ("handbook-en", "handbook-de"), rates=CHAT_RATES),
+    "de-500k-tasks": Condition(SMOLLM2, GEMMA3, "handbook-de", 500_000, _GERMAN, tasks=TASKS),
 }
 
 SAMPLES_PER_STEP = 24
@@ -205,6 +213,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
                 "max_bytes": EVAL_BYTES,
             },
         ),
+        *(("eval.tasks", _tasks(condition)) for _ in condition.tasks[:1]),
         ("loss", {**method.loss, "kl_loss_weight": kl, "ce_loss_scale": ce}),
         (
             "train",
@@ -227,6 +236,11 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     options = ("--loss", method.custom) if method.custom else ()
     return Job(cell.name, "\n".join(lines) + "\n", options)
+
+
+def _tasks(condition: Condition) -> dict[str, Any]:
+    files = [f"texts/{name}.jsonl" for name in condition.tasks]
+    return {"path": files, "max_prompts": PROMPTS, "max_new_tokens": TASK_TOKENS}
 
 
 def projection_file(condition: Condition) -> str:

@@ -94,7 +94,11 @@ def _rows(result: Mapping[str, Any], condition: str) -> dict[str, summary.Row]:
 
 
 def _compared(result: Mapping[str, Any]) -> list[str]:
-    return [name for name in result["conditions"] if {"chain", "ce"} <= _rows(result, name).keys()]
+    return [
+        name
+        for name, condition in result["conditions"].items()
+        if not condition.get("tasks") and {"chain", "ce"} <= _rows(result, name).keys()
+    ]
 
 
 def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:

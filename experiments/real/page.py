@@ -47,6 +47,7 @@ def page(result: dict[str, Any]) -> str:
                     "name": name,
                     **condition,
                     "table": summary.markdown(result, name, titles),
+                    "accuracies": summary.accuracies(result, name, titles),
                     "untrained": [titles[method] for method in summary.untrained(found, name)],
                     "partial": [(titles[row.method], row) for row in summary.partial_sweeps(result, name)],
                     "chosen": {row.method: row for row in chosen},
@@ -59,13 +60,14 @@ def page(result: dict[str, Any]) -> str:
                     "rates": sorted({outcome.rate for outcome in found if outcome.condition == name}),
                 }
             )
-    compared = [entry for entry in conditions if {"chain", "ce"} <= set(entry["chosen"])]
+    compared = [entry for entry in conditions if {"chain", "ce"} <= set(entry["chosen"]) and not entry.get("tasks")]
     passed = [
         entry
         for entry in compared
         if entry["teacher"].get(f"bits_per_byte_{entry['own']}", 0.0) > entry["chosen"]["ce"].test
     ]
-    waiting = Counter(titles[cell["method"]] for cell in result["not_run"])
+    waiting = Counter(titles[cell["method"]] for cell in result["not_run"] if cell["seed"] == methods.SEEDS[0])
+    other_seeds = Counter(titles[cell["method"]] for cell in result["not_run"] if cell["seed"] != methods.SEEDS[0])
     return render(
         TEMPLATE,
         machine=result["machine"],
@@ -75,6 +77,7 @@ def page(result: dict[str, Any]) -> str:
         transfers=sum(_transfers(entry["chosen"], f"{entry['others'][0]}.test") for entry in compared),
         predictions="\n".join(predictions.compare(result)),
         waiting=dict(waiting),
+        other_seeds=dict(other_seeds),
         missing=[name for name in methods.CONDITIONS if name not in {condition["name"] for condition in conditions}],
         untried=[titles[name] for name in methods.METHODS if name not in {run["method"] for run in result["runs"]}],
         pair=(methods.SMOLLM2, methods.GEMMA3),

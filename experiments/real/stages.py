@@ -26,7 +26,8 @@ from experiments.real.methods import (
     projection_file,
 )
 from experiments.real.models import MissingSourceError
-from experiments.real.summary import BASELINE, chosen, outcomes
+from experiments.real.summary import BASELINE, Choice, choices, outcomes
+from experiments.real.tasks import write_tasks
 from xtoken_core.atomic import atomic_write
 
 _METRICS = ("tokens_per_second", "memory_peak_bytes", "chunk_mass_t0")
@@ -62,6 +63,8 @@ def runs(
             if not file.is_dir():
                 raise MissingSourceError(f"there is no {file}: run the stage `models` first")
         _build_projection(state, condition)
+    if any(CONDITIONS[cell.condition].tasks for cell in planned):
+        write_tasks(state / "texts")
     for cell in planned:
         own = state / "models" / METHODS[cell.method].teacher
         if not own.is_dir():
@@ -98,7 +101,7 @@ def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device:
 
 
 def best_weights(state: Path, planned: Sequence[Cell]) -> list[Cell]:
-    """Return the planned runs whose weights were the best on validation of the first data seed.
+    """Return the planned runs whose weights, and rate on other seeds, were best on validation of the first data seed.
 
     Args:
         state: Directory of the runs.
@@ -109,11 +112,16 @@ def best_weights(state: Path, planned: Sequence[Cell]) -> list[Cell]:
     """
     first = dict.fromkeys(replace(cell, seed=SEEDS[0]) for cell in planned)
     rows = [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in first if finished(state, cell.name)]
-    weights = chosen(outcomes({"runs": rows}), SEEDS[0])
+    best = choices(outcomes({"runs": rows}))
     for cell in planned:
-        if (cell.condition, cell.method) not in weights:
+        if (cell.condition, cell.method) not in best:
             raise MissingSourceError(f"no run of {cell.method} on {cell.condition} and data seed 0 is finished")
-    return [cell for cell in planned if weights[cell.condition, cell.method] == cell.weight]
+    return [cell for cell in planned if _counts(cell, best[cell.condition, cell.method])]
+
+
+def _counts(cell: Cell, best: Choice | None) -> bool:
+    """Return True for a run of the best weights and, on other data seeds than the first, of the best rate."""
+    return best is not None and cell.weight == best.weight and (cell.seed == SEEDS[0] or cell.rate == best.rate)
 
 
 def write_sample(texts: Path, cell: Cell) -> None:
@@ -169,7 +177,8 @@ def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
 
     Args:
         state: Directory of the runs.
-        planned: The runs; those that are not finished are listed as not run.
+        planned: The runs; those that are not finished are listed as not run, of other data seeds than the first those
+            with the weights and the rate that were best on it.
         out: The result file.
     """
     rows = [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in planned if finished(state, cell.name)]
@@ -180,8 +189,16 @@ def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
         "conditions": {name: vars(CONDITIONS[name]) for name in names},
         "teachers": {name: json.loads(file.read_text()) for name, file in measured.items() if file.is_file()},
         "runs": rows,
-        "not_run": [vars(cell) for cell in planned if not finished(state, cell.name)],
+        "not_run": [vars(cell) for cell in planned if cell.seed == SEEDS[0] and not finished(state, cell.name)],
     }
+    best = choices(outcomes(result))
+    result["not_run"] += [
+        vars(cell)
+        for cell in planned
+        if cell.seed != SEEDS[0]
+        and _counts(cell, best.get((cell.condition, cell.method)))
+        and not finished(state, cell.name)
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(out, json.dumps(result, indent=1) + "\n")
     return result
@@ -191,7 +208,10 @@ def _run_record(directory: Path) -> dict[str, Any]:
     """Return a run's evaluations, and the medians of its metrics."""
     steps = [json.loads(line) for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     evals = [json.loads(line) for line in (directory / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
-    kept = [{key: row[key] for key in row if key == "step" or key.startswith("bits_per_byte")} for row in evals]
+    kept = [
+        {key: row[key] for key in row if key == "step" or key.startswith(("bits_per_byte", "task_accuracy"))}
+        for row in evals
+    ]
     metrics = {}
     for name in _METRICS:
         values = sorted(row[name] for row in steps if row.get(name) is not None)

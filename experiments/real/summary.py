@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 VALIDATION = "bits_per_byte"
 BASELINE, CHAIN = "ce", "chain"
 FIRST_SEED = 0
+TASK = "task_accuracy_"
 _GROUP = ("condition", "method", "weight", "seed")
 
 
@@ -26,6 +27,7 @@ class Outcome:
         rate: The best learning rate.
         step: The best step.
         bits: Bits per byte by text: `validation`, then the name of each test set.
+        tasks: Accuracy by task.
     """
 
     condition: str
@@ -35,12 +37,14 @@ class Outcome:
     rate: float
     step: int
     bits: Mapping[str, float]
+    tasks: Mapping[str, float] = field(default_factory=dict)
 
 
 def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
     """Return the best of every method, weights, condition and seed; ties go to the earlier run and step.
 
-    Those with a learning rate that has not run are left out: their best is not that of the whole sweep.
+    The learning rate is chosen on the first data seed, from a whole sweep: without one a method is left out. On other
+    seeds that rate alone counts.
     """
     partial = {tuple(cell[key] for key in _GROUP) for cell in result.get("not_run", ())}
     groups: dict[tuple[str, str, str, int], list[Mapping[str, Any]]] = defaultdict(list)
@@ -48,12 +52,42 @@ def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
         key = run["condition"], run["method"], run["weight"], run["seed"]
         if key not in partial:
             groups[key].append(run)
-    best = []
-    for (condition, method, weight, seed), runs in groups.items():
+    best: list[Outcome] = []
+    rates: dict[tuple[str, str, str], float] = {}
+    for (condition, method, weight, seed), runs in sorted(groups.items(), key=lambda item: item[0][3]):
+        swept = rates.get((condition, method, weight))
         rows = [(run["rate"], row) for run in runs for row in run["curve"]]
-        rate, row = min(rows, key=lambda pair: pair[1][VALIDATION])
-        best.append(Outcome(condition, method, weight, seed, rate, row["step"], _bits(row)))
+        if seed != FIRST_SEED:
+            rows = [pair for pair in rows if pair[0] == swept]
+        if rows:
+            rate, row = min(rows, key=lambda pair: pair[1][VALIDATION])
+            rates.setdefault((condition, method, weight), rate)
+            accuracies = {key.removeprefix(TASK): value for key, value in row.items() if key.startswith(TASK)}
+            best.append(Outcome(condition, method, weight, seed, rate, row["step"], _bits(row), accuracies))
     return best
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was best on validation of the first data seed.
+
+    Attributes:
+        weight: Name of the weights.
+        rate: The learning rate.
+    """
+
+    weight: str
+    rate: float
+
+
+def choices(found: Sequence[Outcome]) -> dict[tuple[str, str], Choice]:
+    """Return weights and learning rate of each condition and method, chosen on the first data seed."""
+    weights = chosen(found, FIRST_SEED)
+    return {
+        (outcome.condition, outcome.method): Choice(outcome.weight, outcome.rate)
+        for outcome in found
+        if outcome.seed == FIRST_SEED and weights[outcome.condition, outcome.method] == outcome.weight
+    }
 
 
 def _bits(row: Mapping[str, Any]) -> dict[str, float]:
@@ -151,6 +185,7 @@ class Row:
         closed: Fraction of the gap from cross-entropy to the teacher that is closed; None without the teacher
             and where cross-entropy alone passes it.
         others: Mean bits per byte on the other test sets.
+        memory: Largest GPU memory that a trainer of these runs allocated, in bytes; None where no run reports it.
     """
 
     method: str
@@ -164,6 +199,7 @@ class Row:
     first_gain: float | None
     closed: float | None
     others: Mapping[str, float]
+    memory: float | None
 
 
 def table(result: Mapping[str, Any], condition: str) -> list[Row]:
@@ -176,7 +212,12 @@ def table(result: Mapping[str, Any], condition: str) -> list[Row]:
     for outcome in found:
         groups[outcome.method, outcome.weight].append(outcome)
     tried = Counter(outcome.method for outcome in found if outcome.seed == FIRST_SEED)
-    rows = [_row(*key, tried[key[0]], group, own, baseline, teacher) for key, group in groups.items()]
+    memory: dict[tuple[str, str], float] = {}
+    for run in result["runs"]:
+        peak = run.get("metrics", {}).get("memory_peak_bytes")
+        if run["condition"] == condition and peak is not None:
+            memory[run["method"], run["weight"]] = max(peak, memory.get((run["method"], run["weight"]), 0.0))
+    rows = [_row(*key, tried[key[0]], group, own, baseline, teacher, memory.get(key)) for key, group in groups.items()]
     return sorted(rows, key=lambda row: row.test)
 
 
@@ -188,6 +229,7 @@ def _row(
     own: str,
     baseline: Mapping[int, float],
     teacher: float | None,
+    memory: float | None,
 ) -> Row:
     test = [outcome.bits[own] for outcome in group]
     by_seed = {
@@ -210,6 +252,7 @@ def _row(
         if gains and gaps and statistics.fmean(gaps) > 0
         else None,
         others={name: statistics.fmean(outcome.bits[name] for outcome in group) for name in others},
+        memory=memory,
     )
 
 
@@ -221,7 +264,17 @@ def markdown(result: Mapping[str, Any], condition: str, titles: Mapping[str, str
     """Return a condition's table in Markdown."""
     rows = table(result, condition)
     names = list(rows[0].others) if rows else []
-    head = ["method", "weights", "seeds", "test", "below cross-entropy", "on the first seed", "of the gap", *names]
+    head = [
+        "method",
+        "weights",
+        "seeds",
+        "test",
+        "below cross-entropy",
+        "on the first seed",
+        "of the gap",
+        *names,
+        "memory",
+    ]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
         gain = "" if row.gain is None else f"{row.gain:+.3f} ± {row.gain_deviation:.3f}"
@@ -233,5 +286,28 @@ def markdown(result: Mapping[str, Any], condition: str, titles: Mapping[str, str
             str(row.seeds),
             f"{row.test:.3f} ± {row.deviation:.3f}",
         ]
-        lines.append(f"| {' | '.join([*cells, gain, first, closed, *(f'{row.others[name]:.3f}' for name in names)])} |")
+        memory = "" if row.memory is None else f"{row.memory / 2**30:.1f}"
+        others = [f"{row.others[name]:.3f}" for name in names]
+        lines.append(f"| {' | '.join([*cells, gain, first, closed, *others, memory])} |")
+    return "\n".join(lines) + "\n"
+
+
+def accuracies(result: Mapping[str, Any], condition: str, titles: Mapping[str, str]) -> str:
+    """Return a condition's accuracy on its tasks in Markdown, at each run's best step on validation; empty without.
+
+    Args:
+        result: The result file's content.
+        condition: The condition.
+        titles: By method, its name in tables.
+    """
+    names = result["conditions"][condition].get("tasks") or ()
+    found = [outcome for outcome in outcomes(result) if outcome.condition == condition and outcome.tasks]
+    if not names or not found:
+        return ""
+    first = next(run["curve"][0] for run in result["runs"] if run["condition"] == condition)
+    rows = [("the student before training", [first[f"{TASK}{name}"] for name in names])]
+    ranked = sorted(found, key=lambda outcome: -sum(outcome.tasks[name] for name in names))
+    rows += [(titles.get(each.method, each.method), [each.tasks[name] for name in names]) for each in ranked]
+    lines = [f"| method | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
+    lines += [f"| {title} | {' | '.join(f'{value:.1%}' for value in values)} |" for title, values in rows]
     return "\n".join(lines) + "\n"

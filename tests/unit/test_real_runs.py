@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from experiments import jobs
-from experiments.real import controls, predictions, stages, summary
+from experiments.real import controls, predictions, stages, summary, tasks
 from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.models import MissingSourceError
 from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 from tests.support.tiny_run import documents, make_model, write_jsonl
 from xtoken_core.config.spec import parse_run_spec
+from xtoken_core.tasks import read_prompts
 
 PLANNED = list(cells(tuple(CONDITIONS), tuple(METHODS), (), (0, 1)))
 
@@ -58,6 +59,34 @@ def test_the_best_step_and_rate_of_validation_are_reported_on_test() -> None:
     )
     (best,) = summary.outcomes(found)
     assert (best.rate, best.step, best.bits["handbook-de.test"]) == (2e-4, 10, 1.7)
+
+
+def test_other_seeds_count_at_the_rate_of_the_first() -> None:
+    found = result(
+        ("ce", 1e-4, 0, curve((0, 1.5, 1.5))), ("ce", 2e-4, 0, curve((0, 1.4, 1.4))),
+        ("ce", 1e-4, 1, curve((0, 1.2, 1.2))), ("ce", 2e-4, 1, curve((0, 1.3, 1.3))),
+        ("uld", 1e-4, 1, curve((0, 1.3, 1.3))),
+    )  # fmt: skip
+    assert [(each.rate, each.seed) for each in summary.outcomes(found)] == [(2e-4, 0), (2e-4, 1)]
+
+
+def test_accuracy_is_that_of_the_best_step() -> None:
+    found = result(("ce", 1e-4, 0, curve((0, 2.0, 2.0), (10, 1.5, 1.6), (20, 1.6, 1.2))))
+    found["conditions"]["de-500k"] = {**found["conditions"]["de-500k"], "tasks": ["sums"]}
+    for row, accuracy in zip(found["runs"][0]["curve"], (0.1, 0.25, 0.3), strict=True):
+        row["task_accuracy_sums"] = accuracy
+    lines = summary.accuracies(found, "de-500k", {}).splitlines()
+    assert lines[2:] == ["| the student before training | 10.0% |", "| ce | 25.0% |"]
+
+
+def test_task_prompts_do_not_hold_their_answers(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "handbook-de.test.jsonl", texts := ["eins zwei drei " * 20 + f"{name} Ende" for name in
+        ("Rechner", "Speicher")])  # fmt: skip
+    tasks.write_tasks(tmp_path)
+    words = read_prompts(tmp_path / "next-word-de.jsonl", "exact", 10, within=None)
+    assert {prompt.answers[0] for prompt in words} == {"Rechner", "Speicher"} and len(texts) == len(words)
+    solved = read_prompts(tmp_path / "sums.jsonl", "exact", 10, within=None)
+    assert all(prompt.match == "number" for prompt in solved)
 
 
 def test_gains_are_paired_by_seed() -> None:
