@@ -185,7 +185,7 @@ class Row:
         closed: Fraction of the gap from cross-entropy to the teacher that is closed; None without the teacher
             and where cross-entropy alone passes it.
         others: Mean bits per byte on the other test sets.
-        memory: Largest GPU memory that a trainer of these runs allocated, in bytes; None where no run reports it.
+        memory: GPU memory at the peak of the median step, in bytes, the largest of the runs; None: not reported.
     """
 
     method: str
