@@ -151,7 +151,11 @@ def build(file: Path, store: Path, until: float) -> bool:
         return False
     command = [sys.executable, "-m", "services.cli", "store", "build", str(file), "--out", str(store), "--json"]
     with GpuMemory() as memory:
-        made = subprocess.run(command, capture_output=True, text=True, timeout=until - began, check=False)
+        try:
+            made = subprocess.run(command, capture_output=True, text=True, timeout=until - began, check=False)
+        except subprocess.TimeoutExpired:  # what it has written stays: the next call resumes it
+            print(f"{store.name}: ended after {until - began:.0f} s", flush=True)
+            return False
     if made.returncode:
         print(made.stdout[-2000:], made.stderr[-2000:], flush=True)
         return False

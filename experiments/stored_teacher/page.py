@@ -102,11 +102,11 @@ def _predictions(runs: Mapping[str, Any]) -> Iterator[str]:
         low, high, measure = made.get("low"), made.get("high"), made["measure"]
         wanted = f"at most {high:g}" if low is None else f"{low:g} to {high:g}"
         named = [made["run"], *(made[key] for key in ("less", "of") if key in made)]
-        found = [_value(runs[name], measure) for name in named if name in runs and measure in ("bits", *runs[name])]
-        if len(found) < len(named):
+        values = [_value(runs[name], measure) for name in named if name in runs and measure in ("bits", *runs[name])]
+        if len(values) < len(named):
             yield f"| {made['says']} | {wanted} | not run | |"
             continue
-        value = found[0] - found[1] if "less" in made else found[0] / found[1] if "of" in made else found[0]
+        value = values[0] - values[1] if "less" in made else values[0] / values[1] if "of" in made else values[0]
         verdict = "as predicted" if holds(value, low, high) else "**not**"
         yield f"| {made['says']} | {wanted} | {value:.4f} | {verdict} |"
 

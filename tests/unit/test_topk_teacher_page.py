@@ -25,5 +25,8 @@ def test_sums_of_equal_gradients() -> None:
 
     sums = Sums()
     for value in (1.0, 2.0):
-        sums.add(value, 0.5, torch.full((2,), value), torch.full((2,), value))
+        sums.add(
+            value, {"chunk_mass_t0": 0.5, "chain_start_t0": value}, torch.full((2,), value), torch.full((2,), value)
+        )
     assert (sums.value, sums.mass, sums.square, sums.product) == (3.0, 1.0, 10.0, 10.0)
+    assert sums.parts == {"chain_start_t0": 3.0}

@@ -158,8 +158,7 @@ class ChainLoss(ChunkLoss):
         given = TopKTeacher(listed.ids, log_probs, width, tail)
         student = cut(student_logits, self.widths[0])
         form = self._form(pairing)
-        found = listed_parts(student, given, sides, P, self.tables, self.options, temperature=T, generated=form)
-        parts, kept = found.parts, found.kept
+        parts, kept = listed_parts(student, given, sides, P, self.tables, self.options, temperature=T, generated=form)
         scaled = cut(student_logits, self.student_vocab_size) / T
         log_s = chunk_log_likelihood(scaled, sides[0].predicted, sides[0].chunk, P)
         log_t = chunk_sum(teacher.own_scaled().to(log_s.dtype), sides[1].chunk, P)

@@ -116,10 +116,10 @@ class ListedRows:
 
     def held(self, row: Int[Tensor, " n"], token: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Return the logits of tokens as they are compared inside a node of the teacher's own token."""
-        found = self.look_up(row, token)
+        log_probs = self.look_up(row, token)
         if not self.spread:
-            return found
-        return torch.where(torch.isneginf(found), floored_log(self.equal_part())[row], found)
+            return log_probs
+        return torch.where(torch.isneginf(log_probs), floored_log(self.equal_part())[row], log_probs)
 
     def by_root(self, side: SideTable, classes: int) -> Float[Tensor, "E C_plus_2"]:
         """Return the listed tokens' mass by class; the last column is empty."""
@@ -159,8 +159,8 @@ def listed_parts(
     dtype = torch.promote_types(torch.promote_types(student_logits.dtype, teacher.log_probs.dtype), torch.float32)
     call = _Call(ListedRows.of(teacher, dtype), tables, options, temperature, generated)
     flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
-    found = find_events(sides, max_chunks, (tables.student, tables.teacher), **flags)
-    starts, in_student, in_teacher = found[0].compact(), found[1].compact(), found[2].compact()
+    events = find_events(sides, max_chunks, (tables.student, tables.teacher), **flags)
+    starts, in_student, in_teacher = events[0].compact(), events[1].compact(), events[2].compact()
     chunks = student_logits.shape[0] * max_chunks
     least = torch.ones(chunks, dtype=dtype, device=student_logits.device)
     width = student_logits.shape[2] + 2 * tables.classes
@@ -172,9 +172,9 @@ def listed_parts(
     live_width = tables.student.live.width if options.conditioning else 0
     for some, most in _divided(starts, rules, 8 * (width + live_width), block_bytes):
         blocks.append(Block(some, chunks, call.start_term(most)))
-    for events, side in ((in_student, tables.student), (in_teacher, tables.teacher)):
-        sizes = [each[events.node + 1] - each[events.node] for each in (side.slot_start, side.member_start)]
-        for part, most in _divided(events, sizes, 8 * width, block_bytes):
+    for nodes, side in ((in_student, tables.student), (in_teacher, tables.teacher)):
+        sizes = [each[nodes.node + 1] - each[nodes.node] for each in (side.slot_start, side.member_start)]
+        for part, most in _divided(nodes, sizes, 8 * width, block_bytes):
             blocks.append(Block(part, chunks, call.node_term(side, most)))
             least = least.scatter_reduce(0, part.chunk, call.kept(part, side, most[1]), "amin")
     parts = summed(student_logits, blocks, chunks, dtype)
@@ -183,7 +183,7 @@ def listed_parts(
 
 @dataclass(frozen=True)
 class _Call:
-    """What all blocks of a call have in common."""
+    """State that all blocks of a call have in common."""
 
     rows: ListedRows
     tables: ChainTables

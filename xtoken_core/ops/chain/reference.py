@@ -204,8 +204,8 @@ def find_terms(
 ) -> Sequence[tuple[Starts | Inner, Term]]:
     """List what is to be compared: the starts, then the nodes inside the student's and inside the teacher's tokens."""
     flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
-    found = find_events(sides, max_chunks, (tables.student, tables.teacher), **flags)
-    starts, inside_student, inside_teacher = (events.without_padding() for events in found)
+    every = find_events(sides, max_chunks, (tables.student, tables.teacher), **flags)
+    starts, inside_student, inside_teacher = (events.without_padding() for events in every)
 
     def form(block: Starts | Inner) -> Generated | None:
         return None if generated is None else generated.of_rows(block.student_row)
