@@ -85,6 +85,10 @@ TEACHER_MAXIMA = Field("teacher_column_maxima", "float32", "sample", per_teacher
 """Signal `queue`: the row's largest logit per column of the teacher's vocabulary, in its dtype. Volatile."""
 TEACHER_TOPK = Field("teacher_largest_logits", "float32", "teacher", per_teacher=True)
 """Signal `queue`: each position's largest logits, as `xtoken_core.topk_logits` writes them. Volatile."""
+TEACHER_REQUESTS = Field("teacher_requests", "int64", "sample", per_teacher=True)
+"""Beside any signal of a teacher on a server, `[4]` a row: requests that were answered, requests that were repeated,
+bytes of the answers, and microseconds that the teacher's worker has waited for them. The first row has those of the
+whole micro-batch, the others have zeros. Volatile."""
 
 STUDENT_SAMPLE = Field("packed_sample", "int64", "student")
 """Packed batches only: index of the sample that a student token belongs to."""
@@ -115,6 +119,7 @@ PER_TEACHER = (
     TEACHER_HIDDEN,
     TEACHER_MAXIMA,
     TEACHER_TOPK,
+    TEACHER_REQUESTS,
     TEACHER_SAMPLE,
     PAIR_SAMPLE,
 )

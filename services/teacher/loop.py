@@ -22,6 +22,7 @@ from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
+from xtoken_core.served_requests import requests_field
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
 from xtoken_core.transports.factory import create_ring
 from xtoken_core.transports.queue_signal import TRANSPORT as QUEUE
@@ -281,13 +282,20 @@ class TeacherLoop:
         ring, slot = pair.ring, claimed.slot
         rows, width = claim.ids.shape
         self._write(ring, claim)
+        others = self._other_columns(claimed)
 
         def complete() -> None:
             ring.write_generation(slot, claimed.generation)
             lengths = layout.lengths if layout is not None else None
-            self.queue.complete(claimed.lease, ring.columns(slot, rows, width, self.number, lengths=lengths))
+            columns = ring.columns(slot, rows, width, self.number, lengths=lengths)
+            self.queue.complete(claimed.lease, columns | others)
 
         pair.completions.after(complete)
+
+    def _other_columns(self, claimed: Claimed) -> dict[str, Column]:
+        """Return what goes to the trainer beside a micro-batch's signal, once that is written."""
+        del claimed
+        return {}
 
     def _write(self, ring: SignalRing, claim: ClaimedTokens) -> None:
         """Write a micro-batch's signal into its slot, or enqueue that on the device.
@@ -356,6 +364,10 @@ class ServedLoop(TeacherLoop):
         if claim.row is not None:
             parts = [(0, part) for part in claim.row.slices()]
         view.copy_(self.served.rows(scores, parts, view.shape))
+
+    def _other_columns(self, claimed: Claimed) -> dict[str, Column]:
+        """Return the requests since the micro-batch before, those of the check at the start with the first."""
+        return {requests_field(self.number): self.served.new_requests().column(len(claimed.ids))}
 
     def _log_memory(self) -> None:
         self.served.log_use()

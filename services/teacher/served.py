@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ from services.common.http_engine.engine import Engine
 from services.common.http_engine.errors import SampleRefusedError
 from services.common.http_engine.results import results_of
 from services.common.http_engine.scores import PromptScores
+from xtoken_core.served_requests import RequestCounts
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import TopKLogits, write_topk
 from xtoken_core.transports.ring import TopKSettings
@@ -44,6 +46,8 @@ class ServedTeacher:
         self.engine, self.device, self.settings, self.head_width = engine, device, settings, head_width
         pool = engine.pool
         self._threads = ThreadPoolExecutor(min(len(pool.replicas) * pool.limit, THREADS), thread_name_prefix="engine")
+        self._waited_s = 0.0
+        self._reported = RequestCounts()
 
     def check(self, text: TextTokenizer, *, longest: int, own_suffices: bool) -> None:
         """Compare the servers with the model's tokenizer; see `check_servers`."""
@@ -62,8 +66,12 @@ class ServedTeacher:
             EngineError: No server has answered in time.
             EngineRefusalError: A server refuses a request.
         """
+        began = time.monotonic()
         futures = [self._threads.submit(self._score, list(ids)) for ids in samples]
-        return results_of(futures, alive)
+        try:
+            return results_of(futures, alive)
+        finally:
+            self._waited_s += time.monotonic() - began
 
     def rows(self, scores: Sequence[PromptScores], parts: Sequence[tuple[int, slice]], shape: torch.Size) -> Tensor:
         """Return samples' scores as a slot has them, `[rows, width, W]` on the host; other positions list nothing.
@@ -83,6 +91,13 @@ class ServedTeacher:
             if len(made.own):
                 write_topk(topk_of(made, self.settings), rows[row : row + 1, part])
         return rows
+
+    def new_requests(self) -> RequestCounts:
+        """Return the counts since the last call."""
+        pool = self.engine.pool
+        total = RequestCounts(pool.requests, pool.retries, pool.received, self._waited_s)
+        since, self._reported = total.less(self._reported), total
+        return since
 
     def log_use(self) -> None:
         """Log the number of requests, and the bytes of their answers."""

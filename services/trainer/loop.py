@@ -266,6 +266,7 @@ class TrainerLoop:
             "padding": round(step.padding, 6),
             **{name: round(wait / seconds, 6) for name, wait in waits.items()},
             **self.runner.stored.metrics(outcome.skipped),
+            **self.runner.request_metrics(),
             "memory_peak_bytes": peak_memory(self.student.device),
             "skipped": list(outcome.skipped),
             "dead": list(outcome.dead),

@@ -27,6 +27,7 @@ from xtoken_core.losses.lazy_logits import Logits
 from xtoken_core.losses.objective import Selection
 from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
+from xtoken_core.served_requests import RequestCounts, take_requests
 from xtoken_core.transports.signal import RINGS
 from xtoken_core.wire import Column
 from xtoken_core.wire.messages import Claimed, SlotRef
@@ -107,6 +108,7 @@ class StepRunner:
         reads = {"rollouts": spec.rollout is not None, "log_probs": spec.loss.importance_cap is not None}
         self.fields = list(schema.run_fields(self.run.same_tokenizer, **reads))
         self.waited_s = 0.0
+        self._requests = RequestCounts()
         self.stopped = False
         self.timer = DeviceTimer(student.device)
 
@@ -139,6 +141,13 @@ class StepRunner:
         self.rings.drain()
         return metrics
 
+    def request_metrics(self) -> dict[str, float | int]:
+        """Return the counts of requests to this rank's served teachers since the last call; nothing without any."""
+        if not any(self.run.spec.teacher[teacher].url for teacher in self.living):
+            return {}
+        counts, self._requests = self._requests, RequestCounts()
+        return counts.metrics()
+
     def _receive(self, step: StepPlan, rewinds: int) -> Iterator[Received | None]:
         """Yield each micro-batch of this rank, claimed lazily; None for one with nothing to train on."""
         for batch in step.plan.ranks[self.rank]:
@@ -148,6 +157,7 @@ class StepRunner:
         began = time.monotonic()
         try:
             claimed, columns = self._claim(batch, rewinds)
+            self._requests = self._requests.plus(take_requests(columns, len(self.living)))
             if len(claimed.slots) < len(self.living) or set(claimed.dead).issuperset(batch.ids):
                 return None  # every sample is dead
             stored = self.stored.take(batch, columns, claimed.dead)

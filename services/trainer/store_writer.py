@@ -30,6 +30,7 @@ from xtoken_core import schema
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.plan import MicroBatch
 from xtoken_core.queue.run.names import TRAINER
+from xtoken_core.served_requests import RequestCounts, take_requests
 from xtoken_core.teacher_store import codec
 from xtoken_core.teacher_store.identity import identity_of
 from xtoken_core.teacher_store.shards import ShardWriter, digest_of
@@ -143,6 +144,7 @@ class StoreWriterLoop:
         self.rewinds = self.step = 0
         self.written_at = time.monotonic()
         self.written_bytes = 0
+        self.requests = RequestCounts()
 
     def write(self) -> None:
         """Write every record that the store lacks.
@@ -235,6 +237,7 @@ class StoreWriterLoop:
     def _rows(self, batch: MicroBatch) -> Iterator[Row]:
         """Yield the records of a micro-batch that the store lacks; its slot is released before."""
         claimed, columns = self._claim(batch)
+        self.requests = self.requests.plus(take_requests(columns, 1))
         if not claimed.slots or set(claimed.dead).issuperset(batch.ids):
             return
         (slot,) = claimed.slots
@@ -284,7 +287,9 @@ class StoreWriterLoop:
                 "time": round(time.time(), 6),
                 "seconds": round(seconds, 6),
                 "tokens_per_second": round(tokens / seconds, 3),
+                **(self.requests.metrics() if self.run.spec.teacher[0].url else {}),
                 "skipped": list(outcome.skipped),
                 "dead": list(outcome.dead),
             }
         )
+        self.requests = RequestCounts()

@@ -44,6 +44,10 @@ def test_a_run_with_a_served_teacher_equals_one_with_its_weights(
         served = teacher | {"model": weightless, "url": [first, second], "url_engine": engine}
         run = tiny_spec(assets, tmp_path, records=32, teacher=[served], output=tmp_path / "served", **changes)
         torch.testing.assert_close(losses(run, start), expected, rtol=1e-4, atol=1e-5)
+    lines = steps_of(run.output)
+    answered, repeated = (sum(line[f"served_{name}"] for line in lines) for name in ("requests", "retries"))
+    assert answered >= 32 and repeated == 3
+    assert all(line["served_bytes"] > 0 and line["served_wait_seconds"] > 0 for line in lines)
     assert all(len(server.seen) > 4 for server in servers)
 
 

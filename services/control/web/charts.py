@@ -125,6 +125,18 @@ RATES = (
         "store-misses", "Records missing from a store", "steps", "samples skipped",
         (Line("store_misses", "skipped"),), floor=0.0, group=SPEED,
     ),
+    Chart(
+        "served", "Answers of the teacher's servers", "steps", "per step",
+        (Line("served_requests", "answered"), Line("served_retries", "repeated")), floor=0.0, group=SPEED,
+    ),
+    Chart(
+        "served-bytes", "Size of the servers' answers", "steps", "MiB per step",
+        (Line("served_bytes", "received"),), divisor=MIB, floor=0.0, group=SPEED,
+    ),
+    Chart(
+        "served-wait", "Teacher's wait for its servers", "steps", "s per step",
+        (Line("served_wait_seconds", "waited"),), floor=0.0, group=SPEED,
+    ),
     Chart("queue", "Queue", "gauges", "samples", (Line("queue_samples", "held"),), floor=0.0, group=SPEED),
     Chart(
         "gpu-memory", "GPU memory", "gauges", "GiB", (Line("gpu_memory*", "GPU"),), divisor=GIB, floor=0.0,

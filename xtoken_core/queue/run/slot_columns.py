@@ -10,7 +10,7 @@ from xtoken_core.queue.run.slots import READABLE, Rings
 from xtoken_core.queue.store import Store
 from xtoken_core.wire import Column, QueueError
 
-SIGNAL_FIELDS = (schema.TEACHER_HIDDEN, schema.TEACHER_MAXIMA, schema.TEACHER_TOPK)
+SIGNAL_FIELDS = (schema.TEACHER_HIDDEN, schema.TEACHER_MAXIMA, schema.TEACHER_TOPK, schema.TEACHER_REQUESTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class SlotColumns:
     """Columns of a run's store by ring, slot and generation.
 
     They are volatile: never journalled, and dropped with the ring, the slot's release or a rewind. A signal in memory
-    that teacher and student share has none.
+    that teacher and student share has none but the requests of a teacher on a server.
     """
 
     def __init__(self, rings: Rings, store: Store, teachers: int) -> None:

@@ -1,0 +1,79 @@
+"""Counts of the requests to a teacher's servers, which go from its worker to the trainer beside each signal."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+from xtoken_core.schema import TEACHER_REQUESTS, field_name
+from xtoken_core.wire import Column
+
+_ROW = struct.Struct("<4q")
+
+
+@dataclass(frozen=True)
+class RequestCounts:
+    """Counts over some micro-batches.
+
+    Attributes:
+        requests: Requests that were answered.
+        retries: Requests that were repeated.
+        received: Bytes of the answers.
+        waited_s: Seconds that the teacher's worker has waited for them.
+    """
+
+    requests: int = 0
+    retries: int = 0
+    received: int = 0
+    waited_s: float = 0.0
+
+    def plus(self, other: RequestCounts) -> RequestCounts:
+        """Return the sum of two counts."""
+        requests, retries = self.requests + other.requests, self.retries + other.retries
+        return RequestCounts(requests, retries, self.received + other.received, self.waited_s + other.waited_s)
+
+    def less(self, earlier: RequestCounts) -> RequestCounts:
+        """Return the counts since earlier ones."""
+        requests, retries = self.requests - earlier.requests, self.retries - earlier.retries
+        return RequestCounts(requests, retries, self.received - earlier.received, self.waited_s - earlier.waited_s)
+
+    def column(self, rows: int) -> Column:
+        """Return the column of a micro-batch.
+
+        Args:
+            rows: Its samples, at least one; the first has the counts.
+        """
+        first = _ROW.pack(self.requests, self.retries, self.received, round(self.waited_s * 1e6))
+        values = memoryview(first + bytes((rows - 1) * _ROW.size))
+        return Column("dense", TEACHER_REQUESTS.dtype, rows, (4,), values)
+
+    def metrics(self) -> dict[str, float | int]:
+        """Return the columns of `steps.jsonl`."""
+        return {
+            "served_requests": self.requests,
+            "served_retries": self.retries,
+            "served_bytes": self.received,
+            "served_wait_seconds": round(self.waited_s, 6),
+        }
+
+
+def requests_field(teacher: int) -> str:
+    """Return the name of a teacher's column."""
+    return field_name(TEACHER_REQUESTS, teacher)
+
+
+def take_requests(columns: MutableMapping[str, Column], teachers: int) -> RequestCounts:
+    """Remove the counts from a claim's columns, and return their sum over all teachers.
+
+    Args:
+        columns: The claim's.
+        teachers: Number of living teachers.
+    """
+    total = RequestCounts()
+    for teacher in range(teachers):
+        column = columns.pop(requests_field(teacher), None)
+        if column is not None and column.item_shape == (4,) and column.dtype == TEACHER_REQUESTS.dtype:
+            for requests, retries, received, waited in _ROW.iter_unpack(column.values):
+                total = total.plus(RequestCounts(requests, retries, received, waited / 1e6))
+    return total
