@@ -66,7 +66,8 @@ class Completion:
         table.pop(key, None)
         if value is not None:
             table[key] = value
-            self.notes.append(f"{name} = {json.dumps(value, default=str)}" + (f" ({why})" if why else ""))
+            shown = name if len(self.document.get("teacher", ())) > 1 else name.replace("teacher.0.", "teacher.", 1)
+            self.notes.append(f"{shown} = {json.dumps(value, default=str)}" + (f" ({why})" if why else ""))
 
     def given(self, name: str) -> bool:
         """Return True if the run file names a setting of a table."""
@@ -250,7 +251,7 @@ def _complete_evaluation(completion: Completion, base: Path, output: Path, *, wr
             document["data"]["path"] = stored[1]
             completion.notes.append("data and eval: the text held back at the first start")
         elif document["data"].get("sources"):
-            completion.notes.append("eval: none, since text is only held back of a single data.path: name one")
+            _without_evaluation(completion, given, "text is only held back of a single data.path")
             return
         elif "path" not in document["data"] or completion.stored:
             return
@@ -259,7 +260,7 @@ def _complete_evaluation(completion: Completion, base: Path, output: Path, *, wr
             paths = [base / Path(each).expanduser() for each in (path if isinstance(path, list) else [path])]
             split = split_text(paths, output / "cache" / "split", writes=writes)
             if split is None:
-                completion.notes.append("eval: none, since no text could be held back: name one")
+                _without_evaluation(completion, given, "no text could be held back")
                 return
             train, held_out, note = split
             document["data"]["path"], document["eval"] = str(train), {**given, "path": str(held_out)}
@@ -271,6 +272,17 @@ def _complete_evaluation(completion: Completion, base: Path, output: Path, *, wr
         steps = document.get("train", {}).get("max_steps")
         if isinstance(steps, int):
             completion.fill("eval.every", max(1, -(-steps // EVALUATIONS)), f"{EVALUATIONS} times in the run")
+
+
+def _without_evaluation(completion: Completion, given: Mapping[str, Any], why: str) -> None:
+    """Note that there is no evaluation.
+
+    Raises:
+        ConfigError: The run file sets something of it.
+    """
+    if given:
+        raise ConfigError(f"eval.{next(iter(given))} is set without eval.path, and {why}: name a text in eval.path")
+    completion.notes.append(f"eval: none, since {why}: name one")
 
 
 def _evaluation_bytes(completion: Completion, base: Path) -> int:

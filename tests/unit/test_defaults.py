@@ -50,6 +50,7 @@ def test_three_lines_are_a_run(workspace: Path) -> None:
     assert 0 < len(held_out) < 40 and len(held_out) + len(trained) == 400
     assert all(map(is_held_out, held_out)) and not any(map(is_held_out, trained))
     assert any(note.startswith("student.context_length = 512") for note in notes)
+    assert any(note.startswith("teacher.context_length") for note in notes)
 
 
 def test_named_settings_stay(workspace: Path) -> None:
@@ -79,6 +80,15 @@ def test_settings_of_the_command_line(workspace: Path) -> None:
     for wrong, reason in (("seed", "takes table.key=value"), ("name.x=1", "is no table"), ("train.rate=1", "no such")):
         with pytest.raises(ConfigError, match=reason):
             load_run(workspace / "short.toml", ["name=other", wrong], machine=CPU, writes=False)
+
+
+def test_an_evaluation_without_text(workspace: Path) -> None:
+    (workspace / "few.txt").write_text("one\n")
+    few = ["data=few.txt", "name=few"]
+    spec, notes = load_run(workspace / "short.toml", few, machine=CPU)
+    assert spec.eval is None and "eval: none, since no text could be held back: name one" in notes
+    with pytest.raises(ConfigError, match=r"eval\.every is set without eval\.path, and no text could be held back"):
+        load_run(workspace / "short.toml", [*few, "eval.every=2"], machine=CPU)
 
 
 def test_llama_1b_from_qwen3_4b_fits_24_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

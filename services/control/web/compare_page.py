@@ -93,7 +93,9 @@ def differing_settings(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, list
     chosen = dict.fromkeys(name for spec in specs.values() for name, _ in _leaves(_without_defaults(spec)))
     names = [name for name in chosen if name not in OWN]
     rows = {name: [one.get(name, "–") for one in flat] for name in names}
-    return {name: texts for name, texts in rows.items() if len(set(texts)) > 1}
+    several = any(len(spec.get("teacher") or ()) > 1 for spec in specs.values())
+    shown = {name if several else name.replace("teacher.0.", "teacher.", 1): texts for name, texts in rows.items()}
+    return {name: texts for name, texts in shown.items() if len(set(texts)) > 1}
 
 
 def _without_unread(spec: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -63,8 +63,8 @@ class RunView:
 
     @property
     def seconds(self) -> float | None:
-        """Duration in seconds since its last start, up to its end."""
-        if self.began is None:
+        """Duration in seconds since its last start, up to its end; None for a run that was made elsewhere."""
+        if self.began is None or self.began == self.ended:
             return None
         return seconds_since(self.began) - (seconds_since(self.ended) if self.ended else 0.0)
 

@@ -18,6 +18,7 @@ from services.control.app import create_app
 from services.control.auth import COOKIE, Auth
 from services.control.runs import Runs
 from services.control.web.charts import charts_of
+from services.control.web.compare_page import differing_settings
 from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, put, spec
 from xtoken_core.config.spec import RunSpec
@@ -282,7 +283,7 @@ def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -
     page = client.get("/compare", params={"run": ["a", "a-baseline"]}).text
     assert "better by 0.2500" in page
     differing = page[page.index('id="differing"') :]
-    assert "teacher.0.model" in differing and "loss.kl_loss_weight" in differing and "loss.mode" not in differing
+    assert "teacher.model" in differing and "loss.kl_loss_weight" in differing and "loss.mode" not in differing
     assert "student.model" not in differing and "output" not in differing
     assert 'href="/compare?run=a&amp;run=a-baseline"' in client.get("/runs/a").text
     assert client.get("/compare").status_code == 200
@@ -313,3 +314,11 @@ def test_name_that_no_file_system_takes(client: TestClient, tmp_path: Path) -> N
     path = str(tmp_path / "data" / ("x" * 300))
     answer = client.post("/align", data={"student": path, "teacher": path, "text": "a"})
     assert answer.status_code == 200 and "No such directory" in answer.text
+
+
+def test_a_single_teacher_has_no_number_in_a_comparison(tmp_path: Path) -> None:
+    one = spec(tmp_path)
+    other = {**one, "teacher": [{**one["teacher"][0], "context_length": 9}]}
+    assert differing_settings({"a": one, "b": other}) == {"teacher.context_length": ["8", "9"]}
+    two = {**one, "teacher": one["teacher"] * 2}
+    assert "teacher.1.model" in differing_settings({"a": one, "b": two})
