@@ -10,7 +10,8 @@ import warnings
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "huggingface_hub")
+LIBRARIES = ("torch", "torch.fx", "transformers", "tokenizers", "huggingface_hub")
+"""Loggers of libraries; torch sets its own level again when some of its parts are imported, but not that of `fx`."""
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 """Variables that libraries read when they are imported, which is later."""
 

@@ -25,6 +25,16 @@ EXCLUDED = ("queue.address", "ray.address")
 """Settings that the control plane assigns."""
 TEXTS = ("eval.samples.prompts",)
 """Lists of texts that may hold commas."""
+MODEL = "The model's directory: `config.json` and `.safetensors` weights."
+HELP = {
+    "student.model": MODEL,
+    "teacher.model": MODEL,
+    "data.path": (
+        "A file or files (`.jsonl`, `.parquet`, `.txt`), or a directory saved by `datasets`. Required without "
+        "`data.sources`."
+    ),
+}
+"""Descriptions where a control plane takes less than a run file: it fetches and converts nothing."""
 REFUSED_MODES = ("custom",)
 """Modes of the loss that a control plane does not run."""
 SPELLING = {word: word.upper() for word in ("alm", "ce", "eos", "fp8", "gpu", "kl", "tflops", "uld")} | {
@@ -130,7 +140,7 @@ def _field(name: str, info: FieldInfo, doc: str) -> Field:
     if name == "loss.mode":
         choices = tuple(choice for choice in choices if choice not in REFUSED_MODES)
     of = MODES_OF_SETTING.get(name.removeprefix("loss."), ()) if name.startswith("loss.") else ()
-    return Field(name, kind, default, doc, info.is_required(), choices, tuple(sorted(of)))
+    return Field(name, kind, default, HELP.get(name, doc), info.is_required(), choices, tuple(sorted(of)))
 
 
 def format_value(value: Any, kind: str) -> str:
