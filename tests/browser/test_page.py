@@ -343,7 +343,7 @@ def test_tables(open_page: Open, plane: Plane) -> None:
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_page_width_and_theme(open_page: Open, plane: Plane, width: int, colours: str) -> None:
     page = open_page("/", width=width, colours=colours)
-    run = page.locator("a.through").first.get_attribute("href")
+    run = page.get_by_role("link", name="pair", exact=True).get_attribute("href")
     for name, path in (
         ("runs", "/"), ("run", run), ("log", f"{run}/log"), ("configuration", f"{run}/configuration"),
         ("files", f"{run}/files"), ("new", "/runs/new"), ("align", "/align"), ("tables", "/tables"), ("api", "/docs"),
@@ -353,8 +353,7 @@ def test_page_width_and_theme(open_page: Open, plane: Plane, width: int, colours
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than the screen"
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == (colours == "dark")
-        if width == NARROW or colours == "dark":
-            picture(page, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-{name}")
+        picture(page, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-{name}")
 
 
 def test_keyboard(open_page: Open) -> None:
