@@ -24,6 +24,7 @@ class Method:
         ce: `ce_loss_scale`; None scales dynamically.
         kl: `kl_loss_weight`.
         full: It compares whole vocabularies.
+        custom: `MODULE:CLASS` of a loss outside the product; empty for a mode of the product.
     """
 
     title: str
@@ -33,10 +34,13 @@ class Method:
     ce: float | None = 0.1
     kl: float = 1.0
     full: bool = False
+    custom: str = ""
 
 
 CHAIN = {"mode": "chain", "chain_bare_space": False}
 """Without the nodes at a single space, as all of these runs were planned; the library's default has them."""
+
+_CUSTOM = {"mode": "custom"}
 
 METHODS = {
     "ce": Method("cross-entropy only", seeds=3, ce=1.0, kl=0.0),
@@ -70,6 +74,19 @@ METHODS = {
     "both": Method("both teachers, P-KL over full vocabularies", teachers=(CROSS, SAME), full=True),
     "p_kl_ce0": Method("P-KL, CE weight 0", ce=0.0),
     "p_kl_dynamic": Method("P-KL, dynamic scale", ce=None),
+    "bpm": Method("BPM", _CUSTOM, seeds=3, custom="experiments.losses.bpm:BPMLoss"),
+    "escd": Method("ESCD", _CUSTOM, seeds=3, custom="experiments.losses.escd:ESCDLoss"),
+    "simct": Method("SimCT", _CUSTOM, seeds=3, custom="experiments.losses.simct:SimCTLoss"),
+    "x_token_v6": Method(
+        "X-Token v6",
+        _CUSTOM,
+        seeds=3,
+        custom="experiments.losses.x_token_v6:XTokenV6Loss",
+    ),
+    "gold_bayesian": Method(
+        "GOLD, bayesian merge", _CUSTOM, seeds=3, custom="experiments.losses.gold_bayesian:GoldBayesianLoss"
+    ),
+    "strict_top": Method("strict 1:1, top 16", _CUSTOM, seeds=3, custom="experiments.losses.strict_top:StrictTopLoss"),
 }
 
 
@@ -84,10 +101,17 @@ def run_name(name: str, seed: int) -> str:
     return f"{name}-{seed}".replace("_", "-")
 
 
+def custom_options(name: str) -> tuple[str, ...]:
+    """Return the options of `xtoken run` for a method's own loss."""
+    return ("--loss", METHODS[name].custom) if METHODS[name].custom else ()
+
+
 def run_file(scale: Scale, name: str, seed: int) -> str:
     """The run's file; it lies in the directory that holds models, text and `runs/`."""
     method, train = METHODS[name], scale.go_on
     loss: dict[str, Any] = {"vocab_topk": "none" if method.full else train.vocab_topk, **method.loss}
+    if method.custom:
+        del loss["vocab_topk"]
     if method.ce is None:
         loss |= {"dynamic_loss_scaling": True}
     else:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.digits.methods import CROSS, SAME, planned, run_file, run_name
+from experiments.digits.methods import CROSS, SAME, custom_options, planned, run_file, run_name
 from experiments.digits.settings import Scale
 from experiments.digits.text import Texts, read_texts, write_texts
 from experiments.jobs import Job, finished, run_all
@@ -76,7 +76,7 @@ def runs(
 ) -> bool:
     """The compared runs; returns whether all are finished."""
     wanted = [(n, seed) for n, seed in planned(scale) if (not only or n in only) and (not seeds or seed in seeds)]
-    jobs = [Job(run_name(*run), run_file(scale, *run)) for run in wanted]
+    jobs = [Job(run_name(*run), run_file(scale, *run), custom_options(run[0])) for run in wanted]
     return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus)
 
 
