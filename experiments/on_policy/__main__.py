@@ -26,7 +26,7 @@ from experiments.on_policy.methods import METHODS, file_of, planned, run_name
 from xtoken_core.atomic import atomic_write
 
 RESULTS = Path(__file__).parent / "results"
-MAX_NEW_TOKENS = {"full": 96, "reduced": 64}
+MAX_NEW_TOKENS = {"full": 72, "reduced": 64}
 ROLLOUT = ("completions", "completion_tokens", "finished", "staleness", "entropy", "generated_tokens_per_second")
 WAITS = ("data_wait", "teacher_wait", "rollout_wait")
 
@@ -43,7 +43,7 @@ def main() -> int:
     lengths = [_lengths(state, scale, seed) for seed in range(scale.seeds)]
     wanted = [run for run in planned(scale) if not arguments.methods or run[0] in arguments.methods]
     jobs = []
-    for name, seed in wanted:
+    for name, seed in sorted(wanted, key=lambda run: -METHODS[run[0]].fraction):  # the slowest first
         steps = lengths[seed].steps(name, arguments.steps or scale.go_on.steps)
         text = file_of(scale, name, seed, steps=steps, max_new_tokens=MAX_NEW_TOKENS[scale.name])
         jobs.append(Job(run_name(name, seed), text))
