@@ -16,7 +16,7 @@ from xtoken_core.losses.alm import bernoulli_kl, chunk_log_likelihood, chunk_sum
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import ChunkView, Divergence, EvalOptions, LossTeacher, Pairing, ReadTokens
 from xtoken_core.losses.lazy_logits import cut
-from xtoken_core.losses.masks import kept_chunk_ids, next_token_targets, of_samples, predicted_ids
+from xtoken_core.losses.masks import generated_tokens, kept_chunk_ids, next_token_targets, predicted_ids
 from xtoken_core.ops import get_op
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import PARTS, SideTokens
@@ -100,14 +100,13 @@ class ChainLoss(ChunkLoss):
         """
         if not self.other_form:
             return None
-        version = batch.get(schema.WEIGHTS_VERSION.name)
-        if version is None:
+        generated = generated_tokens(batch)
+        if generated is None:
             raise InputError(
                 'mode = "chain" with reverse_kl or beta takes generated text, and the batch has no column '
                 f"{schema.WEIGHTS_VERSION.name}: add it (-1 for given text), or unset reverse_kl and beta"
             )
-        generated = of_samples(version >= 0, batch.get(schema.STUDENT_SAMPLE.name))
-        return generated.expand(batch[schema.INPUT_IDS.name].shape)
+        return generated
 
     def evaluate(
         self,

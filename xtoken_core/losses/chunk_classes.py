@@ -15,6 +15,8 @@ CLASSES = ("1to1", "1ton", "nto1", "mton", "numerals", "whitespace")
 """Student tokens to teacher tokens of a chunk; then chunks of digits, and of white space alone, of any shape."""
 SUM, MEAN, COUNT = "chunk_kl_sum_", "chunk_kl_", "chunk_count_"
 """Prefixes of metrics: a class's summed divergence in a micro-batch and its mean in a step, in nats; its chunks."""
+GENERATED = "generated_"
+"""Prefix of a class in rows that the student has generated; without it the class is of given text."""
 SPACES, DIGITS, DIGIT = 1, 2, 4
 """Bits of a token's kind: white space alone; digits and white space alone; at least one digit."""
 
@@ -69,7 +71,10 @@ def class_members(
 
 
 def class_metrics(
-    values: Float[Tensor, "B P"], members: Bool[Tensor, "classes B P"], teacher: int
+    values: Float[Tensor, "B P"],
+    members: Bool[Tensor, "classes B P"],
+    teacher: int,
+    generated: Bool[Tensor, "B P"] | None = None,
 ) -> dict[str, Float[Tensor, ""]]:
     """Return each class's summed divergence and number of chunks, detached and by metric.
 
@@ -77,12 +82,27 @@ def class_metrics(
         values: The divergence of every chunk, in nats.
         members: The result of `class_members`.
         teacher: The teacher's number.
+        generated: True where the student has generated a chunk: those are classes of their own. None: nowhere.
     """
     values = values.detach()
-    sums = torch.where(members, values, 0.0).sum((1, 2))  # a chunk that does not count may hold NaN
-    counts = members.sum((1, 2))
-    metrics = {f"{SUM}{name}_t{teacher}": value for name, value in zip(CLASSES, sums, strict=True)}
-    return metrics | {f"{COUNT}{name}_t{teacher}": value for name, value in zip(CLASSES, counts, strict=True)}
+    kinds = {"": members} if generated is None else {"": members & ~generated, GENERATED: members & generated}
+    metrics = {}
+    for prefix, own in kinds.items():
+        sums = torch.where(own, values, 0.0).sum((1, 2))  # a chunk that does not count may hold NaN
+        names = [f"{prefix}{name}_t{teacher}" for name in CLASSES]
+        metrics |= {SUM + name: value for name, value in zip(names, sums, strict=True)}
+        metrics |= {COUNT + name: value for name, value in zip(names, own.sum((1, 2)), strict=True)}
+    return metrics
+
+
+def generated_chunks(generated: Bool[Tensor, "B T_s"], view: ChunkView) -> Bool[Tensor, "B P"]:
+    """Return which chunks are of text that the student has generated.
+
+    Args:
+        generated: True at positions of such text.
+        view: The teacher's alignment at predicting positions.
+    """
+    return chunk_sizes(torch.where(generated, view.student_chunk_id, -1), view.max_chunks) > 0
 
 
 def class_means(metrics: dict[str, float]) -> dict[str, float]:

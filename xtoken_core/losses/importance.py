@@ -12,7 +12,7 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.errors import InputError
 from xtoken_core.losses.common import ChunkView
-from xtoken_core.losses.masks import of_samples, student_tokens
+from xtoken_core.losses.masks import generated_tokens, student_tokens
 
 
 @torch.no_grad()
@@ -40,7 +40,8 @@ def chunk_weights(
             "it, or unset importance_cap"
         )
     tokens = student_tokens(batch)
-    generated = of_samples(batch[schema.WEIGHTS_VERSION.name] >= 0, tokens.sample).expand(losses.shape)
+    generated = generated_tokens(batch)
+    assert generated is not None
     counted = (tokens.next_weights() > 0) & generated[:, 1:]
     ratios = torch.where(counted, -losses[:, :-1] - sampled[:, 1:].to(losses.dtype), 0.0)
     ratios = torch.cat([ratios, torch.zeros_like(losses[:, :1])], 1)  # [B, T], of the token that a position predicts

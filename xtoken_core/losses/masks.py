@@ -61,6 +61,19 @@ def of_samples(values: Tensor, sample: Int[Tensor, "B T"] | None) -> Tensor:
     return values.unsqueeze(1) if sample is None else values[sample]
 
 
+def generated_tokens(batch: Mapping[str, Tensor]) -> Bool[Tensor, "B T_s"] | None:
+    """Return the student's tokens in text that it has generated; None if the batch has no column of it.
+
+    Args:
+        batch: Holds `weights_version`, -1 for given text, where rows may be generated.
+    """
+    version = batch.get(schema.WEIGHTS_VERSION.name)
+    if version is None:
+        return None
+    generated = of_samples(version >= 0, batch.get(schema.STUDENT_SAMPLE.name))
+    return generated.expand(batch[schema.INPUT_IDS.name].shape)
+
+
 def shifted_chunk_ids(chunk_id: Int[Tensor, "B T"], sample: Int[Tensor, "B T"] | None = None) -> Int[Tensor, "B T"]:
     """Return chunk ids moved from each token to the position that predicts it: one to the left.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses.base import Loss
-from xtoken_core.losses.chunk_classes import class_members, class_metrics
+from xtoken_core.losses.chunk_classes import class_members, class_metrics, generated_chunks
 from xtoken_core.losses.common import (
     Divergence,
     EvalOptions,
@@ -28,7 +28,7 @@ from xtoken_core.losses.common import (
 from xtoken_core.losses.cross_entropy import mean_over_tokens
 from xtoken_core.losses.importance import chunk_weights
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, row_logits
-from xtoken_core.losses.masks import next_token_targets
+from xtoken_core.losses.masks import generated_tokens, next_token_targets
 from xtoken_core.ops import get_op
 from xtoken_core.topk_logits import TopKLogits
 
@@ -264,11 +264,12 @@ class Objective:
         """Return the divergence and number of chunks by class, of every teacher with chunks."""
         metrics: dict[str, Tensor] = {}
         if self.token_kinds is not None:
-            targets = next_token_targets(self.batch)
+            targets, rows = next_token_targets(self.batch), generated_tokens(self.batch)
             for index, (loss, divergence) in enumerate(zip(self.losses, values.divergences, strict=True)):
                 if (view := loss.chunks(self.batch)) is not None:
                     members = class_members(targets, view, self.token_kinds)
-                    metrics |= class_metrics(torch.stack(divergence.parts).sum(0), members, index)
+                    generated = None if rows is None else generated_chunks(rows, view)
+                    metrics |= class_metrics(torch.stack(divergence.parts).sum(0), members, index, generated)
         return metrics
 
     def _weighted(self, terms: Sequence[TeacherTerm]) -> list[Tensor]:

@@ -51,6 +51,7 @@ def main() -> int:
         "teacher": teacher,
         "runs": [{**vars(cell), **_measured(state / "runs" / cell.name)} for cell in done],
     }
+    arguments.out.mkdir(parents=True, exist_ok=True)
     atomic_write(arguments.out / "real.json", json.dumps(result, indent=1) + "\n")
     return 0 if complete and len(done) == len(first) + len(others) else 3
 

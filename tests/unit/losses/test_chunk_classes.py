@@ -55,6 +55,32 @@ def test_classes_add_up_to_the_divergence(mode):
             assert combined[f"chunk_count_{name}_t0"] == step[f"chunk_count_{name}_t0"]
 
 
+def test_generated_rows_are_classes_of_their_own():
+    case = make_case()
+    kinds = token_kinds([PIECES[n % len(PIECES)] for n in range(V_S)])
+    loss_fn = CrossTokenizerDistillationLoss(
+        LossConfig(mode="alm"), student_vocab_size=V_S, teachers=case.teachers, token_kinds=kinds
+    )
+    rows = range(len(case.student_logits))
+    versions = torch.tensor([-1 if row % 2 else 7 for row in rows])
+
+    def step(some: list[int]) -> dict[str, float]:
+        part = case.rows(some)
+        columns = {**part.batch, "weights_version": versions[some]}
+        _, metrics = loss_fn(columns, part.student_logits, part.teacher_logits)
+        return combine_metrics([{name: value.item() for name, value in metrics.items()}])
+
+    whole, given, generated = step([*rows]), step([*rows[1::2]]), step([*rows[::2]])
+    for name in CLASSES:
+        key = f"chunk_kl_{name}_t0"
+        assert whole.get(key) == pytest.approx(given.get(key)), name
+        assert whole.get(f"chunk_kl_generated_{name}_t0") == pytest.approx(
+            generated.get(f"chunk_kl_generated_{name}_t0")
+        )
+        assert generated[f"chunk_count_{name}_t0"] == given[f"chunk_count_generated_{name}_t0"] == 0
+    assert whole["chunk_count_1to1_t0"] > 0 < whole["chunk_count_generated_1to1_t0"]
+
+
 def test_no_classes_without_chunks():
     case = make_case(same_tokenizer=(True,))
     loss_fn = CrossTokenizerDistillationLoss(
