@@ -144,6 +144,21 @@ RATES = (
     ),
     Chart("gpu-use", "GPU utilization", "gauges", "%", (Line("gpu_use*", "GPU"),), floor=0.0, group=SPEED),
 )  # fmt: skip
+BY_CLASS = tuple(
+    Chart(
+        name, title, "steps", "nats per chunk",
+        tuple(
+            Line(f"chunk_kl_{prefix}{each}_t*", f"{each}, teacher", single_label=each)
+            for each in ("1to1", "1ton", "nto1", "mton", "numerals", "whitespace")
+        ),
+        floor=0.0,
+    )
+    for name, title, prefix in (
+        ("classes", "Divergence by class of chunk, text", ""),
+        ("classes-generated", "Divergence by class of chunk, completions", "generated_"),
+    )
+)  # fmt: skip
+"""Charts of runs with rollouts."""
 COMPARED = (
     Chart("held-out", "Held-out text", "eval", "bits per byte", (Line("bits_per_byte", ""),), group=MAIN),
     Chart("ce", "Training cross-entropy", "steps", "nats per token", (Line("ce_loss", ""),), group=MAIN),
@@ -165,7 +180,8 @@ def charts_of(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> t
     held_out = Chart(
         "held-out-loss", "Held-out loss", "eval", "nats, weighted", _terms(spec, same_tokenizer, "held_out_")
     )
-    return (HELD_OUT, loss, TASKS, *QUALITY, held_out, *RATES)
+    by_class = BY_CLASS if spec.get("rollout") else ()
+    return (HELD_OUT, loss, TASKS, *QUALITY, *by_class, held_out, *RATES)
 
 
 def _terms(spec: Mapping[str, Any], same_tokenizer: Sequence[bool], prefix: str) -> tuple[Line, ...]:

@@ -23,6 +23,7 @@ from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, put, spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY
+from xtoken_core.losses.chunk_classes import CLASSES, GENERATED
 
 TOKEN = "a-token-that-is-long-enough"
 
@@ -227,6 +228,13 @@ def drawn(source: str, row: dict[str, float], spec: dict[str, Any]) -> dict[str,
 
 ONE = {"teacher": [{}], "loss": {"mode": "chain", "kl_loss_weight": 1.0, "ce_loss_scale": 0.1}}
 TWO = {"teacher": [{}, {"weight": 2.0}], "loss": {"mode": "gold", "teacher_modes": [None, "alm"], "ce_loss_scale": 0.1}}
+
+
+def test_charts_by_class_of_chunk_have_completions_apart() -> None:
+    row = {f"chunk_kl_{kind}{name}_t0": 1.0 for kind in ("", GENERATED) for name in CLASSES}
+    shown = drawn("steps", row, ONE | {"rollout": {"fraction": 1.0}})
+    assert [len(shown[name]) for name in ("classes", "classes-generated")] == [len(CLASSES)] * 2
+    assert not any(name.startswith("classes") for name in drawn("steps", row, ONE))
 
 
 def test_losses_have_their_names_and_weights() -> None:
