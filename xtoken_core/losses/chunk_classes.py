@@ -86,7 +86,7 @@ def class_metrics(
     """
     values = values.detach()
     kinds = {"": members} if generated is None else {"": members & ~generated, GENERATED: members & generated}
-    metrics = {}
+    metrics: dict[str, Tensor] = {}
     for prefix, own in kinds.items():
         sums = torch.where(own, values, 0.0).sum((1, 2))  # a chunk that does not count may hold NaN
         names = [f"{prefix}{name}_t{teacher}" for name in CLASSES]
