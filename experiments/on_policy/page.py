@@ -6,17 +6,20 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from benchmarks.worker_kills.rollouts import RESULT as KILLS
 from experiments.digits.predictions import holds
 from experiments.on_policy.methods import METHODS
+from experiments.on_policy.real import page as real
+from experiments.on_policy.tables import bounds_of, plural, row_of, spread
 from experiments.vocabularies.page import insert
 from xtoken_core.atomic import atomic_write
 
 PAGE = Path(__file__).parents[2] / "docs" / "on_policy.md"
 RESULTS = [Path(__file__).parent / "results" / f"{scale}.json" for scale in ("full", "reduced")]
+REAL = RESULTS[0].with_name("real.json")
 PREDICTIONS = Path(__file__).parent / "predictions.toml"
 COLUMNS = ("completion_tokens", "finished", "staleness", "entropy", "data_wait", "teacher_wait", "rollout_wait")
 
@@ -55,19 +58,9 @@ def right(measured: Mapping[str, Any]) -> float:
     return value
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{count} {noun}" + "s" * (count != 1)
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return mean and standard deviation in percent."""
-    return f"{fmean(values):.1%}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
-
-
 def _answers(runs: Runs) -> Iterator[str]:
     heads = ("", "seeds", "steps", "student tokens", "right answers", "in all contexts", "bits/byte, sources", *COLUMNS)
-    yield "| " + " | ".join(heads) + " |"
+    yield row_of(heads)
     yield "|---" * len(heads) + "|"
     for name, own in runs.items():
         if not own:
@@ -83,7 +76,7 @@ def _answers(runs: Runs) -> Iterator[str]:
         for column in COLUMNS:
             found = [run["means"][column] for run in values if run["means"][column] is not None]
             cells.append(f"{fmean(found):.2f}" if found else "")
-        yield "| " + " | ".join(cells) + " |"
+        yield row_of(cells)
 
 
 def _predictions(runs: Runs, teacher: float) -> Iterator[str]:
@@ -92,7 +85,7 @@ def _predictions(runs: Runs, teacher: float) -> Iterator[str]:
         low, high = prediction.get("low"), prediction.get("high")
         one, other = runs[prediction["method"]], runs[prediction["less"]]
         differences = [right(one[seed]) - right(other[seed]) for seed in one if seed in other]
-        bounds = f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
+        bounds = bounds_of(low, high)
         if not differences:
             yield f"| {prediction['says']} | {bounds} | not run | |"
             continue
@@ -123,8 +116,11 @@ def kills(result: Mapping[str, Any] | None) -> str:
 
 def written() -> str:
     """Return `docs/on_policy.md` as the result files ask for."""
-    results = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in (*RESULTS, KILLS)]
-    page = insert(PAGE.read_text(encoding="utf-8"), render(results[:-1]), "experiments.on_policy.page")
+    files = (*RESULTS, REAL, KILLS)
+    results = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files]
+    page = insert(PAGE.read_text(encoding="utf-8"), render(results[:-2]), "experiments.on_policy.page")
+    page = insert(page, real.render_file(), "experiments.on_policy.real.methods")
+    page = insert(page, real.render(results[-2]), "experiments.on_policy.real.page")
     return insert(page, kills(results[-1]), "benchmarks.worker_kills.rollouts")
 
 

@@ -1,0 +1,88 @@
+"""Tables of the task on pretrained models, and the run file of its on-policy runs, for `docs/on_policy.md`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from experiments.digits.predictions import holds
+from experiments.on_policy.real.methods import METHODS, RATES, SEEDS, STEPS, Cell, job
+from experiments.on_policy.tables import bounds_of, plural, row_of, spread
+
+PREDICTIONS = Path(__file__).with_name("predictions.toml")
+COLUMNS = ("completion_tokens", "finished", "entropy", "data_wait", "teacher_wait", "rollout_wait")
+ALONE, TEACHER = "alone", "teacher"
+
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+"""A method's runs at its best learning rate, by method."""
+
+
+def render(result: Mapping[str, Any] | None) -> str:
+    """Return the tables; a line without a result."""
+    if result is None:
+        return "Not run yet."
+    runs = chosen(result["runs"])
+    machine = ", ".join(result["machine"]["gpus"]) or f"{result['machine']['cpus']} CPU cores"
+    head = f"{result['steps']} steps; {machine}, several runs at a time. Accuracy is that of the likeliest token."
+    return "\n".join([head, "", *_accuracy(result, runs), "", *_predictions(result, runs)])
+
+
+def render_file() -> str:
+    """Return the run file of an on-policy run as a block."""
+    return f"```toml\n{job(Cell('on_policy', RATES[0], SEEDS[0]), steps=STEPS).file.strip()}\n```"
+
+
+def chosen(runs: Sequence[Mapping[str, Any]]) -> Runs:
+    """Return each method's runs at the learning rate that was best on validation with the first seed."""
+    found = {}
+    for name in METHODS:
+        own = [run for run in runs if run["method"] == name]
+        first = [run for run in own if run["seed"] == SEEDS[0]]
+        best = max(first, key=lambda run: (run["curve"][-1]["validation"], run["rate"]), default=None)
+        found[name] = [run for run in own if best is not None and run["rate"] == best["rate"]]
+    return found
+
+
+def _accuracy(result: Mapping[str, Any], runs: Runs) -> Iterator[str]:
+    heads = ("", "seeds", "learning rate", "validation", "test", "student tokens", *COLUMNS)
+    yield from (row_of(heads), "|---" * len(heads) + "|")
+    filler = [""] * (2 + len(COLUMNS) - 1)
+    teacher, alone = result["teacher"], _alone(result)
+    yield row_of(["teacher", "", "", f"{teacher['validation']:.1%}", f"{teacher['test']:.1%}", *filler])
+    yield row_of(["student alone", "", "", f"{alone['validation']:.1%}", f"{alone['test']:.1%}", *filler])
+    for name, own in runs.items():
+        if not own:
+            yield row_of([METHODS[name].title, "0", "not complete", *filler, "", ""])
+            continue
+        cells = [METHODS[name].title, str(len(own)), f"{own[0]['rate']:g}"]
+        cells += [spread([run["curve"][-1][split] for run in own]) for split in ("validation", "test")]
+        cells.append(f"{fmean(run['tokens'] for run in own):,.0f}")
+        for column in COLUMNS:
+            values = [run["means"][column] for run in own if run["means"][column] is not None]
+            cells.append(f"{fmean(values):.2f}" if values else "")
+        yield row_of(cells)
+
+
+def _alone(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the accuracy of the student before its first step, the same in every run."""
+    first: Mapping[str, Any] = result["runs"][0]["curve"][0]
+    return first
+
+
+def _predictions(result: Mapping[str, Any], runs: Runs) -> Iterator[str]:
+    values = {name: [run["curve"][-1]["test"] for run in own] for name, own in runs.items()}
+    values |= {ALONE: [_alone(result)["test"]], TEACHER: [result["teacher"]["test"]]}
+    yield from (row_of(("prediction", "predicted", "measured", "")), "|---|---|---|---|")
+    for prediction in tomllib.loads(PREDICTIONS.read_text(encoding="utf-8"))["prediction"]:
+        low, high = prediction.get("low"), prediction.get("high")
+        one, other = values[prediction["method"]], values[prediction["less"]]
+        if not one or not other:
+            yield row_of([prediction["says"], bounds_of(low, high), "not run", ""])
+            continue
+        mean = fmean(one) - fmean(other)
+        verdict = "as predicted" if holds(mean, low, high) else "**not**"
+        seeds = plural(max(len(one), len(other)), "seed")
+        yield row_of([prediction["says"], bounds_of(low, high), f"{mean:+.3f} ({seeds})", verdict])
