@@ -15,6 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from services.common.published_weights import Version, load_weights
+from services.rollout.decoding import NAME as ATTENTION
+from services.rollout.decoding import SMALLEST, SPAN, Batch, Decoder
 from xtoken_core.config.rollout import RolloutSpec
 
 
@@ -71,14 +73,23 @@ class Sampler:
         model: A Hugging Face causal language model.
         vocabulary: Its tokens.
         settings: Lengths and distribution.
+        fixed_memory: Decode in memory of a fixed size (`decoding.Decoder`); None: on a GPU.
     """
 
-    def __init__(self, model: Any, vocabulary: Vocabulary, settings: RolloutSpec) -> None:
+    def __init__(
+        self, model: Any, vocabulary: Vocabulary, settings: RolloutSpec, *, fixed_memory: bool | None = None
+    ) -> None:
         self.model, self.vocabulary, self.settings = model, vocabulary, settings
         self._stops = [text.encode() for text in settings.stop]
         accepted = inspect.signature(model.forward).parameters
         self._has_positions = "position_ids" in accepted
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._decoder: Decoder | None = None
+        fixed_memory = model.device.type == "cuda" if fixed_memory is None else fixed_memory
+        if fixed_memory and self._has_positions:
+            if model.config._attn_implementation == "sdpa":
+                model.set_attn_implementation(ATTENTION)
+            self._decoder = Decoder(model, self._logits, self._sample, settings.max_new_tokens)
 
     def load(self, path: Path) -> Version:
         """Load the published weights in a file; return their version.
@@ -97,7 +108,7 @@ class Sampler:
         Args:
             prompts: Token ids of each, at least one.
             seeds: Seed of each row's random numbers (`seed_of`).
-            progress: Called after every token; it may raise to stop.
+            progress: Called after every token, or every few; it may raise to stop.
 
         Returns:
             A completion of 1 to `max_new_tokens` tokens for each.
@@ -111,37 +122,117 @@ class Sampler:
         ids, mask = ids.to(device), mask.to(device)
         uniforms = torch.from_numpy(np.stack([_uniforms(seed, self.settings.max_new_tokens) for seed in seeds]))
         uniforms = uniforms.to(device)
-        rows, cache = [Sampled() for _ in prompts], None
-        entropies, log_probs = [], []
-        for n in range(self.settings.max_new_tokens):
-            logits, cache = self._forward(ids, mask, cache)
-            whole = logits
-            logits = logits.masked_fill(~self.vocabulary.allowed, -torch.inf)
-            chosen = choose(logits, uniforms[:, n], self.settings)
-            entropies.append(entropy_of(logits))
-            log_probs.append(whole.log_softmax(-1).gather(1, chosen.unsqueeze(1)).squeeze(1))
-            for row, token in zip(rows, chosen.tolist(), strict=True):
-                if not row.finished:
-                    self._append(row, token)
-            progress()
+        rows = [Sampled() for _ in prompts]
+        logits, cache = self._forward(ids, mask, None)
+        chosen = self._first(rows, logits, uniforms)
+        progress()
+        batch = None
+        if self._decoder is not None and self.settings.max_new_tokens > 1 and not all(row.finished for row in rows):
+            batch = self._decoder.start(cache, mask, chosen, uniforms)
+        if batch is None:
+            self._decode(rows, chosen, mask, cache, uniforms, progress)
+        else:
+            del cache
+            self._decode_spans(rows, batch, progress)
+        return rows
+
+    def _first(self, rows: list[Sampled], logits: Tensor, uniforms: Tensor) -> Int[Tensor, " B"]:
+        """Add the first token of every row; return them."""
+        chosen, *values = self._sample(logits, uniforms[:, 0])
+        self._extend(rows, *(x.unsqueeze(1) for x in (chosen, *values)))
+        return chosen
+
+    def _decode(
+        self,
+        rows: list[Sampled],
+        chosen: Tensor,
+        mask: Tensor,
+        cache: Any,
+        uniforms: Tensor,
+        progress: Callable[[], None],
+    ) -> None:
+        """Decode token by token with the model's own cache, until all rows are finished."""
+        kept = []
+        for n in range(1, self.settings.max_new_tokens):
             if all(row.finished for row in rows):
                 break
             ids = chosen.unsqueeze(1)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        kept = torch.stack(entropies, 1).cpu(), torch.stack(log_probs, 1).cpu()
-        for row, along, own in zip(rows, *kept, strict=True):
-            row.entropy = float(along[: len(row.ids)].sum())
-            row.log_probs = own[: len(row.ids)].tolist()
-        return rows
+            logits, cache = self._forward(ids, mask, cache)
+            chosen, entropy, log_probs = self._sample(logits, uniforms[:, n])
+            kept.append((entropy, log_probs))
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                if not row.finished:
+                    self._append(row, token)
+            progress()
+        if kept:
+            self._add_values(rows, *(torch.stack(x, 1) for x in zip(*kept, strict=True)))
+
+    def _decode_spans(self, rows: list[Sampled], batch: Batch, progress: Callable[[], None]) -> None:
+        """Decode spans of tokens; rows that are finished leave the batch when half of it is."""
+        assert self._decoder is not None
+        at = list(range(len(rows)))  # rows of the batch, without surplus ones
+        n = 1
+        while n < self.settings.max_new_tokens and any(not row.finished for row in rows):
+            living = [i for i, row in enumerate(at) if not rows[row].finished]
+            size = -(-len(living) // SMALLEST) * SMALLEST
+            if size <= batch.size // 2:
+                batch = self._decoder.narrowed(batch, [*living, *[living[0]] * (size - len(living))])
+                at = [at[i] for i in living]
+            span = min(SPAN, self.settings.max_new_tokens - n)
+            for _ in range(span):
+                batch.step()
+            n += span
+            values = (x[: len(at), n - span : n] for x in (batch.tokens, batch.entropies, batch.log_probs))
+            self._extend([rows[row] for row in at], *values)
+            progress()
+
+    def _extend(self, rows: Sequence[Sampled], tokens: Tensor, entropies: Tensor, log_probs: Tensor) -> None:
+        """Add tokens to rows until each is finished.
+
+        Args:
+            rows: Completions.
+            tokens: `[B, n]`.
+            entropies: Likewise.
+            log_probs: Likewise.
+        """
+        for row, ids in zip(rows, tokens.tolist(), strict=True):
+            for token in ids:
+                if not row.finished:
+                    self._append(row, token)
+        self._add_values(rows, entropies, log_probs)
+
+    def _add_values(self, rows: Sequence[Sampled], entropies: Tensor, log_probs: Tensor) -> None:
+        """Add entropies and log-probabilities of the tokens that rows have got, `[B, n]`."""
+        for row, along, own in zip(rows, entropies.cpu(), log_probs.cpu(), strict=True):
+            count = len(row.ids) - len(row.log_probs)
+            row.entropy += float(along[:count].sum())
+            row.log_probs += own[:count].tolist()
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> tuple[Float[Tensor, "B V"], Any]:
         """Return the logits of the last position in float32, and the cache of keys and values."""
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = self._output(ids, mask, positions, cache)
+        return output.logits[:, -1].float(), output.past_key_values
+
+    def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Float[Tensor, "B V"]:
+        """Return the logits of one token per row in float32."""
+        logits: Tensor = self._output(ids, mask, positions, cache).logits[:, -1].float()
+        return logits
+
+    def _output(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         options = {"position_ids": positions} if self._has_positions else {}
-        output = self.model(
+        return self.model(
             input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options, **self._last
         )
-        return output.logits[:, -1].float(), output.past_key_values
+
+    def _sample(
+        self, logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"]
+    ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"], Float[Tensor, " B"]]:
+        """Return a token of each row, the entropy of its distribution and its log-probability."""
+        allowed = logits.masked_fill(~self.vocabulary.allowed, -torch.inf)
+        chosen = choose(allowed, uniforms, self.settings)
+        return chosen, entropy_of(allowed), logits.log_softmax(-1).gather(1, chosen.unsqueeze(1)).squeeze(1)
 
     def _append(self, row: Sampled, token: int) -> None:
         row.ids.append(token)

@@ -1,0 +1,171 @@
+"""TRL's GOLD trainer on its student's own completions, timed step by step.
+
+    python -m benchmarks.on_policy.trl_gold --student DIR --teacher DIR --prompts FILE --batch N --out FILE
+
+It runs alone in a process. The trainer generates with transformers, trains on all of a step's completions in one
+micro-batch, and is given what makes it fast: bfloat16 weights, no recomputed activations, a fused optimiser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+WARM_UP = 2
+
+
+class Clock:
+    """Wall seconds of parts of a step, the device's work included."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose time is added to a part's."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            began = now()
+            result = function(*args, **options)
+            self.seconds[name] = self.seconds.get(name, 0.0) + now() - began
+            return result
+
+        return run
+
+
+def now() -> float:
+    """Return the time once the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
+def main() -> None:
+    """Train, and write a line of figures per step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--student", type=Path, required=True)
+    parser.add_argument("--teacher", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file of `prompt` and `completion`")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=4, help="beyond two steps of warm-up")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--context", type=int, default=384)
+    parser.add_argument("--extended", action="store_true", help="align by bytes: byte-level tokenizers alone")
+    parser.add_argument("--seconds", type=float, default=120.0, help="no step begins after so long")
+    parser.add_argument("--out", type=Path, required=True)
+    train(parser.parse_args())
+
+
+def train(options: argparse.Namespace) -> None:
+    """Run the trainer.
+
+    Args:
+        options: As `main` reads them.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl.experimental.gold import GOLDConfig, GOLDTrainer
+
+    began, clock, steps = time.monotonic(), Clock(), []
+    cuda = torch.cuda.is_available()
+    records = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines()]
+    wanted = (WARM_UP + options.steps) * options.batch
+    records = (records * (wanted // len(records) + 1))[:wanted]
+    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (options.student, options.teacher)]
+    for tokenizer in tokenizers:
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (options.student, options.teacher)
+    ]
+    config = GOLDConfig(
+        output_dir=str(options.out.with_suffix(".run")), per_device_train_batch_size=options.batch,
+        gradient_accumulation_steps=1, max_steps=WARM_UP + options.steps, learning_rate=1e-5, bf16=cuda,
+        optim="adamw_torch_fused" if cuda else "adamw_torch", gradient_checkpointing=False, lmbda=1.0, temperature=1.0,
+        top_p=1.0, top_k=0, max_length=options.context, max_completion_length=options.new_tokens, use_uld_loss=True, use_extended_uld=options.extended,
+        uld_use_hybrid_loss=True, teacher_tokenizer_name_or_path=str(options.teacher), save_strategy="no",
+        report_to=[], logging_steps=1, disable_tqdm=True, use_cpu=not cuda,
+    )  # fmt: skip
+
+    class Recorder(TrainerCallback):  # type: ignore[misc]  # TRL and transformers have no types here
+        """Writes a line per step."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Stop when the time is over."""
+            control.should_training_stop = time.monotonic() - began > options.seconds
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Write the step's figures."""
+            steps.append({"time": now(), **clock.seconds})
+            clock.seconds.clear()
+            options.out.write_text(json.dumps(result(steps, counts, options)) + "\n", encoding="utf-8")
+            if time.monotonic() - began > options.seconds:
+                control.should_training_stop = True
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            """Print the loss."""
+            print(logs, flush=True)
+
+    trainer = GOLDTrainer(
+        model=models[0], teacher_model=models[1], args=config, train_dataset=Dataset.from_list(records),
+        processing_class=tokenizers[0], callbacks=[Recorder()],
+    )  # fmt: skip
+    counts: list[dict[str, float]] = []
+    generate = clock.timed("generation", trainer.generate_on_policy_outputs)
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        made = generate(*args, **settings)
+        ids, _, labels = made[:3]
+        trained = labels != -100
+        lengths = trained.sum(1)
+        counts.append(
+            {
+                "completion_tokens": int(lengths.sum()),
+                "finished": float((lengths < options.new_tokens).float().mean()),
+                "width": ids.shape[1],
+            }
+        )
+        return made
+
+    trainer.generate_on_policy_outputs = counted
+    trainer.compute_loss = clock.timed("forward", trainer.compute_loss)
+    trainer.accelerator.backward = clock.timed("backward", trainer.accelerator.backward)
+    trainer.train()
+
+
+def result(steps: list[dict[str, float]], counts: list[dict[str, float]], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of all steps behind the warm-up.
+
+    Args:
+        steps: Per step its end and seconds of its parts.
+        counts: Per step its completions.
+        options: As `main` reads them.
+    """
+    kept = steps[WARM_UP:]
+    row: dict[str, Any] = {"batch": options.batch, "steps": len(kept), "new_tokens": options.new_tokens}
+    if kept:
+        seconds = kept[-1]["time"] - steps[WARM_UP - 1]["time"]
+        tokens = sum(each["completion_tokens"] for each in counts[WARM_UP : len(steps)])
+        parts = {name: sum(each.get(name, 0.0) for each in kept) for name in ("generation", "forward", "backward")}
+        row |= {
+            "seconds_per_step": seconds / len(kept),
+            "completion_tokens_per_step": tokens / len(kept),
+            "tokens_per_second": tokens / seconds,
+            "generated_tokens_per_second": tokens / parts["generation"],
+            "trained_tokens_per_second": tokens / (seconds - parts["generation"]),
+            "seconds": {name: value / len(kept) for name, value in parts.items()},
+            "finished": sum(each["finished"] for each in counts[WARM_UP : len(steps)]) / len(kept),
+        }
+    if torch.cuda.is_available():
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return row
+
+
+if __name__ == "__main__":
+    main()
