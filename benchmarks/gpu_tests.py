@@ -37,6 +37,7 @@ SIDE_BY_SIDE = (
 )
 """Tests that share a GPU; where pytest-xdist is installed, several run at a time."""
 ALONE = (
+    "tests/unit/rollout",
     "tests/unit/teacher",
     "tests/unit/trainer",
     "tests/unit/test_memory_estimate.py",

@@ -20,6 +20,7 @@ import torch
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 WARM_UP = 2
+Counts = dict[str, float]
 
 
 class Clock:
@@ -73,7 +74,8 @@ def train(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
-    began, clock, steps = time.monotonic(), Clock(), []
+    began, clock = time.monotonic(), Clock()
+    steps: list[Counts] = []
     cuda = torch.cuda.is_available()
     records = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines()]
     wanted = (WARM_UP + options.steps) * options.batch
@@ -88,12 +90,13 @@ def train(options: argparse.Namespace) -> None:
         output_dir=str(options.out.with_suffix(".run")), per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=1, max_steps=WARM_UP + options.steps, learning_rate=1e-5, bf16=cuda,
         optim="adamw_torch_fused" if cuda else "adamw_torch", gradient_checkpointing=False, lmbda=1.0, temperature=1.0,
-        top_p=1.0, top_k=0, max_length=options.context, max_completion_length=options.new_tokens, use_uld_loss=True, use_extended_uld=options.extended,
+        top_p=1.0, top_k=0, max_length=options.context, max_completion_length=options.new_tokens, use_uld_loss=True,
+        use_extended_uld=options.extended,
         uld_use_hybrid_loss=True, teacher_tokenizer_name_or_path=str(options.teacher), save_strategy="no",
         report_to=[], logging_steps=1, disable_tqdm=True, use_cpu=not cuda,
     )  # fmt: skip
 
-    class Recorder(TrainerCallback):  # type: ignore[misc]  # TRL and transformers have no types here
+    class Recorder(TrainerCallback):
         """Writes a line per step."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -116,7 +119,7 @@ def train(options: argparse.Namespace) -> None:
         model=models[0], teacher_model=models[1], args=config, train_dataset=Dataset.from_list(records),
         processing_class=tokenizers[0], callbacks=[Recorder()],
     )  # fmt: skip
-    counts: list[dict[str, float]] = []
+    counts: list[Counts] = []
     generate = clock.timed("generation", trainer.generate_on_policy_outputs)
 
     def counted(*args: Any, **settings: Any) -> Any:
@@ -139,7 +142,7 @@ def train(options: argparse.Namespace) -> None:
     trainer.train()
 
 
-def result(steps: list[dict[str, float]], counts: list[dict[str, float]], options: argparse.Namespace) -> dict[str, Any]:
+def result(steps: list[Counts], counts: list[dict[str, float]], options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of all steps behind the warm-up.
 
     Args:

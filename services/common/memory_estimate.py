@@ -124,8 +124,12 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
 
 
 def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[Need]:
-    """Yield the weights with which rollout workers generate on a GPU; their caches come on top."""
-    for number in range(spec.rollout.workers if spec.rollout is not None and not spec.rollout.url else 0):
+    """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
+    if spec.rollout is None or spec.rollout.url:
+        return
+    if gpu == 0 and spec.rollout.weights == "shared_memory":
+        yield Need("the published weights", weight_bytes(spec.student.model, spec.student.dtype))
+    for number in range(spec.rollout.workers):
         if number % gpus == gpu:
             yield Need(f"rollout worker {number}'s weights", weight_bytes(spec.student.model, spec.student.dtype))
 

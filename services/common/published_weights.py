@@ -2,13 +2,14 @@
 
 The file is a header and safetensors bytes. The header has the step, a tag that is new at every rewind, and a checksum.
 In shared memory the writer holds a lock on it: one whose lock is free has lost its trainer, and the next start sweeps
-it.
+it. A trainer on a GPU keeps the weights themselves in device memory, and the file says how to open it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import re
@@ -24,12 +25,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from services.common.device_weights import NO_MEMORY, DeviceWeights, read_device_weights, takes_device_memory
 from xtoken_core.atomic import atomic_path
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError, OutputError
+from xtoken_core.transports.cuda_memory import CudaError
 from xtoken_core.transports.shared_files import DIRECTORY, WEIGHTS_PREFIX
 
+log = logging.getLogger("xtoken.weights")
+
 MAGIC = b"xtokenw1"
+ON_DEVICE = b"xtokenw2"
+"""Magic bytes of a file about weights in device memory."""
+WRITING = -1
+"""Step of a file whose weights in device memory are being written."""
+READS = 100
+"""Attempts to read weights in device memory between two versions."""
 HEADER = struct.Struct("<8sqQI")
 """Magic bytes, step, tag, CRC-32 of the rest."""
 FILE_NAME = "rollout-weights"
@@ -65,11 +76,13 @@ class WeightsWriter:
 
     Args:
         path: The file.
+        on_device: Leave the weights of a model on a GPU there, if another process can open its memory.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, on_device: bool = False) -> None:
+        self.path, self.on_device = path, on_device
         self._lock = -1
+        self._device_weights: DeviceWeights | None = None
         for abandoned in path.parent.glob(f".{path.name}.*.tmp"):  # by a trainer that was killed while it wrote
             abandoned.unlink(missing_ok=True)
 
@@ -79,8 +92,36 @@ class WeightsWriter:
         Raises:
             OutputError: There is no room for them.
         """
-        payload = save(_tensors(model))
-        head = HEADER.pack(MAGIC, version.step, version.tag, zlib.crc32(payload))
+        shared = self._shared(model)
+        if shared is None:
+            self._replace(MAGIC, version, save(_tensors(model)))
+            return
+        description = shared.description()
+        self._replace(ON_DEVICE, Version(WRITING, version.tag), description)
+        shared.write(model)
+        self._replace(ON_DEVICE, version, description)
+
+    def _shared(self, model: nn.Module) -> DeviceWeights | None:
+        """Return the device memory for a model's weights; None if they pass through the file."""
+        if self._device_weights is None and self.on_device and takes_device_memory(model):
+            try:
+                self._device_weights = DeviceWeights(model)
+            except CudaError as error:
+                if error.code != NO_MEMORY:
+                    raise
+                log.warning(
+                    "the GPU has no room for a second copy of the student's weights: publishing them on the host"
+                )
+                self.on_device = False
+        return self._device_weights
+
+    def _replace(self, magic: bytes, version: Version, payload: bytes) -> None:
+        """Replace the file.
+
+        Raises:
+            OutputError: There is no room for it.
+        """
+        head = HEADER.pack(magic, version.step, version.tag, zlib.crc32(payload))
         try:
             with atomic_path(self.path) as scratch:
                 descriptor = _locked(scratch)
@@ -115,7 +156,7 @@ def read_version(path: Path) -> Version:
     """
     descriptor = _open(path)
     try:
-        return _version(os.read(descriptor, HEADER.size), path)[0]
+        return _version(os.read(descriptor, HEADER.size), path)[1]
     finally:
         os.close(descriptor)
 
@@ -133,9 +174,15 @@ def load_weights(model: nn.Module, path: Path) -> Version:
     Raises:
         InputError: As `read_version`, or the weights are not this model's.
     """
-    version, payload = _read(path)
-    _copy(_parsed(payload, path), model, path)
-    return version
+    for _ in range(READS):
+        magic, version, payload = _read(path)
+        if magic == MAGIC:
+            _copy(_parsed(payload, path), model, path)
+            return version
+        read_device_weights(payload, model)
+        if read_version(path) == version:
+            return version
+    raise InputError(f"the published weights {path} are replaced faster than they can be read")
 
 
 def read_weights(path: Path) -> tuple[Version, bytes]:
@@ -144,11 +191,13 @@ def read_weights(path: Path) -> tuple[Version, bytes]:
     Raises:
         InputError: As `load_weights`.
     """
-    version, payload = _read(path)
+    magic, version, payload = _read(path)
+    if magic != MAGIC:
+        raise InputError(f"the published weights {path} are in device memory, of which servers read nothing")
     return version, save(_parsed(payload, path), metadata={"format": "pt"})
 
 
-def _read(path: Path) -> tuple[Version, bytes]:
+def _read(path: Path) -> tuple[bytes, Version, bytes]:
     descriptor = _open(path)
     try:
         mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
@@ -157,11 +206,11 @@ def _read(path: Path) -> tuple[Version, bytes]:
     finally:
         os.close(descriptor)
     with mapping:
-        version, checksum = _version(mapping[: HEADER.size], path)
+        magic, version, checksum = _version(mapping[: HEADER.size], path)
         payload = mapping[HEADER.size :]
     if zlib.crc32(payload) != checksum:
         raise InputError(f"the published weights {path} are damaged: their checksum differs")
-    return version, payload
+    return magic, version, payload
 
 
 def _parsed(payload: bytes, path: Path) -> dict[str, Tensor]:
@@ -185,11 +234,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: weight.detach().cpu().contiguous() for name, weight in model.named_parameters()}
 
 
-def _version(head: bytes, path: Path) -> tuple[Version, int]:
-    if len(head) != HEADER.size or not head.startswith(MAGIC):
+def _version(head: bytes, path: Path) -> tuple[bytes, Version, int]:
+    if len(head) != HEADER.size or not head.startswith((MAGIC, ON_DEVICE)):
         raise InputError(f"{path} holds no published weights")
-    _, step, tag, checksum = HEADER.unpack(head)
-    return Version(step, tag), checksum
+    magic, step, tag, checksum = HEADER.unpack(head)
+    if step == WRITING:
+        raise InputError(f"the published weights {path} are being written")
+    return magic, Version(step, tag), checksum
 
 
 def _locked(path: Path) -> int:

@@ -210,7 +210,7 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
     model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
     defaults = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     vocabulary = vocabulary_of(run, tokenizer, defaults, width=head_width(model))
-    return Sampler(model, vocabulary.to(device), spec.rollout)
+    return Sampler(model, vocabulary.to(device), spec.rollout, fixed_memory=device.type == "cuda")
 
 
 def vocabulary_of(run: ResolvedRun, tokenizer: TextTokenizer, defaults: Any, *, width: int) -> Vocabulary:

@@ -73,11 +73,12 @@ class Sampler:
         model: A Hugging Face causal language model.
         vocabulary: Its tokens.
         settings: Lengths and distribution.
-        fixed_memory: Decode in memory of a fixed size (`decoding.Decoder`); None: on a GPU.
+        fixed_memory: Decode in memory of a fixed size (`decoding.Decoder`), on a GPU by graphs; this sets the model's
+            attention.
     """
 
     def __init__(
-        self, model: Any, vocabulary: Vocabulary, settings: RolloutSpec, *, fixed_memory: bool | None = None
+        self, model: Any, vocabulary: Vocabulary, settings: RolloutSpec, *, fixed_memory: bool = False
     ) -> None:
         self.model, self.vocabulary, self.settings = model, vocabulary, settings
         self._stops = [text.encode() for text in settings.stop]
@@ -85,11 +86,15 @@ class Sampler:
         self._has_positions = "position_ids" in accepted
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._decoder: Decoder | None = None
-        fixed_memory = model.device.type == "cuda" if fixed_memory is None else fixed_memory
         if fixed_memory and self._has_positions:
             if model.config._attn_implementation == "sdpa":
                 model.set_attn_implementation(ATTENTION)
             self._decoder = Decoder(model, self._logits, self._sample, settings.max_new_tokens)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Rows of the batches that were decoded in fixed memory, in the order of their first use."""
+        return self._decoder.sizes if self._decoder is not None else []
 
     def load(self, path: Path) -> Version:
         """Load the published weights in a file; return their version.

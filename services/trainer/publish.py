@@ -26,7 +26,10 @@ class WeightsPublisher:
     def __init__(self, worker: Worker, student: Student, *, writes: bool) -> None:
         self.worker, self.student = worker, student
         self.rollout = worker.run.spec.rollout
-        self._writer = WeightsWriter(weights_file(worker.run)) if self.rollout is not None and writes else None
+        self._writer: WeightsWriter | None = None
+        if self.rollout is not None and writes:
+            on_device = self.rollout.weights == "shared_memory" and not self.rollout.url
+            self._writer = WeightsWriter(weights_file(worker.run), on_device=on_device)
         self._tag = 0
 
     def after_rewind(self, step: int, rewinds: int) -> None:

@@ -93,7 +93,8 @@ def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
     alone = {need.what for need in needs_of(with_models(tmp_path), 0, 2, rings=False)}
     added = [need for need in needs_of(run, 0, 2, rings=False) if need.what not in alone]
     weights = weight_bytes(run.spec.student.model, run.spec.student.dtype)
-    assert added == [Need(f"rollout worker {number}'s weights", weights) for number in (0, 2)]
+    workers = [Need(f"rollout worker {number}'s weights", weights) for number in (0, 2)]
+    assert added == [Need("the published weights", weights), *workers]
 
 
 def test_what_is_too_much_is_told_in_one_line() -> None:

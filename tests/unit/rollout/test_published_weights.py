@@ -1,16 +1,27 @@
 """Published weights: whole or not at all, checked, swept once their trainer is gone."""
 
+import json
 import multiprocessing
 import os
 import signal
 import time
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from services.common.published_weights import HEADER, Version, WeightsWriter, load_weights, read_version
+from services.common.published_weights import (
+    HEADER,
+    ON_DEVICE,
+    WRITING,
+    Version,
+    WeightsWriter,
+    load_weights,
+    read_version,
+)
 from xtoken_core.errors import InputError
 from xtoken_core.transports.shared_files import WEIGHTS_PREFIX, sweep
 
@@ -56,6 +67,63 @@ def test_damage_and_other_models_are_refused(tmp_path: Path) -> None:
     file.symlink_to("/dev/null")
     with pytest.raises(InputError, match="cannot be opened"):
         read_version(file)
+
+
+def test_unfinished_and_unknown_weights_in_device_memory_are_refused(tmp_path: Path) -> None:
+    file, model = tmp_path / "w", Tied(1)
+
+    def put(step: int, payload: bytes) -> None:
+        file.write_bytes(HEADER.pack(ON_DEVICE, step, 9, zlib.crc32(payload)) + payload)
+        file.chmod(0o600)
+
+    put(WRITING, b"{}")
+    with pytest.raises(InputError, match="are being written"):
+        read_version(file)
+    tensors = {"embedding.weight": ["torch.float32", [4, 3], 0]}
+    sound = {"handle": "00" * 64, "uuid": "00" * 16, "bytes": 48, "tensors": tensors}
+    for change in (
+        {"tensors": {}},
+        {"bytes": 47},
+        {"handle": "x"},
+        {"tensors": {"other": ["torch.float32", [4, 3], 0]}},
+    ):
+        put(3, json.dumps(sound | change).encode())
+        with pytest.raises(InputError, match="not those of the run's student"):
+            load_weights(model, file)
+    put(3, json.dumps(sound).encode())
+    assert read_version(file) == Version(3, 9)
+    with pytest.raises(InputError, match="lie on a GPU that this process does not see"):
+        load_weights(model, file)
+
+
+def publish_on_device(file: Path, published: Any, loaded: Any) -> None:
+    model, writer = Tied(1).cuda(), WeightsWriter(file, on_device=True)
+    for step in (1, 2):
+        with torch.no_grad():
+            model.embedding.weight.fill_(step)
+        writer.write(model, Version(step, 9))
+        published.set()
+        loaded.wait(60)
+        loaded.clear()
+    writer.close()
+
+
+@pytest.mark.gpu
+def test_weights_of_another_process_are_read_from_device_memory(tmp_path: Path) -> None:
+    context, file, model = multiprocessing.get_context("spawn"), tmp_path / "w", Tied(7).cuda()
+    published, loaded = context.Event(), context.Event()
+    process = context.Process(target=publish_on_device, args=(file, published, loaded))
+    process.start()
+    for step in (1, 2):
+        assert published.wait(60)
+        published.clear()
+        assert load_weights(model, file) == Version(step, 9)
+        assert (model.head.weight == step).all()
+        assert file.read_bytes().startswith(ON_DEVICE)
+        loaded.set()
+    process.join(60)
+    assert process.exitcode == 0
+    assert not file.exists()
 
 
 def test_a_sweep_takes_the_weights_of_a_trainer_that_is_gone(tmp_path: Path) -> None:

@@ -1,0 +1,173 @@
+"""Tokens per second of on-policy distillation on one GPU, beside TRL's GOLD trainer, in one run.
+
+    python -m benchmarks.on_policy --student DIR --teacher DIR --text FILE
+
+Both sides complete the same prompts with the same models and lengths, sample from the whole distribution, generate with
+transformers, and train on every completion once. Each has batches of several sizes, one of which is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_tests import machine
+from xtoken_core.atomic import atomic_write
+
+PROMPT_CHARACTERS = 250
+RECORD_CHARACTERS = 400
+MODULE = "benchmarks.on_policy.trl_gold"
+
+
+def main() -> None:
+    """Measure both sides and their parts; the file is written after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--student", type=Path, required=True)
+    parser.add_argument("--teacher", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True, help="a .jsonl file with `text`; prompts are beginnings")
+    parser.add_argument("--equal", type=int, default=16, help="completions of a step, on both sides")
+    parser.add_argument("--ours", type=int, nargs="*", default=[64, 256], help="other sizes of this package's steps")
+    parser.add_argument("--trl", type=int, nargs="*", default=[64], help="other sizes of TRL's steps")
+    parser.add_argument("--mode", default="chain", help="this package's loss")
+    parser.add_argument("--extended", action="store_true", help="TRL aligns by bytes: byte-level tokenizers alone")
+    parser.add_argument("--steps", type=int, default=40, help="of this package's runs, the warm-up included")
+    parser.add_argument("--trl-steps", type=int, default=4, help="of TRL's, beyond two of warm-up")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--context", type=int, default=384)
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--seconds", type=float, default=600.0, help="nothing begins after so long")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/xtoken-on-policy"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "on_policy.json")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    options.prompts = options.work / "prompts.jsonl"
+    options.texts = write_prompts(options.text, options.prompts)
+    options.records = len(options.texts)
+    measure(options)
+
+
+def write_prompts(text: Path, path: Path) -> list[str]:
+    """Write the beginnings of documents as `prompt` and what follows as `completion`; return the prompts.
+
+    Args:
+        text: A `.jsonl` file with `text`.
+        path: The file to write.
+    """
+    records = []
+    for line in text.read_text(encoding="utf-8").splitlines():
+        whole = json.loads(line)["text"][:RECORD_CHARACTERS]
+        prompt = whole[:PROMPT_CHARACTERS].rsplit(" ", 1)[0]
+        if len(whole) == RECORD_CHARACTERS and len(prompt) > PROMPT_CHARACTERS // 2:
+            records.append({"prompt": prompt, "completion": whole[len(prompt) :]})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return [record["prompt"] for record in records]
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure everything that there is time for.
+
+    Args:
+        options: As `main` reads them.
+    """
+    began = time.monotonic()
+    report: dict[str, Any] = {
+        "machine": machine() if options.device == "cuda" else {}, "student": options.student.name, "teacher": options.teacher.name, "mode": options.mode,
+        "extended": options.extended, "new_tokens": options.new_tokens, "prompts": options.records, "ours": [],
+        "trl": [], "errors": [],
+    }  # fmt: skip
+    for part, rows in stages(options, lambda: options.seconds - (time.monotonic() - began)):
+        if isinstance(rows, str):
+            report["errors"].append(f"{part}: {rows}")
+            print(f"{part}: {rows}", flush=True)
+        else:
+            report[part] = [*report.get(part, []), *rows]
+            print(f"{part}: {json.dumps(rows)}", flush=True)
+        atomic_write(options.out, json.dumps(report, indent=1) + "\n")
+
+
+def stages(options: argparse.Namespace, left: Any) -> Iterator[tuple[str, list[dict[str, Any]] | str]]:
+    """Yield each part's name with its figures, or the reason why it has none.
+
+    Args:
+        options: As `main` reads them.
+        left: Returns the seconds that are left.
+    """
+    first, *others = options.ours or [options.equal]
+    plan = [("ours", first), ("trl", options.equal), ("ours", options.equal)]
+    plan += [("trl", size) for size in options.trl] + [("ours", size) for size in others if size != options.equal]
+    plan[2:2] = [("generation", 0), ("weights", 0)]
+    done = set()
+    for part, size in plan:
+        if (part, size) in done or left() < 10:
+            continue
+        done.add((part, size))
+        try:
+            yield part, _stage(part, size, options, left())
+        except (RuntimeError, subprocess.SubprocessError, OSError) as error:
+            yield part, f"{size}: {error}"
+
+
+def _stage(part: str, size: int, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
+    if part == "ours":
+        from benchmarks.on_policy.ours import measure as run
+
+        return [run(options, size, steps=options.steps, timeout_s=seconds, mode=options.mode)]
+    if part == "trl":
+        return [_trl(options, size, seconds)]
+    import torch
+
+    from benchmarks.on_policy import parts
+
+    device = torch.device(options.device)
+    if part == "weights":
+        return parts.weights(options, device)
+    return parts.generation(options, sorted({options.equal, *options.ours}), device)
+
+
+def _trl(options: argparse.Namespace, batch: int, seconds: float) -> dict[str, Any]:
+    """Run TRL's trainer in a process of its own.
+
+    Raises:
+        RuntimeError: It took no step behind its warm-up.
+    """
+    file, log = options.work / f"trl-{batch}.json", options.work / f"trl-{batch}.log"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", MODULE, "--student", options.student, "--teacher", options.teacher]
+    command += [
+        "--prompts",
+        options.prompts,
+        "--batch",
+        batch,
+        "--steps",
+        options.trl_steps,
+        "--context",
+        options.context,
+    ]
+    command += ["--new-tokens", options.new_tokens, "--seconds", max(seconds - 15, 10), "--out", file]
+    command += ["--extended"] if options.extended else []
+    with log.open("w", encoding="utf-8") as out:
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        try:
+            subprocess.run(
+                [str(part) for part in command], stdout=out, stderr=subprocess.STDOUT, timeout=seconds, env=environment,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            out.write("out of time\n")
+    row: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if not row.get("steps"):
+        raise RuntimeError("TRL took no step behind its warm-up:\n" + log.read_text()[-1500:])
+    return row
+
+
+if __name__ == "__main__":
+    main()
