@@ -80,10 +80,15 @@ def measure(options: argparse.Namespace) -> None:
     """
     began = time.monotonic()
     report: dict[str, Any] = {
-        "machine": machine() if options.device == "cuda" else {}, "student": options.student.name, "teacher": options.teacher.name, "mode": options.mode,
-        "extended": options.extended, "new_tokens": options.new_tokens, "prompts": options.records, "ours": [],
-        "trl": [], "errors": [],
-    }  # fmt: skip
+        "machine": machine() if options.device == "cuda" else {},
+        **{name: getattr(options, name) for name in ("mode", "extended", "new_tokens", "context", "dtype")},
+        "student": options.student.name,
+        "teacher": options.teacher.name,
+        "prompts": options.records,
+        "ours": [],
+        "trl": [],
+        "errors": [],
+    }
     for part, rows in stages(options, lambda: options.seconds - (time.monotonic() - began)):
         if isinstance(rows, str):
             report["errors"].append(f"{part}: {rows}")

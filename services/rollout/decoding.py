@@ -31,8 +31,8 @@ SMALLEST = 8
 MAX_GRAPHS = 24
 WARM_UP = 2
 """Steps before the capture, in which libraries choose their kernels and allocate what they need."""
-TOLERANCE = 0.02
-"""Relative deviation below which two results are the same but for rounding."""
+TOLERANCE = 0.1
+"""Relative deviation of logits, in half precision, below which two results are the same but for rounding."""
 
 FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """How a model's code may fail that takes no mask of four dimensions."""
