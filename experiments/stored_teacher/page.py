@@ -13,6 +13,7 @@ from experiments.stored_teacher.__main__ import LIVING, METHODS, RESULT, SIZES, 
 from xtoken_core.atomic import atomic_write
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+SIZES_RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "store.json"
 PREDICTIONS = Path(__file__).with_name("predictions.toml")
 BEGIN, END = "<!-- Begin: experiments.stored_teacher.page -->", "<!-- End: experiments.stored_teacher.page -->"
 TITLES = {"p_kl": "P-KL", "chain": "chain"}
@@ -58,6 +59,30 @@ def render(result: Mapping[str, Any]) -> str:
             f"{build['write_bytes_per_second'] / MB:.1f} |"
         )
     return "\n".join([*lines, "", *_predictions(runs)])
+
+
+def render_sizes(result: Mapping[str, Any]) -> str:
+    """Return the table of a store's sizes and rates.
+
+    Args:
+        result: What `benchmarks.store` wrote.
+    """
+    lines = [
+        f"Sizes and rates of one thread each, of the output of {result['model']} ({result['vocabulary']:,} tokens), "
+        f"{result['machine']['processor']}; beside them the bytes of DistillKit's bit-packed format for the same "
+        "logits, with all values in 32 or 16 bits, or the first 16 in 16 bits and the others as a polynomial:",
+        "",
+        "| output | bytes a token | not deflated | DistillKit 32, 16, polynomial | written a second | read a second |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, form in result["forms"].items():
+        sizes = " / ".join(f"{size:.0f}" for size in form.get("distillkit_bytes_per_token", {}).values())
+        output = f"{name.removeprefix('topk ')} largest" if name.startswith("topk") else CONTENTS[name]
+        lines.append(
+            f"| {output} | {form['bytes_per_token']:.0f} | {form['bytes_per_token_raw']:.0f} | {sizes} | "
+            f"{form['write_tokens_per_second']:,.0f} | {form['read_tokens_per_second']:,.0f} |"
+        )
+    return "\n".join(lines)
 
 
 def _quality(runs: Mapping[str, Any]) -> Iterator[str]:
@@ -114,7 +139,8 @@ def _predictions(runs: Mapping[str, Any]) -> Iterator[str]:
 def written() -> str:
     """Return `docs/operations.md` as the result file asks for."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    tables = render(json.loads(RESULT.read_text(encoding="utf-8")))
+    made = [(render_sizes, SIZES_RESULT), (render, RESULT)]
+    tables = "\n\n".join(show(json.loads(file.read_text(encoding="utf-8"))) for show, file in made if file.exists())
     return before + BEGIN + "\n\n" + tables + "\n\n" + END + rest.partition(END)[2]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +11,60 @@ from xtoken_core.atomic import atomic_write
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 RESULT = Path(__file__).with_name("results") / "topk_teacher.json"
+TRAINED = RESULT.with_name("topk_teacher_trained.json")
+"""Of a student that was trained before; there may be none."""
 BEGIN, END = "<!-- Begin: experiments.topk_teacher.page -->", "<!-- End: experiments.topk_teacher.page -->"
 TITLES = {"p_kl": "P-KL", "alm": "ALM", "chain": "chain"}
+RATIOS = ("value_ratio", "cosine", "norm_ratio")
+PARTS = ("start_ratio", "inner_ratio", "end_ratio")
 
 
-def render(result: Mapping[str, Any]) -> str:
-    """Return the table.
+def render(result: Mapping[str, Any], trained: Mapping[str, Any] | None = None) -> str:
+    """Return the tables.
 
     Args:
-        result: What `experiments.topk_teacher` wrote.
+        result: What `experiments.topk_teacher` wrote before any training.
+        trained: What it wrote of a student that had been trained; None: nothing.
     """
     lines = [
-        f"Measured before any training: teacher {result['teacher']}, student {result['student']}, "
-        f"{result['documents']} documents of {result['text']} cut to {result['context_length']} tokens, on a CPU "
-        f"(torch {result['machine']['torch']}). Value and norm are ratios to those of whole logits; cosine and "
-        "norm are those of the gradient of the student's last hidden states.",
+        f"Measured before any training: {_setting(result)}. Value, norm, and chain's start, inner and end parts are "
+        "ratios to those of whole logits; cosine and norm are those of the gradient of the student's last hidden "
+        "states.",
         "",
-        "| loss | whole value | variant | value | cosine | norm | `chunk_mass_t0` |",
-        "|---|---|---|---|---|---|---|",
+        *_table(result),
     ]
-    for mode, measured in result["modes"].items():
-        for name, row in measured["variants"].items():
-            mass = f"{row['mass']:.3f}" if mode == "chain" else ""
-            ratios = " | ".join(f"{row[column]:.4f}" for column in ("value_ratio", "cosine", "norm_ratio"))
-            lines.append(f"| {TITLES[mode]} | {measured['value']:.4f} | {name} | {ratios} | {mass} |")
+    if trained is not None:
+        steps = trained["steps"]
+        lines += ["", f"After {steps} steps of chain from whole logits: {_setting(trained)}.", "", *_table(trained)]
     return "\n".join(lines)
 
 
+def _setting(result: Mapping[str, Any]) -> str:
+    machine = result["machine"]
+    device = machine["gpus"][0] if result.get("device") == "cuda" else "a CPU"
+    return (
+        f"teacher Gemma 3 270M, student SmolLM2-135M-Instruct, {result['documents']} documents of {result['text']} cut "
+        f"to {result['context_length']} tokens, {device} (torch {machine['torch']})"
+    )
+
+
+def _table(result: Mapping[str, Any]) -> Iterator[str]:
+    yield "| loss | whole value | variant | value | cosine | norm | start | inner | end | `chunk_mass_t0` |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for mode, measured in result["modes"].items():
+        for name, row in measured["variants"].items():
+            mass = f"{row['mass']:.3f}" if mode == "chain" else ""
+            ratios = " | ".join(f"{row[column]:.4f}" for column in RATIOS)
+            parts = " | ".join(f"{row[column]:.4f}" if column in row else "" for column in PARTS)
+            yield f"| {TITLES[mode]} | {measured['value']:.4f} | {name} | {ratios} | {parts} | {mass} |"
+
+
 def written() -> str:
-    """Return `docs/losses.md` as the result file asks for."""
+    """Return `docs/losses.md` as the result files ask for."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    table = render(json.loads(RESULT.read_text(encoding="utf-8")))
-    return before + BEGIN + "\n\n" + table + "\n\n" + END + rest.partition(END)[2]
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    trained = json.loads(TRAINED.read_text(encoding="utf-8")) if TRAINED.exists() else None
+    return before + BEGIN + "\n\n" + render(result, trained) + "\n\n" + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
