@@ -20,14 +20,14 @@ from xtoken_core.chain.tables import ChainTables, SideTable
 from xtoken_core.ops.chain.blocks import Block, summed
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import Events, Inner, SideTokens, Starts, find_events
-from xtoken_core.ops.chain.live import live_among, rule_counts
+from xtoken_core.ops.chain.live import live_among, live_mask, rule_counts
 from xtoken_core.ops.chain.ragged import pick, ragged, ragged_sum
 from xtoken_core.ops.chain.reference import ChainOptions, live_at_starts, node_values, restricted
 from xtoken_core.ops.numerics import floored_log
 
 Some = TypeVar("Some", bound=Events)
 
-BLOCK_BYTES = 1 << 29
+BLOCK_BYTES = 1 << 30
 """Memory limit of the rows of one block."""
 MEMBER_BYTES = 64
 """Memory for an entry of a group of a varying size, a token that begins with a node's path: ids, owners, values."""
@@ -128,6 +128,45 @@ class ListedRows:
         return masses.new_zeros(len(root), classes + 2).scatter_add(1, root, masses)
 
 
+@dataclass(frozen=True)
+class LiveMasks:
+    """Tokens of one side that can follow tokens of the other, computed once for each of these.
+
+    Attributes:
+        masks: `[U, V]`, a row for each different token.
+        row: `[E]` int64, the row of each event.
+    """
+
+    masks: Bool[Tensor, "U V"]
+    row: Int[Tensor, " E"]
+
+    @classmethod
+    def of(cls, side: SideTable, before: Int[Tensor, " E"], block_bytes: int) -> LiveMasks:
+        """Return the masks of some events.
+
+        Args:
+            side: The side whose tokens follow.
+            before: The other side's last tokens.
+            block_bytes: Memory limit of the rows that are computed together, in bytes.
+        """
+        different, row = torch.unique(before, return_inverse=True)
+        counts = rule_counts(side.live, different)
+        sizes, masks = [counts, torch.zeros_like(counts)], []
+        begin = 0
+        for length, (most, _) in _lengths(sizes, 8 * side.live.width, block_bytes):
+            masks.append(live_mask(side.live, different[begin : begin + length], most))
+            begin += length
+        return cls(torch.cat(masks) if masks else row.new_zeros(0, len(side.root), dtype=torch.bool), row)
+
+    def part(self, which: slice) -> LiveMasks:
+        """Return those of some events."""
+        return LiveMasks(self.masks, self.row[which])
+
+    def rows(self) -> Bool[Tensor, "E V"]:
+        """Return a row for every event, as a copy."""
+        return self.masks[self.row]
+
+
 def listed_parts(
     student_logits: Float[Tensor, "B T_s V_s"],
     teacher: TopKTeacher,
@@ -165,13 +204,13 @@ def listed_parts(
     least = torch.ones(chunks, dtype=dtype, device=student_logits.device)
     width = student_logits.shape[2] + 2 * tables.classes
     blocks: list[Block] = []
-    rules = [
-        rule_counts(side.live, before)
-        for side, before in ((tables.student, starts.teacher_before), (tables.teacher, starts.student_before))
-    ]
-    live_width = tables.student.live.width if options.conditioning else 0
-    for some, most in _divided(starts, rules, 8 * (width + live_width), block_bytes):
-        blocks.append(Block(some, chunks, call.start_term(most)))
+    live = LiveMasks.of(tables.student, starts.teacher_before, block_bytes) if options.conditioning else None
+    rules = rule_counts(tables.teacher.live, starts.student_before)
+    begin = 0
+    for some, (most_rules, _) in _divided(starts, [rules, torch.zeros_like(rules)], 8 * width, block_bytes):
+        which = slice(begin, begin + len(some.chunk))
+        begin = which.stop
+        blocks.append(Block(some, chunks, call.start_term(live.part(which) if live is not None else None, most_rules)))
     for nodes, side in ((in_student, tables.student), (in_teacher, tables.teacher)):
         sizes = [each[nodes.node + 1] - each[nodes.node] for each in (side.slot_start, side.member_start)]
         for part, most in _divided(nodes, sizes, 8 * width, block_bytes):
@@ -197,10 +236,10 @@ class _Call:
     def student(self, logits: Tensor) -> Tensor:
         return logits.to(self.rows.tail.dtype) / self.temperature
 
-    def start_term(self, most: tuple[int, int]) -> Callable[[Starts, Tensor], Tensor]:
+    def start_term(self, live: LiveMasks | None, most: int) -> Callable[[Starts, Tensor], Tensor]:
         def values(starts: Starts, logits: Tensor) -> Tensor:
             given, form = self.rows.at(starts.teacher_row), self.form(starts)
-            return start_values(self.student(logits), given, starts, self.tables, self.options.conditioning, most, form)
+            return start_values(self.student(logits), given, starts, self.tables, live, most, form)
 
         return values
 
@@ -245,8 +284,8 @@ def start_values(
     given: ListedRows,
     starts: Starts,
     tables: ChainTables,
-    conditioning: bool,
-    most: tuple[int, int],
+    live_masks: LiveMasks | None,
+    most: int,
     generated: Generated | None = None,
 ) -> Float[Tensor, " E"]:
     """Compute the KL of the next-token distributions by root, each over the tokens that can follow the other's cut.
@@ -256,21 +295,21 @@ def start_values(
         given: The teacher's.
         starts: The events.
         tables: Tables of the two tokenizers.
-        conditioning: Leave out tokens that cannot follow the other side's cut.
-        most: Upper bounds of the rules of the student's and of the teacher's live sets.
+        live_masks: The student's tokens that can follow the teacher's cut; None: all tokens of both sides count.
+        most: Upper bound of the rules of the teacher's live sets.
         generated: The form on generated text.
     """
     C, side = tables.classes, tables.student
     # The student's mass by class, all of them; the last column is empty and stands for an empty entry.
     live = torch.ones_like(student_logits, dtype=torch.bool)
-    if conditioning:
-        live = live_at_starts(side, starts, starts.student_token, starts.teacher_before, most[0])
+    if live_masks is not None:
+        live = live_at_starts(live_masks.rows(), starts, starts.student_token)
     root = side.root.long().expand(live.shape)
     masses = torch.where(live, torch.softmax(student_logits.masked_fill(~live, -torch.inf), dim=1), 0.0)
     sums = masses.new_zeros(len(live), C + 2).scatter_add(1, root, masses)
     reached = torch.zeros(sums.shape, dtype=torch.bool, device=live.device)
     reached.scatter_(1, torch.where(live, root, C + 1), True)[:, C + 1] = False
-    classes, p = _by_class(given, starts, tables, conditioning, most[1])
+    classes, p = _by_class(given, starts, tables, live_masks is not None, most)
     # The tail is compared with the classes of which no token is listed.
     both = reached.gather(1, classes)
     beyond = reached.sum(1) > both.sum(1)
@@ -307,10 +346,17 @@ def _by_class(
 def _divided(
     events: Some, sizes: Sequence[Tensor], row_bytes: int, limit: int
 ) -> Iterator[tuple[Some, tuple[int, int]]]:
-    """Yield the events in blocks within a limit of memory, and of each the sums of two sizes.
+    """Yield the events in blocks within a limit of memory, and of each the sums of two sizes; see `_lengths`."""
+    begin = 0
+    for length, sums in _lengths(sizes, row_bytes, limit):
+        yield events.part(slice(begin, begin + length)), sums
+        begin += length
+
+
+def _lengths(sizes: Sequence[Tensor], row_bytes: int, limit: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield the numbers of events of blocks within a limit of memory, and of each block the sums of two sizes.
 
     Args:
-        events: All events.
         sizes: Two sizes `[E]` of every event.
         row_bytes: Memory of an event beside that of its sizes.
         limit: Bytes of a block.
@@ -320,7 +366,6 @@ def _divided(
     _, lengths = torch.unique_consecutive(block, return_counts=True)
     begin = 0
     for length in lengths.tolist():
-        which = slice(begin, begin + length)
-        first, second = counts[:, which].sum(1).tolist()
-        yield events.part(which), (first, second)
+        first, second = counts[:, begin : begin + length].sum(1).tolist()
+        yield length, (first, second)
         begin += length

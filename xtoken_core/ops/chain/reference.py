@@ -250,7 +250,7 @@ def start_values(
         root = side.root.long().expand(logits.shape)
         live = torch.ones_like(logits, dtype=torch.bool)
         if conditioning:
-            live = live_at_starts(side, starts, token, before)
+            live = live_at_starts(live_mask(side.live, before), starts, token)
         probabilities = torch.softmax(logits.masked_fill(~live, -torch.inf), dim=1)  # [E, V]
         probabilities = torch.where(live, probabilities, 0.0)
         sums.append(probabilities.new_zeros(len(logits), C + 1).scatter_add(1, root, probabilities))
@@ -258,19 +258,15 @@ def start_values(
     return restricted(sums[1], sums[0], reached[0] & reached[1], generated)
 
 
-def live_at_starts(
-    side: SideTable, starts: Starts, token: Int[Tensor, " E"], before: Int[Tensor, " E"], most: int | None = None
-) -> Bool[Tensor, "E V"]:
-    """Mark the tokens of one side that can follow the other side's cut.
+def live_at_starts(can_follow: Bool[Tensor, "E V"], starts: Starts, token: Int[Tensor, " E"]) -> Bool[Tensor, "E V"]:
+    """Mark the tokens of one side that count at starts: all where the other side has not cut the text alike.
 
     Args:
-        side: Its tables.
+        can_follow: From `live_mask`.
         starts: The events.
         token: The text's own token of this side.
-        before: The other side's last token.
-        most: As for `live_mask`.
     """
-    live = live_mask(side.live, before, most) | ~starts.at_cut.unsqueeze(1)
+    live = can_follow | ~starts.at_cut.unsqueeze(1)
     return live.scatter_(1, token.unsqueeze(1), True)  # the text's own token can follow: it does
 
 
