@@ -23,11 +23,11 @@ slow = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {
     "TEACHER_LANES": 2, "STUDENT_LANES": 2, "GRADIENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
-    "WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2, "SLAB_BYTES": 1000,
+    "WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2,
 }  # fmt: skip
 BLOCKS = {
     "NARROW": 1, "MEDIUM": 3, "NARROW_CLASSES": 4, "MEDIUM_CLASSES": 2, "WIDE_CLASSES": 2, "MEDIUM_LANES": 2,
-    "WIDE_LANES": 2, "GROUP": 16, "NODE_SEGMENT": 2,
+    "WIDE_LANES": 2, "NODE_SEGMENT": 2,
 }  # fmt: skip
 
 

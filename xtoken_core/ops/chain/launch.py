@@ -16,7 +16,6 @@ from xtoken_core.ops.chain import (
     gradient_kernels,
     layout,
     live_kernels,
-    member_kernels,
     node_gradient_kernels,
     node_kernels,
     start_kernels,
@@ -41,10 +40,8 @@ GRADIENT_TILES = 4
 """Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
 BLOCK, SLOTS, CHUNKS = 1024, 512, 32
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 4, 16, 8
-CLEAR_WARPS, MEMBER_WARPS = 4, 16
-SLAB_BYTES = 1 << 28
-"""Memory limit of the members of classes that are compared at a time, both sides together."""
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 2, 16, 8
+CLEAR_WARPS = 4
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 8, 16
 INTERPRETED_PROGRAMS = 3
 
@@ -209,7 +206,7 @@ class Comparison:
         ratio: Tensor,
         terms: Tensor,
     ) -> None:
-        """Fill in the ratios and terms of the classes that are not plain, some starts at a time.
+        """Fill in the ratios and terms of the classes that are not plain.
 
         Args:
             student: Logits.
@@ -221,26 +218,14 @@ class Comparison:
         """
         plan, starts, blocks = self.plan, self.starts, len(self.plan.blocks)
         E, M = ratio.shape
-        sides = (student, starts.student_row, plan.student.members), (teacher, starts.teacher_row, plan.teacher.members)
-        counts = [len(members.ascending) for _, _, members in sides]
-        bytes_each = sum(n * rows.logits.element_size() for n, (rows, _, _) in zip(counts, sides, strict=True))
-        slab = max(1, min(E, SLAB_BYTES // max(bytes_each, 1)))
-        copies = [self._float(slab, n, dtype=rows.logits.dtype) for n, (rows, _, _) in zip(counts, sides, strict=True)]
-        for first in range(0, E if blocks else 0, slab):
-            events = min(slab, E - first)
-            for n, copy, (rows, row, members) in zip(counts, copies, sides, strict=True):
-                groups = triton.cdiv(n, layout.GROUP)
-                if n:
-                    member_kernels.chain_member_kernel[(events * groups,)](
-                        rows.logits, starts.chunk, row, members.ascending, members.rank, copy, first, groups, n,
-                        rows.positions, *rows.strides, GROUP=layout.GROUP, num_warps=MEMBER_WARPS,
-                    )  # fmt: skip
-            class_kernels.chain_class_kernel[(events * blocks,)](
-                *copies, starts.chunk, *bits, *lse, plan.blocks, plan.student.members.start,
-                plan.teacher.members.start, ratio, terms, first, blocks, E, M, *counts, bits[0].shape[1],
-                bits[1].shape[1], self.scale, NARROW=layout.NARROW_CLASSES, MEDIUM=layout.MEDIUM_CLASSES,
-                WIDE=layout.WIDE_CLASSES, M_LANES=layout.MEDIUM_LANES, W_LANES=layout.WIDE_LANES,
-                num_warps=CLASS_WARPS,
+        if blocks:
+            class_kernels.chain_class_kernel[(E * blocks,)](
+                student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, *bits, *lse,
+                plan.blocks, plan.student.members.start, plan.student.members.token, plan.teacher.members.start,
+                plan.teacher.members.token, ratio, terms, blocks, E, M, student.positions, teacher.positions,
+                bits[0].shape[1], bits[1].shape[1], *student.strides, *teacher.strides, self.scale,
+                NARROW=layout.NARROW_CLASSES, MEDIUM=layout.MEDIUM_CLASSES, WIDE=layout.WIDE_CLASSES,
+                M_LANES=layout.MEDIUM_LANES, W_LANES=layout.WIDE_LANES, num_warps=CLASS_WARPS,
             )  # fmt: skip
 
     def node_values(self, student: Rows, teacher: Rows, starts: StartResults, *, learns: bool) -> NodeResults:

@@ -17,29 +17,25 @@ from xtoken_core.ops.chain.live_layout import Live, as_int32, live_layout
 
 NARROW, MEDIUM = 8, 64
 """Most tokens of a class that has one lane, and of one that has a few."""
-NARROW_CLASSES, MEDIUM_CLASSES, WIDE_CLASSES = 512, 16, 2
+NARROW_CLASSES, MEDIUM_CLASSES, WIDE_CLASSES = 256, 16, 2
 """Classes of a block by kind."""
-MEDIUM_LANES, WIDE_LANES = 32, 256
+MEDIUM_LANES, WIDE_LANES = 32, 128
 """Lanes of a class."""
-GROUP = 16384
-"""Members of classes that are put in order at once."""
 NODE_SEGMENT = 32
 """Most tokens of a segment of a node's slot."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """The tokens of classes that are not plain, on one side, by class; in groups of `GROUP`.
+    """The tokens of classes that are not plain, on one side.
 
     Attributes:
         start: `[M + 1]` int32, where a class's tokens begin.
-        ascending: `[n]` int32 tokens, those of each group in the order of their ids.
-        rank: `[n]` int16, where in its group's ascending tokens each token is.
+        token: `[n]` int32 tokens by class.
     """
 
     start: Tensor
-    ascending: Tensor
-    rank: Tensor
+    token: Tensor
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ def _build(tables: ChainTables) -> ChainLayout:
         layouts.append(
             SideLayout(
                 root=as_int32(roots[k], device),
-                members=Members(as_int32(start, device), *_groups(members, device)),
+                members=Members(as_int32(start, device), as_int32(members, device)),
                 nodes=_nodes(side, by_class[1 - k], device),
                 live=live_layout(side.live, columns[k], members, k * len(roots[0]), device),
             )
@@ -209,15 +205,6 @@ def _members(root: np.ndarray, number: np.ndarray, M: int) -> tuple[np.ndarray, 
     tokens = np.flatnonzero(own >= 0)
     start, order = _by_class(own[tokens], M)
     return start, tokens[order]
-
-
-def _groups(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return each group's tokens in the order of their ids, and where each token is among those of its group."""
-    group = np.arange(len(tokens)) // GROUP
-    order = np.lexsort((tokens, group))
-    rank = np.empty(len(tokens), np.int64)
-    rank[order] = np.arange(len(tokens)) % GROUP
-    return as_int32(tokens[order], device), torch.from_numpy(rank.astype(np.int16)).to(device)
 
 
 def _nodes(side: SideTable, other: tuple[np.ndarray, np.ndarray], device: torch.device) -> Nodes:
