@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
+from xtoken_core.chain import class_layout
 from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.chain import side_tokens
 from xtoken_core.losses.masks import whole_chunks
@@ -17,6 +21,7 @@ from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeC
 pytest.importorskip("triton")
 launch = pytest.importorskip("xtoken_core.ops.chain.launch")
 from xtoken_core.ops.chain import layout  # noqa: E402
+from xtoken_core.ops.chain.layout import chain_layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
 slow = pytest.mark.slow
@@ -25,15 +30,15 @@ SIZES = {
     "TEACHER_LANES": 2, "STUDENT_LANES": 2, "GRADIENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
     "WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2,
 }  # fmt: skip
+LANES = {"MEDIUM_LANES": 2, "WIDE_LANES": 2, "NODE_SEGMENT": 2}
 BLOCKS = {
-    "NARROW": 1, "MEDIUM": 3, "NARROW_CLASSES": 4, "MEDIUM_CLASSES": 2, "WIDE_CLASSES": 2, "MEDIUM_LANES": 2,
-    "WIDE_LANES": 2, "NODE_SEGMENT": 2,
+    "NARROW": 1, "MEDIUM": 3, "NARROW_CLASSES": 4, "MEDIUM_CLASSES": 2, "WIDE_CLASSES": 2,
 }  # fmt: skip
 
 
 @pytest.fixture
 def small(monkeypatch):
-    for module, sizes in ((launch, SIZES), (layout, BLOCKS)):
+    for module, sizes in ((launch, SIZES), (layout, LANES), (class_layout, BLOCKS)):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
 
@@ -54,6 +59,21 @@ def inputs(pair, device, dtype=torch.float32):
     ]
     tables = ChainTables.of(build_tables(*(side.fast for side in pair))).to(device)
     return *logits, *sides, tables, P
+
+
+def in_order(given):
+    """The same input with the teacher in class order."""
+    student, teacher, of_student, of_teacher, tables, P = given
+    device, tables = teacher.device, tables.to("cpu")
+    order = class_order(tables)
+    new = torch.empty_like(order)
+    new[order] = torch.arange(len(order))
+    renumbered = in_class_order(tables, order).to(device)
+    assert chain_layout(renumbered).aligned
+    new, V = new.to(device), len(order)
+    order = torch.cat([order, torch.arange(V, teacher.shape[-1])]).to(device)
+    tokens = replace(of_teacher, predicted=new[of_teacher.predicted], read=new[of_teacher.read])
+    return student, teacher[..., order], of_student, tokens, renumbered, P
 
 
 def results(op, given, options, temperature, upcast=False):
@@ -89,6 +109,14 @@ def check(given, options, temperature=1.0):
 )
 def test_values_and_gradient_are_the_references(device, pair, options, temperature):
     check(inputs(pair, device), options, temperature)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("splits", [2, pytest.param(1000, marks=slow)])
+def test_class_order(device, splits, monkeypatch):
+    monkeypatch.setattr(launch, "CLASS_SPLITS", splits)
+    check(in_order(inputs((SPLIT, WHOLE), device)), ChainOptions())
 
 
 @slow
@@ -130,6 +158,7 @@ def test_vocabularies_of_thousands(dtype):
     tables = tables.to(device)
     given = *logits, *sides, tables, text.chunks
     check(given, ChainOptions())
+    check(in_order(given), ChainOptions())
     TritonChainOp().prepare(tables)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

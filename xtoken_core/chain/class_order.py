@@ -1,37 +1,39 @@
-"""Class order: the teacher's tokens renumbered so that common tokens are read in sequence.
+"""Class order: the teacher's tokens renumbered so that both sides' rows are read in sequence.
 
-With the rows of its head in this order, a teacher's logits come with the token of class c in column c, and all other
-tokens behind them by class. Tables and tokens are renumbered once; nothing else knows of it.
+With the rows of its head in this order, a teacher's logits come with the token of a class that has one token on each
+side in the column of the student's token, and all other tokens between them in the order in which their classes are
+compared. Tables and tokens are renumbered once; nothing else knows of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from xtoken_core.chain.class_layout import class_layout
 from xtoken_core.chain.tables import ChainTables
 
 
 def class_order(tables: ChainTables) -> Int[Tensor, " V_t"]:
-    """Return the teacher's tokens in class order: first the one of every class that comes first among its members.
+    """Return the teacher's tokens in class order.
 
     Args:
         tables: On the CPU.
     """
-    root = tables.teacher.root.long()
-    single = tables.teacher.spelling_start.diff() == 1
-    # Stable sorts: by id, then single tokens first, then by class.
-    order = torch.argsort((~single).long(), stable=True)
-    order = order[torch.argsort(root[order], stable=True)]
-    rank = torch.ones(len(order), dtype=torch.int64)
-    sorted_root = root[order]
-    rank[1:] = (sorted_root[1:] == sorted_root[:-1]).long()
-    rank[:1] = 0
-    rank[sorted_root == tables.classes] = 1  # a class of its own at the end: no column of this number exists
-    return order[torch.argsort(rank, stable=True)]
+    roots = [side.root.numpy().astype(np.int64) for side in (tables.student, tables.teacher)]
+    layout = class_layout(roots[0], roots[1], tables.classes)
+    tokens = [np.flatnonzero(layout.plain[root]) for root in roots]
+    column, token = (each[np.argsort(root[each])] for root, each in zip(roots, tokens, strict=True))
+    V = len(roots[1])
+    order = np.full(V, -1)
+    order[column[column < V]] = token[column < V]
+    members = layout.members[1]
+    order[order < 0] = np.concatenate([members[members >= 0], token[column >= V]])
+    return torch.from_numpy(order)
 
 
 def in_class_order(tables: ChainTables, order: Int[Tensor, " V_t"]) -> ChainTables:

@@ -11,23 +11,24 @@ from xtoken_core.ops.chain.start_kernels import TINY, exp, floored_log, is_live,
 
 
 @triton.jit
-def narrow_sums(base, scale, lse, bits, start_ptr, token_ptr, m, there, height):
-    """Return the probability of classes, a lane each, and 1 where a member is live."""
-    first = tl.load(start_ptr + m, mask=there, other=0)
-    count = tl.load(start_ptr + m + 1, mask=there, other=0) - first
-    total = tl.zeros(m.shape, dtype=tl.float32)
-    reached = tl.zeros(m.shape, dtype=tl.int32)
+def narrow_sums(base, scale, lse, bits, token_ptr, first, height, CLASSES: tl.constexpr, CACHE: tl.constexpr):
+    """Return the probability of the classes of a block, a lane each, and 1 where a member is live."""
+    total = tl.zeros((CLASSES,), dtype=tl.float32)
+    reached = tl.zeros((CLASSES,), dtype=tl.int32)
     for j in range(height):
-        live = is_live(bits, first + j, j < count)
-        x = tl.load(token_ptr + first + j, mask=j < count, other=0)
-        z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
+        at = first + j * CLASSES + tl.arange(0, CLASSES)
+        live = ((tl.load(bits + (at >> 5)) >> (at & 31)) & 1) != 0
+        x = tl.load(token_ptr + at)
+        z = tl.load(base + x, mask=live, other=float("-inf"), cache_modifier=CACHE).to(tl.float32) * scale
         total += exp(z - lse)
         reached = reached | live.to(tl.int32)
     return total, reached
 
 
 @triton.jit
-def wide_sums(base, scale, lse, bits, start_ptr, token_ptr, m, there, height, LANES: tl.constexpr):
+def wide_sums(
+    base, scale, lse, bits, start_ptr, token_ptr, m, there, height, LANES: tl.constexpr, CACHE: tl.constexpr
+):  # fmt: skip
     """Return the probability of classes, `LANES` lanes each, and 1 where a member is live."""
     first = tl.load(start_ptr + m, mask=there, other=0)
     count = tl.load(start_ptr + m + 1, mask=there, other=0) - first
@@ -38,79 +39,89 @@ def wide_sums(base, scale, lse, bits, start_ptr, token_ptr, m, there, height, LA
         inside = j < count[:, None]
         live = is_live(bits, first[:, None] + j, inside)
         x = tl.load(token_ptr + first[:, None] + j, mask=inside, other=0)
-        z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
+        z = tl.load(base + x, mask=live, other=float("-inf"), cache_modifier=CACHE).to(tl.float32) * scale
         total += exp(z - lse)
         reached = reached | live.to(tl.int32)
     return tl.sum(total, axis=1), tl.max(reached, axis=1)
 
 
 @triton.jit
-def store_terms(q, alive, p, m, there, block, event, E, M, ratio_ptr, terms_ptr):
-    """Store the terms of a block of classes, and the ratio of each for the gradient."""
+def terms_of(q, alive, p, m, there, ratios_ptr):
+    """Return the terms of a block of classes, added up, and store the ratio of each for the gradient."""
     p = tl.where(there & (alive > 0), p, 0.0)
-    kl, mass = xlogx(p) - p * floored_log(q), tl.sum(p, axis=0)
+    kl, mass = tl.sum(xlogx(p) - p * floored_log(q), axis=0), tl.sum(p, axis=0)
     p = tl.where(q >= TINY, p, 0.0)
     ratio = p / tl.maximum(q, TINY)
-    tl.store(ratio_ptr + event.to(tl.int64) * M + m, ratio.to(ratio_ptr.dtype.element_ty), mask=there)
-    terms_ptr += (block + 1).to(tl.int64) * 3 * E + event  # the first three rows are those of plain classes
-    tl.store(terms_ptr, tl.sum(kl, axis=0))
-    tl.store(terms_ptr + E, mass)
-    tl.store(terms_ptr + 2 * E, tl.sum(p, axis=0))
+    tl.store(ratios_ptr + m, ratio.to(ratios_ptr.dtype.element_ty), mask=there)
+    return kl, mass, tl.sum(p, axis=0)
 
 
 @triton.jit
 def compare_narrow(
-    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr, first, last,
-    s_height, t_height, block, event, E, M, scale, ratio_ptr, terms_ptr, CLASSES: tl.constexpr
+    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_token_ptr, t_token_ptr, block_ptr, scale, ratios_ptr,
+    CLASSES: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
     """Compare a block of narrow classes."""
-    m = first + tl.arange(0, CLASSES)
-    q, alive = narrow_sums(s_base, scale, s_lse, s_bits, s_start_ptr, s_token_ptr, m, m < last, s_height)
-    p, _ = narrow_sums(t_base, scale, t_lse, t_bits, t_start_ptr, t_token_ptr, m, m < last, t_height)
-    store_terms(q, alive, p, m, m < last, block, event, E, M, ratio_ptr, terms_ptr)
+    m = tl.load(block_ptr + 1) + tl.arange(0, CLASSES)
+    s_height, t_height = tl.load(block_ptr + 3), tl.load(block_ptr + 4)
+    q, alive = narrow_sums(s_base, scale, s_lse, s_bits, s_token_ptr, tl.load(block_ptr + 5), s_height, CLASSES, "")
+    p, _ = narrow_sums(t_base, scale, t_lse, t_bits, t_token_ptr, tl.load(block_ptr + 6), t_height, CLASSES, CACHE)
+    return terms_of(q, alive, p, m, m < tl.load(block_ptr + 2), ratios_ptr)
 
 
 @triton.jit
 def compare_wide(
-    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr, first, last,
-    s_height, t_height, block, event, E, M, scale, ratio_ptr, terms_ptr, CLASSES: tl.constexpr, LANES: tl.constexpr
+    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr, block_ptr, scale,
+    ratios_ptr, CLASSES: tl.constexpr, LANES: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
     """Compare a block of classes that have `LANES` lanes each."""
-    m = first + tl.arange(0, CLASSES)
-    q, alive = wide_sums(s_base, scale, s_lse, s_bits, s_start_ptr, s_token_ptr, m, m < last, s_height, LANES)
-    p, _ = wide_sums(t_base, scale, t_lse, t_bits, t_start_ptr, t_token_ptr, m, m < last, t_height, LANES)
-    store_terms(q, alive, p, m, m < last, block, event, E, M, ratio_ptr, terms_ptr)
+    m = tl.load(block_ptr + 1) + tl.arange(0, CLASSES)
+    there = m < tl.load(block_ptr + 2)
+    s_height, t_height = tl.load(block_ptr + 3), tl.load(block_ptr + 4)
+    q, alive = wide_sums(s_base, scale, s_lse, s_bits, s_start_ptr, s_token_ptr, m, there, s_height, LANES, "")
+    p, _ = wide_sums(t_base, scale, t_lse, t_bits, t_start_ptr, t_token_ptr, m, there, t_height, LANES, CACHE)
+    return terms_of(q, alive, p, m, there, ratios_ptr)
 
 
 @triton.jit
 def chain_class_kernel(
     student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr, t_lse_ptr,
     block_ptr, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr, ratio_ptr, terms_ptr,
-    blocks, E, M, T_s, T_t, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    NARROW: tl.constexpr, MEDIUM: tl.constexpr, WIDE: tl.constexpr, M_LANES: tl.constexpr, W_LANES: tl.constexpr
+    blocks, splits, E, M, T_s, T_t, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
+    NARROW: tl.constexpr, MEDIUM: tl.constexpr, WIDE: tl.constexpr, M_LANES: tl.constexpr, W_LANES: tl.constexpr,
+    CACHE: tl.constexpr
 ):  # fmt: skip
-    """Compute the terms of one block of classes at the start of one chunk."""
-    event, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    """Compute the terms of some blocks of classes at the start of one chunk."""
+    event, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     if tl.load(chunk_ptr + event) >= 0:
         s_base = row_of(student_ptr, tl.load(student_row_ptr + event), T_s, s_stride_b, s_stride_t)
         t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + event), T_t, t_stride_b, t_stride_t)
         s_bits, t_bits = s_bits_ptr + event.to(tl.int64) * W_s, t_bits_ptr + event.to(tl.int64) * W_t
         s_lse, t_lse = tl.load(s_lse_ptr + event), tl.load(t_lse_ptr + event)
-        block_ptr += block * 5
-        kind, first, last = tl.load(block_ptr), tl.load(block_ptr + 1), tl.load(block_ptr + 2)
-        s_height, t_height = tl.load(block_ptr + 3), tl.load(block_ptr + 4)
-        if kind == 0:
-            compare_narrow(
-                s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr, first,
-                last, s_height, t_height, block, event, E, M, scale, ratio_ptr, terms_ptr, NARROW
-            )  # fmt: skip
-        elif kind == 1:
-            compare_wide(
-                s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr, first,
-                last, s_height, t_height, block, event, E, M, scale, ratio_ptr, terms_ptr, MEDIUM, M_LANES
-            )  # fmt: skip
-        else:
-            compare_wide(
-                s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr, first,
-                last, s_height, t_height, block, event, E, M, scale, ratio_ptr, terms_ptr, WIDE, W_LANES
-            )  # fmt: skip
+        ratio_ptr += event.to(tl.int64) * M
+        kl, mass, kept = s_lse * 0.0, s_lse * 0.0, s_lse * 0.0
+        for block in range(split, blocks, splits):
+            own_ptr = block_ptr + block * 7
+            kind = tl.load(own_ptr)
+            if kind == 0:
+                of_kl, of_mass, of_kept = compare_narrow(
+                    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_token_ptr, t_token_ptr, own_ptr, scale, ratio_ptr,
+                    NARROW, CACHE
+                )  # fmt: skip
+            elif kind == 1:
+                of_kl, of_mass, of_kept = compare_wide(
+                    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr,
+                    own_ptr, scale, ratio_ptr, MEDIUM, M_LANES, CACHE
+                )  # fmt: skip
+            else:
+                of_kl, of_mass, of_kept = compare_wide(
+                    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr,
+                    own_ptr, scale, ratio_ptr, WIDE, W_LANES, CACHE
+                )  # fmt: skip
+            kl += of_kl
+            mass += of_mass
+            kept += of_kept
+        terms_ptr += (split + 1).to(tl.int64) * 3 * E + event  # the first three rows are those of plain classes
+        tl.store(terms_ptr, kl)
+        tl.store(terms_ptr + E, mass)
+        tl.store(terms_ptr + 2 * E, kept)

@@ -7,7 +7,16 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_kernels import ADJACENT, LOG_TINY, columns_of, exp, in_64_bits, live_of, row_of
+from xtoken_core.ops.chain.start_kernels import (
+    ADJACENT,
+    LOG_TINY,
+    columns_of,
+    exp,
+    in_64_bits,
+    live_of,
+    plain_logits,
+    row_of,
+)
 
 
 @triton.jit
@@ -81,16 +90,17 @@ def start_of_row(
 
 @triton.jit
 def part_of_start(
-    x, z, live, t_live, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale
+    x, z, live, t_live, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale,
+    ALIGNED: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
     """Return the gradient of the start of a row's chunk."""
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if of_start != 0.0:
-        y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
+        y = tl.load(partner_ptr + x, mask=x < V, other=0).to(tl.int32)  # all of them: wide loads
         log_q = z * scale - s_lse
         q = tl.where(live, exp(log_q), 0.0)
         both = live & t_live & (log_q >= LOG_TINY)
-        log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * scale
+        log_p = plain_logits(t_base, x, y, V, both, ALIGNED, CACHE) * scale
         p = exp(log_p - t_lse)
         ratio = tl.load(ratios_ptr - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
         gradient = of_start * scale * (q * (mass - ratio) - p)
@@ -117,13 +127,14 @@ def parts_of_row(
 @triton.jit
 def gradient_at(
     x, there, live, t_live, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS: tl.constexpr,
-    UNSCALED: tl.constexpr
+    UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
     """Return the gradient of some of a row's logits in float32, all that is computed element by element."""
     of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse = parts
-    z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
+    z = tl.load(base + x, mask=there, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
     gradient = part_of_start(
-        x, z, live, t_live, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale
+        x, z, live, t_live, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale,
+        ALIGNED, CACHE
     )  # fmt: skip
     if TARGETS and UNSCALED:
         gradient += part_of_both(x, z, of_loss, target, head_lse, factor, top, V)
@@ -140,7 +151,8 @@ def chain_row_bwd_kernel(
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
     of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    grad_ptr, V_head, blocks, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr
+    grad_ptr, V_head, blocks, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    CACHE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Store some adjacent tiles of a student row's gradient."""
     row = tl.program_id(0) // blocks
@@ -159,7 +171,8 @@ def chain_row_bwd_kernel(
         live = live_of(s_bits_ptr + own * W, begin, x, compared, LANES)
         t_live = live_of(t_bits_ptr + own * W, begin, x, compared, LANES)
         gradient = gradient_at(
-            x, x < V_head, live, t_live, base, parts, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED
+            x, x < V_head, live, t_live, base, parts, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED,
+            ALIGNED, CACHE
         )  # fmt: skip
         to_ptr = grad_ptr + in_64_bits(row) * V_head + x
         tl.store(to_ptr, gradient.to(grad_ptr.dtype.element_ty), mask=x < V_head)

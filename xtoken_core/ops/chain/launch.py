@@ -10,6 +10,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
+from xtoken_core.chain import class_layout
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.ops.chain import (
     class_kernels,
@@ -25,6 +26,7 @@ from xtoken_core.ops.chain.events import Inner, SideTokens
 from xtoken_core.ops.chain.layout import ChainLayout, SideLayout, chain_layout
 from xtoken_core.ops.chain.live_layout import Live
 from xtoken_core.ops.chain.reference import ChainOptions
+from xtoken_core.ops.side_stream import join, second_stream
 
 WORDS = 2048
 """Words of a live set that are copied at once."""
@@ -36,6 +38,10 @@ POINTS, AT_POINT = 32, 32
 """Rules, and tokens at a rule's point, that are read at once."""
 TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 512, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
+CLASS_SPLITS = 1000
+"""Most programs that compare the classes of one start."""
+CLASS_CACHE, GRADIENT_CACHE = "", ""
+"""How rows that are read in sequence pass the cache: ".cg" = not through a processor's own."""
 GRADIENT_TILES = 4
 """Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
 BLOCK, SLOTS, CHUNKS = 1024, 512, 32
@@ -165,67 +171,83 @@ class Comparison:
 
     def start_values(
         self, student: Rows, teacher: Rows, targets: Tensor | None
-    ) -> tuple[StartResults, Tensor, Tensor | None, Tensor | None]:
-        """Compute rows and starts; return also the starts' terms by block of classes, and losses and hits `[B, T_s]`.
+    ) -> tuple[StartResults, tuple[Tensor, Tensor], Tensor, Tensor | None, Tensor | None]:
+        """Compute rows and starts, but for `compare_classes`.
 
-        The terms are `[1 + blocks, 3, E]`: KL without the mass's own, mass, and mass that is not below the floor.
+        Returns:
+            The values, both sides' live members, the starts' terms by program, and losses and hits `[B, T_s]`.
+
+        The terms are `[1 + splits, 3, E]`: KL without the mass's own, mass, and mass that is not below the floor.
         """
         plan, starts = self.plan, self.starts
         B, T_s = student.logits.shape[:2]
-        E, M, R_s, R_t, blocks = len(starts.chunk), plan.others, B * T_s, B * teacher.positions, len(plan.blocks)
+        E, M, R_s = len(starts.chunk), plan.others, B * T_s
+        with second_stream(self.device):
+            t_bits, t_members, t_top, t_total, t_lse = self.teacher_values(teacher)
         s_bits, _, s_members = self.live_bits(plan.student.live, starts.teacher_before, starts.student_token)
-        t_own, t_bits, t_members = self.live_bits(plan.teacher.live, starts.student_before, starts.teacher_token)
-        t_top, t_total, t_lse = self._float(R_t), self._float(R_t), self._float(E)
-        start_kernels.chain_teacher_kernel[(R_t,)](
-            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), t_own,
-            t_top, t_total, t_lse, teacher.positions, teacher.width, t_own.shape[1], *teacher.strides, self.scale,
-            LANES=TEACHER_LANES, num_warps=TEACHER_WARPS,
-        )  # fmt: skip
+        join(self.device)
         head_lse, top, total = (self._float(R_s) for _ in range(3))
-        s_lse, terms = self._float(E), self._float(1 + blocks, 3, E)
+        s_lse, terms = self._float(E), self._float(1 + min(len(plan.blocks), CLASS_SPLITS), 3, E)
         losses = None if targets is None else self._float(B, T_s)
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
         start_kernels.chain_student_kernel[(R_s,)](
             student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, s_bits, t_bits,
             plan.partner, t_lse, losses, hits, head_lse, top, total, s_lse, terms, E, T_s, teacher.positions,
             student.logits.shape[2], student.width, s_bits.shape[1], *student.strides, *teacher.strides, self.scale,
-            TARGETS=targets is not None, UNSCALED=self.scale == 1.0, LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
+            TARGETS=targets is not None, UNSCALED=self.scale == 1.0, ALIGNED=plan.aligned,
+            LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
         )  # fmt: skip
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
-        self.compare_classes(student, teacher, (s_members, t_members), (s_lse, t_lse), ratio, terms)
         kept = StartResults(s_bits, t_bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse)
-        return kept, terms, losses, hits
+        return kept, (s_members, t_members), terms, losses, hits
+
+    def teacher_values(self, teacher: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the teacher's live bits of plain classes and of members, and the sums of its rows and live tokens."""
+        starts, R_t = self.starts, self.shape[0] * teacher.positions
+        t_own, t_bits, t_members = self.live_bits(self.plan.teacher.live, starts.student_before, starts.teacher_token)
+        t_top, t_total, t_lse = self._float(R_t), self._float(R_t), self._float(len(starts.chunk))
+        start_kernels.chain_teacher_kernel[(R_t,)](
+            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), t_own,
+            t_top, t_total, t_lse, teacher.positions, teacher.width, t_own.shape[1], *teacher.strides, self.scale,
+            LANES=TEACHER_LANES, num_warps=TEACHER_WARPS,
+        )  # fmt: skip
+        return t_bits, t_members, t_top, t_total, t_lse
+
+    def compare(
+        self, student: Rows, teacher: Rows, kept: StartResults, bits: tuple[Tensor, Tensor], terms: Tensor
+    ) -> tuple[NodeResults, NodeResults]:
+        """Return the values of the nodes inside the student's tokens and the teacher's; beside them compare classes."""
+        with second_stream(self.device):
+            nodes = [self.node_values(student, teacher, kept, learns=learns) for learns in (True, False)]
+        self.compare_classes(student, teacher, kept, bits, terms)
+        join(self.device)
+        return nodes[0], nodes[1]
 
     def compare_classes(
-        self,
-        student: Rows,
-        teacher: Rows,
-        bits: tuple[Tensor, Tensor],
-        lse: tuple[Tensor, Tensor],
-        ratio: Tensor,
-        terms: Tensor,
+        self, student: Rows, teacher: Rows, kept: StartResults, bits: tuple[Tensor, Tensor], terms: Tensor
     ) -> None:
         """Fill in the ratios and terms of the classes that are not plain.
 
         Args:
             student: Logits.
             teacher: Logits.
+            kept: Values of the starts.
             bits: Both sides' live members.
-            lse: Both sides' sums of the live tokens.
-            ratio: As in `StartResults`.
-            terms: `[1 + blocks, 3, E]`; the first is that of plain classes.
+            terms: `[1 + splits, 3, E]`; the first is that of plain classes.
         """
         plan, starts, blocks = self.plan, self.starts, len(self.plan.blocks)
-        E, M = ratio.shape
+        (E, M), splits = kept.ratio.shape, len(terms) - 1
         if blocks:
-            class_kernels.chain_class_kernel[(E * blocks,)](
-                student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, *bits, *lse,
-                plan.blocks, plan.student.members.start, plan.student.members.token, plan.teacher.members.start,
-                plan.teacher.members.token, ratio, terms, blocks, E, M, student.positions, teacher.positions,
-                bits[0].shape[1], bits[1].shape[1], *student.strides, *teacher.strides, self.scale,
-                NARROW=layout.NARROW_CLASSES, MEDIUM=layout.MEDIUM_CLASSES, WIDE=layout.WIDE_CLASSES,
-                M_LANES=layout.MEDIUM_LANES, W_LANES=layout.WIDE_LANES, num_warps=CLASS_WARPS,
+            own, other = plan.student.members, plan.teacher.members
+            class_kernels.chain_class_kernel[(E * splits,)](
+                student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, *bits,
+                kept.student_lse, kept.teacher_lse,
+                plan.blocks, own.start, own.token, other.start, other.token, kept.ratio, terms, blocks, splits, E, M,
+                student.positions, teacher.positions, bits[0].shape[1], bits[1].shape[1], *student.strides,
+                *teacher.strides, self.scale, NARROW=class_layout.NARROW_CLASSES, MEDIUM=class_layout.MEDIUM_CLASSES,
+                WIDE=class_layout.WIDE_CLASSES, M_LANES=layout.MEDIUM_LANES, W_LANES=layout.WIDE_LANES,
+                CACHE=CLASS_CACHE if plan.aligned else "", num_warps=CLASS_WARPS,
             )  # fmt: skip
 
     def node_values(self, student: Rows, teacher: Rows, starts: StartResults, *, learns: bool) -> NodeResults:
@@ -254,7 +276,7 @@ class Comparison:
         """Return the parts `[3, B * P]`, and each start's mass that is not below the floor.
 
         Args:
-            terms: The starts', `[blocks, 3, B * P]`.
+            terms: The starts', `[1 + splits, 3, B * P]`.
             student: Values of the nodes inside the student's tokens.
             teacher: Likewise inside the teacher's.
         """
@@ -308,6 +330,8 @@ class Comparison:
             blocks,
             TARGETS=has_targets,
             UNSCALED=self.scale == 1.0,
+            ALIGNED=plan.aligned,
+            CACHE=GRADIENT_CACHE,
             TILES=GRADIENT_TILES,
             LANES=GRADIENT_LANES,
             num_warps=GRADIENT_WARPS,
@@ -322,8 +346,8 @@ class Comparison:
                 inside.mass, inside.ratio, own.most_slots, self.in_student.at_end, own.spelling_start, own.spelled_node,
                 own.spelled_slot, self.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token,
                 other.fresh.slot, beside.mass, beside.ratio, other.most_slots, self._float(programs, sum(capacity)),
-                sum(capacity), capacity[0], TARGETS=has_targets, UNSCALED=self.scale == 1.0, SLOTS=SLOTS,
-                num_warps=NODE_WARPS,
+                sum(capacity), capacity[0], TARGETS=has_targets, UNSCALED=self.scale == 1.0, ALIGNED=plan.aligned,
+                SLOTS=SLOTS, num_warps=NODE_WARPS,
             )  # fmt: skip
         return gradient
 

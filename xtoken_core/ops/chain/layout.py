@@ -12,26 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xtoken_core.chain.class_layout import class_layout
 from xtoken_core.chain.tables import ChainTables, SideTable
 from xtoken_core.ops.chain.live_layout import Live, as_int32, live_layout
 
-NARROW, MEDIUM = 8, 64
-"""Most tokens of a class that has one lane, and of one that has a few."""
-NARROW_CLASSES, MEDIUM_CLASSES, WIDE_CLASSES = 256, 16, 2
-"""Classes of a block by kind."""
 MEDIUM_LANES, WIDE_LANES = 32, 128
 """Lanes of a class."""
+MOST_IN_16_BITS = 32767
+"""Classes whose numbers fit into int16."""
 NODE_SEGMENT = 32
 """Most tokens of a segment of a node's slot."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """The tokens of classes that are not plain, on one side.
+    """The tokens of classes that are not plain, on one side, in the order of `class_layout`.
 
     Attributes:
-        start: `[M + 1]` int32, where a class's tokens begin.
-        token: `[n]` int32 tokens by class.
+        start: `[M + 1]` int32, where the tokens of a medium or wide class begin.
+        token: `[n]` int32; 0 = padding, whose bit no live set has.
     """
 
     start: Tensor
@@ -110,9 +109,9 @@ class ChainLayout:
     Attributes:
         student: The student's.
         teacher: The teacher's.
-        partner: `[V_s]` int32, the teacher's token of a plain class; `-1 - m` in another.
-        blocks: `[blocks, 5]` int32: the kind of a block of classes, its first class, the one behind its last, and the
-            most tokens that one of them has on the student's and on the teacher's side.
+        partner: `[V_s]` int32, the teacher's token of a plain class; `-1 - m` in another. int16 in class order.
+        aligned: True if the teacher's token of every plain class has the id of the student's, as in class order.
+        blocks: `[blocks, 7]` int32, as in `class_layout`.
         others: `M`, how many classes are not plain.
         classes: `C`.
     """
@@ -120,6 +119,7 @@ class ChainLayout:
     student: SideLayout
     teacher: SideLayout
     partner: Tensor
+    aligned: bool
     blocks: Tensor
     others: int
     classes: int
@@ -139,14 +139,9 @@ def _build(tables: ChainTables) -> ChainLayout:
     sides = tables.student, tables.teacher
     C = tables.classes
     roots = [side.root.cpu().numpy().astype(np.int64) for side in sides]
-    sizes = np.stack([np.bincount(root, minlength=C + 1) for root in roots])
-    plain = (sizes == 1).all(0)
-    plain[C] = False
-    others = np.flatnonzero(~plain)
-    others = others[_order(sizes[:, others], roots, others)]
-    number = np.full(C + 1, -1)
-    number[others] = np.arange(len(others))
-    partner = -1 - number
+    classes = class_layout(roots[0], roots[1], C)
+    plain, M = classes.plain, len(classes.starts[0]) - 1
+    partner = -1 - classes.number
     partner[roots[1][plain[roots[1]]]] = np.flatnonzero(plain[roots[1]])
     by_class = [_by_class(root, C + 1) for root in roots]
     partner = partner[roots[0]]
@@ -154,57 +149,26 @@ def _build(tables: ChainTables) -> ChainLayout:
     columns[1][partner[partner >= 0]] = np.flatnonzero(partner >= 0)
     layouts = []
     for k, side in enumerate(sides):
-        start, members = _members(roots[k], number, len(others))
+        members = classes.members[k]
         layouts.append(
             SideLayout(
                 root=as_int32(roots[k], device),
-                members=Members(as_int32(start, device), as_int32(members, device)),
+                members=Members(as_int32(classes.starts[k], device), as_int32(np.maximum(members, 0), device)),
                 nodes=_nodes(side, by_class[1 - k], device),
                 live=live_layout(side.live, columns[k], members, k * len(roots[0]), device),
             )
         )
-    blocks = as_int32(_blocks(sizes[:, others]), device)
-    return ChainLayout(layouts[0], layouts[1], as_int32(partner, device), blocks, len(others), C)
-
-
-def _kinds(sizes: np.ndarray) -> np.ndarray:
-    """Return 0 for narrow classes, 1 for medium and 2 for wide ones."""
-    kinds: np.ndarray = np.searchsorted(np.array([NARROW, MEDIUM]), sizes.max(0), side="left")
-    return kinds
-
-
-def _order(sizes: np.ndarray, roots: list[np.ndarray], others: np.ndarray) -> np.ndarray:
-    """Return the order of classes: wide ones first; the others by sizes, and then as they lie in the student's row."""
-    first = np.zeros(others.max(initial=0) + 1, np.int64)
-    student = roots[0][::-1]
-    known = student < len(first)
-    first[student[known]] = np.arange(len(student))[::-1][known]
-    order: np.ndarray = np.lexsort((first[others], -sizes[1], -sizes[0], -_kinds(sizes)))
-    return order
-
-
-def _blocks(sizes: np.ndarray) -> np.ndarray:
-    """Return the blocks of classes in order, `[blocks, 5]`."""
-    kinds, rows = _kinds(sizes), []
-    for kind, step in ((2, WIDE_CLASSES), (1, MEDIUM_CLASSES), (0, NARROW_CLASSES)):
-        chosen = np.flatnonzero(kinds == kind)
-        for at in range(0, len(chosen), step):
-            block = chosen[at : at + step]
-            rows.append([kind, block[0], block[-1] + 1, *sizes[:, block].max(1)])
-    return np.array(rows, np.int64).reshape(-1, 5)
+    aligned = len(roots[1]) >= len(roots[0]) and bool(((partner < 0) | (partner == np.arange(len(partner)))).all())
+    given = as_int32(partner, device)
+    if aligned and M <= MOST_IN_16_BITS:
+        given = given.clamp(max=0).short()
+    return ChainLayout(layouts[0], layouts[1], given, aligned, as_int32(classes.blocks, device), M, C)
 
 
 def _by_class(root: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return where the tokens of a class begin, `[classes + 1]`, and the tokens by class."""
     start = np.concatenate([[0], np.cumsum(np.bincount(root, minlength=classes))])
     return start, np.argsort(root, kind="stable")
-
-
-def _members(root: np.ndarray, number: np.ndarray, M: int) -> tuple[np.ndarray, np.ndarray]:
-    own = number[root]
-    tokens = np.flatnonzero(own >= 0)
-    start, order = _by_class(own[tokens], M)
-    return start, tokens[order]
 
 
 def _nodes(side: SideTable, other: tuple[np.ndarray, np.ndarray], device: torch.device) -> Nodes:

@@ -59,7 +59,7 @@ def live_layout(live: LiveTable, plain: np.ndarray, members: np.ndarray, columns
     Args:
         live: The sets.
         plain: `[V_x]`, the bit of a token in the region of plain classes; -1 = none.
-        members: `[n]`, the tokens of classes that are not plain, in the order of their bits.
+        members: `[n]`, the tokens of classes that are not plain, in the order of their bits; -1 = none.
         columns: Bits of the region of plain classes.
         device: Device of the result.
     """
@@ -72,7 +72,7 @@ def live_layout(live: LiveTable, plain: np.ndarray, members: np.ndarray, columns
     rows, heavy = _heavy(live, position_start, slices)
     words = _words_of(V), _words_of(columns), _words_of(len(members))
     second = plain.copy()
-    second[members] = 32 * words[1] + np.arange(len(members))
+    second[members[members >= 0]] = 32 * words[1] + np.flatnonzero(members >= 0)
     source = np.full(32 * sum(words), V)  # the bit behind a set is never set
     source[:V] = np.arange(V)
     known = np.flatnonzero(second >= 0)

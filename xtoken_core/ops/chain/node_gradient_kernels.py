@@ -83,7 +83,7 @@ def clear_sums(sum_ptr, count, SLOTS: tl.constexpr):
 @triton.jit
 def store_list(
     list_ptr, first, last, sum_ptr, own_ptr, event, base, parts, s_bits_ptr, t_bits_ptr, partner_ptr, ratios_ptr, V,
-    scale, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, SLOTS: tl.constexpr
+    scale, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """Store the gradient of a list of a row's tokens: what is the same for the row, and what was added up."""
     compared = tl.where(event >= 0, last, first)
@@ -92,7 +92,8 @@ def store_list(
         x = tl.load(list_ptr + at, mask=at < last, other=0)
         live, t_live = is_live(s_bits_ptr, x, at < compared), is_live(t_bits_ptr, x, at < compared)
         gradient = gradient_at(
-            x, at < last, live, t_live, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS, UNSCALED
+            x, at < last, live, t_live, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS, UNSCALED,
+            ALIGNED, ""
         )  # fmt: skip
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
         tl.store(own_ptr + x, gradient.to(own_ptr.dtype.element_ty), mask=at < last)
@@ -125,7 +126,8 @@ def chain_node_bwd_kernel(
     i_chunk_ptr, i_first_ptr, i_size_ptr, i_events, i_node_ptr, i_slot_start_ptr, i_list_start_ptr, i_list_ptr,
     i_held_lse_ptr, i_mass_ptr, i_ratio_ptr, i_slots, i_end_ptr, spelling_start_ptr, spelled_node_ptr,
     spelled_slot_ptr, o_node_ptr, o_slot_start_ptr, o_list_start_ptr, o_list_ptr, o_slot_ptr, o_mass_ptr, o_ratio_ptr,
-    o_slots, sums_ptr, capacity, i_capacity, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, SLOTS: tl.constexpr
+    o_slots, sums_ptr, capacity, i_capacity, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    SLOTS: tl.constexpr
 ):  # fmt: skip
     """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
     inside_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * capacity
@@ -166,11 +168,11 @@ def chain_node_bwd_kernel(
                 )  # fmt: skip
         store_list(
             i_list_ptr, first, last, inside_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
-            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED, SLOTS
+            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED, ALIGNED, SLOTS
         )  # fmt: skip
         tl.debug_barrier()  # what is in both lists is stored again, with all its parts
         store_list(
             o_list_ptr, o_first, o_last, named_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
-            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED, SLOTS
+            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED, ALIGNED, SLOTS
         )  # fmt: skip
         tl.debug_barrier()

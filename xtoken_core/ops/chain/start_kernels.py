@@ -155,17 +155,29 @@ def chain_teacher_kernel(
 
 
 @triton.jit
-def compare_plain(z, x, V, t_base, partner_ptr, both, scale, t_lse):
+def plain_logits(t_base, x, y, V, both, ALIGNED: tl.constexpr, CACHE: tl.constexpr):
+    """Return the teacher's logits of plain classes; aligned ones have the student's columns, and all are read."""
+    if ALIGNED:
+        z = tl.where(both, tl.load(t_base + x, mask=x < V, other=0.0, cache_modifier=CACHE), float("-inf"))
+    else:
+        z = tl.load(t_base + y, mask=both, other=float("-inf"))
+    return z.to(tl.float32)
+
+
+@triton.jit
+def compare_plain(z, x, V, t_base, partner_ptr, both, scale, t_lse, ALIGNED: tl.constexpr):
     """Return the teacher's probability of plain classes live on both sides, times its log ratio, and itself."""
-    y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
-    log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * scale - t_lse
+    y = x
+    if not ALIGNED:
+        y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
+    log_p = plain_logits(t_base, x, y, V, both, ALIGNED, "") * scale - t_lse
     p = exp(log_p)
     return tl.where(p > 0.0, p * (log_p - z), 0.0), p
 
 
 @triton.jit
 def exact_plain(
-    base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, LANES: tl.constexpr
+    base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, ALIGNED: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Return the KL over plain classes and their mass that is not below the floor, logarithms with the floor."""
     kl = tl.zeros((LANES,), dtype=tl.float32)
@@ -175,7 +187,7 @@ def exact_plain(
         live = live_of(bits, begin, x, V, LANES)
         both = live & live_of(t_bits, begin, x, V, LANES)
         log_q = tl.load(base + x, mask=live, other=0.0).to(tl.float32) * scale - s_lse
-        term, p = compare_plain(tl.maximum(log_q, LOG_TINY), x, V, t_base, partner_ptr, both, scale, t_lse)
+        term, p = compare_plain(tl.maximum(log_q, LOG_TINY), x, V, t_base, partner_ptr, both, scale, t_lse, ALIGNED)
         kl += tl.sum(term, axis=1)
         unclipped += tl.sum(tl.where(log_q >= LOG_TINY, p, 0.0), axis=1)
     return tl.sum(kl, axis=0), tl.sum(unclipped, axis=0)
@@ -184,7 +196,7 @@ def exact_plain(
 @triton.jit
 def store_start(
     base, t_base, partner_ptr, bits, t_bits, V, scale, t_lse, highest, top, alive, kl, mass, lowest, event, E,
-    s_lse_ptr, terms_ptr, LANES: tl.constexpr
+    s_lse_ptr, terms_ptr, ALIGNED: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Store the live sum of a row, and the terms of its plain classes, from the sums of lanes."""
     _, part = sum_over_lanes(top, alive)
@@ -194,7 +206,7 @@ def store_start(
     of_plain = tl.sum(mass, axis=0)
     value, unclipped = tl.sum(kl, axis=0) + s_lse * of_plain, of_plain
     if tl.min(lowest, axis=0) - s_lse < LOG_TINY:
-        value, unclipped = exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, LANES)
+        value, unclipped = exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, ALIGNED, LANES)
     tl.store(s_lse_ptr + event, s_lse)
     tl.store(terms_ptr + event, value)
     tl.store(terms_ptr + E + event, of_plain)
@@ -227,7 +239,7 @@ def chain_student_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr, t_lse_ptr,
     losses_ptr, hits_ptr, head_lse_ptr, top_ptr, total_ptr, s_lse_ptr, terms_ptr, E,
     T_s, T_t, V_head, V, W, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    TARGETS: tl.constexpr, UNSCALED: tl.constexpr, LANES: tl.constexpr
+    TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Compute one student row: cross-entropy, its sums, and the KL over plain classes where a chunk starts."""
     row = tl.program_id(0)
@@ -249,7 +261,7 @@ def chain_student_kernel(
         z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
         live = live_of(bits, begin, x, compared, LANES)
         both = live & live_of(t_bits, begin, x, compared, LANES)
-        term, p = compare_plain(z, x, V, t_base, partner_ptr, both, scale, t_lse)
+        term, p = compare_plain(z, x, compared, t_base, partner_ptr, both, scale, t_lse, ALIGNED)
         top, pivot, shrink = raised(top, z)
         e = exp(z - pivot[:, None])
         total = total * shrink + tl.sum(e, axis=1)
@@ -263,7 +275,7 @@ def chain_student_kernel(
     if event >= 0:
         store_start(
             base, t_base, partner_ptr, bits, t_bits, V, scale, t_lse, highest, top, alive, kl, mass, lowest, event, E,
-            s_lse_ptr, terms_ptr, LANES
+            s_lse_ptr, terms_ptr, ALIGNED, LANES
         )  # fmt: skip
     if TARGETS:
         target = tl.load(targets_ptr + row)

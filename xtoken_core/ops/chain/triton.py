@@ -30,9 +30,8 @@ class TritonChain(torch.autograd.Function):
         given = teacher_logits if teacher_logits.stride(-1) == 1 else teacher_logits.contiguous()
         student, teacher = _rows(inputs, logits, given)
         B, P = inputs.shape
-        starts, terms, losses, hits = inputs.start_values(student, teacher, targets)
-        inside = inputs.node_values(student, teacher, starts, learns=True)
-        beside = inputs.node_values(student, teacher, starts, learns=False)
+        starts, members, terms, losses, hits = inputs.start_values(student, teacher, targets)
+        inside, beside = inputs.compare(student, teacher, starts, members, terms)
         flat, mass = inputs.parts(terms, inside.value, beside.value)
         parts = flat.view(3, B, P)
         ctx.inputs, ctx.with_targets = inputs, targets is not None

@@ -1,0 +1,36 @@
+"""Launches beside the current stream: what does not depend on each other runs at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def second_stream(device: torch.device) -> Iterator[None]:
+    """Launch on a second stream, after all that is queued; `join` before anything reads the results.
+
+    Tensors that are created here belong to the second stream. They can be freed at any time: the stream waits for the
+    current one before it is used again.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def join(device: torch.device) -> None:
+    """Make the current stream wait for what was launched beside it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_stream(device))
