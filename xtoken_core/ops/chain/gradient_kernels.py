@@ -151,11 +151,11 @@ def chain_row_bwd_kernel(
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
     of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    grad_ptr, V_head, blocks, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    grad_ptr, V_head, first_row, blocks, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr,
     CACHE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Store some adjacent tiles of a student row's gradient."""
-    row = tl.program_id(0) // blocks
+    row = first_row + tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * (TILES * LANES * ADJACENT)
     event = tl.load(event_ptr + row)
     base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)

@@ -44,6 +44,8 @@ CLASS_CACHE, GRADIENT_CACHE = "", ""
 """How rows that are read in sequence pass the cache: ".cg" = not through a processor's own."""
 GRADIENT_TILES = 4
 """Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
+GRADIENT_PARTS = 4
+"""Parts of the rows: beside each but the first one the gradients of the nodes of the one before are computed."""
 BLOCK, SLOTS, CHUNKS = 1024, 512, 32
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
 LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 2, 16, 8
@@ -324,31 +326,32 @@ class Comparison:
             *teacher.strides, self.scale, gradient, V_head,
         )  # fmt: skip
         blocks = triton.cdiv(V_head, GRADIENT_TILES * GRADIENT_LANES * start_kernels.ADJACENT.value)
-        has_targets = of_losses is not None
-        gradient_kernels.chain_row_bwd_kernel[(B * T_s * blocks,)](
-            *row,
-            blocks,
-            TARGETS=has_targets,
-            UNSCALED=self.scale == 1.0,
-            ALIGNED=plan.aligned,
-            CACHE=GRADIENT_CACHE,
-            TILES=GRADIENT_TILES,
-            LANES=GRADIENT_LANES,
-            num_warps=GRADIENT_WARPS,
-        )
-        if len(inside.value) or len(beside.value):
-            own, other = plan.student.nodes, plan.teacher.nodes
-            programs = self._programs(NODE_GRADIENT_PROGRAMS_PER_PROCESSOR, B * T_s)
-            capacity = own.held.most_tokens, other.fresh.most_tokens
-            node_gradient_kernels.chain_node_bwd_kernel[(programs,)](
-                *row, B * T_s, self.in_student.chunk, self.bounds[1].first, self.bounds[1].size, len(inside.value),
-                self.in_student.node, own.slot_start, own.held.node_start, own.held.token, inside.held_lse,
-                inside.mass, inside.ratio, own.most_slots, self.in_student.at_end, own.spelling_start, own.spelled_node,
-                own.spelled_slot, self.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token,
-                other.fresh.slot, beside.mass, beside.ratio, other.most_slots, self._float(programs, sum(capacity)),
-                sum(capacity), capacity[0], TARGETS=has_targets, UNSCALED=self.scale == 1.0, ALIGNED=plan.aligned,
-                SLOTS=SLOTS, num_warps=NODE_WARPS,
+        settings = {"TARGETS": of_losses is not None, "UNSCALED": self.scale == 1.0, "ALIGNED": plan.aligned}
+        own, other = plan.student.nodes, plan.teacher.nodes
+        capacity = own.held.most_tokens, other.fresh.most_tokens
+        nodes = (
+            self.in_student.chunk, self.bounds[1].first, self.bounds[1].size, len(inside.value), self.in_student.node,
+            own.slot_start, own.held.node_start, own.held.token, inside.held_lse, inside.mass, inside.ratio,
+            own.most_slots, self.in_student.at_end, own.spelling_start, own.spelled_node, own.spelled_slot,
+            self.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token, other.fresh.slot,
+            beside.mass, beside.ratio, other.most_slots,
+        )  # fmt: skip
+        step = triton.cdiv(B * T_s, GRADIENT_PARTS)
+        for first in range(0, B * T_s, step):
+            last = min(first + step, B * T_s)
+            gradient_kernels.chain_row_bwd_kernel[((last - first) * blocks,)](
+                *row, first, blocks, **settings, CACHE=GRADIENT_CACHE, TILES=GRADIENT_TILES, LANES=GRADIENT_LANES,
+                num_warps=GRADIENT_WARPS,
             )  # fmt: skip
+            if len(inside.value) or len(beside.value):
+                with second_stream(self.device):
+                    programs = self._programs(NODE_GRADIENT_PROGRAMS_PER_PROCESSOR, last - first)
+                    node_gradient_kernels.chain_node_bwd_kernel[(programs,)](
+                        *row, first, last, *nodes, self._float(programs, sum(capacity)), sum(capacity), capacity[0],
+                        **settings, SLOTS=SLOTS, num_warps=NODE_WARPS,
+                    )  # fmt: skip
+        if len(inside.value) or len(beside.value):
+            join(self.device)
         return gradient
 
     def _roles(self, student: Rows, teacher: Rows, learns: bool) -> tuple[Inner, Rows, Rows, SideLayout, SideLayout]:

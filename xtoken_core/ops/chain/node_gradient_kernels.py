@@ -122,7 +122,7 @@ def chain_node_bwd_kernel(
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
     of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    grad_ptr, V_head, R,
+    grad_ptr, V_head, first_row, R,
     i_chunk_ptr, i_first_ptr, i_size_ptr, i_events, i_node_ptr, i_slot_start_ptr, i_list_start_ptr, i_list_ptr,
     i_held_lse_ptr, i_mass_ptr, i_ratio_ptr, i_slots, i_end_ptr, spelling_start_ptr, spelled_node_ptr,
     spelled_slot_ptr, o_node_ptr, o_slot_start_ptr, o_list_start_ptr, o_list_ptr, o_slot_ptr, o_mass_ptr, o_ratio_ptr,
@@ -132,7 +132,7 @@ def chain_node_bwd_kernel(
     """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
     inside_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * capacity
     named_ptr = inside_ptr + i_capacity
-    for i in range(tl.program_id(0), R, tl.num_programs(0)):
+    for i in range(first_row + tl.program_id(0), R, tl.num_programs(0)):
         row = in_64_bits(i)
         base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
         chunk = tl.load(event_ptr + row)
