@@ -13,7 +13,7 @@ import numpy as np
 
 NARROW, MEDIUM = 8, 64
 """Most tokens of a class that has one lane, and of one that has a few."""
-NARROW_CLASSES, MEDIUM_CLASSES, WIDE_CLASSES = 256, 16, 2
+NARROW_CLASSES, MEDIUM_CLASSES, WIDE_CLASSES = 256, 8, 2
 """Classes of a block by kind."""
 
 

@@ -7,42 +7,21 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_kernels import TINY, exp, floored_log, is_live, row_of, xlogx
+from xtoken_core.ops.chain.start_kernels import TINY, exp, floored_log, row_of, xlogx
 
 
 @triton.jit
-def narrow_sums(base, scale, lse, bits, token_ptr, first, height, CLASSES: tl.constexpr, CACHE: tl.constexpr):
-    """Return the probability of the classes of a block, a lane each, and 1 where a member is live."""
-    total = tl.zeros((CLASSES,), dtype=tl.float32)
-    reached = tl.zeros((CLASSES,), dtype=tl.int32)
-    for j in range(height):
-        at = first + j * CLASSES + tl.arange(0, CLASSES)
-        live = ((tl.load(bits + (at >> 5)) >> (at & 31)) & 1) != 0
-        x = tl.load(token_ptr + at)
-        z = tl.load(base + x, mask=live, other=float("-inf"), cache_modifier=CACHE).to(tl.float32) * scale
-        total += exp(z - lse)
-        reached = reached | live.to(tl.int32)
-    return total, reached
+def next_members(bits, token_ptr, at, there):
+    """Return some members' tokens, and which of them are live."""
+    word = tl.load(bits + (at >> 5), mask=there, other=0)
+    return tl.load(token_ptr + at, mask=there, other=0), ((word >> (at & 31)) & 1) != 0
 
 
 @triton.jit
-def wide_sums(
-    base, scale, lse, bits, start_ptr, token_ptr, m, there, height, LANES: tl.constexpr, CACHE: tl.constexpr
-):  # fmt: skip
-    """Return the probability of classes, `LANES` lanes each, and 1 where a member is live."""
-    first = tl.load(start_ptr + m, mask=there, other=0)
-    count = tl.load(start_ptr + m + 1, mask=there, other=0) - first
-    total = tl.zeros((m.shape[0], LANES), dtype=tl.float32)
-    reached = tl.zeros((m.shape[0], LANES), dtype=tl.int32)
-    for begin in range(0, height, LANES):
-        j = begin + tl.arange(0, LANES)[None, :]
-        inside = j < count[:, None]
-        live = is_live(bits, first[:, None] + j, inside)
-        x = tl.load(token_ptr + first[:, None] + j, mask=inside, other=0)
-        z = tl.load(base + x, mask=live, other=float("-inf"), cache_modifier=CACHE).to(tl.float32) * scale
-        total += exp(z - lse)
-        reached = reached | live.to(tl.int32)
-    return tl.sum(total, axis=1), tl.max(reached, axis=1)
+def probability(base, x, live, scale, lse, CACHE: tl.constexpr):
+    """Return the probability of live tokens, 0 of others."""
+    z = tl.load(base + x, mask=live, other=float("-inf"), cache_modifier=CACHE).to(tl.float32) * scale
+    return exp(z - lse)
 
 
 @triton.jit
@@ -61,12 +40,23 @@ def compare_narrow(
     s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_token_ptr, t_token_ptr, block_ptr, scale, ratios_ptr,
     CLASSES: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
-    """Compare a block of narrow classes."""
-    m = tl.load(block_ptr + 1) + tl.arange(0, CLASSES)
+    """Compare a block of narrow classes: a lane has the sums of a class on both sides."""
+    lane = tl.arange(0, CLASSES)
+    m = tl.load(block_ptr + 1) + lane
     s_height, t_height = tl.load(block_ptr + 3), tl.load(block_ptr + 4)
-    q, alive = narrow_sums(s_base, scale, s_lse, s_bits, s_token_ptr, tl.load(block_ptr + 5), s_height, CLASSES, "")
-    p, _ = narrow_sums(t_base, scale, t_lse, t_bits, t_token_ptr, tl.load(block_ptr + 6), t_height, CLASSES, CACHE)
-    return terms_of(q, alive, p, m, m < tl.load(block_ptr + 2), ratios_ptr)
+    s_at, t_at = tl.load(block_ptr + 5) + lane, tl.load(block_ptr + 6) + lane
+    p, q = tl.zeros((CLASSES,), dtype=tl.float32), tl.zeros((CLASSES,), dtype=tl.float32)
+    reached = tl.zeros((CLASSES,), dtype=tl.int32)
+    x, s_live = next_members(s_bits, s_token_ptr, s_at, lane < s_height * CLASSES)
+    y, t_live = next_members(t_bits, t_token_ptr, t_at, lane < t_height * CLASSES)
+    for j in range(tl.maximum(s_height, t_height)):  # the next tokens are read while the logits of these are
+        next_x, s_next = next_members(s_bits, s_token_ptr, s_at + (j + 1) * CLASSES, lane < (s_height - j - 1) * CLASSES)
+        next_y, t_next = next_members(t_bits, t_token_ptr, t_at + (j + 1) * CLASSES, lane < (t_height - j - 1) * CLASSES)
+        q += probability(s_base, x, s_live, scale, s_lse, "")
+        p += probability(t_base, y, t_live, scale, t_lse, CACHE)
+        reached = reached | s_live.to(tl.int32)
+        x, s_live, y, t_live = next_x, s_next, next_y, t_next
+    return terms_of(q, reached, p, m, m < tl.load(block_ptr + 2), ratios_ptr)
 
 
 @triton.jit
@@ -77,10 +67,24 @@ def compare_wide(
     """Compare a block of classes that have `LANES` lanes each."""
     m = tl.load(block_ptr + 1) + tl.arange(0, CLASSES)
     there = m < tl.load(block_ptr + 2)
-    s_height, t_height = tl.load(block_ptr + 3), tl.load(block_ptr + 4)
-    q, alive = wide_sums(s_base, scale, s_lse, s_bits, s_start_ptr, s_token_ptr, m, there, s_height, LANES, "")
-    p, _ = wide_sums(t_base, scale, t_lse, t_bits, t_start_ptr, t_token_ptr, m, there, t_height, LANES, CACHE)
-    return terms_of(q, alive, p, m, there, ratios_ptr)
+    lane = tl.arange(0, LANES)[None, :]
+    s_first = tl.load(s_start_ptr + m, mask=there, other=0)
+    t_first = tl.load(t_start_ptr + m, mask=there, other=0)
+    s_count = (tl.load(s_start_ptr + m + 1, mask=there, other=0) - s_first)[:, None]
+    t_count = (tl.load(t_start_ptr + m + 1, mask=there, other=0) - t_first)[:, None]
+    p, q = tl.zeros((CLASSES, LANES), dtype=tl.float32), tl.zeros((CLASSES, LANES), dtype=tl.float32)
+    reached = tl.zeros((CLASSES, LANES), dtype=tl.int32)
+    x, s_live = next_members(s_bits, s_token_ptr, s_first[:, None] + lane, lane < s_count)
+    y, t_live = next_members(t_bits, t_token_ptr, t_first[:, None] + lane, lane < t_count)
+    for begin in range(0, tl.maximum(tl.load(block_ptr + 3), tl.load(block_ptr + 4)), LANES):
+        j = begin + LANES + lane
+        next_x, s_next = next_members(s_bits, s_token_ptr, s_first[:, None] + j, j < s_count)
+        next_y, t_next = next_members(t_bits, t_token_ptr, t_first[:, None] + j, j < t_count)
+        q += probability(s_base, x, s_live, scale, s_lse, "")
+        p += probability(t_base, y, t_live, scale, t_lse, CACHE)
+        reached = reached | s_live.to(tl.int32)
+        x, s_live, y, t_live = next_x, s_next, next_y, t_next
+    return terms_of(tl.sum(q, axis=1), tl.max(reached, axis=1), tl.sum(p, axis=1), m, there, ratios_ptr)
 
 
 @triton.jit

@@ -48,7 +48,7 @@ GRADIENT_PARTS = 4
 """Parts of the rows: beside each but the first one the gradients of the nodes of the one before are computed."""
 BLOCK, SLOTS, CHUNKS = 1024, 512, 32
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 2, 16, 8
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 4, 16, 8
 CLEAR_WARPS = 4
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 8, 16
 INTERPRETED_PROGRAMS = 3
