@@ -27,7 +27,7 @@ from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 slow = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {
-    "TEACHER_LANES": 2, "STUDENT_LANES": 2, "GRADIENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
+    "TEACHER_LANES": 2, "BOTH_LANES": 2, "STUDENT_LANES": 2, "GRADIENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
     "WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2, "GRADIENT_PARTS": 2,
 }  # fmt: skip
 LANES = {"MEDIUM_LANES": 2, "WIDE_LANES": 2, "NODE_SEGMENT": 2}
@@ -116,6 +116,7 @@ def test_values_and_gradient_are_the_references(device, pair, options, temperatu
 @pytest.mark.parametrize("splits", [2, pytest.param(1000, marks=slow)])
 def test_class_order(device, splits, monkeypatch):
     monkeypatch.setattr(launch, "CLASS_SPLITS", splits)
+    monkeypatch.setattr(launch, "READS_BOTH", splits == 2)
     check(in_order(inputs((SPLIT, WHOLE), device)), ChainOptions())
 
 

@@ -50,8 +50,12 @@ def compare_narrow(
     x, s_live = next_members(s_bits, s_token_ptr, s_at, lane < s_height * CLASSES)
     y, t_live = next_members(t_bits, t_token_ptr, t_at, lane < t_height * CLASSES)
     for j in range(tl.maximum(s_height, t_height)):  # the next tokens are read while the logits of these are
-        next_x, s_next = next_members(s_bits, s_token_ptr, s_at + (j + 1) * CLASSES, lane < (s_height - j - 1) * CLASSES)
-        next_y, t_next = next_members(t_bits, t_token_ptr, t_at + (j + 1) * CLASSES, lane < (t_height - j - 1) * CLASSES)
+        next_x, s_next = next_members(
+            s_bits, s_token_ptr, s_at + (j + 1) * CLASSES, lane < (s_height - j - 1) * CLASSES
+        )
+        next_y, t_next = next_members(
+            t_bits, t_token_ptr, t_at + (j + 1) * CLASSES, lane < (t_height - j - 1) * CLASSES
+        )
         q += probability(s_base, x, s_live, scale, s_lse, "")
         p += probability(t_base, y, t_live, scale, t_lse, CACHE)
         reached = reached | s_live.to(tl.int32)

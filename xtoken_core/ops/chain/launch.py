@@ -13,6 +13,7 @@ from torch import Tensor
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.ops.chain import (
+    aligned_kernels,
     class_kernels,
     gradient_kernels,
     layout,
@@ -38,6 +39,9 @@ POINTS, AT_POINT = 32, 32
 """Rules, and tokens at a rule's point, that are read at once."""
 TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 512, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
+READS_BOTH = True
+"""True if a program reads a chunk's first rows on both sides where the teacher's are in class order."""
+BOTH_LANES, BOTH_WARPS = 512, 16
 CLASS_SPLITS = 1000
 """Most programs that compare the classes of one start."""
 CLASS_CACHE, GRADIENT_CACHE = "", ""
@@ -140,6 +144,7 @@ class Comparison:
         """Find the events, without waiting for the device."""
         self.tables, self.options, self.scale = tables, options, 1.0 / temperature
         self.plan: ChainLayout = chain_layout(tables)
+        self.reads_both = self.plan.aligned and READS_BOTH
         self.device = sides[0].chunk.device
         self.shape = sides[0].chunk.shape[0], max_chunks
         events = find_events(sides, max_chunks, tables, options)
@@ -185,36 +190,45 @@ class Comparison:
         B, T_s = student.logits.shape[:2]
         E, M, R_s = len(starts.chunk), plan.others, B * T_s
         with second_stream(self.device):
-            t_bits, t_members, t_top, t_total, t_lse = self.teacher_values(teacher)
+            (t_own, t_bits, t_members), (t_top, t_total, t_lse) = self.teacher_values(teacher)
         s_bits, _, s_members = self.live_bits(plan.student.live, starts.teacher_before, starts.student_token)
         join(self.device)
         head_lse, top, total = (self._float(R_s) for _ in range(3))
         s_lse, terms = self._float(E), self._float(1 + min(len(plan.blocks), CLASS_SPLITS), 3, E)
         losses = None if targets is None else self._float(B, T_s)
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
-        start_kernels.chain_student_kernel[(R_s,)](
-            student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, s_bits, t_bits,
-            plan.partner, t_lse, losses, hits, head_lse, top, total, s_lse, terms, E, T_s, teacher.positions,
-            student.logits.shape[2], student.width, s_bits.shape[1], *student.strides, *teacher.strides, self.scale,
-            TARGETS=targets is not None, UNSCALED=self.scale == 1.0, ALIGNED=plan.aligned,
-            LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
-        )  # fmt: skip
+        if self.reads_both:
+            aligned_kernels.chain_both_kernel[(R_s,)](
+                student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, s_bits, t_own, t_bits,
+                losses, hits, head_lse, top, total, t_top, t_total, s_lse, t_lse, terms, E, T_s, teacher.positions,
+                student.logits.shape[2], student.width, teacher.width, s_bits.shape[1], t_own.shape[1],
+                *student.strides, *teacher.strides, self.scale, TARGETS=targets is not None,
+                UNSCALED=self.scale == 1.0, LANES=BOTH_LANES, num_warps=BOTH_WARPS,
+            )  # fmt: skip
+        else:
+            start_kernels.chain_student_kernel[(R_s,)](
+                student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, s_bits, t_bits,
+                plan.partner, t_lse, losses, hits, head_lse, top, total, s_lse, terms, E, T_s, teacher.positions,
+                student.logits.shape[2], student.width, s_bits.shape[1], *student.strides, *teacher.strides,
+                self.scale, TARGETS=targets is not None, UNSCALED=self.scale == 1.0, ALIGNED=plan.aligned,
+                LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
+            )  # fmt: skip
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
         kept = StartResults(s_bits, t_bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse)
         return kept, (s_members, t_members), terms, losses, hits
 
-    def teacher_values(self, teacher: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the teacher's live bits of plain classes and of members, and the sums of its rows and live tokens."""
+    def teacher_values(self, teacher: Rows) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return the teacher's live bits, and the sums of its rows and live tokens; some are still to be filled in."""
         starts, R_t = self.starts, self.shape[0] * teacher.positions
-        t_own, t_bits, t_members = self.live_bits(self.plan.teacher.live, starts.student_before, starts.teacher_token)
+        bits = self.live_bits(self.plan.teacher.live, starts.student_before, starts.teacher_token)
         t_top, t_total, t_lse = self._float(R_t), self._float(R_t), self._float(len(starts.chunk))
         start_kernels.chain_teacher_kernel[(R_t,)](
-            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), t_own,
-            t_top, t_total, t_lse, teacher.positions, teacher.width, t_own.shape[1], *teacher.strides, self.scale,
-            LANES=TEACHER_LANES, num_warps=TEACHER_WARPS,
+            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), bits[0],
+            t_top, t_total, t_lse, teacher.positions, teacher.width, bits[0].shape[1], *teacher.strides, self.scale,
+            NODES_ALONE=self.reads_both, LANES=TEACHER_LANES, num_warps=TEACHER_WARPS,
         )  # fmt: skip
-        return t_bits, t_members, t_top, t_total, t_lse
+        return bits, (t_top, t_total, t_lse)
 
     def compare(
         self, student: Rows, teacher: Rows, kept: StartResults, bits: tuple[Tensor, Tensor], terms: Tensor

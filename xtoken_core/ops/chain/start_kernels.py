@@ -122,13 +122,16 @@ def live_log_sum(base, bits_ptr, V, scale, LANES: tl.constexpr):
 @triton.jit
 def chain_teacher_kernel(
     logits_ptr, event_ptr, read_ptr, reads, bits_ptr, top_ptr, total_ptr, lse_ptr, T, V, W, stride_b, stride_t, scale,
-    LANES: tl.constexpr
+    NODES_ALONE: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Compute the whole sum of one row of the teacher that anything reads, and the live one where a chunk starts."""
     row = tl.program_id(0)
     event = tl.load(event_ptr + row)
     before = tl.load(read_ptr + row - 1, mask=(row > 0) & (row - 1 < reads), other=-1)  # a node before reads this row
-    if (event >= 0) | (before >= 0):
+    wanted = (event >= 0) | (before >= 0)
+    if NODES_ALONE:
+        wanted = wanted & (event < 0)
+    if wanted:
         base = row_of(logits_ptr, row, T, stride_b, stride_t)
         bits = bits_ptr + tl.maximum(event, 0).to(tl.int64) * W
         compared = tl.where(event >= 0, V, 0)
@@ -179,8 +182,9 @@ def compare_plain(z, x, V, t_base, partner_ptr, both, scale, t_lse, ALIGNED: tl.
 def exact_plain(
     base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, ALIGNED: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """Return the KL over plain classes and their mass that is not below the floor, logarithms with the floor."""
+    """Return the KL over plain classes, their mass, and that not below the floor, with floored logarithms."""
     kl = tl.zeros((LANES,), dtype=tl.float32)
+    mass = tl.zeros((LANES,), dtype=tl.float32)
     unclipped = tl.zeros((LANES,), dtype=tl.float32)
     for begin in range(0, V, LANES * ADJACENT):
         x = columns_of(begin, LANES)
@@ -189,8 +193,9 @@ def exact_plain(
         log_q = tl.load(base + x, mask=live, other=0.0).to(tl.float32) * scale - s_lse
         term, p = compare_plain(tl.maximum(log_q, LOG_TINY), x, V, t_base, partner_ptr, both, scale, t_lse, ALIGNED)
         kl += tl.sum(term, axis=1)
+        mass += tl.sum(p, axis=1)
         unclipped += tl.sum(tl.where(log_q >= LOG_TINY, p, 0.0), axis=1)
-    return tl.sum(kl, axis=0), tl.sum(unclipped, axis=0)
+    return tl.sum(kl, axis=0), tl.sum(mass, axis=0), tl.sum(unclipped, axis=0)
 
 
 @triton.jit
@@ -206,7 +211,9 @@ def store_start(
     of_plain = tl.sum(mass, axis=0)
     value, unclipped = tl.sum(kl, axis=0) + s_lse * of_plain, of_plain
     if tl.min(lowest, axis=0) - s_lse < LOG_TINY:
-        value, unclipped = exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, ALIGNED, LANES)
+        value, _, unclipped = exact_plain(
+            base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, ALIGNED, LANES
+        )
     tl.store(s_lse_ptr + event, s_lse)
     tl.store(terms_ptr + event, value)
     tl.store(terms_ptr + E + event, of_plain)
