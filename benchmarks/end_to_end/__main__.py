@@ -27,6 +27,7 @@ from benchmarks.end_to_end.mps import mps_daemon
 from benchmarks.end_to_end.report import measured, opened, write
 from benchmarks.end_to_end.variants import DEFAULT, LOSSES, VARIANTS, Variant, context_of, run_spec
 from benchmarks.lengths import DISTRIBUTIONS
+from xtoken_core.config.loss import PROJECTING_MODES
 
 if TYPE_CHECKING:
     from benchmarks.end_to_end.assets import Assets
@@ -86,7 +87,7 @@ def _most_samples(arguments: argparse.Namespace) -> int:
 
 def _loops(variant: Variant, arguments: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """The serial loops that a variant is compared with, and whether their loss is a public one."""
-    if not arguments.no_serial:
+    if not arguments.no_serial and LOSSES[variant.loss].mode in PROJECTING_MODES:
         yield variant.loop, False
     if arguments.public_loss and variant.loss == "gold":
         yield f"{variant.loss} public", True

@@ -15,7 +15,7 @@ SUBJECTS = {
 }
 FILES = {name: subject for name, subject in SUBJECTS.items() if (RESULTS / f"{name}.json").exists()}
 """The result files that there are, each of one machine, and its subject."""
-LOSSES = {"p_kl": "P-KL", "gold": "gold", "h_kl": "H-KL"}
+LOSSES = {"p_kl": "P-KL", "gold": "gold", "h_kl": "H-KL", "chain": "chain"}
 STEP_PARTS = {
     "forward_seconds": "forward",
     "loss_seconds": "loss",

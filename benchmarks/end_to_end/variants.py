@@ -13,6 +13,7 @@ LOSSES = {
     "p_kl": LossConfig(mode="p_kl"),
     "gold": LossConfig(mode="gold"),
     "h_kl": LossConfig(mode="h_kl"),
+    "chain": LossConfig(mode="chain"),
 }
 
 
@@ -98,6 +99,9 @@ VARIANTS = {
     "gold_hidden": Variant("gold", LEAN),
     "h_kl": Variant("h_kl", COMPILED),
     "h_kl_wide": Variant("h_kl", COMPILED, wide=True),
+    "chain_wide": Variant("chain", COMPILED, wide=True),
+    "chain_hidden_wide": Variant("chain", LEAN, wide=True),
+    "chain_fp8_wide": Variant("chain", EIGHT_BITS, wide=True, beside="chain_wide"),
     "fixed_lengths": Variant("p_kl", LEAN, **MIXED),
     **{f"{name}_padded": Variant("p_kl", PADDED, **MIXED, lengths=name) for name in DISTRIBUTIONS},
     **{
