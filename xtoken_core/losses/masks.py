@@ -112,17 +112,15 @@ def whole_chunks(
         max_chunks: `P`.
         sample: Index of each token's sample; None: each row is a sample.
     """
-    B, T = chunk_id.shape
-    inside = (chunk_id >= 0) & (chunk_id < max_chunks)
-    # Tokens of no chunk go to spare entries, one each: nothing depends on how many there are, and none waits.
-    group = torch.where(inside, chunk_id, max_chunks + torch.arange(T, device=chunk_id.device))
+    # Tokens of no chunk go to the entries before the first chunk and behind the last one.
+    group = (chunk_id + 1).clamp(min=0, max=max_chunks + 1)
     # 1 where a run of tokens of one chunk begins, 2 more at a token that nothing predicts: a whole chunk has 1 in all.
     begins = torch.full_like(chunk_id, 2)
     begins[:, 1:] = chunk_id[:, 1:] != chunk_id[:, :-1]
     if sample is not None:
         begins[:, 1:] += 2 * (sample[:, 1:] != sample[:, :-1])
-    total = chunk_id.new_zeros(B, max_chunks + T).scatter_add(1, group, begins)
-    return total[:, :max_chunks] == 1
+    total = chunk_id.new_zeros(len(chunk_id), max_chunks + 2).scatter_add(1, group, begins)
+    return total[:, 1:-1] == 1
 
 
 def kept_chunk_ids(chunk_id: Int[Tensor, "B T"], kept: Bool[Tensor, "B P"]) -> Int[Tensor, "B T"]:
@@ -132,10 +130,8 @@ def kept_chunk_ids(chunk_id: Int[Tensor, "B T"], kept: Bool[Tensor, "B P"]) -> I
         chunk_id: -1 = none.
         kept: By chunk.
     """
-    P = kept.shape[1]
-    inside = (chunk_id >= 0) & (chunk_id < P)
-    padded = torch.cat([kept, kept.new_zeros(len(kept), 1)], dim=1)
-    return torch.where(padded.gather(1, torch.where(inside, chunk_id, P)), chunk_id, -1)
+    padded = torch.nn.functional.pad(kept, (1, 1))
+    return torch.where(padded.gather(1, (chunk_id + 1).clamp(min=0, max=padded.shape[1] - 1)), chunk_id, -1)
 
 
 def comparable_chunks(
