@@ -30,15 +30,13 @@ SIZES = {
     "TEACHER_LANES": 2, "BOTH_LANES": 2, "STUDENT_LANES": 2, "GRADIENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
     "WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2, "GRADIENT_PARTS": 2,
 }  # fmt: skip
-LANES = {"MEDIUM_LANES": 2, "WIDE_LANES": 2, "NODE_SEGMENT": 2}
-BLOCKS = {
-    "NARROW": 1, "MEDIUM": 3, "NARROW_CLASSES": 4, "MEDIUM_CLASSES": 2, "WIDE_CLASSES": 2,
-}  # fmt: skip
+NARROW_AND_WIDE = {"HEIGHTS": (1, 2, 2), "LENGTHS": (2, 2), "TILE": 4}
+MEDIUM = {"HEIGHTS": (1, 1, 1), "LENGTHS": (2, 4), "TILE": 4}
 
 
 @pytest.fixture
 def small(monkeypatch):
-    for module, sizes in ((launch, SIZES), (layout, LANES), (class_layout, BLOCKS)):
+    for module, sizes in ((launch, SIZES), (layout, {"NODE_SEGMENT": 2}), (class_layout, NARROW_AND_WIDE)):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
 
@@ -113,10 +111,11 @@ def test_values_and_gradient_are_the_references(device, pair, options, temperatu
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("splits", [2, pytest.param(1000, marks=slow)])
-def test_class_order(device, splits, monkeypatch):
-    monkeypatch.setattr(launch, "CLASS_SPLITS", splits)
-    monkeypatch.setattr(launch, "READS_BOTH", splits == 2)
+@pytest.mark.parametrize("both", [True, pytest.param(False, marks=slow)])
+def test_class_order(device, both, monkeypatch):
+    monkeypatch.setattr(launch, "READS_BOTH", both)
+    for name, sizes in MEDIUM.items():
+        monkeypatch.setattr(class_layout, name, sizes)
     check(in_order(inputs((SPLIT, WHOLE), device)), ChainOptions())
 
 

@@ -1,8 +1,9 @@
 """The order in which classes that are not plain are compared, and where their tokens lie in that order.
 
-A class with one token on each side is *plain*. Of the others, *wide* and *medium* classes have their tokens one after
-the other. *Narrow* ones lie in blocks: first the first token of every class of the block, then the second ones, and so
-on, so that adjacent lanes with a class each read adjacent entries.
+A class with one token on each side is *plain*. The others are compared in blocks of one size, by the larger of their
+two numbers of tokens. In a block of *narrow* classes the first tokens of all classes lie side by side, then the second
+ones, and so on, so that adjacent lanes with a class each read adjacent entries; in one of *medium* classes the tokens
+of a class do. Entries that fill a block up have no token. A *wide* class is a block by itself, without such entries.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-NARROW, MEDIUM = 8, 64
-"""Most tokens of a class that has one lane, and of one that has a few."""
-NARROW_CLASSES, MEDIUM_CLASSES, WIDE_CLASSES = 256, 8, 2
-"""Classes of a block by kind."""
+HEIGHTS = 2, 4, 8
+"""Most tokens of narrow classes, by kind."""
+LENGTHS = 32, 64
+"""Most tokens of medium classes, by kind."""
+TILE = 512
+"""Entries of a block on each side; of a wide class those that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +27,14 @@ class ClassLayout:
     Attributes:
         plain: `[C + 1]` bool by class.
         number: `[C + 1]` a class's place in the order; -1 = plain.
-        blocks: `[blocks, 7]`: the kind of a block (0 narrow, 1 medium, 2 wide), its first class, the one behind its
-            last, the most tokens that one of them has on the student's and on the teacher's side, and where its
-            tokens begin on both.
-        starts: Per side `[M + 1]`, where the tokens of a class begin; of medium and wide classes alone.
-        members: Per side the tokens in order; -1 = padding of a block of narrow classes.
+        blocks: `[blocks, 7]`: the kind of a block (its place among heights and lengths; behind these, a wide class),
+            its first class, the one behind its last, and per side where its entries begin, then how many there are.
+        members: Per side the tokens in order; -1 = an entry without one.
     """
 
     plain: np.ndarray
     number: np.ndarray
     blocks: np.ndarray
-    starts: tuple[np.ndarray, np.ndarray]
     members: tuple[np.ndarray, np.ndarray]
 
 
@@ -54,21 +54,26 @@ def class_layout(student_root: np.ndarray, teacher_root: np.ndarray, classes: in
     others = others[_order(sizes[:, others], student_root, others)]
     number = np.full(classes + 1, -1)
     number[others] = np.arange(len(others))
-    blocks = _blocks(sizes[:, others])
-    sides = [_members(number[root], len(others), blocks, 3 + k) for k, root in enumerate(roots)]
-    firsts = np.stack([side[2] for side in sides], axis=1)
-    starts, members = (sides[0][0], sides[1][0]), (sides[0][1], sides[1][1])
-    return ClassLayout(plain, number, np.concatenate([blocks, firsts], axis=1), starts, members)
+    kinds = _kinds(sizes[:, others])
+    blocks = _blocks(kinds)
+    sides = [_members(number[root], sizes[k, others], kinds, blocks) for k, root in enumerate(roots)]
+    columns = [sides[0][1], sides[1][1], sides[0][2], sides[1][2]]
+    return ClassLayout(
+        plain, number, np.concatenate([blocks, np.stack(columns, axis=1)], axis=1), (sides[0][0], sides[1][0])
+    )
+
+
+def _limits() -> np.ndarray:
+    return np.array([*HEIGHTS, *LENGTHS])
 
 
 def _kinds(sizes: np.ndarray) -> np.ndarray:
-    """Return 0 for narrow classes, 1 for medium and 2 for wide ones."""
-    kinds: np.ndarray = np.searchsorted(np.array([NARROW, MEDIUM]), sizes.max(0), side="left")
+    kinds: np.ndarray = np.searchsorted(_limits(), sizes.max(0), side="left")
     return kinds
 
 
 def _order(sizes: np.ndarray, student_root: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the order of classes: wide ones first; the others by sizes, and then as they lie in the student's row."""
+    """Return the order of classes: wide ones first; the others by kind and sizes, then as in the student's row."""
     first = np.zeros(others.max(initial=0) + 1, np.int64)
     student = student_root[::-1]
     known = student < len(first)
@@ -77,38 +82,38 @@ def _order(sizes: np.ndarray, student_root: np.ndarray, others: np.ndarray) -> n
     return order
 
 
-def _blocks(sizes: np.ndarray) -> np.ndarray:
-    """Return the blocks of classes in order, `[blocks, 5]`."""
-    kinds, rows = _kinds(sizes), []
-    for kind, step in ((2, WIDE_CLASSES), (1, MEDIUM_CLASSES), (0, NARROW_CLASSES)):
+def _blocks(kinds: np.ndarray) -> np.ndarray:
+    """Return kind, first class and the one behind the last of every block, `[blocks, 3]`."""
+    rows = []
+    for kind in np.unique(kinds)[::-1]:
         chosen = np.flatnonzero(kinds == kind)
-        for at in range(0, len(chosen), step):
-            block = chosen[at : at + step]
-            rows.append([kind, block[0], block[-1] + 1, *sizes[:, block].max(1)])
-    return np.array(rows, np.int64).reshape(-1, 5)
+        step = 1 if kind == len(_limits()) else TILE // int(_limits()[kind])
+        rows += [[kind, at, min(at + step, chosen[-1] + 1)] for at in range(chosen[0], chosen[-1] + 1, step)]
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
-def _members(own: np.ndarray, M: int, blocks: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return where classes begin, `[M + 1]`, the tokens in order, and where blocks begin, `[blocks]`.
+def _members(
+    own: np.ndarray, sizes: np.ndarray, kinds: np.ndarray, blocks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the tokens in order, and where blocks begin and how many entries they have, both `[blocks]`.
 
     Args:
         own: `[V]` class of each token in the order; -1 = plain.
-        M: Number of classes.
+        sizes: `[M]` tokens of each class.
+        kinds: `[M]` kinds of classes.
         blocks: The result of `_blocks`.
-        height: Column of `blocks` that has the side's most tokens of a class.
     """
     tokens = np.flatnonzero(own >= 0)
     tokens = tokens[np.argsort(own[tokens], kind="stable")]
     own = own[tokens]
-    start = np.concatenate([[0], np.cumsum(np.bincount(own, minlength=M))])
-    narrow = blocks[:, 0] == 0
-    begin = int(blocks[narrow, 1].min(initial=M))
-    lengths = np.where(narrow, blocks[:, height] * NARROW_CLASSES, 0)
-    firsts = np.where(narrow, start[begin] + np.cumsum(lengths) - lengths, start[blocks[:, 1]])
-    members = np.full(int(start[begin] + lengths.sum()), -1)
-    members[: start[begin]] = tokens[: start[begin]]
-    rank = (np.arange(len(tokens)) - start[own])[start[begin] :]
-    tokens, own = tokens[start[begin] :], own[start[begin] :]
+    rank = np.arange(len(own)) - (np.cumsum(sizes) - sizes)[own]
+    limit = np.append(_limits(), 0)
+    lengths = np.where(blocks[:, 0] < len(limit) - 1, TILE, sizes[blocks[:, 1]])
+    firsts = np.cumsum(lengths) - lengths
     block = np.searchsorted(blocks[:, 1], own, side="right") - 1
-    members[firsts[block] + rank * NARROW_CLASSES + own - blocks[block, 1]] = tokens
-    return start, members, firsts
+    within, kind = own - blocks[block, 1], kinds[own]
+    across = rank * (TILE // np.maximum(limit, 1))[kind] + within  # narrow
+    along = within * limit[kind] + rank  # medium, and wide ones, which are the first of their block
+    members = np.full(int(lengths.sum()), -1)
+    members[firsts[block] + np.where(kind < len(HEIGHTS), across, along)] = tokens
+    return members, firsts, lengths

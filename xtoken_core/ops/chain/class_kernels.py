@@ -11,125 +11,151 @@ from xtoken_core.ops.chain.start_kernels import TINY, exp, floored_log, row_of, 
 
 
 @triton.jit
-def next_members(bits, token_ptr, at, there):
-    """Return some members' tokens, and which of them are live."""
-    word = tl.load(bits + (at >> 5), mask=there, other=0)
-    return tl.load(token_ptr + at, mask=there, other=0), ((word >> (at & 31)) & 1) != 0
+def event_of(event, chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr, E):
+    """Return whether there is a start, its rows on both sides and the sums of their live tokens."""
+    there = event < E
+    at = tl.minimum(event, E - 1)
+    known = there & (tl.load(chunk_ptr + at) >= 0)
+    s_row, t_row = tl.load(student_row_ptr + at), tl.load(teacher_row_ptr + at)
+    return known, s_row, t_row, tl.load(s_lse_ptr + at), tl.load(t_lse_ptr + at)
 
 
 @triton.jit
-def probability(base, x, live, scale, lse, CACHE: tl.constexpr):
-    """Return the probability of live tokens, 0 of others."""
+def probabilities(base, x, bits, at, there, scale, lse, CACHE: tl.constexpr):
+    """Return the probabilities of entries of a block, 0 of those that are not live, and which are."""
+    live = ((tl.load(bits + (at >> 5), mask=there, other=0) >> (at & 31)) & 1) != 0
     z = tl.load(base + x, mask=live, other=float("-inf"), cache_modifier=CACHE).to(tl.float32) * scale
-    return exp(z - lse)
+    return exp(z - lse), live.to(tl.int32)
 
 
 @triton.jit
-def terms_of(q, alive, p, m, there, ratios_ptr):
-    """Return the terms of a block of classes, added up, and store the ratio of each for the gradient."""
+def store_terms(q, alive, p, m, there, block, event, E, M, ratio_ptr, terms_ptr):
+    """Store the terms of a block of classes, and the ratio of each for the gradient."""
     p = tl.where(there & (alive > 0), p, 0.0)
-    kl, mass = tl.sum(xlogx(p) - p * floored_log(q), axis=0), tl.sum(p, axis=0)
+    kl, mass = xlogx(p) - p * floored_log(q), tl.sum(p, axis=0)
     p = tl.where(q >= TINY, p, 0.0)
     ratio = p / tl.maximum(q, TINY)
-    tl.store(ratios_ptr + m, ratio.to(ratios_ptr.dtype.element_ty), mask=there)
-    return kl, mass, tl.sum(p, axis=0)
+    tl.store(ratio_ptr + event.to(tl.int64) * M + m, ratio.to(ratio_ptr.dtype.element_ty), mask=there)
+    terms_ptr += (block + 1).to(tl.int64) * 3 * E + event  # the first three rows are those of plain classes
+    tl.store(terms_ptr, tl.sum(kl, axis=0))
+    tl.store(terms_ptr + E, mass)
+    tl.store(terms_ptr + 2 * E, tl.sum(p, axis=0))
 
 
 @triton.jit
-def compare_narrow(
-    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_token_ptr, t_token_ptr, block_ptr, scale, ratios_ptr,
-    CLASSES: tl.constexpr, CACHE: tl.constexpr
+def compare_tiles(
+    student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr, t_lse_ptr,
+    block_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, block, first_event, E, M, T_s, T_t, W_s, W_t,
+    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
+    HEIGHT: tl.constexpr, LENGTH: tl.constexpr, AXIS: tl.constexpr, EVENTS: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
-    """Compare a block of narrow classes: a lane has the sums of a class on both sides."""
-    lane = tl.arange(0, CLASSES)
-    m = tl.load(block_ptr + 1) + lane
-    s_height, t_height = tl.load(block_ptr + 3), tl.load(block_ptr + 4)
-    s_at, t_at = tl.load(block_ptr + 5) + lane, tl.load(block_ptr + 6) + lane
-    p, q = tl.zeros((CLASSES,), dtype=tl.float32), tl.zeros((CLASSES,), dtype=tl.float32)
-    reached = tl.zeros((CLASSES,), dtype=tl.int32)
-    x, s_live = next_members(s_bits, s_token_ptr, s_at, lane < s_height * CLASSES)
-    y, t_live = next_members(t_bits, t_token_ptr, t_at, lane < t_height * CLASSES)
-    for j in range(tl.maximum(s_height, t_height)):  # the next tokens are read while the logits of these are
-        next_x, s_next = next_members(
-            s_bits, s_token_ptr, s_at + (j + 1) * CLASSES, lane < (s_height - j - 1) * CLASSES
-        )
-        next_y, t_next = next_members(
-            t_bits, t_token_ptr, t_at + (j + 1) * CLASSES, lane < (t_height - j - 1) * CLASSES
-        )
-        q += probability(s_base, x, s_live, scale, s_lse, "")
-        p += probability(t_base, y, t_live, scale, t_lse, CACHE)
-        reached = reached | s_live.to(tl.int32)
-        x, s_live, y, t_live = next_x, s_next, next_y, t_next
-    return terms_of(q, reached, p, m, m < tl.load(block_ptr + 2), ratios_ptr)
+    """Compare a block of classes at some starts; the tokens of its entries are read once."""
+    entry = tl.arange(0, HEIGHT)[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
+    m = tl.load(block_ptr + 1) + tl.arange(0, LENGTH if AXIS == 0 else HEIGHT)
+    there = m < tl.load(block_ptr + 2)
+    s_at, t_at = tl.load(block_ptr + 3) + entry, tl.load(block_ptr + 4) + entry
+    x, y = tl.load(s_token_ptr + s_at), tl.load(t_token_ptr + t_at)
+    for i in range(EVENTS):
+        event = first_event + i
+        known, s_row, t_row, s_lse, t_lse = event_of(
+            event, chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr, E
+        )  # fmt: skip
+        if known:
+            s_base = row_of(student_ptr, s_row, T_s, s_stride_b, s_stride_t)
+            t_base = row_of(teacher_ptr, t_row, T_t, t_stride_b, t_stride_t)
+            s_bits, t_bits = s_bits_ptr + event.to(tl.int64) * W_s, t_bits_ptr + event.to(tl.int64) * W_t
+            q, alive = probabilities(s_base, x, s_bits, s_at, entry >= 0, scale, s_lse, "")
+            p, _ = probabilities(t_base, y, t_bits, t_at, entry >= 0, scale, t_lse, CACHE)
+            store_terms(
+                tl.sum(q, axis=AXIS), tl.max(alive, axis=AXIS), tl.sum(p, axis=AXIS), m, there, block, event, E, M,
+                ratio_ptr, terms_ptr
+            )  # fmt: skip
 
 
 @triton.jit
 def compare_wide(
-    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr, block_ptr, scale,
-    ratios_ptr, CLASSES: tl.constexpr, LANES: tl.constexpr, CACHE: tl.constexpr
+    student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr, t_lse_ptr,
+    block_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, block, first_event, E, M, T_s, T_t, W_s, W_t,
+    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TILE: tl.constexpr, EVENTS: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
-    """Compare a block of classes that have `LANES` lanes each."""
-    m = tl.load(block_ptr + 1) + tl.arange(0, CLASSES)
-    there = m < tl.load(block_ptr + 2)
-    lane = tl.arange(0, LANES)[None, :]
-    s_first = tl.load(s_start_ptr + m, mask=there, other=0)
-    t_first = tl.load(t_start_ptr + m, mask=there, other=0)
-    s_count = (tl.load(s_start_ptr + m + 1, mask=there, other=0) - s_first)[:, None]
-    t_count = (tl.load(t_start_ptr + m + 1, mask=there, other=0) - t_first)[:, None]
-    p, q = tl.zeros((CLASSES, LANES), dtype=tl.float32), tl.zeros((CLASSES, LANES), dtype=tl.float32)
-    reached = tl.zeros((CLASSES, LANES), dtype=tl.int32)
-    x, s_live = next_members(s_bits, s_token_ptr, s_first[:, None] + lane, lane < s_count)
-    y, t_live = next_members(t_bits, t_token_ptr, t_first[:, None] + lane, lane < t_count)
-    for begin in range(0, tl.maximum(tl.load(block_ptr + 3), tl.load(block_ptr + 4)), LANES):
-        j = begin + LANES + lane
-        next_x, s_next = next_members(s_bits, s_token_ptr, s_first[:, None] + j, j < s_count)
-        next_y, t_next = next_members(t_bits, t_token_ptr, t_first[:, None] + j, j < t_count)
-        q += probability(s_base, x, s_live, scale, s_lse, "")
-        p += probability(t_base, y, t_live, scale, t_lse, CACHE)
-        reached = reached | s_live.to(tl.int32)
-        x, s_live, y, t_live = next_x, s_next, next_y, t_next
-    return terms_of(tl.sum(q, axis=1), tl.max(reached, axis=1), tl.sum(p, axis=1), m, there, ratios_ptr)
+    """Compare a wide class at some starts."""
+    entry = tl.arange(0, TILE)
+    m = tl.load(block_ptr + 1) + tl.arange(0, 1)
+    s_first, t_first = tl.load(block_ptr + 3), tl.load(block_ptr + 4)
+    s_count, t_count = tl.load(block_ptr + 5), tl.load(block_ptr + 6)
+    for i in range(EVENTS):
+        event = first_event + i
+        known, s_row, t_row, s_lse, t_lse = event_of(
+            event, chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr, E
+        )  # fmt: skip
+        if known:
+            s_base = row_of(student_ptr, s_row, T_s, s_stride_b, s_stride_t)
+            t_base = row_of(teacher_ptr, t_row, T_t, t_stride_b, t_stride_t)
+            s_bits, t_bits = s_bits_ptr + event.to(tl.int64) * W_s, t_bits_ptr + event.to(tl.int64) * W_t
+            p, q = tl.zeros((TILE,), dtype=tl.float32), tl.zeros((TILE,), dtype=tl.float32)
+            reached = tl.zeros((TILE,), dtype=tl.int32)
+            for begin in range(0, tl.maximum(s_count, t_count), TILE):
+                inside = begin + entry < s_count
+                x = tl.load(s_token_ptr + s_first + begin + entry, mask=inside, other=0)
+                more, live = probabilities(s_base, x, s_bits, s_first + begin + entry, inside, scale, s_lse, "")
+                q += more
+                reached = reached | live
+                inside = begin + entry < t_count
+                y = tl.load(t_token_ptr + t_first + begin + entry, mask=inside, other=0)
+                more, _ = probabilities(t_base, y, t_bits, t_first + begin + entry, inside, scale, t_lse, CACHE)
+                p += more
+            none = tl.zeros((1,), dtype=tl.float32)
+            store_terms(
+                none + tl.sum(q, axis=0), none.to(tl.int32) + tl.max(reached, axis=0), none + tl.sum(p, axis=0), m,
+                m >= 0, block, event, E, M, ratio_ptr, terms_ptr
+            )  # fmt: skip
 
 
 @triton.jit
 def chain_class_kernel(
     student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr, t_lse_ptr,
-    block_ptr, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr, ratio_ptr, terms_ptr,
-    blocks, splits, E, M, T_s, T_t, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    NARROW: tl.constexpr, MEDIUM: tl.constexpr, WIDE: tl.constexpr, M_LANES: tl.constexpr, W_LANES: tl.constexpr,
-    CACHE: tl.constexpr
+    blocks_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, blocks, E, M, T_s, T_t, W_s, W_t,
+    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
+    H_0: tl.constexpr, H_1: tl.constexpr, H_2: tl.constexpr, L_0: tl.constexpr, L_1: tl.constexpr, TILE: tl.constexpr,
+    EVENTS: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
-    """Compute the terms of some blocks of classes at the start of one chunk."""
-    event, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    if tl.load(chunk_ptr + event) >= 0:
-        s_base = row_of(student_ptr, tl.load(student_row_ptr + event), T_s, s_stride_b, s_stride_t)
-        t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + event), T_t, t_stride_b, t_stride_t)
-        s_bits, t_bits = s_bits_ptr + event.to(tl.int64) * W_s, t_bits_ptr + event.to(tl.int64) * W_t
-        s_lse, t_lse = tl.load(s_lse_ptr + event), tl.load(t_lse_ptr + event)
-        ratio_ptr += event.to(tl.int64) * M
-        kl, mass, kept = s_lse * 0.0, s_lse * 0.0, s_lse * 0.0
-        for block in range(split, blocks, splits):
-            own_ptr = block_ptr + block * 7
-            kind = tl.load(own_ptr)
-            if kind == 0:
-                of_kl, of_mass, of_kept = compare_narrow(
-                    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_token_ptr, t_token_ptr, own_ptr, scale, ratio_ptr,
-                    NARROW, CACHE
-                )  # fmt: skip
-            elif kind == 1:
-                of_kl, of_mass, of_kept = compare_wide(
-                    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr,
-                    own_ptr, scale, ratio_ptr, MEDIUM, M_LANES, CACHE
-                )  # fmt: skip
-            else:
-                of_kl, of_mass, of_kept = compare_wide(
-                    s_base, t_base, s_lse, t_lse, s_bits, t_bits, s_start_ptr, s_token_ptr, t_start_ptr, t_token_ptr,
-                    own_ptr, scale, ratio_ptr, WIDE, W_LANES, CACHE
-                )  # fmt: skip
-            kl += of_kl
-            mass += of_mass
-            kept += of_kept
-        terms_ptr += (split + 1).to(tl.int64) * 3 * E + event  # the first three rows are those of plain classes
-        tl.store(terms_ptr, kl)
-        tl.store(terms_ptr + E, mass)
-        tl.store(terms_ptr + 2 * E, kept)
+    """Compute the terms of one block of classes at some starts."""
+    first_event, block = tl.program_id(0) // blocks * EVENTS, tl.program_id(0) % blocks
+    block_ptr = blocks_ptr + block * 7
+    kind = tl.load(block_ptr)
+    if kind == 0:
+        compare_tiles(
+            student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr,
+            t_lse_ptr, block_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, block, first_event, E, M, T_s, T_t,
+            W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, H_0, TILE // H_0, 0, EVENTS, CACHE
+        )  # fmt: skip
+    elif kind == 1:
+        compare_tiles(
+            student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr,
+            t_lse_ptr, block_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, block, first_event, E, M, T_s, T_t,
+            W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, H_1, TILE // H_1, 0, EVENTS, CACHE
+        )  # fmt: skip
+    elif kind == 2:
+        compare_tiles(
+            student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr,
+            t_lse_ptr, block_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, block, first_event, E, M, T_s, T_t,
+            W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, H_2, TILE // H_2, 0, EVENTS, CACHE
+        )  # fmt: skip
+    elif kind == 3:
+        compare_tiles(
+            student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr,
+            t_lse_ptr, block_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, block, first_event, E, M, T_s, T_t,
+            W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TILE // L_0, L_0, 1, EVENTS, CACHE
+        )  # fmt: skip
+    elif kind == 4:
+        compare_tiles(
+            student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr,
+            t_lse_ptr, block_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, block, first_event, E, M, T_s, T_t,
+            W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TILE // L_1, L_1, 1, EVENTS, CACHE
+        )  # fmt: skip
+    else:
+        compare_wide(
+            student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr,
+            t_lse_ptr, block_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, block, first_event, E, M, T_s, T_t,
+            W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale, TILE, EVENTS, CACHE
+        )  # fmt: skip

@@ -16,7 +16,6 @@ from xtoken_core.ops.chain import (
     aligned_kernels,
     class_kernels,
     gradient_kernels,
-    layout,
     live_kernels,
     node_gradient_kernels,
     node_kernels,
@@ -42,8 +41,8 @@ TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 512, 512
 READS_BOTH = True
 """True if a program reads a chunk's first rows on both sides where the teacher's are in class order."""
 BOTH_LANES, BOTH_WARPS = 512, 16
-CLASS_SPLITS = 1000
-"""Most programs that compare the classes of one start."""
+CLASS_EVENTS = 4
+"""Starts at which a program compares a block of classes."""
 CLASS_CACHE, GRADIENT_CACHE = "", ""
 """How rows that are read in sequence pass the cache: ".cg" = not through a processor's own."""
 GRADIENT_TILES = 4
@@ -182,9 +181,9 @@ class Comparison:
         """Compute rows and starts, but for `compare_classes`.
 
         Returns:
-            The values, both sides' live members, the starts' terms by program, and losses and hits `[B, T_s]`.
+            The values, both sides' live members, the starts' terms by block of classes, and losses and hits `[B, T_s]`.
 
-        The terms are `[1 + splits, 3, E]`: KL without the mass's own, mass, and mass that is not below the floor.
+        The terms are `[1 + blocks, 3, E]`: KL without the mass's own, mass, and mass that is not below the floor.
         """
         plan, starts = self.plan, self.starts
         B, T_s = student.logits.shape[:2]
@@ -194,7 +193,7 @@ class Comparison:
         s_bits, _, s_members = self.live_bits(plan.student.live, starts.teacher_before, starts.student_token)
         join(self.device)
         head_lse, top, total = (self._float(R_s) for _ in range(3))
-        s_lse, terms = self._float(E), self._float(1 + min(len(plan.blocks), CLASS_SPLITS), 3, E)
+        s_lse, terms = self._float(E), self._float(1 + len(plan.blocks), 3, E)
         losses = None if targets is None else self._float(B, T_s)
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
         if self.reads_both:
@@ -250,19 +249,18 @@ class Comparison:
             teacher: Logits.
             kept: Values of the starts.
             bits: Both sides' live members.
-            terms: `[1 + splits, 3, E]`; the first is that of plain classes.
+            terms: `[1 + blocks, 3, E]`; the first is that of plain classes.
         """
         plan, starts, blocks = self.plan, self.starts, len(self.plan.blocks)
-        (E, M), splits = kept.ratio.shape, len(terms) - 1
+        E, M = kept.ratio.shape
         if blocks:
-            own, other = plan.student.members, plan.teacher.members
-            class_kernels.chain_class_kernel[(E * splits,)](
+            heights, lengths = class_layout.HEIGHTS, class_layout.LENGTHS
+            class_kernels.chain_class_kernel[(triton.cdiv(E, CLASS_EVENTS) * blocks,)](
                 student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, *bits,
-                kept.student_lse, kept.teacher_lse,
-                plan.blocks, own.start, own.token, other.start, other.token, kept.ratio, terms, blocks, splits, E, M,
-                student.positions, teacher.positions, bits[0].shape[1], bits[1].shape[1], *student.strides,
-                *teacher.strides, self.scale, NARROW=class_layout.NARROW_CLASSES, MEDIUM=class_layout.MEDIUM_CLASSES,
-                WIDE=class_layout.WIDE_CLASSES, M_LANES=layout.MEDIUM_LANES, W_LANES=layout.WIDE_LANES,
+                kept.student_lse, kept.teacher_lse, plan.blocks, plan.student.members, plan.teacher.members, kept.ratio,
+                terms, blocks, E, M, student.positions, teacher.positions, bits[0].shape[1], bits[1].shape[1],
+                *student.strides, *teacher.strides, self.scale, H_0=heights[0], H_1=heights[1], H_2=heights[2],
+                L_0=lengths[0], L_1=lengths[1], TILE=class_layout.TILE, EVENTS=CLASS_EVENTS,
                 CACHE=CLASS_CACHE if plan.aligned else "", num_warps=CLASS_WARPS,
             )  # fmt: skip
 
@@ -292,7 +290,7 @@ class Comparison:
         """Return the parts `[3, B * P]`, and each start's mass that is not below the floor.
 
         Args:
-            terms: The starts', `[1 + splits, 3, B * P]`.
+            terms: The starts', `[1 + blocks, 3, B * P]`.
             student: Values of the nodes inside the student's tokens.
             teacher: Likewise inside the teacher's.
         """

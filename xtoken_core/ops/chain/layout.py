@@ -16,25 +16,10 @@ from xtoken_core.chain.class_layout import class_layout
 from xtoken_core.chain.tables import ChainTables, SideTable
 from xtoken_core.ops.chain.live_layout import Live, as_int32, live_layout
 
-MEDIUM_LANES, WIDE_LANES = 32, 128
-"""Lanes of a class."""
 MOST_IN_16_BITS = 32767
 """Classes whose numbers fit into int16."""
 NODE_SEGMENT = 32
 """Most tokens of a segment of a node's slot."""
-
-
-@dataclass(frozen=True)
-class Members:
-    """The tokens of classes that are not plain, on one side, in the order of `class_layout`.
-
-    Attributes:
-        start: `[M + 1]` int32, where the tokens of a medium or wide class begin.
-        token: `[n]` int32; 0 = padding, whose bit no live set has.
-    """
-
-    start: Tensor
-    token: Tensor
 
 
 @dataclass(frozen=True)
@@ -91,13 +76,14 @@ class SideLayout:
 
     Attributes:
         root: `[V]` int32 class of each token.
-        members: The tokens of classes that are not plain.
+        members: `[n]` int32 tokens of classes that are not plain, in the order of `class_layout`; 0 = none, whose bit
+            no live set has.
         nodes: Its nodes.
         live: Its live sets.
     """
 
     root: Tensor
-    members: Members
+    members: Tensor
     nodes: Nodes
     live: Live
 
@@ -140,7 +126,7 @@ def _build(tables: ChainTables) -> ChainLayout:
     C = tables.classes
     roots = [side.root.cpu().numpy().astype(np.int64) for side in sides]
     classes = class_layout(roots[0], roots[1], C)
-    plain, M = classes.plain, len(classes.starts[0]) - 1
+    plain, M = classes.plain, int(classes.number.max()) + 1
     partner = -1 - classes.number
     partner[roots[1][plain[roots[1]]]] = np.flatnonzero(plain[roots[1]])
     by_class = [_by_class(root, C + 1) for root in roots]
@@ -153,7 +139,7 @@ def _build(tables: ChainTables) -> ChainLayout:
         layouts.append(
             SideLayout(
                 root=as_int32(roots[k], device),
-                members=Members(as_int32(classes.starts[k], device), as_int32(np.maximum(members, 0), device)),
+                members=as_int32(np.maximum(members, 0), device),
                 nodes=_nodes(side, by_class[1 - k], device),
                 live=live_layout(side.live, columns[k], members, k * len(roots[0]), device),
             )
