@@ -34,18 +34,17 @@ from xtoken_core.ops.chain import launch, layout
 from xtoken_core.ops.registry import ENVIRONMENT
 
 NAMES = (
-    "STUDENT_LANES", "STUDENT_WARPS", "TEACHER_LANES", "TEACHER_WARPS", "GRADIENT_LANES", "GRADIENT_WARPS",
-    "GRADIENT_TILES", "CLASS_WARPS", "NARROW_CLASSES", "MEDIUM_CLASSES", "MEDIUM_LANES", "WIDE_CLASSES", "WIDE_LANES",
-    "LIVE_WARPS", "CLEAR_WARPS", "SPLITS", "RULES", "TOKENS", "POINTS", "AT_POINT",
-    "NODE_WARPS", "SLOTS", "NODE_PROGRAMS_PER_PROCESSOR", "NODE_GRADIENT_PROGRAMS_PER_PROCESSOR",
+    "STUDENT_LANES", "STUDENT_WARPS", "BOTH_LANES", "BOTH_WARPS", "TEACHER_LANES", "TEACHER_WARPS", "GRADIENT_LANES",
+    "GRADIENT_WARPS", "GRADIENT_TILES", "GRADIENT_PARTS", "TILE", "CLASS_WARPS", "CLASS_EVENTS", "LIVE_WARPS",
+    "CLEAR_WARPS", "SPLITS", "RULES", "TOKENS", "POINTS", "AT_POINT", "NODE_WARPS", "SLOTS",
+    "NODE_PROGRAMS_PER_PROCESSOR", "NODE_GRADIENT_PROGRAMS_PER_PROCESSOR",
 )  # fmt: skip
 SIZES = (
-    (512, 16, 1024, 8, 512, 16, 4, 2, 256, 16, 32, 2, 128, 4, 4, 4, 8, 128, 32, 32, 8, 512, 8, 16),
-    (512, 16, 1024, 8, 512, 16, 8, 4, 1024, 16, 32, 2, 256, 8, 4, 8, 8, 64, 32, 8, 8, 512, 16, 32),
-    (1024, 32, 1024, 16, 256, 8, 8, 1, 256, 16, 32, 2, 128, 2, 2, 4, 4, 128, 32, 16, 8, 256, 8, 24),
-    (512, 8, 2048, 16, 128, 4, 16, 2, 512, 16, 32, 2, 256, 8, 8, 2, 16, 64, 64, 16, 4, 512, 12, 16),
-    (256, 8, 2048, 8, 256, 4, 16, 2, 256, 16, 16, 1, 256, 4, 4, 2, 8, 64, 16, 64, 4, 256, 16, 32),
-    (1024, 16, 512, 4, 1024, 32, 4, 8, 2048, 32, 16, 2, 512, 16, 1, 8, 4, 64, 32, 4, 16, 1024, 6, 12),
+    (512, 16, 512, 16, 1024, 8, 512, 16, 4, 4, 512, 4, 4, 4, 4, 4, 8, 128, 32, 32, 8, 512, 8, 16),
+    (512, 16, 256, 8, 1024, 8, 256, 8, 8, 1, 256, 4, 4, 8, 4, 8, 8, 64, 32, 8, 8, 512, 16, 32),
+    (1024, 32, 1024, 32, 1024, 16, 256, 8, 16, 2, 512, 8, 4, 2, 2, 4, 4, 128, 32, 16, 8, 256, 8, 24),
+    (512, 8, 512, 8, 2048, 16, 128, 4, 16, 1, 512, 4, 8, 8, 8, 2, 16, 64, 64, 16, 4, 512, 12, 16),
+    (256, 8, 256, 4, 2048, 8, 256, 4, 8, 2, 1024, 8, 2, 4, 4, 2, 8, 64, 16, 64, 4, 256, 16, 32),
 )
 """Rows of sizes, in the order of `NAMES`; the first are the ones as shipped."""
 CALLS = 3

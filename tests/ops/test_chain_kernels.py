@@ -30,8 +30,8 @@ SIZES = {
     "TEACHER_LANES": 2, "BOTH_LANES": 2, "STUDENT_LANES": 2, "GRADIENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
     "WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2, "GRADIENT_PARTS": 2,
 }  # fmt: skip
-NARROW_AND_WIDE = {"HEIGHTS": (1, 2, 2), "LENGTHS": (2, 2), "TILE": 4}
-MEDIUM = {"HEIGHTS": (1, 1, 1), "LENGTHS": (2, 4), "TILE": 4}
+NARROW_AND_WIDE = {"HEIGHTS": (1, 2, 2), "LENGTHS": (2, 2, 2, 2), "TILE": 4}
+MEDIUM = {"HEIGHTS": (1, 1, 1), "LENGTHS": (2, 4, 4, 4), "TILE": 4}
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 A class with one token on each side is *plain*. The others are compared in blocks of one size, by the larger of their
 two numbers of tokens. In a block of *narrow* classes the first tokens of all classes lie side by side, then the second
 ones, and so on, so that adjacent lanes with a class each read adjacent entries; in one of *medium* classes the tokens
-of a class do. Entries that fill a block up have no token. A *wide* class is a block by itself, without such entries.
+of a class do. Entries that fill a block up have no token. A *wide* class is a block by itself.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import numpy as np
 
 HEIGHTS = 2, 4, 8
 """Most tokens of narrow classes, by kind."""
-LENGTHS = 32, 64
+LENGTHS = 32, 64, 128, 256
 """Most tokens of medium classes, by kind."""
 TILE = 512
 """Entries of a block on each side; of a wide class those that are read at once."""
+
+ALIGNED = 32
+"""Entries of a wide class are a multiple of this, which is a word of bits."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def _members(
     own = own[tokens]
     rank = np.arange(len(own)) - (np.cumsum(sizes) - sizes)[own]
     limit = np.append(_limits(), 0)
-    lengths = np.where(blocks[:, 0] < len(limit) - 1, TILE, sizes[blocks[:, 1]])
+    lengths = np.where(blocks[:, 0] < len(limit) - 1, TILE, -(-sizes[blocks[:, 1]] // ALIGNED) * ALIGNED)
     firsts = np.cumsum(lengths) - lengths
     block = np.searchsorted(blocks[:, 1], own, side="right") - 1
     within, kind = own - blocks[block, 1], kinds[own]

@@ -254,13 +254,14 @@ class Comparison:
         plan, starts, blocks = self.plan, self.starts, len(self.plan.blocks)
         E, M = kept.ratio.shape
         if blocks:
-            heights, lengths = class_layout.HEIGHTS, class_layout.LENGTHS
+            heights = {f"H_{k}": size for k, size in enumerate(class_layout.HEIGHTS)}
+            lengths = {f"L_{k}": size for k, size in enumerate(class_layout.LENGTHS)}
             class_kernels.chain_class_kernel[(triton.cdiv(E, CLASS_EVENTS) * blocks,)](
                 student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, *bits,
                 kept.student_lse, kept.teacher_lse, plan.blocks, plan.student.members, plan.teacher.members, kept.ratio,
                 terms, blocks, E, M, student.positions, teacher.positions, bits[0].shape[1], bits[1].shape[1],
-                *student.strides, *teacher.strides, self.scale, H_0=heights[0], H_1=heights[1], H_2=heights[2],
-                L_0=lengths[0], L_1=lengths[1], TILE=class_layout.TILE, EVENTS=CLASS_EVENTS,
+                *student.strides, *teacher.strides, self.scale, **heights, **lengths,
+                TILE=class_layout.TILE, EVENTS=CLASS_EVENTS,
                 CACHE=CLASS_CACHE if plan.aligned else "", num_warps=CLASS_WARPS,
             )  # fmt: skip
 
