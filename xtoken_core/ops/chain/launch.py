@@ -36,7 +36,7 @@ RULES, TOKENS = 8, 128
 """Rules, and tokens of a rule's interval, that are read at once."""
 POINTS, AT_POINT = 32, 32
 """Rules, and tokens at a rule's point, that are read at once."""
-TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 512, 512
+TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 512, 256
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
 READS_BOTH = True
 """True if a program reads a chunk's first rows on both sides where the teacher's are in class order."""
@@ -45,13 +45,13 @@ CLASS_EVENTS = 4
 """Starts at which a program compares a block of classes."""
 CLASS_CACHE, GRADIENT_CACHE = "", ""
 """How rows that are read in sequence pass the cache: ".cg" = not through a processor's own."""
-GRADIENT_TILES = 4
+GRADIENT_TILES = 8
 """Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
 GRADIENT_PARTS = 4
 """Parts of the rows: beside each but the first one the gradients of the nodes of the one before are computed."""
 BLOCK, SLOTS, CHUNKS = 1024, 512, 32
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 4, 16, 8
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 4, 8, 8
 CLEAR_WARPS = 4
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 8, 16
 INTERPRETED_PROGRAMS = 3
