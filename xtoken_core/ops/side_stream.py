@@ -11,7 +11,7 @@ import torch
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 @contextmanager
