@@ -61,6 +61,57 @@ def rest_of_teacher(base, bits, first, V, scale, top, total, alive, LANES: tl.co
 
 
 @triton.jit
+def sums_of_both(base, t_base, bits, t_bits, t_own, V, scale, LANES: tl.constexpr):
+    """Return the sums of lanes over the columns that both sides have.
+
+    Returns:
+        The student's largest logits, whole and live sums; the teacher's; the KL over plain classes and their mass, by
+        the teacher's pivots; and the student's lowest logits among these.
+    """
+    top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    t_top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+    alive = tl.zeros((LANES,), dtype=tl.float32)
+    t_total = tl.zeros((LANES,), dtype=tl.float32)
+    t_alive = tl.zeros((LANES,), dtype=tl.float32)
+    kl = tl.zeros((LANES,), dtype=tl.float32)
+    mass = tl.zeros((LANES,), dtype=tl.float32)
+    lowest = tl.full((LANES,), float("inf"), dtype=tl.float32)
+    for begin in range(0, V, LANES * ADJACENT):
+        x = columns_of(begin, LANES)
+        z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
+        y = tl.load(t_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
+        live = live_of(bits, begin, x, V, LANES)
+        both = live & live_of(t_bits, begin, x, V, LANES)
+        top, pivot, shrink = raised(top, z)
+        e = exp(z - pivot[:, None])
+        total = total * shrink + tl.sum(e, axis=1)
+        alive = alive * shrink + tl.sum(tl.where(live, e, 0.0), axis=1)
+        t_top, pivot, shrink = raised(t_top, y)
+        e = exp(y - pivot[:, None])
+        t_total = t_total * shrink + tl.sum(e, axis=1)
+        t_alive = t_alive * shrink + tl.sum(tl.where(live_of(t_own, begin, x, V, LANES), e, 0.0), axis=1)
+        e = tl.where(both, e, 0.0)
+        kl = kl * shrink + tl.sum(tl.where(e > 0.0, e * (y - z), 0.0), axis=1)
+        mass = mass * shrink + tl.sum(e, axis=1)
+        lowest = tl.minimum(lowest, tl.min(tl.where(e > 0.0, z, float("inf")), axis=1))
+    return top, total, alive, t_top, t_total, t_alive, kl, mass, lowest
+
+
+@triton.jit
+def sums_of_student(base, V, scale, LANES: tl.constexpr):
+    """Return the largest logits of lanes and their sums."""
+    top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    for begin in range(0, V, LANES * ADJACENT):
+        x = columns_of(begin, LANES)
+        z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
+        top, pivot, shrink = raised(top, z)
+        total = total * shrink + tl.sum(exp(z - pivot[:, None]), axis=1)
+    return top, total
+
+
+@triton.jit
 def chain_both_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_own_ptr, t_bits_ptr,
     losses_ptr, hits_ptr, head_lse_ptr, top_ptr, total_ptr, t_top_ptr, t_total_ptr, s_lse_ptr, t_lse_ptr, terms_ptr, E,
@@ -79,31 +130,9 @@ def chain_both_kernel(
     top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((LANES,), dtype=tl.float32)
     if event >= 0:
-        t_top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
-        alive = tl.zeros((LANES,), dtype=tl.float32)
-        t_total = tl.zeros((LANES,), dtype=tl.float32)
-        t_alive = tl.zeros((LANES,), dtype=tl.float32)
-        kl = tl.zeros((LANES,), dtype=tl.float32)
-        mass = tl.zeros((LANES,), dtype=tl.float32)
-        lowest = tl.full((LANES,), float("inf"), dtype=tl.float32)
-        for begin in range(0, V, LANES * ADJACENT):
-            x = columns_of(begin, LANES)
-            z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-            y = tl.load(t_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-            live = live_of(bits, begin, x, V, LANES)
-            both = live & live_of(t_bits, begin, x, V, LANES)
-            top, pivot, shrink = raised(top, z)
-            e = exp(z - pivot[:, None])
-            total = total * shrink + tl.sum(e, axis=1)
-            alive = alive * shrink + tl.sum(tl.where(live, e, 0.0), axis=1)
-            t_top, pivot, shrink = raised(t_top, y)
-            e = exp(y - pivot[:, None])
-            t_total = t_total * shrink + tl.sum(e, axis=1)
-            t_alive = t_alive * shrink + tl.sum(tl.where(live_of(t_own, begin, x, V, LANES), e, 0.0), axis=1)
-            e = tl.where(both, e, 0.0)
-            kl = kl * shrink + tl.sum(tl.where(e > 0.0, e * (y - z), 0.0), axis=1)
-            mass = mass * shrink + tl.sum(e, axis=1)
-            lowest = tl.minimum(lowest, tl.min(tl.where(e > 0.0, z, float("inf")), axis=1))
+        top, total, alive, t_top, t_total, t_alive, kl, mass, lowest = sums_of_both(
+            base, t_base, bits, t_bits, t_own, V, scale, LANES
+        )  # fmt: skip
         before = t_top
         t_top, t_total, t_alive = rest_of_teacher(t_base, t_own, V, V_t, scale, t_top, t_total, t_alive, LANES)
         highest, whole = sum_over_lanes(t_top, t_total)
@@ -128,11 +157,7 @@ def chain_both_kernel(
         tl.store(terms_ptr + 2 * E + event, unclipped)
         store_sums(row, highest, whole, top_ptr, total_ptr)
     else:
-        for begin in range(0, V, LANES * ADJACENT):
-            x = columns_of(begin, LANES)
-            z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-            top, pivot, shrink = raised(top, z)
-            total = total * shrink + tl.sum(exp(z - pivot[:, None]), axis=1)
+        top, total = sums_of_student(base, V, scale, LANES)
         highest, whole = sum_over_lanes(top, total)
         store_sums(row, highest, whole, top_ptr, total_ptr)
     if TARGETS:
