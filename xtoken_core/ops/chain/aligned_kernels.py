@@ -15,12 +15,14 @@ from xtoken_core.ops.chain.start_kernels import (
     ADJACENT,
     FEW_LIVE,
     LOG_TINY,
+    bits_of,
     columns_of,
     exact_plain,
     exp,
     finite,
     live_log_sum,
     live_of,
+    live_words,
     raised,
     row_of,
     row_sum,
@@ -81,8 +83,9 @@ def sums_of_both(base, t_base, bits, t_bits, t_own, V, scale, LANES: tl.constexp
         x = columns_of(begin, LANES)
         z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
         y = tl.load(t_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-        live = live_of(bits, begin, x, V, LANES)
-        both = live & live_of(t_bits, begin, x, V, LANES)
+        word = live_words(bits, begin, V, LANES)
+        live = bits_of(word, x, V)
+        both = bits_of(word & live_words(t_bits, begin, V, LANES), x, V)
         top, pivot, shrink = raised(top, z)
         e = exp(z - pivot[:, None])
         total = total * shrink + tl.sum(e, axis=1)

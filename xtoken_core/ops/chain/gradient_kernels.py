@@ -10,10 +10,11 @@ import triton.language as tl  # type: ignore[import-untyped]
 from xtoken_core.ops.chain.start_kernels import (
     ADJACENT,
     LOG_TINY,
+    bits_of,
     columns_of,
     exp,
     in_64_bits,
-    live_of,
+    live_words,
     plain_logits,
     row_of,
 )
@@ -90,7 +91,7 @@ def start_of_row(
 
 @triton.jit
 def part_of_start(
-    x, z, live, t_live, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale,
+    x, z, live, both, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale,
     ALIGNED: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
     """Return the gradient of the start of a row's chunk."""
@@ -99,10 +100,13 @@ def part_of_start(
         y = tl.load(partner_ptr + x, mask=x < V, other=0).to(tl.int32)  # all of them: wide loads
         log_q = z * scale - s_lse
         q = tl.where(live, exp(log_q), 0.0)
-        both = live & t_live & (log_q >= LOG_TINY)
+        both = both & (log_q >= LOG_TINY)
         log_p = plain_logits(t_base, x, y, V, both, ALIGNED, CACHE) * scale
         p = exp(log_p - t_lse)
-        ratio = tl.load(ratios_ptr - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
+        if ALIGNED:
+            ratio = tl.load(ratios_ptr - 1 + y, mask=live & (y > 0), other=0.0).to(tl.float32)
+        else:
+            ratio = tl.load(ratios_ptr - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
         gradient = of_start * scale * (q * (mass - ratio) - p)
     return gradient
 
@@ -126,14 +130,14 @@ def parts_of_row(
 
 @triton.jit
 def gradient_at(
-    x, there, live, t_live, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS: tl.constexpr,
+    x, there, live, both, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
     """Return the gradient of some of a row's logits in float32, all that is computed element by element."""
     of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse = parts
     z = tl.load(base + x, mask=there, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
     gradient = part_of_start(
-        x, z, live, t_live, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale,
+        x, z, live, both, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale,
         ALIGNED, CACHE
     )  # fmt: skip
     if TARGETS and UNSCALED:
@@ -168,10 +172,11 @@ def chain_row_bwd_kernel(
     compared = tl.where(event >= 0, V, 0)
     for begin in range(first, tl.minimum(first + TILES * LANES * ADJACENT, V_head), LANES * ADJACENT):
         x = columns_of(begin, LANES)
-        live = live_of(s_bits_ptr + own * W, begin, x, compared, LANES)
-        t_live = live_of(t_bits_ptr + own * W, begin, x, compared, LANES)
+        word = live_words(s_bits_ptr + own * W, begin, compared, LANES)
+        live = bits_of(word, x, compared)
+        both = bits_of(word & live_words(t_bits_ptr + own * W, begin, compared, LANES), x, compared)
         gradient = gradient_at(
-            x, x < V_head, live, t_live, base, parts, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED,
+            x, x < V_head, live, both, base, parts, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED,
             ALIGNED, CACHE
         )  # fmt: skip
         to_ptr = grad_ptr + in_64_bits(row) * V_head + x

@@ -95,7 +95,8 @@ class ChainLayout:
     Attributes:
         student: The student's.
         teacher: The teacher's.
-        partner: `[V_s]` int32, the teacher's token of a plain class; `-1 - m` in another. int16 in class order.
+        partner: `[V_s]` int32, the teacher's token of a plain class; `-1 - m` in another. In class order `m + 1`, 0 in
+            a plain class, int16 if all fit.
         aligned: True if the teacher's token of every plain class has the id of the student's, as in class order.
         blocks: `[blocks, 7]` int32, as in `class_layout`.
         others: `M`, how many classes are not plain.
@@ -145,9 +146,9 @@ def _build(tables: ChainTables) -> ChainLayout:
             )
         )
     aligned = len(roots[1]) >= len(roots[0]) and bool(((partner < 0) | (partner == np.arange(len(partner)))).all())
-    given = as_int32(partner, device)
+    given = as_int32(np.maximum(-partner, 0) if aligned else partner, device)
     if aligned and M <= MOST_IN_16_BITS:
-        given = given.clamp(max=0).short()
+        given = given.short()
     return ChainLayout(layouts[0], layouts[1], given, aligned, as_int32(classes.blocks, device), M, C)
 
 

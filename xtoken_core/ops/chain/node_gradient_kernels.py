@@ -92,7 +92,7 @@ def store_list(
         x = tl.load(list_ptr + at, mask=at < last, other=0)
         live, t_live = is_live(s_bits_ptr, x, at < compared), is_live(t_bits_ptr, x, at < compared)
         gradient = gradient_at(
-            x, at < last, live, t_live, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS, UNSCALED,
+            x, at < last, live, live & t_live, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS, UNSCALED,
             ALIGNED, ""
         )  # fmt: skip
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)

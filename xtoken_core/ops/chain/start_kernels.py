@@ -78,11 +78,22 @@ def columns_of(begin, LANES: tl.constexpr):
 
 
 @triton.jit
-def live_of(bits_ptr, begin, x, V, LANES: tl.constexpr):
-    """Return which of a tile's columns are live; a lane's bits lie in one word."""
+def live_words(bits_ptr, begin, V, LANES: tl.constexpr):
+    """Return the bits of a tile's columns, a word per lane that begins with them; a lane's bits lie in one word."""
     first = begin + tl.arange(0, LANES) * ADJACENT
-    word = tl.load(bits_ptr + (first >> 5), mask=first < V, other=0) >> (first & 31)
+    return tl.load(bits_ptr + (first >> 5), mask=first < V, other=0) >> (first & 31)
+
+
+@triton.jit
+def bits_of(word, x, V):
+    """Return which of a tile's columns have their bit set."""
     return (x < V) & (((word[:, None] >> tl.arange(0, ADJACENT)[None, :]) & 1) != 0)
+
+
+@triton.jit
+def live_of(bits_ptr, begin, x, V, LANES: tl.constexpr):
+    """Return which of a tile's columns are live."""
+    return bits_of(live_words(bits_ptr, begin, V, LANES), x, V)
 
 
 @triton.jit
@@ -266,8 +277,9 @@ def chain_student_kernel(
     for begin in range(0, V, LANES * ADJACENT):
         x = columns_of(begin, LANES)
         z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-        live = live_of(bits, begin, x, compared, LANES)
-        both = live & live_of(t_bits, begin, x, compared, LANES)
+        word = live_words(bits, begin, compared, LANES)
+        live = bits_of(word, x, compared)
+        both = bits_of(word & live_words(t_bits, begin, compared, LANES), x, compared)
         term, p = compare_plain(z, x, compared, t_base, partner_ptr, both, scale, t_lse, ALIGNED)
         top, pivot, shrink = raised(top, z)
         e = exp(z - pivot[:, None])
