@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-e2e bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -132,6 +132,11 @@ bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the pla
 		--variants fixed_lengths text_padded text_packed chat_padded chat_packed
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_small.json --samples 128 --steps 10 --warmup 4 --no-serial \
 		--variants small_fixed small_text_padded small_text_packed
+	$(BIN)/python -m benchmarks.pages
+
+bench-on-policy: $(STAMP)  ## on-policy distillation beside TRL's GOLD trainer: STUDENT, TEACHER, TEXT; one GPU, five minutes
+	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.on_policy --student $(STUDENT) --teacher $(TEACHER) --text $(TEXT)
 	$(BIN)/python -m benchmarks.pages
 
 bench-e2e-mps: $(STAMP)  ## the same on one GPU, without and with NVIDIA's MPS

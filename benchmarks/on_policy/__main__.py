@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=600.0, help="nothing begins after so long")
+    parser.add_argument("--part-seconds", type=float, default=90.0, help="each run is ended after so long")
     parser.add_argument("--work", type=Path, default=Path("/tmp/xtoken-on-policy"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "on_policy.json")
     options = parser.parse_args()
@@ -107,16 +108,16 @@ def stages(options: argparse.Namespace, left: Any) -> Iterator[tuple[str, list[d
         left: Returns the seconds that are left.
     """
     first, *others = options.ours or [options.equal]
-    plan = [("ours", first), ("trl", options.equal), ("ours", options.equal)]
-    plan += [("trl", size) for size in options.trl] + [("ours", size) for size in others if size != options.equal]
-    plan[2:2] = [("generation", 0), ("weights", 0)]
+    second, *further = options.trl or [options.equal]
+    plan = [("ours", first), ("trl", options.equal), ("trl", second), ("generation", 0), ("ours", options.equal)]
+    plan += [("weights", 0), *(("ours", size) for size in others), *(("trl", size) for size in further)]
     done = set()
     for part, size in plan:
         if (part, size) in done or left() < 10:
             continue
         done.add((part, size))
         try:
-            yield part, _stage(part, size, options, left())
+            yield part, _stage(part, size, options, min(left(), options.part_seconds))
         except (RuntimeError, subprocess.SubprocessError, OSError) as error:
             yield part, f"{size}: {error}"
 
