@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -75,9 +75,13 @@ class BPMLoss(ReferenceLoss):
         return beginnings.teacher.to(self.device), beginnings.student.to(self.device)
 
     def prepare(self, student: Tokens, teacher: Tokens) -> Any:
+        """Return the result of `prepare_states`."""
+        return self.prepare_states(self.states(student, teacher))
+
+    def prepare_states(self, states: Iterable[State]) -> tuple[Tensor, Inner | None]:
         """Return the states where both sides begin a token, `[E, 3]`, and those inside a teacher token."""
         starts, inner = [], []
-        for state in self.states(student, teacher):
+        for state in states:
             (inner if state.emitted else starts).append(state)
         rows = torch.tensor([state[1:] for state in starts], dtype=torch.int64).view(-1, 3)
         return rows.to(self.device), self._inner(inner)

@@ -51,7 +51,8 @@ class ESCDLoss(BPMLoss):
 
     def prepare(self, student: Tokens, teacher: Tokens) -> Any:
         """Return BPM's states and the rests."""
-        states = [state for state in self.states(student, teacher) if student.has_next(state.student)]
+        every = list(self.states(student, teacher))
+        states = [state for state in every if student.has_next(state.student)]
         found = [self.prefixes.rests(state.emitted, student.targets[state.student]) for state in states]
         heads, tails = (torch.tensor([len(each[n]) for each in found], dtype=torch.int64) for n in (0, 2))
         where = torch.tensor([state[1:] for state in states], dtype=torch.int64).view(-1, 3)
@@ -67,7 +68,7 @@ class ESCDLoss(BPMLoss):
             token,
             rest + before.repeat_interleave(tails),
         )
-        return super().prepare(student, teacher), GroupRests(*(column.to(self.device) for column in columns))
+        return self.prepare_states(every), GroupRests(*(column.to(self.device) for column in columns))
 
     def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return the sum of BPM's KLs and of the terms of the rests."""
