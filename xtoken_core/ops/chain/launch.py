@@ -49,8 +49,9 @@ GRADIENT_TILES = 8
 """Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
 GRADIENT_PARTS = 4
 """Parts of the rows: beside each but the first one the gradients of the nodes of the one before are computed."""
-BLOCK, SLOTS, CHUNKS = 1024, 512, 32
-"""Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
+BLOCK, SLOTS, CHUNKS, TERMS = 1024, 512, 32, 16
+"""Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up, and
+blocks of classes whose terms it reads at once."""
 LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 4, 8, 8
 CLEAR_WARPS = 4
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 8, 16
@@ -302,7 +303,7 @@ class Comparison:
             self.bounds[1].first, self.bounds[1].size,
             len(student), teacher, self.in_teacher.chunk,
             self.in_teacher.at_end, self.bounds[0].first, self.bounds[0].size, len(teacher), parts, mass,
-            chunks, BLOCK=CHUNKS, num_warps=1,
+            chunks, BLOCK=CHUNKS, TERMS=TERMS, num_warps=4,
         )  # fmt: skip
         return parts, mass
 

@@ -209,24 +209,33 @@ def chain_node_kernel(
 
 
 @triton.jit
+def sums_of_blocks(terms_ptr, blocks, chunk, starts, chunks, BLOCK: tl.constexpr, TERMS: tl.constexpr):
+    """Return the sums of some starts' terms over the blocks of classes, `TERMS` at once."""
+    value = tl.zeros((TERMS, BLOCK), dtype=tl.float32)
+    mass = tl.zeros((TERMS, BLOCK), dtype=tl.float32)
+    unclipped = tl.zeros((TERMS, BLOCK), dtype=tl.float32)
+    for begin in range(0, blocks, TERMS):
+        block = begin + tl.arange(0, TERMS)[:, None]
+        there = (block < blocks) & starts[None, :]
+        from_ptr = terms_ptr + block.to(tl.int64) * 3 * chunks + chunk[None, :]
+        value += tl.load(from_ptr, mask=there, other=0.0)
+        mass += tl.load(from_ptr + chunks, mask=there, other=0.0)
+        unclipped += tl.load(from_ptr + 2 * chunks, mask=there, other=0.0)
+    return tl.sum(value, axis=0), tl.sum(mass, axis=0), tl.sum(unclipped, axis=0)
+
+
+@triton.jit
 def chain_part_kernel(
     chunk_ptr, terms_ptr, blocks,
     s_value_ptr, s_chunk_ptr, s_end_ptr, s_first_ptr, s_size_ptr, s_events,
     t_value_ptr, t_chunk_ptr, t_end_ptr, t_first_ptr, t_size_ptr, t_events, parts_ptr, mass_ptr, chunks,
-    BLOCK: tl.constexpr
+    BLOCK: tl.constexpr, TERMS: tl.constexpr
 ):  # fmt: skip
     """Compute each chunk's parts: at its start, over its nodes inside tokens, and after its last token."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = chunk < chunks
     starts = tl.load(chunk_ptr + chunk, mask=there, other=-1) >= 0
-    value = tl.zeros((BLOCK,), dtype=tl.float32)
-    mass = tl.zeros((BLOCK,), dtype=tl.float32)
-    unclipped = tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in range(blocks):
-        from_ptr = terms_ptr + in_64_bits(i) * 3 * chunks + chunk
-        value += tl.load(from_ptr, mask=starts, other=0.0)
-        mass += tl.load(from_ptr + chunks, mask=starts, other=0.0)
-        unclipped += tl.load(from_ptr + 2 * chunks, mask=starts, other=0.0)
+    value, mass, unclipped = sums_of_blocks(terms_ptr, blocks, chunk, starts, chunks, BLOCK, TERMS)
     inner = tl.zeros((BLOCK,), dtype=tl.float32)
     end = tl.zeros((BLOCK,), dtype=tl.float32)
     inner, end = add_nodes(s_value_ptr, s_chunk_ptr, s_end_ptr, s_first_ptr, s_size_ptr, s_events, chunk, there, inner,
