@@ -330,3 +330,10 @@ def test_a_single_teacher_has_no_number_in_a_comparison(tmp_path: Path) -> None:
     assert differing_settings({"a": one, "b": other}) == {"teacher.context_length": ["8", "9"]}
     two = {**one, "teacher": one["teacher"] * 2}
     assert "teacher.1.model" in differing_settings({"a": one, "b": two})
+
+
+def test_a_stopped_run_names_the_way_to_a_model(client: TestClient, runs: Runs) -> None:
+    output = put(runs, "half-1", RunState.STOPPED)
+    assert "xtoken export" not in client.get("/runs/half-1").text
+    (output / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert f"xtoken export {output}" in client.get("/runs/half-1").text
