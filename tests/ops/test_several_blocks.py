@@ -64,6 +64,7 @@ def test_p_kl(monkeypatch, device, variant):
 @pytest.mark.parametrize("variant", [pytest.param(name, marks=pytest.mark.slow) for name in ("cut", "untruncated")])
 def test_gold(monkeypatch, device, variant):
     shrink(monkeypatch, "gold", BLOCK=16, COMMON_BLOCK=2, GRADIENT_BLOCK=16, SLAB_BYTES=1000, SELECT_BLOCK=64, SPARE=2)
+    shrink(monkeypatch, "gold", TAIL_BINS=16, TAIL_BLOCK=8, TAIL_PROGRAMS=2)
     check("gold", CASES["gold"][variant].make(torch.float32, torch.device(device)), "student_logits")
 
 
@@ -96,6 +97,38 @@ def test_gold_at_the_border_of_the_largest_picks_as_a_sort_would(monkeypatch, de
     torch.testing.assert_close(mass[:6], rest.exp().sum(1), rtol=1e-5, atol=1e-7)
     assert torch.equal(values[6, :n], torch.ones_like(values[6, :n]))
     assert mass[6] == uncommon.shape[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bins", [pytest.param(2, marks=pytest.mark.slow), 32])
+def test_gold_by_counts_is_gold_by_sorting(monkeypatch, device, bins):
+    shrink(
+        monkeypatch,
+        "gold",
+        PICK_BLOCK=64,
+        SAMPLE=32,
+        SELECT_BLOCK=64,
+        SPARE=2,
+        TAIL_BINS=bins,
+        TAIL_BLOCK=min(bins, 16),
+        TAIL_PROGRAMS=2,
+    )
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (2 * torch.randn(1, 4, V, generator=generator) for V in (40, 50))
+    student[0, 1], teacher[0, 1] = student[0, 1].round(), teacher[0, 1].round()  # ties on either side
+    student[0, 2] = teacher[0, 2, :40] = 0.0
+    teacher[0, 2, 40:] = student[0, 3, 20:] = -torch.inf
+    ids = torch.arange(50, device=device)
+    partition = TokenPartition(ids[:6], ids[:6], ids[6:40], ids[6:])
+    student, teacher = student.to(device).requires_grad_(), teacher.to(device)
+    chunks = [torch.tensor([chunk_id], device=device) for chunk_id in ([0, 1, 2, 3], [0, 1, 2, 0])]
+    op, found = load_backend(BACKENDS["gold"]["triton"]), []
+    for most in (65_535, 0):
+        shrink(monkeypatch, "gold", MOST_COUNTED=most)
+        l1 = op(student, teacher, partition, *chunks, GoldOptions(5, uncommon_topk=20)).l1_uncommon
+        found.append((l1.detach(), torch.autograd.grad(l1.sum(), student)[0]))
+    for counted, by_sort in zip(*found, strict=True):
+        torch.testing.assert_close(counted, by_sort, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)

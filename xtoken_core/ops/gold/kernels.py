@@ -22,17 +22,32 @@ def gold_lse_kernel(logits_ptr, chunk_ptr, lse_ptr, T, V, stride_b, stride_t, sc
 
 
 @triton.jit
+def first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, stride_t):
+    """Return a chunk's first row of logits and its log-sum-exp; some valid row and 0 where it has none."""
+    row, lse = tl.zeros((), dtype=tl.int64), tl.zeros((), dtype=tl.float32)
+    if count > 0:
+        row = tl.load(order_ptr + first)
+        lse = tl.load(lse_ptr + row)
+    return logits_ptr + row // T * stride_b + row % T * stride_t, lse
+
+
+@triton.jit
 def mean_log_probs(
-    logits_ptr, order_ptr, lse_ptr, first, count, ids, there, T, stride_b, stride_t, scale, BLOCK: tl.constexpr
-):
-    """Compute the averaged log-probabilities of one chunk at `ids`, its positions `order[first : first + count]`."""
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in range(count):
-        row = tl.load(order_ptr + first + i)
-        base = logits_ptr + row // T * stride_b + row % T * stride_t
-        x = tl.load(base + ids, mask=there, other=0.0).to(tl.float32)
-        total += x * scale - tl.load(lse_ptr + row)
-    return total / (count.to(tl.float32) + EPS)
+    logits_ptr, order_ptr, lse_ptr, base, lse, first, count, ids, there, T, stride_b, stride_t, scale
+):  # fmt: skip
+    """Compute the averaged log-probabilities of one chunk at `ids`, its positions `order[first : first + count]`.
+
+    `base` and `lse` are those of its first position, read before any loop over ids.
+    """
+    log_p = tl.load(base + ids, mask=there, other=0.0).to(tl.float32) * scale - lse
+    log_p = tl.where(count > 0, log_p, 0.0)
+    if count > 1:
+        for i in range(1, count):
+            row = tl.load(order_ptr + first + i)
+            other = logits_ptr + row // T * stride_b + row % T * stride_t
+            log_p += tl.load(other + ids, mask=there, other=0.0).to(tl.float32) * scale - tl.load(lse_ptr + row)
+        log_p = log_p / (count.to(tl.float32) + EPS)
+    return log_p
 
 
 @triton.jit
@@ -61,6 +76,12 @@ def gold_common_kernel(
     first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
     count_s = tl.load(student_first_ptr + chunk + 1) - first_s
     count_t = tl.load(teacher_first_ptr + chunk + 1) - first_t
+    base_s, lse_s = first_position(
+        student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, T_s, student_stride_b, student_stride_t
+    )
+    base_t, lse_t = first_position(
+        teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, T_t, teacher_stride_b, teacher_stride_t
+    )
     lanes = tl.arange(0, BLOCK)
     kl = tl.zeros((BLOCK,), dtype=tl.float32)
     mass = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -74,12 +95,12 @@ def gold_common_kernel(
         of_s = tl.load(common_student_ptr + pair, mask=there, other=0)
         of_t = tl.load(common_teacher_ptr + pair, mask=there, other=0)
         S = mean_log_probs(
-            student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, of_s, there,
-            T_s, student_stride_b, student_stride_t, scale, BLOCK
+            student_ptr, student_order_ptr, student_lse_ptr, base_s, lse_s, first_s, count_s, of_s, there,
+            T_s, student_stride_b, student_stride_t, scale
         )  # fmt: skip
         L = mean_log_probs(
-            teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, of_t, there,
-            T_t, teacher_stride_b, teacher_stride_t, scale, BLOCK
+            teacher_ptr, teacher_order_ptr, teacher_lse_ptr, base_t, lse_t, first_t, count_t, of_t, there,
+            T_t, teacher_stride_b, teacher_stride_t, scale
         )  # fmt: skip
         kl += tl.where(there, kl_term(S, L) if REVERSE else kl_term(L, S), 0.0)
         mass += tl.where(there, tl.exp(L), 0.0)
@@ -106,13 +127,14 @@ def gold_rest_kernel(
     chunk = from_chunk + slot
     first = tl.load(first_ptr + chunk)
     count = tl.load(first_ptr + chunk + 1) - first
+    base, lse = first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, stride_t)
     mass = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, u, BLOCK):
         place = start + tl.arange(0, BLOCK)
         there = place < u
         ids = tl.load(ids_ptr + place, mask=there, other=0)
         log_p = mean_log_probs(
-            logits_ptr, order_ptr, lse_ptr, first, count, ids, there, T, stride_b, stride_t, scale, BLOCK
+            logits_ptr, order_ptr, lse_ptr, base, lse, first, count, ids, there, T, stride_b, stride_t, scale
         )
         p = tl.where(there, tl.exp(log_p), 0.0)
         tl.store(rest_ptr + slot * u + place, p, mask=there)
@@ -174,19 +196,27 @@ def gold_bwd_kernel(
         total = of_kl * tl.load(kl_slope_ptr + chunk) + of_l1 * tl.load(l1_slope_ptr + chunk)
         lse = tl.load(student_lse_ptr + row)
         base = student_ptr + row // T_s * student_stride_b + row % T_s * student_stride_t
+        base_s, lse_s = first_position(
+            student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, T_s, student_stride_b, student_stride_t
+        )
+        base_t, lse_t = first_position(
+            teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, T_t, teacher_stride_b, teacher_stride_t
+        )
         for start in range(from_v, to_v, BLOCK):
             v = start + tl.arange(0, BLOCK)
             inside = v < V
             pair = tl.load(pair_ptr + v, mask=inside, other=-1)
             sign = tl.load(signs_ptr + chunk * V + v, mask=inside, other=0).to(tl.float32)
             x = tl.load(base + v, mask=inside, other=float("-inf")).to(tl.float32)
-            S = mean_log_probs(
-                student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, v, inside,
-                T_s, student_stride_b, student_stride_t, scale, BLOCK
-            )  # fmt: skip
+            S = x * scale - lse
+            if count_s > 1:
+                S = mean_log_probs(
+                    student_ptr, student_order_ptr, student_lse_ptr, base_s, lse_s, first_s, count_s, v, inside,
+                    T_s, student_stride_b, student_stride_t, scale
+                )  # fmt: skip
             L = mean_log_probs(
-                teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, pair, pair >= 0,
-                T_t, teacher_stride_b, teacher_stride_t, scale, BLOCK
+                teacher_ptr, teacher_order_ptr, teacher_lse_ptr, base_t, lse_t, first_t, count_t, pair, pair >= 0,
+                T_t, teacher_stride_b, teacher_stride_t, scale
             )  # fmt: skip
             by_mean = of_kl * tl.where(pair >= 0, common_slope(S, L, REVERSE), 0.0)
             by_mean += of_l1 * tl.where(sign != 0.0, sign * tl.exp(S), 0.0)

@@ -1,4 +1,4 @@
-"""The Triton kernel of `gold` that picks a chunk's most likely uncommon ids, before they are sorted."""
+"""The Triton kernels of `gold` that pick a chunk's most likely uncommon ids, before they are sorted."""
 # Triton has no types, and its kernels can carry none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -7,55 +7,50 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.gold.kernels import EPS
+from xtoken_core.ops.gold.kernels import first_position, mean_log_probs
 
 FIRST_EDGE = tl.constexpr(0x3E800000)
 """The key of log p = -0.25: at most one id of a chunk lies before it."""
 FIRST_WIDTH = tl.constexpr(22)
 """Bits of half an octave of -log p: sixteen of them reach from the first edge to log p = -64."""
-GUESS_WIDTH = tl.constexpr(10)
-"""Bits of the interval within which an edge is guessed."""
-LINE = tl.constexpr(64)
+LINE = tl.constexpr(16)
 """Neighbouring ids that are looked at together when not all are."""
 
 
 @triton.jit
 def chunk_keys(
-    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, ids, V, T, stride_b, stride_t, scale
-):
-    """Return a chunk's averaged log-probabilities at `ids`, and their keys: the bits of `-log p`; -1 for common ids.
+    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, start, u, T, stride_b, stride_t, scale,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return a block of listed ids, a chunk's averaged log-probabilities at them, and keys: the bits of `-log p`.
 
-    `base` and `lse` are those of its first position.
+    `base` and `lse` are those of its first position; beyond the list keys are -1.
     """
-    inside = ids < V
-    log_p = tl.load(base + ids, mask=inside, other=0.0).to(tl.float32) * scale - lse
-    if count > 1:
-        for i in range(1, count):
-            row = tl.load(order_ptr + first + i)
-            place = logits_ptr + row // T * stride_b + row % T * stride_t
-            log_p += tl.load(place + ids, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(lse_ptr + row)
-        log_p = log_p / (count.to(tl.float32) + EPS)
+    # One id a thread: lists are stored by rank, and pointers of another layout would go through shared memory.
+    at = tl.max_contiguous(start + tl.arange(0, BLOCK), 1)
+    ids = tl.load(listed_ptr + at, mask=at < u, other=0)
+    log_p = mean_log_probs(
+        logits_ptr, order_ptr, lse_ptr, base, lse, first, count, ids, at < u, T, stride_b, stride_t, scale
+    )
     key = tl.where(log_p >= 0.0, 0, tl.abs(log_p).to(tl.int32, bitcast=True))
-    return log_p, tl.where(tl.load(uncommon_ptr + ids, mask=inside, other=0) > 0, key, -1)
+    return ids, log_p, tl.where(at < u, key, -1)
 
 
 @triton.jit
 def count_digits(
-    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
-    least, edge, width, STEP: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
+    least, edge, width, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Count the keys from `least` on per digit `(key - edge) >> width` in 0 .. 15, a byte per lane and digit.
 
-    Keys before `edge` count for digit 0. One of STEP lines of ids is looked at.
+    Keys before `edge` count for digit 0.
     """
     low = tl.zeros((BLOCK,), dtype=tl.int64)
     high = tl.zeros((BLOCK,), dtype=tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    lanes = lanes // LINE * (LINE * STEP) + lanes % LINE
-    for start in range(0, V, BLOCK * STEP):
-        _, key = chunk_keys(
-            logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, start + lanes, V, T,
-            stride_b, stride_t, scale
+    for start in range(0, u, BLOCK):
+        _, _, key = chunk_keys(
+            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, start, u, T, stride_b, stride_t, scale,
+            BLOCK
         )  # fmt: skip
         digit = tl.maximum((key - edge) >> width, 0)
         one = tl.full((BLOCK,), 1, dtype=tl.int64) << ((digit & 7) * 8).to(tl.int64)
@@ -80,20 +75,20 @@ def next_digit(low, high, before, wanted):
 
 @triton.jit
 def find_edge(
-    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
-    wanted, room, LEAST_WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
+    wanted, room, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Find the last key to take and the number of equal ones: at least `wanted` keys, if possible at most `room`.
 
-    Each turn narrows an interval of keys to a sixteenth, down to LEAST_WIDTH bits.
+    Each turn narrows an interval of keys to a sixteenth.
     """
     edge, width, before, counted, turn = FIRST_EDGE + 0, FIRST_WIDTH + 4, 0, room + 1, 0
-    while (counted > room) & (width > LEAST_WIDTH):
+    while (counted > room) & (width > 0):
         width = tl.maximum(width - 4, 0)
         least = tl.where(turn == 0, 0, edge)
         low, high = count_digits(
-            logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
-            least, edge, width, STEP, BLOCK
+            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
+            least, edge, width, BLOCK
         )  # fmt: skip
         digit, before_digit, up_to_digit = next_digit(low, high, before, wanted)
         outside = (turn == 0) & ((digit == 0) | (digit == 16))
@@ -102,48 +97,78 @@ def find_edge(
         before = tl.where(outside, 0, before_digit)
         counted = tl.where(outside, room + 1, up_to_digit)
         turn += 1
-    return edge + ((1 << width) - 1), tl.where(counted > room, wanted - before, V)
+    return edge + ((1 << width) - 1), tl.where(counted > room, wanted - before, u)
+
+
+@triton.jit(do_not_specialize=["T", "from_chunk", "wanted", "u"])
+def gold_edge_kernel(
+    logits_ptr, order_ptr, first_ptr, lse_ptr, listed_ptr, edge_ptr,
+    from_chunk, wanted, u, T, stride_b, stride_t, scale, STEP: tl.constexpr, SAMPLE: tl.constexpr
+):  # fmt: skip
+    """Guess a log-probability above which `wanted` of one chunk's listed ids lie, from one of STEP lines of them."""
+    slot = tl.program_id(0).to(tl.int64)
+    first = tl.load(first_ptr + from_chunk + slot)
+    count = tl.load(first_ptr + from_chunk + slot + 1) - first
+    if count > 0:
+        base, lse = first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, stride_t)
+        at = tl.arange(0, SAMPLE) // LINE * (LINE * STEP) + tl.arange(0, SAMPLE) % LINE
+        ids = tl.load(listed_ptr + at, mask=at < u, other=0)
+        log_p = mean_log_probs(
+            logits_ptr, order_ptr, lse_ptr, base, lse, first, count, ids, at < u, T, stride_b, stride_t, scale
+        )
+        log_p = tl.where(at < u, log_p, float("-inf"))
+        low, high = -128.0, 0.0
+        for _ in range(24):
+            middle = 0.5 * (low + high)
+            enough = tl.sum((log_p > middle).to(tl.int32), axis=0) * STEP >= wanted
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        tl.store(edge_ptr + slot, low)
 
 
 @triton.jit
-def take(
-    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
-    values_ptr, ids_ptr, last, last_room, room, BLOCK: tl.constexpr
+def take_above(
+    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
+    values_ptr, ids_ptr, edge, room, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Store the keys before `last` and `last_room` equal to it; return their number and the sum over all ids."""
-    taken, at_last = 0, 0
+    """Store the probabilities above an edge, as far as there is room; return their number and the sum over all ids."""
+    taken = 0
     mass = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, V, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        log_p, key = chunk_keys(
-            logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, ids, V, T, stride_b, stride_t, scale
-        )
-        p = tl.where(key >= 0, tl.exp(log_p), 0.0)
-        mass += p
-        before, equal = (key >= 0) & (key < last), (key >= 0) & (key == last)
-        counted = tl.cumsum(before.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
-        rank = at_last + (counted >> 16)
-        to = taken + (counted & 0xFFFF) + tl.minimum(rank, last_room) - 1
-        chosen = (before | (equal & (rank <= last_room))) & (to < room)
+    for start in range(0, u, BLOCK):
+        ids, log_p, key = chunk_keys(
+            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, start, u, T, stride_b, stride_t, scale,
+            BLOCK
+        )  # fmt: skip
+        p = tl.exp(log_p)
+        if MASS:
+            mass += tl.where(key >= 0, p, 0.0)
+        chosen = (key >= 0) & (log_p > edge)
+        counted = tl.cumsum(chosen.to(tl.int32), axis=0)
+        to = taken + counted - 1
+        chosen = chosen & (to < room)
         tl.store(values_ptr + to, p, mask=chosen)
         tl.store(ids_ptr + to, ids, mask=chosen)
-        total = tl.max(counted, axis=0)
-        taken += total & 0xFFFF
-        at_last += total >> 16
-    return taken + tl.minimum(at_last, last_room), tl.sum(mass, axis=0)
+        taken += tl.max(counted, axis=0)
+    return taken, tl.sum(mass, axis=0)
+
+
+@triton.jit
+def fill_up(values_ptr, ids_ptr, taken, room, value, BLOCK: tl.constexpr):
+    """Fill up a list."""
+    for start in range(0, room - taken, BLOCK):
+        at = taken + start + tl.arange(0, BLOCK)
+        tl.store(values_ptr + at, tl.zeros((BLOCK,), dtype=tl.float32) + value, mask=at < room)
+        tl.store(ids_ptr + at, tl.zeros((BLOCK,), dtype=tl.int32), mask=at < room)
 
 
 @triton.jit(do_not_specialize=["T", "from_chunk", "wanted", "room", "u"])
-def gold_select_kernel(
-    logits_ptr, order_ptr, first_ptr, lse_ptr, uncommon_ptr, values_ptr, ids_ptr, mass_ptr,
-    from_chunk, u, wanted, room, V, T, stride_b, stride_t, scale,
-    MASS: tl.constexpr, STEP: tl.constexpr, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+def gold_pick_kernel(
+    logits_ptr, order_ptr, first_ptr, lse_ptr, listed_ptr, edge_ptr, values_ptr, ids_ptr, size_ptr, mass_ptr,
+    from_chunk, wanted, room, u, T, stride_b, stride_t, scale, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Select one chunk's `wanted` largest of `u` uncommon probabilities, with at most `room - wanted` more, by id.
+    """Pick one chunk's `wanted` largest of `u` uncommon probabilities, with at most `room - wanted` more, by id.
 
-    An edge is guessed from one of STEP lines of ids; if what lies before it is too little or does not fit into the
-    room, it is found among all. Of too many equal ones at the edge the first are taken. Room that is left is filled
-    with -1. A chunk without positions has probability 1 everywhere.
+    They lie above a guessed edge; if they are too few or too many, the stored size is 0. Room that is left is filled
+    with -1. A chunk without positions has probability 1 everywhere, and its size is `-wanted`.
     """
     slot = tl.program_id(0).to(tl.int64)
     chunk = from_chunk + slot
@@ -151,33 +176,68 @@ def gold_select_kernel(
     ids_ptr += slot * room
     first = tl.load(first_ptr + chunk)
     count = tl.load(first_ptr + chunk + 1) - first
-    taken, mass, left = 0, u.to(tl.float32), 1.0
+    taken, mass, size, left = 0, u.to(tl.float32), -wanted, 1.0
     if count > 0:
-        row = tl.load(order_ptr + first)
-        base = logits_ptr + row // T * stride_b + row % T * stride_t
-        lse = tl.load(lse_ptr + row)
-        guess = (wanted + room) // (2 * STEP)
-        last, _ = find_edge(
-            logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
-            tl.maximum(guess, 1), guess, GUESS_WIDTH, STEP, COUNT_BLOCK
+        base, lse = first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, stride_t)
+        taken, mass = take_above(
+            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
+            values_ptr, ids_ptr, tl.load(edge_ptr + slot), room, MASS, BLOCK
         )  # fmt: skip
-        last_room, fits, turn = V, False, 0
-        while (turn < 2) & (fits == 0):
-            if turn == 1:
-                last, last_room = find_edge(
-                    logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t,
-                    scale, wanted, room, 0, 1, COUNT_BLOCK
-                )  # fmt: skip
-            taken, mass = take(
-                logits_ptr, order_ptr, lse_ptr, uncommon_ptr, base, lse, first, count, V, T, stride_b, stride_t, scale,
-                values_ptr, ids_ptr, last, last_room, room, BLOCK
-            )  # fmt: skip
-            fits = (taken >= wanted) & (taken <= room)
-            turn += 1
         left = -1.0
+        size = tl.where((taken >= wanted) & (taken <= room), taken, 0)
+    tl.store(size_ptr + slot, size)
     if MASS:
         tl.store(mass_ptr + chunk, tl.load(mass_ptr + chunk) + mass)
-    for start in range(0, room - taken, BLOCK):
-        place = taken + start + tl.arange(0, BLOCK)
-        tl.store(values_ptr + place, tl.zeros((BLOCK,), dtype=tl.float32) + left, mask=place < room)
-        tl.store(ids_ptr + place, tl.zeros((BLOCK,), dtype=tl.int32), mask=place < room)
+    fill_up(values_ptr, ids_ptr, taken, room, left, BLOCK)
+
+
+@triton.jit
+def take(
+    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
+    values_ptr, ids_ptr, last, last_room, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store the keys before `last` and `last_room` equal to it; return their number."""
+    taken, at_last = 0, 0
+    for start in range(0, u, BLOCK):
+        ids, log_p, key = chunk_keys(
+            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, start, u, T, stride_b, stride_t, scale,
+            BLOCK
+        )  # fmt: skip
+        before, equal = (key >= 0) & (key < last), (key >= 0) & (key == last)
+        counted = tl.cumsum(before.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
+        rank = at_last + (counted >> 16)
+        to = taken + (counted & 0xFFFF) + tl.minimum(rank, last_room) - 1
+        chosen = before | (equal & (rank <= last_room))
+        tl.store(values_ptr + to, tl.exp(log_p), mask=chosen)
+        tl.store(ids_ptr + to, ids, mask=chosen)
+        total = tl.max(counted, axis=0)
+        taken += total & 0xFFFF
+        at_last += total >> 16
+    return taken + tl.minimum(at_last, last_room)
+
+
+@triton.jit(do_not_specialize=["T", "from_chunk", "wanted", "room", "u"])
+def gold_select_kernel(
+    logits_ptr, order_ptr, first_ptr, lse_ptr, listed_ptr, values_ptr, ids_ptr, size_ptr,
+    from_chunk, wanted, room, u, T, stride_b, stride_t, scale, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Select as `gold_pick_kernel` does, for chunks that have no size yet.
+
+    The edge is found among all ids. Of too many equal ones at the edge the first are taken.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    if tl.load(size_ptr + slot) == 0:
+        chunk = from_chunk + slot
+        first = tl.load(first_ptr + chunk)
+        count = tl.load(first_ptr + chunk + 1) - first
+        base, lse = first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, stride_t)
+        last, last_room = find_edge(
+            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
+            wanted, room, COUNT_BLOCK
+        )  # fmt: skip
+        taken = take(
+            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
+            values_ptr + slot * room, ids_ptr + slot * room, last, last_room, BLOCK
+        )  # fmt: skip
+        tl.store(size_ptr + slot, taken)
+        fill_up(values_ptr + slot * room, ids_ptr + slot * room, taken, room, -1.0, BLOCK)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xtoken_core.ops.chunks import ChunkPositions, chunk_positions
-from xtoken_core.ops.gold import kernels, select_kernels
+from xtoken_core.ops.gold import kernels, select_kernels, tail_kernels
 from xtoken_core.ops.gold.reference import GoldOptions, GoldResult, TokenPartition, gold
 from xtoken_core.ops.numerics import ComparesLogits
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
@@ -23,11 +23,15 @@ GRADIENT_BLOCK = 2048
 """Ids of a row that a program takes at once."""
 GRADIENT_BLOCKS = 8
 """Repetitions of that per program of the backward."""
-SELECT_BLOCK, SELECT_WARPS = 2048, 4
-SELECT_STEP = 8
-"""One of so many lines of ids is looked at, to guess where a chunk's largest probabilities begin."""
-SPARE = 1536
-"""Places of a row beside those wanted when its largest entries are picked: more of them end the search earlier."""
+PICK_BLOCK, PICK_WARPS, SAMPLE, SAMPLE_WARPS = 2048, 8, 16_384, 16
+"""Ids at once, and those that are looked at to guess where a chunk's largest probabilities begin."""
+SELECT_BLOCK, SELECT_WARPS = 2048, 8
+SPARE = 2560
+"""Places of a row beside those wanted when its largest entries are picked: a guess then hardly ever misses."""
+TAIL_BINS, TAIL_BLOCK, TAIL_WARPS, TAIL_PROGRAMS = 4096, 256, 8, 792
+"""Bins of probabilities that lists are counted in, entries at once, and programs, each with bins of its own."""
+MOST_COUNTED = 65_535
+"""Longest list that is compared by counts, of 16 bits; longer ones are sorted."""
 SLAB_BYTES = 1 << 29
 """Most memory for the tails of both sides; chunks are taken slab by slab."""
 
@@ -128,26 +132,53 @@ class Tail:
 
         Equal ones stay in the order of their ids. What all of them sum up to is added to `mass`.
         """
-        device, u, logits = self.lse.device, self.ids.shape[0], self.side.logits
+        values, ids, _ = self.by_id(start, rows, scale, mass)
+        return (*values.sort(dim=1, descending=True, stable=True), ids)
+
+    def by_id(self, start: int, rows: int, scale: float, mass: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the probabilities of `rows` chunks in the order of ids, the ids, and how many each chunk has.
+
+        -1 fills up what is picked. What all of them sum up to is added to `mass`. The number is negative for a chunk
+        without positions.
+        """
+        device, u = self.lse.device, self.ids.shape[0]
         values = torch.empty((rows, self.width), dtype=torch.float32, device=device)
-        _, T, V = logits.shape
-        inputs = logits, *self.side.positions[1:], self.lse
+        positions, T = self.side.positions, self.side.logits.shape[1]
         summed = self.lse if mass is None else mass
         if self.picked:
-            ids = torch.empty((rows, self.width), dtype=torch.int32, device=device)
-            uncommon = torch.zeros(V, dtype=torch.int8, device=device).scatter_(0, self.ids, 1)
-            count_block = max(SELECT_BLOCK, power_of_2(triton.cdiv(V, 255)))  # a byte counts what a lane sees
-            select_kernels.gold_select_kernel[(rows,)](
-                *inputs, uncommon, values, ids, summed, start, u, self.wanted, self.width, V, T, *self.side.strides,
-                scale, mass is not None, SELECT_STEP, count_block, SELECT_BLOCK, num_warps=SELECT_WARPS,
-            )  # fmt: skip
-        else:
-            ids = self.ids.int().unsqueeze(0)
-            kernels.gold_rest_kernel[(rows,)](
-                *inputs, ids, values, summed, start, u, T, *self.side.strides, scale, mass is not None,
-                min(BLOCK, power_of_2(u)), num_warps=8,
-            )  # fmt: skip
-        return (*values.sort(dim=1, descending=True, stable=True), ids)
+            return values, *self._pick(values, start, scale, mass)
+        ids = self.ids.int().unsqueeze(0)
+        kernels.gold_rest_kernel[(rows,)](
+            self.side.logits, *positions[1:], self.lse, ids, values, summed, start, u, T, *self.side.strides, scale,
+            mass is not None, min(BLOCK, power_of_2(u)), num_warps=8,
+        )  # fmt: skip
+        first = positions.first[start : start + rows + 1]
+        return values, ids, torch.where(first[1:] > first[:-1], u, -self.wanted).int()
+
+    def _pick(self, values: Tensor, start: int, scale: float, mass: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Fill in the largest probabilities; return their ids and numbers."""
+        rows, device = values.shape[0], values.device
+        ids = torch.empty((rows, self.width), dtype=torch.int32, device=device)
+        sizes = torch.empty(rows, dtype=torch.int32, device=device)
+        edges = torch.empty(rows, dtype=torch.float32, device=device)
+        u, T = self.ids.shape[0], self.side.logits.shape[1]
+        inputs = self.side.logits, *self.side.positions[1:], self.lse, self.ids.int()
+        shape = u, T, *self.side.strides, scale
+        sample = min(SAMPLE, power_of_2(u))
+        select_kernels.gold_edge_kernel[(rows,)](
+            *inputs, edges, start, (self.wanted + self.width) // 2, *shape, triton.cdiv(u, sample), sample,
+            num_warps=SAMPLE_WARPS,
+        )  # fmt: skip
+        select_kernels.gold_pick_kernel[(rows,)](
+            *inputs, edges, values, ids, sizes, self.lse if mass is None else mass, start, self.wanted,
+            self.width, *shape, mass is not None, PICK_BLOCK, num_warps=PICK_WARPS,
+        )  # fmt: skip
+        count_block = max(SELECT_BLOCK, power_of_2(triton.cdiv(u, 255)))  # a byte counts what a lane sees
+        select_kernels.gold_select_kernel[(rows,)](
+            *inputs, values, ids, sizes, start, self.wanted, self.width, *shape, count_block, SELECT_BLOCK,
+            num_warps=SELECT_WARPS,
+        )  # fmt: skip
+        return ids, sizes
 
 
 def _compare_tails(
@@ -171,6 +202,10 @@ def _compare_tails(
     scale = 1.0 / options.temperature
     for start in range(0, l1.numel(), slab):
         rows = min(slab, l1.numel() - start)
+        if cut is not None and max(tail.width for tail in tails) <= MOST_COUNTED:
+            lists = tails[0].by_id(start, rows, scale, None), tails[1].by_id(start, rows, scale, mass)
+            _compare_counts(tails, lists, n_s, start, (l1, l1_slope, signs))
+            continue
         a, places, ids = tails[0].descending(start, rows, scale, None)
         b, *_ = tails[1].descending(start, rows, scale, mass)
         kernels.gold_l1_kernel[(rows,)](
@@ -178,6 +213,29 @@ def _compare_tails(
             a.stride(0), ids.stride(0) if tails[0].picked else 0, b.stride(0),
             min(BLOCK, power_of_2(max(n_s, n_t))), num_warps=8,
         )  # fmt: skip
+
+
+def _compare_counts(
+    tails: tuple[Tail, Tail],
+    lists: tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    n: int,
+    start: int,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Fill in the distance, the slopes and the signs of as many chunks as the lists have, from chunk `start` on."""
+    l1, l1_slope, signs = results
+    (a, ids, student_sizes), (b, _, teacher_sizes) = lists
+    rows, device = a.shape[0], a.device
+    programs, bins = min(rows, TAIL_PROGRAMS), min(TAIL_BINS, power_of_2(a.shape[1] + b.shape[1]))
+    tables = torch.empty((programs, 3 * bins + 16), dtype=torch.int32, device=device)
+    mixed = torch.empty((programs, 2 * bins), dtype=torch.int8, device=device)
+    held = torch.empty((programs, a.shape[1] + b.shape[1]), dtype=torch.float32, device=device)
+    held_at = torch.empty((*held.shape, 2), dtype=torch.int32, device=device)
+    tail_kernels.gold_tail_kernel[(programs,)](
+        a, student_sizes, ids, b, teacher_sizes, l1, l1_slope, signs, tables, mixed, held, held_at, start, rows, n,
+        a.shape[1], b.shape[1], ids.stride(0) if tails[0].picked else 0, signs.shape[1], bins, min(TAIL_BLOCK, bins),
+        num_warps=TAIL_WARPS,
+    )  # fmt: skip
 
 
 class TritonGoldOp(ComparesLogits):

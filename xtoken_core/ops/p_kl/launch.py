@@ -31,7 +31,7 @@ PROJECT_TILE = (64, 8)
 PROJECT_AHEAD = 2
 CHUNK_TILE = (64, 4)
 """Positions (chunks) and compared columns of a tile, and projection entries that are loaded at once."""
-PER = 64, 256
+PER = 32, 256
 """Compared columns of one program of the two kernels that go through several tiles, for few columns and for many."""
 MANY = 32_768
 EAGER_SLOTS = 4
