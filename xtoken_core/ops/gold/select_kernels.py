@@ -118,7 +118,7 @@ def gold_edge_kernel(
         )
         log_p = tl.where(at < u, log_p, float("-inf"))
         low, high = -128.0, 0.0
-        for _ in range(24):
+        for _ in range(17):  # to a thousandth of a nat
             middle = 0.5 * (low + high)
             enough = tl.sum((log_p > middle).to(tl.int32), axis=0) * STEP >= wanted
             low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
