@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models, texts and runs")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--samples", type=int, default=12, help="documents of a step of `quality`")
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--side-by-side", type=int, default=8, help="runs of `quality` at a time")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
@@ -63,7 +64,7 @@ def main() -> int:
     if arguments.stage == "prepare":
         prepare(state, arguments.methods)
     elif arguments.stage == "quality":
-        jobs = quality_jobs(arguments.methods, arguments.steps, arguments.device)
+        jobs = quality_jobs(arguments.methods, arguments.steps, arguments.device, arguments.samples)
         run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
     elif arguments.stage == "second":
         second(state, arguments.steps, arguments.device, until)
@@ -85,24 +86,37 @@ def prepare(state: Path, methods: list[str]) -> None:
         _build_projection(state, condition)
 
 
-def run_file(method: str, name: str, teacher: dict[str, Any], steps: int, device: str) -> Job:
-    """Return a run of the experiment on real models with other settings of its teacher."""
+def run_file(
+    method: str, name: str, teacher: dict[str, Any], steps: int, device: str, samples: int | None = None
+) -> Job:
+    """Return a run of the experiment on real models with other settings of its teacher.
+
+    Args:
+        method: Its loss.
+        name: Its name.
+        teacher: Settings of the teacher beside the experiment's.
+        steps: Optimiser steps.
+        device: `workers.device`.
+        samples: Documents of a step; None: the experiment's.
+    """
     document = tomllib.loads(job(Cell(CONDITION, method, "even", RATE, 0), device=device, steps=steps).file)
     document["name"], document["output"] = name, f"runs/{name}"
     document["teacher"][0] |= teacher
     also = [f"texts/{CONDITIONS[CONDITION].source}.test.jsonl"]
     document["eval"] |= {"every": max(1, steps // EVALUATIONS), "also": also}
+    if samples is not None:
+        document["train"]["samples_per_step"] = samples
     return Job(name, tomli_w.dumps(document))
 
 
-def quality_jobs(methods: list[str], steps: int, device: str) -> list[Job]:
+def quality_jobs(methods: list[str], steps: int, device: str, samples: int) -> list[Job]:
     """Return the runs with whole logits and with the largest of each position."""
     jobs = []
     for method in methods:
-        jobs.append(run_file(method, f"stored-{method.replace('_', '-')}-whole", {}, steps, device))
+        jobs.append(run_file(method, f"stored-{method.replace('_', '-')}-whole", {}, steps, device, samples))
         for k in SIZES:
             teacher = {"content": "topk", "topk": k}
-            jobs.append(run_file(method, f"stored-{method.replace('_', '-')}-{k}", teacher, steps, device))
+            jobs.append(run_file(method, f"stored-{method.replace('_', '-')}-{k}", teacher, steps, device, samples))
     return jobs
 
 
@@ -199,6 +213,7 @@ def record(state: Path, name: str) -> dict[str, Any]:
     curve = [{key: row[key] for key in row if key == "step" or key.startswith("bits_per_byte")} for row in evals]
     made = {
         "steps": len(steps),
+        "samples_per_step": len(steps[0]["ids"]),
         "losses": [round(line["loss"], 5) for line in steps],
         "loss": round(median(line["loss"] for line in steps[-10:]), 5),
         "seconds_per_step": round(median(line["seconds"] for line in later), 5),

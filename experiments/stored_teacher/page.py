@@ -30,10 +30,11 @@ def render(result: Mapping[str, Any]) -> str:
     """
     machine, runs = result["machine"], result["runs"]
     gpu = ", ".join(dict.fromkeys(machine["gpus"])) or "CPU"
+    samples = next((run["samples_per_step"] for name, run in runs.items() if "-whole" in name), 0)
     lines = [
         f"Measured with SmolLM2-135M-Instruct as the student and Gemma 3 270M as the teacher, {gpu}, "
         f"torch {machine['torch']}, German text, one data seed, learning rate {result['learning_rate']:g}. Quality, "
-        "runs side by side:",
+        f"runs side by side with {samples} documents a step:",
         "",
         "| loss | teacher's output | steps | loss at the end | held-out bits per byte | above whole logits |",
         "|---|---|---|---|---|---|",
