@@ -128,6 +128,7 @@ def main() -> int:
     parser.add_argument(
         "--only-compared", action="store_true", help="leave out the short run file, and add to the result"
     )
+    parser.add_argument("--projection", type=Path, help="a projection of the two; by default it is built")
     parser.add_argument("--rounds", type=int, default=3, help="with the first, which fills the caches")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds until a start is given up")
     parser.add_argument("--logs", type=Path, help="where the logs of each start are copied to")
@@ -147,9 +148,11 @@ def main() -> int:
         scratch = Path(directory)
         starts = [] if arguments.only_compared else [("chain", ROOT, SHORT.format(**values))]
         if arguments.other is not None:
-            values |= {"projection": scratch / "projection.safetensors", "held_out": arguments.held_out.resolve()}
-            pair = ("--student", str(values["student"]), "--teacher", str(values["teacher"]))
-            command(ROOT, "projection", "build", *pair, "--out", str(values["projection"])).wait()
+            projection = scratch / "projection.safetensors"
+            values |= {"projection": arguments.projection or projection, "held_out": arguments.held_out.resolve()}
+            if arguments.projection is None:
+                pair = ("--student", str(values["student"]), "--teacher", str(values["teacher"]))
+                command(ROOT, "projection", "build", *pair, "--out", str(projection)).wait()
             text, other = COMPARED.format(**values), arguments.other.resolve()
             starts += [("p_kl", ROOT, text), (other.name, other, text)]
         for number in range(arguments.rounds):
