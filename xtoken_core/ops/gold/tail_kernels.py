@@ -159,12 +159,12 @@ def decide_bins(
         lo, hi, other_lo, other_hi = runs(begins_ptr, a_bins, a_there, STUDENT)
         sign, undecided = split(lo, hi, other_lo, other_hi, n)
         a_held, chosen = a_there & undecided, a_there & (sign != 0)
-        a_sum += tl.where(a_there, sign.to(tl.float32) * a, 0.0)
+        a_sum += tl.where(a_there, sign.to(tl.float32) * a, tl.where(a != a, a, 0.0))  # NaN stays NaN
         tl.store(to_ptr + tl.load(ids_ptr + at, mask=chosen, other=0), sign.to(tl.int8), mask=chosen)
         lo, hi, other_lo, other_hi = runs(begins_ptr, b_bins, b_there, TEACHER)
         sign, undecided = split(lo, hi, other_lo, other_hi, n)
         b_held = b_there & undecided
-        b_sum += tl.where(b_there, sign.to(tl.float32) * b, 0.0)
+        b_sum += tl.where(b_there, sign.to(tl.float32) * b, tl.where(b != b, b, 0.0))  # NaN stays NaN
         a_begin = half(tl.load(next_ptr + a_bins, mask=a_held, other=0), STUDENT)
         b_begin = half(tl.load(next_ptr + b_bins, mask=b_held, other=0), TEACHER)
         tl.debug_barrier()
