@@ -21,6 +21,7 @@ import jinja2
 from benchmarks import bounds, operators
 from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.bounds import bounds_of
+from benchmarks.on_policy import report as on_policy
 from benchmarks.queue.bounds import queue_bounds
 from benchmarks.startup_gpu import on_gpu
 
@@ -179,6 +180,11 @@ PARTS = [
     Part("collation", PERFORMANCE, _collation),
     Part("padding", PERFORMANCE, lambda: {"r": result("padding")}),
     Part("end_to_end", PERFORMANCE, _end_to_end),
+    Part(
+        "on_policy",
+        ROOT / "docs" / "on_policy.md",
+        lambda: on_policy.variables(result("on_policy") if exists("on_policy") else {}),
+    ),
     Part("kills", PERFORMANCE, _kills),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
     Part("images", ROOT / "docs" / "operations.md", lambda: {"r": result("images")}),

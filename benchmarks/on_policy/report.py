@@ -1,0 +1,41 @@
+"""Variables of the page about on-policy distillation beside TRL's trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MUST_BEST, MUST_EQUAL = 2.0, 1.2
+
+
+def variables(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the template's variables.
+
+    Args:
+        result: The result file; empty without one.
+    """
+    sides = {name: result.get(name) or [] for name in ("ours", "trl")}
+    if not all(sides.values()):
+        return {"r": None}
+    best = {name: max(rows, key=_rate) for name, rows in sides.items()}
+    of_size = {name: {row["batch"]: row for row in rows} for name, rows in sides.items()}
+    both = sorted(of_size["ours"].keys() & of_size["trl"].keys())
+    ratios = [(size, _rate(of_size["ours"][size]) / _rate(of_size["trl"][size])) for size in both]
+    return {
+        "r": result,
+        "sides": [("this package", sorted(sides["ours"], key=_size)), ("TRL", sorted(sides["trl"], key=_size))],
+        "best": best,
+        "best_ratio": _rate(best["ours"]) / _rate(best["trl"]),
+        "ratios": ratios,
+        "must": (MUST_BEST, MUST_EQUAL),
+        "holds": _rate(best["ours"]) >= MUST_BEST * _rate(best["trl"])
+        and bool(ratios)
+        and min(ratio for _, ratio in ratios) >= MUST_EQUAL,
+    }
+
+
+def _rate(row: dict[str, Any]) -> float:
+    return float(row["tokens_per_second"])
+
+
+def _size(row: dict[str, Any]) -> int:
+    return int(row["batch"])
