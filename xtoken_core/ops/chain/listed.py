@@ -151,9 +151,8 @@ class LiveMasks:
         """
         different, row = torch.unique(before, return_inverse=True)
         counts = rule_counts(side.live, different)
-        sizes, masks = [counts, torch.zeros_like(counts)], []
-        begin = 0
-        for length, (most, _) in _lengths(sizes, 8 * side.live.width, block_bytes):
+        masks, begin = [], 0
+        for length, (most,) in _lengths([counts], 8 * side.live.width, block_bytes):
             masks.append(live_mask(side.live, different[begin : begin + length], most))
             begin += length
         return cls(torch.cat(masks) if masks else row.new_zeros(0, len(side.root), dtype=torch.bool), row)
@@ -207,15 +206,15 @@ def listed_parts(
     live = LiveMasks.of(tables.student, starts.teacher_before, block_bytes) if options.conditioning else None
     rules = rule_counts(tables.teacher.live, starts.student_before)
     begin = 0
-    for some, (most_rules, _) in _divided(starts, [rules, torch.zeros_like(rules)], 8 * width, block_bytes):
+    for some, (most_rules,) in _divided(starts, [rules], 8 * width, block_bytes):
         which = slice(begin, begin + len(some.chunk))
         begin = which.stop
         blocks.append(Block(some, chunks, call.start_term(live.part(which) if live is not None else None, most_rules)))
     for nodes, side in ((in_student, tables.student), (in_teacher, tables.teacher)):
         sizes = [each[nodes.node + 1] - each[nodes.node] for each in (side.slot_start, side.member_start)]
-        for part, most in _divided(nodes, sizes, 8 * width, block_bytes):
-            blocks.append(Block(part, chunks, call.node_term(side, most)))
-            least = least.scatter_reduce(0, part.chunk, call.kept(part, side, most[1]), "amin")
+        for part, (slots, members) in _divided(nodes, sizes, 8 * width, block_bytes):
+            blocks.append(Block(part, chunks, call.node_term(side, (slots, members))))
+            least = least.scatter_reduce(0, part.chunk, call.kept(part, side, members), "amin")
     parts = summed(student_logits, blocks, chunks, dtype)
     return ListedParts(parts, least.view(student_logits.shape[0], max_chunks))
 
@@ -343,29 +342,26 @@ def _by_class(
     )
 
 
-def _divided(
-    events: Some, sizes: Sequence[Tensor], row_bytes: int, limit: int
-) -> Iterator[tuple[Some, tuple[int, int]]]:
-    """Yield the events in blocks within a limit of memory, and of each the sums of two sizes; see `_lengths`."""
+def _divided(events: Some, sizes: Sequence[Tensor], row_bytes: int, limit: int) -> Iterator[tuple[Some, list[int]]]:
+    """Yield the events in blocks within a limit of memory, and of each the sum of every size; see `_lengths`."""
     begin = 0
     for length, sums in _lengths(sizes, row_bytes, limit):
         yield events.part(slice(begin, begin + length)), sums
         begin += length
 
 
-def _lengths(sizes: Sequence[Tensor], row_bytes: int, limit: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield the numbers of events of blocks within a limit of memory, and of each block the sums of two sizes.
+def _lengths(sizes: Sequence[Tensor], row_bytes: int, limit: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the numbers of events of blocks within a limit of memory, and of each block the sum of every size.
 
     Args:
-        sizes: Two sizes `[E]` of every event.
+        sizes: Entries of groups that each event has, `[E]` for every kind of group.
         row_bytes: Memory of an event beside that of its sizes.
         limit: Bytes of a block.
     """
-    counts = torch.stack([size.long() for size in sizes]).cpu()  # [2, E]
+    counts = torch.stack([size.long() for size in sizes]).cpu()  # [sizes, E]
     block = (counts.sum(0) * MEMBER_BYTES + row_bytes).cumsum(0) // limit
     _, lengths = torch.unique_consecutive(block, return_counts=True)
     begin = 0
     for length in lengths.tolist():
-        first, second = counts[:, begin : begin + length].sum(1).tolist()
-        yield length, (first, second)
+        yield length, counts[:, begin : begin + length].sum(1).tolist()
         begin += length
