@@ -183,3 +183,27 @@ def test_averaged_logits_refuse():
     given = largest(case, config, 3)
     with pytest.raises(ConfigError, match="whole logits are needed"):
         loss(case.batch, case.student_logits, [given, given])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "k"), [(1000, 5), (128, 128), (70, 3), (5, 2), (192, 1)])
+def test_largest_logits_of_a_wide_head_equal_those_of_sorted_rows(dtype, vocab, k):
+    generator = torch.Generator().manual_seed(vocab + k)
+    logits = (8 * torch.randn(2, 3, vocab + 7, generator=generator, dtype=torch.float64)).to(dtype)
+    logits[0, 1, :64] = -torch.inf if vocab > 64 else logits[0, 1, :64]
+    targets = torch.randint(0, vocab, (2, 3), generator=generator)
+    topk = largest_logits(logits, targets, TopKSettings(k, vocab, None, 2.0))
+    whole = logits[..., :vocab].to(torch.promote_types(dtype, torch.float32))
+    scaled = (whole / 2).log_softmax(-1)
+    values = whole.sort(-1, descending=True).values
+    torch.testing.assert_close(topk.values, values[..., :k], rtol=0, atol=0)
+    torch.testing.assert_close(whole.gather(-1, topk.ids), topk.values, rtol=0, atol=0)
+    assert all(len(set(row)) == k for row in topk.ids.flatten(0, 1).tolist())
+    others = scaled.scatter(-1, topk.ids, -torch.inf).logsumexp(-1)
+    for ours, expected in (
+        (topk.log_z, whole.logsumexp(-1)),
+        (topk.log_z_scaled, (whole / 2).logsumexp(-1)),
+        (topk.log_rest, others),
+        (topk.own, whole.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)),
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
