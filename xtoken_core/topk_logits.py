@@ -133,7 +133,7 @@ def largest_logits(logits: Float[Tensor, "B T V_m"], targets: Int[Tensor, "B T"]
     """
     V, T = settings.vocab_size, settings.temperature
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    groups = logits[..., : V - V % GROUP].unflatten(-1, (-1, GROUP))  # [B, T, G, GROUP]
+    groups = logits[..., : V - V % GROUP].view(*logits.shape[:2], V // GROUP, GROUP)
     maxima = groups.amax(-1)
     chosen = maxima.topk(min(settings.k, maxima.shape[-1]), sorted=False).indices
     in_chosen = groups.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, GROUP)).flatten(-2)
