@@ -11,6 +11,8 @@ from typing import Any
 
 from benchmarks.worker_kills.rollouts import RESULT as KILLS
 from experiments.digits.predictions import holds
+from experiments.digits.settings import SCALES
+from experiments.digits.text import held_out_problems
 from experiments.on_policy.methods import METHODS
 from experiments.on_policy.real import page as real
 from experiments.on_policy.tables import bounds_of, plural, row_of, spread
@@ -49,7 +51,13 @@ def render_size(result: Mapping[str, Any]) -> str:
         f"{right(result['teacher']):.1%} of the cases, first students in "
         f"{spread([right(student) for student in result['students']])}."
     )
-    return "\n".join([head, "", *_answers(runs), "", *_predictions(runs, right(result["teacher"]))])
+    parts = [
+        [head],
+        list(_answers(runs)),
+        list(_costs(runs, scale)),
+        list(_predictions(runs, right(result["teacher"]))),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def right(measured: Mapping[str, Any]) -> float:
@@ -77,6 +85,24 @@ def _answers(runs: Runs) -> Iterator[str]:
             found = [run["means"][column] for run in values if run["means"][column] is not None]
             cells.append(f"{fmean(found):.2f}" if found else "")
         yield row_of(cells)
+
+
+def _costs(runs: Runs, scale: str) -> Iterator[str]:
+    """Yield what completions cost on text that they do not ask for, and how many problems the answers are of."""
+    given = runs["off_policy"]
+    bits = {name: fmean(run["bits_per_byte"]["code"] for run in own.values()) for name, own in runs.items() if own}
+    costs = [
+        f"{bits[name] - bits['off_policy']:+.3f} {METHODS[name].title}"
+        for name, method in METHODS.items()
+        if method.fraction and name in bits and given
+    ]
+    if costs:
+        count = sum(map(len, held_out_problems(SCALES[scale]).values()))
+        yield (
+            "Source text is forgotten, since completions hold little of it (its prompts are a word): bits per byte "
+            f"beside off-policy chain are {', '.join(costs)}. Right answers are of {count} held-out problems after "
+            "three solved ones; in all contexts: after none to five."
+        )
 
 
 def _predictions(runs: Runs, teacher: float) -> Iterator[str]:
