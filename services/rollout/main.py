@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from services.common.collation import MAX_REASON, end_run, make_collator, open_data, serve_blocks
+from services.common.generation.sampling import Sampler, seed_of, spelled_text
+from services.common.generation.vocabulary import end_tokens, vocabulary_of
 from services.common.http_engine.factory import open_engine
 from services.common.models import head_width, load_model, pick_device
 from services.common.published_weights import Version, read_version, weights_file
 from services.common.run_order import record_of
 from services.common.worker import QueueLink, Worker, worker_session
 from services.rollout.prompts import prompt_of
-from services.rollout.sampling import Sampler, Vocabulary, seed_of, spelled_text
 from services.rollout.served import MODEL, ServedSampler
-from xtoken_core.alignment.tables import TEXT
 from xtoken_core.collate import loss_counts
 from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.resolved import ResolvedRun
@@ -205,32 +205,8 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
         engine = open_engine(spec.rollout, "rollout", run.student.vocab_size, tokenizer)
         file = spec.student.model / "generation_config.json"
         defaults = read_json_object(file).get("eos_token_id") if file.is_file() else None
-        vocabulary = vocabulary_of(run, tokenizer, defaults, width=run.student.vocab_size)
+        vocabulary = vocabulary_of(tokenizer, defaults, width=run.student.vocab_size)
         return ServedSampler(engine, vocabulary, spec.rollout, spec.student.model, spec.output / MODEL)
     model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
-    defaults = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    vocabulary = vocabulary_of(run, tokenizer, defaults, width=head_width(model))
+    vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
     return Sampler(model, vocabulary.to(device), spec.rollout, fixed_memory=device.type == "cuda")
-
-
-def vocabulary_of(run: ResolvedRun, tokenizer: TextTokenizer, defaults: Any, *, width: int) -> Vocabulary:
-    """Return the tokens that the student may sample: those that spell text, and those that end one.
-
-    Args:
-        run: The run.
-        tokenizer: The student's.
-        defaults: Token or tokens that end a text, of the model's own settings; None: none.
-        width: Rows of the student's head.
-
-    Raises:
-        ConfigError: Its tokens do not spell the text as it is.
-    """
-    table = tokenizer.table
-    if table.drops_whitespace:
-        raise ConfigError("rollout: the student's tokenizer spells no spaces, so that a completion is no text")
-    named = [*(defaults if isinstance(defaults, list) else [defaults]), tokenizer.eos_id]
-    ends = frozenset(end for end in named if isinstance(end, int) and end < run.student.vocab_size)
-    allowed = torch.zeros(width, dtype=torch.bool)
-    allowed[: len(table)] = torch.from_numpy(table.kinds == TEXT)[: len(allowed)]
-    allowed[list(ends)] = True
-    return Vocabulary(table.pieces, allowed, ends, tokenizer.pad_id)

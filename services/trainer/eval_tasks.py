@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from services.common.allowed_paths import readable_roots
-from services.trainer.generate import Completer
+from services.trainer.generate import Completer, RolloutCompleter
 from services.trainer.student import Student
 from xtoken_core.config.eval import TasksSpec
 from xtoken_core.config.spec import RunSpec
@@ -34,9 +34,7 @@ class EvalTasks:
         self.spec: TasksSpec = spec.eval.tasks
         self.seed, self._batch_tokens = spec.seed, spec.train.micro_batch_tokens
         self._tokenizer = tokenizer
-        self._completer = Completer(
-            tokenizer, self.spec.max_new_tokens, samples=self.spec.samples, temperature=self.spec.temperature
-        )
+        self._completer = _completer_of(spec, self.spec, tokenizer)
         self._room = spec.student.context_length - self.spec.max_new_tokens
         self.prompts: dict[str, list[Prompt]] = {}
         self._ids: dict[str, list[list[int]]] = {}
@@ -112,3 +110,11 @@ class EvalTasks:
             batches.append(ordered[:rows])
             ordered = ordered[rows:]
         return batches
+
+
+def _completer_of(run: RunSpec, tasks: TasksSpec, tokenizer: Any) -> Completer | RolloutCompleter:
+    """Return what completes the prompts: the rollouts' own sampler in runs that load the student for it."""
+    if run.rollout is None or run.rollout.url:
+        return Completer(tokenizer, tasks.max_new_tokens, samples=tasks.samples, temperature=tasks.temperature)
+    changes = {"max_new_tokens": tasks.max_new_tokens, "temperature": tasks.temperature}
+    return RolloutCompleter(tokenizer, run.rollout.model_copy(update=changes), samples=tasks.samples, seed=run.seed)

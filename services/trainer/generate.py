@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
+from services.common.generation.sampling import Sampler, seed_from, spelled_text
+from services.common.generation.vocabulary import end_tokens, vocabulary_of
+from services.common.models import head_width
 from services.common.tokenizers import pad_id
 from services.trainer.student import Student
+from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.tokenizing import TextTokenizer
 
 
@@ -60,10 +65,44 @@ class Completer:
 
     def _ends(self, student: Student) -> list[int]:
         """Return the tokens that end a completion."""
-        defaults = getattr(student.model, "generation_config", None)
-        named = getattr(defaults, "eos_token_id", None)
+        named = end_tokens(student.model)
         ends = [*(named if isinstance(named, list) else [named]), self.encoder.eos_id]
         return sorted({end for end in ends if isinstance(end, int)})
+
+
+class RolloutCompleter:
+    """Generation as rollout workers generate: among the same tokens, with random numbers of every completion's own.
+
+    Args:
+        tokenizer: The student's.
+        rollout: Settings of the rollouts; the number of tokens and the temperature are the evaluation's.
+        samples: Completions of a prompt.
+        seed: Of the run.
+
+    Attributes:
+        encoder: The tokenizer with the operations of a collator.
+    """
+
+    def __init__(self, tokenizer: Any, rollout: RolloutSpec, *, samples: int = 1, seed: int = 0) -> None:
+        self.encoder = TextTokenizer(tokenizer, "student")
+        self._rollout, self._samples, self._seed = rollout, samples, seed
+
+    def complete(self, student: Student, rows: Sequence[list[int]], progress: Callable[[], None]) -> list[list[str]]:
+        """Return the completions of each prompt, the same for the same weights in any batch.
+
+        Args:
+            student: The student.
+            rows: Token ids of each prompt.
+            progress: Called after every token; it may raise to stop.
+        """
+        vocabulary = vocabulary_of(self.encoder, end_tokens(student.model), width=head_width(student.model))
+        sampler = Sampler(student.model, vocabulary.to(student.device), self._rollout)
+        prompts = [np.array(row, dtype=np.int64) for row in rows for _ in range(self._samples)]
+        seeds = [seed_from(f"task/{self._seed}/{n}/{row}") for row in rows for n in range(self._samples)]
+        texts = []
+        for made in sampler.complete(prompts, seeds, progress):
+            texts.append(spelled_text(made.ids[:-1] if made.ends else made.ids, vocabulary.pieces)[1])
+        return [texts[i : i + self._samples] for i in range(0, len(texts), self._samples)]
 
 
 class _Heartbeat(StoppingCriteria):

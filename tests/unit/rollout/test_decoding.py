@@ -10,8 +10,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from services.rollout.decoding import NAME
-from services.rollout.sampling import Sampled, Sampler, Vocabulary, seed_of
+from services.common.generation.decoding import NAME
+from services.common.generation.sampling import Sampled, Sampler, seed_of
+from services.common.generation.vocabulary import Vocabulary
 from xtoken_core.config.rollout import RolloutSpec
 
 END = 10

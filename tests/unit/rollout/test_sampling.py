@@ -5,8 +5,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from services.common.generation.sampling import Sampler, choose, seed_of, spelled_text
+from services.common.generation.vocabulary import Vocabulary
 from services.rollout.prompts import prompt_of
-from services.rollout.sampling import Sampler, Vocabulary, choose, seed_of, spelled_text
 from xtoken_core.config.rollout import RolloutSpec
 
 PIECES = [bytes([letter]) for letter in b"abcdefghij"] + [b"", "é".encode()[:1], "é".encode()[1:]]

@@ -81,6 +81,40 @@ def test_samples_repeat_and_leave_the_generators_alone(tmp_path: Path) -> None:
     assert row["task_accuracy_sums"] <= row["task_any_sums"]
 
 
+def test_runs_with_rollouts_draw_each_completion_by_itself(tmp_path: Path) -> None:
+    student = student_of().eval()
+    raw = settings({"dtype": "float32"}).model_dump()
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "e"}) + "\n" for prompt in PROMPTS))
+    raw["rollout"] = {"max_new_tokens": 8, "top_k": 20, "stop": ["e"]}
+    raw["train"]["micro_batch_tokens"] = 96
+    sampled = {"samples": 4, "temperature": 1.0}
+
+    def completed(**changes: Any) -> dict[str, list[str]]:
+        tasks = {"path": path, "max_new_tokens": 6, "match": "contains", **changes}
+        made = EvalTasks(RunSpec.model_validate(raw | {"eval": {"path": path, "tasks": tasks}}), TOKENIZER)
+        found: dict[str, list[str]] = {}
+        complete = made._completer.complete
+
+        def kept(student: Student, rows: list[list[int]], progress: Any) -> list[list[str]]:
+            texts = complete(student, rows, progress)
+            found.update((str(TOKENIZER.decode(row)), own) for row, own in zip(rows, texts, strict=True))
+            return texts
+
+        made._completer.complete = kept  # type: ignore[method-assign]
+        made.measure(student)
+        return found
+
+    likeliest = completed()
+    assert likeliest.keys() == set(PROMPTS)
+    drawn = completed(**sampled)
+    assert drawn == completed(**sampled)
+    raw["train"]["micro_batch_tokens"] = 4096
+    assert drawn == completed(**sampled), "a completion depends on its batch"
+    assert len({text for texts in drawn.values() for text in texts}) > len(PROMPTS)
+    assert all("e" not in text[:-1] for texts in drawn.values() for text in texts)
+
+
 def test_prompt_without_room_for_a_completion_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"prompt 2 of sums has 900 tokens"):
         tasks_of(tmp_path, {"a": "b", "x" * 900: "y"})

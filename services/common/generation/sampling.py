@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from services.common.generation.decoding import NAME as ATTENTION
+from services.common.generation.decoding import SMALLEST, SPAN, Batch, Decoder
+from services.common.generation.vocabulary import Vocabulary
 from services.common.published_weights import Version, load_weights
-from services.rollout.decoding import NAME as ATTENTION
-from services.rollout.decoding import SMALLEST, SPAN, Batch, Decoder
 from xtoken_core.config.rollout import RolloutSpec
 
 
@@ -43,27 +44,6 @@ class Sampled:
     def finished(self) -> bool:
         """True if it ended by itself, not at the limit of its length."""
         return self.ends or self.stopped
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Tokens of the student, for sampling.
-
-    Attributes:
-        pieces: By id, the bytes that a token spells.
-        allowed: `[V_head]` True for tokens that may be sampled: text, and the ends.
-        ends: Tokens that end a text.
-        pad_id: Token for padding.
-    """
-
-    pieces: Sequence[bytes]
-    allowed: Bool[Tensor, " V_head"]
-    ends: frozenset[int]
-    pad_id: int
-
-    def to(self, device: torch.device) -> Vocabulary:
-        """Return it with its tensor on a device."""
-        return replace(self, allowed=self.allowed.to(device))
 
 
 class Sampler:
@@ -284,8 +264,12 @@ def entropy_of(logits: Float[Tensor, "B V"]) -> Float[Tensor, " B"]:
 
 def seed_of(seed: int, position: int, version: int) -> int:
     """Return the seed of a position's random numbers: the same weights complete a prompt in the same way."""
-    digest = hashlib.sha256(f"rollout/{seed}/{position}/{version}".encode()).digest()
-    return int.from_bytes(digest[:16], "little")
+    return seed_from(f"rollout/{seed}/{position}/{version}")
+
+
+def seed_from(name: str) -> int:
+    """Return the seed of the random numbers that a name stands for."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
 
 
 def _uniforms(seed: int, count: int) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Generation with a causal language model: sampling, and decoding in memory of a fixed size."""
