@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +11,28 @@ from xtoken_core.atomic import atomic_write
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 RESULT = Path(__file__).with_name("results") / "topk_teacher.json"
-TRAINED = RESULT.with_name("topk_teacher_trained.json")
-"""Of a student that was trained before; there may be none."""
+OTHERS = [RESULT.with_name(f"topk_teacher_{name}.json") for name in ("gpu", "trained")]
+"""Further results: of more text on a GPU, and of a student that was trained before; not all need be there."""
 BEGIN, END = "<!-- Begin: experiments.topk_teacher.page -->", "<!-- End: experiments.topk_teacher.page -->"
 TITLES = {"p_kl": "P-KL", "alm": "ALM", "chain": "chain"}
 RATIOS = ("value_ratio", "cosine", "norm_ratio")
 PARTS = ("start_ratio", "inner_ratio", "end_ratio")
 
 
-def render(result: Mapping[str, Any], trained: Mapping[str, Any] | None = None) -> str:
+def render(results: Sequence[Mapping[str, Any]]) -> str:
     """Return the tables.
 
     Args:
-        result: What `experiments.topk_teacher` wrote before any training.
-        trained: What it wrote of a student that had been trained; None: nothing.
+        results: What `experiments.topk_teacher` wrote, at several times.
     """
     lines = [
-        f"Measured before any training: {_setting(result)}. Value, norm, and chain's start, inner and end parts are "
-        "ratios to those of whole logits; cosine and norm are those of the gradient of the student's last hidden "
-        "states.",
-        "",
-        *_table(result),
+        "Value, norm, and chain's start, inner and end parts are ratios to those of whole logits; cosine and norm are "
+        "those of the gradient of the student's last hidden states."
     ]
-    if trained is not None:
-        steps = trained["steps"]
-        lines += ["", f"After {steps} steps of chain from whole logits: {_setting(trained)}.", "", *_table(trained)]
+    for result in results:
+        steps = result.get("steps")
+        when = f"After {steps} steps of chain from whole logits" if steps else "Before any training"
+        lines += ["", f"{when}: {_setting(result)}.", "", *_table(result)]
     return "\n".join(lines)
 
 
@@ -62,9 +59,8 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
 def written() -> str:
     """Return `docs/losses.md` as the result files ask for."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
-    trained = json.loads(TRAINED.read_text(encoding="utf-8")) if TRAINED.exists() else None
-    return before + BEGIN + "\n\n" + render(result, trained) + "\n\n" + END + rest.partition(END)[2]
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in (RESULT, *OTHERS) if file.exists()]
+    return before + BEGIN + "\n\n" + render(results) + "\n\n" + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
