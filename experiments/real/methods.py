@@ -86,7 +86,7 @@ METHODS = {
 RATES = (1e-4, 2e-4, 4e-4)
 """Swept where all methods are compared. Of 5e-5, 1e-4 and 2e-4, tried first, the largest was best for every method."""
 ONE_RATE = (2e-4,)
-CHAT_RATES = (2e-5, 5e-5, 2e-4)
+SMALL_RATES = (2e-5, 5e-5)
 """For Gemma as the student: 2e-4, tried first, was too large for cross-entropy."""
 TASK_TOKENS = 8
 """Tokens of a completion."""
@@ -125,7 +125,10 @@ CONDITIONS = {
     "de-6m": Condition(SMOLLM2, GEMMA3, "manual-de", 6_000_000, ("handbook-de", "handbook-en", "handbook-fr"), 600),
     "fr-500k": Condition(SMOLLM2, GEMMA3, "handbook-fr", 500_000, ("manual-fr", "handbook-en", "handbook-de")),
     "code-2m": Condition(SMOLLM2, GEMMA3, "python-code", 2_000_000, ("handbook-en", "handbook-de"), 300),
-    "chat-500k": Condition(GEMMA3, SMOLLM2, CHAT, 500_000, ("handbook-en", "handbook-de"), rates=CHAT_RATES),
+    "chat-500k": Condition(GEMMA3, SMOLLM2, CHAT, 500_000, ("handbook-en", "handbook-de")),
+    "chat-500k-small-rates": Condition(
+        GEMMA3, SMOLLM2, CHAT, 500_000, ("handbook-en", "handbook-de"), rates=SMALL_RATES
+    ),
     "de-500k-tasks": Condition(SMOLLM2, GEMMA3, "handbook-de", 500_000, _GERMAN, tasks=TASKS),
 }
 
