@@ -23,7 +23,7 @@ GRADIENT_BLOCK = 2048
 """Ids of a row that a program takes at once."""
 GRADIENT_BLOCKS = 8
 """Repetitions of that per program of the backward."""
-PICK_BLOCK, PICK_WARPS, SAMPLE, SAMPLE_WARPS = 2048, 8, 16_384, 16
+PICK_BLOCK, PICK_WARPS, SAMPLE, SAMPLE_WARPS = 1024, 8, 8192, 8
 """Ids at once, and those that are looked at to guess where a chunk's largest probabilities begin."""
 SELECT_BLOCK, SELECT_WARPS = 2048, 8
 SPARE = 2560
