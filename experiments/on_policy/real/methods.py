@@ -14,7 +14,7 @@ RATES = (5e-5, 2e-4)
 SEEDS = (0, 1, 2)
 STEPS, SAMPLES = 120, 32
 MAX_NEW_TOKENS = 16
-CONTEXT = 256
+CONTEXT = 128
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int = STEPS) -> Job:
         },
         "loss": method.loss,
         "train": {
-            "samples_per_step": SAMPLES, "max_steps": steps, "micro_batch_tokens": 8 * CONTEXT,
+            "samples_per_step": SAMPLES, "max_steps": steps, "micro_batch_tokens": 16 * CONTEXT,
             "learning_rate": cell.rate, "min_learning_rate": cell.rate / 10, "warmup_steps": max(1, steps // 12),
             "checkpoint_every": steps, "keep_checkpoints": 1,
         },

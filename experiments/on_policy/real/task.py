@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from xtoken_core.atomic import atomic_write
 
-SHOWN = 8
+SHOWN = 4
 """Solved lines before a question."""
 TRAIN_PROMPTS, VALIDATION_PROMPTS, TEST_PROMPTS = 4096, 96, 240
 HELD_OUT = 40
