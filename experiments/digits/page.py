@@ -77,6 +77,7 @@ def page(full: Summary) -> str:
         choice=summary("choice"), chosen=list(briefly(summary("choice"))),
         real=overview.table(real),
         worse=overview.worse(real),
+        papers=papers(reduced),
         problems=sum(map(len, held_out_problems(scale).values())) if scale else 0,
     )  # fmt: skip
 
@@ -131,6 +132,26 @@ def gain(results: Summary, title: str) -> str:
         return ""
     mean = f"{100 * statistics.fmean(values):+.1f}"
     return mean if len(values) == 1 else f"{mean} ± {100 * statistics.stdev(values):.1f}"
+
+
+def papers(results: Summary) -> str:
+    """Return in a sentence which losses of papers give more and fewer right answers than chain; empty if none has run.
+
+    Args:
+        results: The measurements.
+    """
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for name, method in METHODS.items():
+        values = results.difference(name, "chain", "exact_match.all") if results and method.custom else []
+        if values:
+            mean = statistics.fmean(values)
+            found[mean > 0].append(f"{method.title} {100 * mean:+.1f} ({len(values)})")
+    parts = [
+        f"{word} chain are {', '.join(found[key])}"
+        for key, word in ((True, "**ahead of**"), (False, "behind"))
+        if found[key]
+    ]
+    return "; ".join(parts)
 
 
 def masses(results: Summary, name: str) -> str:
