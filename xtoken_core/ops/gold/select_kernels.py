@@ -1,4 +1,4 @@
-"""The Triton kernels of `gold` that pick a chunk's most likely uncommon ids, before they are sorted."""
+"""The Triton kernels of `gold` that pick a chunk's most likely uncommon ids, before they are compared."""
 # Triton has no types, and its kernels can carry none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

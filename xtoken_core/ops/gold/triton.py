@@ -31,7 +31,7 @@ SPARE = 2560
 TAIL_BINS, TAIL_BLOCK, TAIL_WARPS, TAIL_PROGRAMS = 4096, 256, 8, 792
 """Bins of probabilities that lists are counted in, entries at once, and programs, each with bins of its own."""
 MOST_COUNTED = 65_535
-"""Longest list that is compared by counts, of 16 bits; longer ones are sorted."""
+"""Longest list that is compared by counts, which have 16 bits; longer ones are sorted."""
 SLAB_BYTES = 1 << 29
 """Most memory for the tails of both sides; chunks are taken slab by slab."""
 
@@ -119,12 +119,12 @@ class Tail:
 
     @property
     def picked(self) -> bool:
-        """Return True if the largest values are selected before sorting."""
+        """Return True if the largest values are picked before they are compared."""
         return self.wanted + SPARE < self.ids.shape[0]
 
     @property
     def width(self) -> int:
-        """Number of probabilities of a chunk that are sorted."""
+        """Number of probabilities of a chunk that are compared."""
         return self.wanted + SPARE if self.picked else self.ids.shape[0]
 
     def descending(self, start: int, rows: int, scale: float, mass: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
