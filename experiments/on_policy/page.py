@@ -15,13 +15,14 @@ from experiments.digits.settings import SCALES
 from experiments.digits.text import held_out_problems
 from experiments.on_policy.methods import METHODS
 from experiments.on_policy.real import page as real
+from experiments.on_policy.real.methods import SIZES
 from experiments.on_policy.tables import bounds_of, plural, row_of, spread
 from experiments.vocabularies.page import insert
 from xtoken_core.atomic import atomic_write
 
 PAGE = Path(__file__).parents[2] / "docs" / "on_policy.md"
 RESULTS = [Path(__file__).parent / "results" / f"{scale}.json" for scale in ("full", "reduced")]
-REAL = RESULTS[0].with_name("real.json")
+REAL = [RESULTS[0].with_name(f"real-{size}.json") for size in SIZES]
 PREDICTIONS = Path(__file__).parent / "predictions.toml"
 COLUMNS = ("completion_tokens", "finished", "staleness", "entropy", "data_wait", "teacher_wait", "rollout_wait")
 
@@ -142,11 +143,13 @@ def kills(result: Mapping[str, Any] | None) -> str:
 
 def written() -> str:
     """Return `docs/on_policy.md` as the result files ask for."""
-    files = (*RESULTS, REAL, KILLS)
+    files = (*RESULTS, *REAL, KILLS)
     results = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files]
-    page = insert(PAGE.read_text(encoding="utf-8"), render(results[:-2]), "experiments.on_policy.page")
+    page = insert(PAGE.read_text(encoding="utf-8"), render(results[: len(RESULTS)]), "experiments.on_policy.page")
     page = insert(page, real.render_file(), "experiments.on_policy.real.methods")
-    page = insert(page, real.render(results[-2]), "experiments.on_policy.real.page")
+    page = insert(
+        page, real.render(dict(zip(SIZES, results[len(RESULTS) : -1], strict=True))), "experiments.on_policy.real.page"
+    )
     return insert(page, kills(results[-1]), "benchmarks.worker_kills.rollouts")
 
 

@@ -32,9 +32,10 @@ def test_steps_have_equal_student_tokens():
     assert len(planned(REDUCED)) == len(METHODS) * REDUCED.seeds
 
 
+@pytest.mark.parametrize("size", real.SIZES)
 @pytest.mark.parametrize("name", real.METHODS)
-def test_run_files_of_verbs(name):
-    spec = RunSpec.model_validate(tomllib.loads(real.job(real.Cell(name, 1e-4, 2), steps=9).file))
+def test_run_files_of_verbs(name, size):
+    spec = RunSpec.model_validate(tomllib.loads(real.job(real.Cell(name, 1e-4, 2), real.SIZES[size]).file))
     fraction = 0.0 if spec.rollout is None else spec.rollout.fraction
     assert (fraction, bool(spec.teacher)) == (real.METHODS[name].fraction, real.METHODS[name].taught)
     assert spec.eval is not None and spec.eval.tasks is not None
@@ -42,7 +43,7 @@ def test_run_files_of_verbs(name):
 
 
 def test_verbs_of_the_test_are_in_no_prompt_of_the_training(tmp_path):
-    files = task.write_files(tmp_path, train=200)
+    files = task.write_files(tmp_path, train=200, validation=9, test=50)
     prompts = [json.loads(line)["prompt"] for line in files.prompts.read_text(encoding="utf-8").splitlines()]
     asked = [json.loads(line) for line in files.test.read_text(encoding="utf-8").splitlines()]
     for record in asked:

@@ -2,7 +2,7 @@
 
 Needs the models of `python -m experiments.real models`, whose directory is `--state`. With the first seed every method
 is run at every learning rate, with the other seeds at the one that was best on validation. A call leaves out what is
-done; runs that are stopped after `--seconds` resume in the next one. Writes `results/real.json`.
+done; runs that are stopped after `--seconds` resume in the next one. Writes `results/real-SIZE.json`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from experiments.digits.stages import machine
 from experiments.jobs import finished, run_all
-from experiments.on_policy.real.methods import METHODS, RATES, SEEDS, STEPS, Cell, job, models_of
-from experiments.on_policy.real.task import TRAIN_PROMPTS, Files, write_files
+from experiments.on_policy.real.methods import METHODS, SIZES, Cell, Size, job, models_of, run_name
+from experiments.on_policy.real.task import Files, write_files
 from xtoken_core.atomic import atomic_write
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -35,29 +35,31 @@ def main() -> int:
         if not model.is_dir():
             print(f"error: there is no {model}: run `python -m experiments.real models` first", file=sys.stderr)
             return 2
-    files = Files(state / "verbs")
+    size = SIZES[arguments.size]
+    files = Files(state / size.directory)
     if not files.text.is_file():
-        write_files(files.directory, train=arguments.prompts)
+        write_files(files.directory, train=size.train, validation=size.validation, test=size.test)
     teacher = _teacher(student_and_teacher[1], files, arguments.device)
-    options = {"device": arguments.device, "steps": arguments.steps}
-    first = [Cell(method, rate, SEEDS[0]) for rate in RATES for method in METHODS]
-    complete = _train(state, first, until, arguments.side_by_side, options)
-    others = [Cell(name, rate, seed) for seed in SEEDS[1:] for name, rate in _best_rates(state, first).items()]
-    complete = _train(state, others, until, arguments.side_by_side, options) and complete
-    done = [cell for cell in (*first, *others) if finished(state, cell.name)]
+
+    def train(cells: Sequence[Cell]) -> bool:
+        jobs = [job(cell, size, device=arguments.device) for cell in cells]
+        return run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
+
+    first = [Cell(method, rate, size.seeds[0]) for rate in size.rates for method in METHODS]
+    complete = train(first)
+    best = _best_rates(state, first, size)
+    others = [Cell(name, rate, seed) for seed in size.seeds[1:] for name, rate in best.items()]
+    complete = train(others) and complete
+    done = [cell for cell in (*first, *others) if finished(state, run_name(cell, size))]
     result = {
         "machine": machine(),
-        "steps": arguments.steps,
+        "size": vars(size),
         "teacher": teacher,
-        "runs": [{**vars(cell), **_measured(state / "runs" / cell.name)} for cell in done],
+        "runs": [{**vars(cell), **_measured(state / "runs" / run_name(cell, size))} for cell in done],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    atomic_write(arguments.out / "real.json", json.dumps(result, indent=1) + "\n")
+    atomic_write(arguments.out / f"real-{size.name}.json", json.dumps(result, indent=1) + "\n")
     return 0 if complete and len(done) == len(first) + len(others) else 3
-
-
-def _train(state: Path, cells: Sequence[Cell], until: float, side_by_side: int, options: dict[str, Any]) -> bool:
-    return run_all(state, [job(cell, **options) for cell in cells], side_by_side=side_by_side, until=until)
 
 
 def _teacher(teacher: Path, files: Files, device: str) -> dict[str, float]:
@@ -68,12 +70,12 @@ def _teacher(teacher: Path, files: Files, device: str) -> dict[str, float]:
     return write_answers(teacher, files, device="cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _best_rates(state: Path, cells: Sequence[Cell]) -> dict[str, float]:
+def _best_rates(state: Path, cells: Sequence[Cell], size: Size) -> dict[str, float]:
     """Return each method's learning rate with the best accuracy on validation, of methods that are finished."""
     best: dict[str, tuple[float, float]] = {}
     for cell in cells:
-        if finished(state, cell.name):
-            accuracy = _measured(state / "runs" / cell.name)["curve"][-1]["validation"]
+        if finished(state, run_name(cell, size)):
+            accuracy = _measured(state / "runs" / run_name(cell, size))["curve"][-1]["validation"]
             best[cell.method] = max(best.get(cell.method, (-1.0, 0.0)), (accuracy, cell.rate))
     return {method: rate for method, (_, rate) in best.items()}
 
@@ -104,8 +106,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models, texts and runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--prompts", type=int, default=TRAIN_PROMPTS, help="prompts of the training, for a trial")
+    parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--side-by-side", type=int, default=4, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=500.0, help="when runs are stopped, to resume later")
     return parser.parse_args()

@@ -9,30 +9,42 @@ from statistics import fmean
 from typing import Any
 
 from experiments.digits.predictions import holds
-from experiments.on_policy.real.methods import METHODS, RATES, SEEDS, STEPS, Cell, job
+from experiments.on_policy.real.methods import METHODS, SIZES, Cell, job
 from experiments.on_policy.tables import bounds_of, plural, row_of, spread
 
 PREDICTIONS = Path(__file__).with_name("predictions.toml")
 COLUMNS = ("completion_tokens", "finished", "entropy", "data_wait", "teacher_wait", "rollout_wait")
+FULL = SIZES["full"]
 ALONE, TEACHER = "alone", "teacher"
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """A method's runs at its best learning rate, by method."""
 
 
-def render(result: Mapping[str, Any] | None) -> str:
-    """Return the tables; a line without a result."""
-    if result is None:
-        return "Not run yet."
-    runs = chosen(result["runs"])
-    machine = ", ".join(result["machine"]["gpus"]) or f"{result['machine']['cpus']} CPU cores"
-    head = f"{result['steps']} steps; {machine}, several runs at a time. Accuracy is that of the likeliest token."
+def render(results: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """Return the tables at each size, by its name; a line for a size without a result."""
+    parts = []
+    for name, result in results.items():
+        parts.append(f"The {name} size has not been run." if result is None else render_size(result))
+    return "\n\n".join(parts)
+
+
+def render_size(result: Mapping[str, Any]) -> str:
+    """Return the tables at one size."""
+    runs, size = chosen(result["runs"]), result["size"]
+    machine = ", ".join(result["machine"]["gpus"]) or f"{result['machine']['cpus']} CPU cores shared with other work"
+    head = (
+        f"The {size['name']} size: {size['steps']} steps of {size['samples']} prompts, learning rate "
+        f"{', '.join(f'{rate:g}' for rate in size['rates'])}, {plural(len(size['seeds']), 'seed')}, "
+        f"{size['test']} prompts of the test; {machine}. A completion is right if its line is the "
+        "infinitive; the likeliest token is taken."
+    )
     return "\n".join([head, "", *_accuracy(result, runs), "", *_predictions(result, runs)])
 
 
 def render_file() -> str:
     """Return the run file of an on-policy run as a block."""
-    return f"```toml\n{job(Cell('on_policy', RATES[0], SEEDS[0]), steps=STEPS).file.strip()}\n```"
+    return f"```toml\n{job(Cell('on_policy', FULL.rates[0], FULL.seeds[0]), FULL).file.strip()}\n```"
 
 
 def chosen(runs: Sequence[Mapping[str, Any]]) -> Runs:
@@ -40,7 +52,7 @@ def chosen(runs: Sequence[Mapping[str, Any]]) -> Runs:
     found = {}
     for name in METHODS:
         own = [run for run in runs if run["method"] == name]
-        first = [run for run in own if run["seed"] == SEEDS[0]]
+        first = [run for run in own if run["seed"] == FULL.seeds[0]]
         best = max(first, key=lambda run: (run["curve"][-1]["validation"], run["rate"]), default=None)
         found[name] = [run for run in own if best is not None and run["rate"] == best["rate"]]
     return found

@@ -13,7 +13,6 @@ from xtoken_core.atomic import atomic_write
 
 SHOWN = 4
 """Solved lines before a question."""
-TRAIN_PROMPTS, VALIDATION_PROMPTS, TEST_PROMPTS = 4096, 96, 240
 HELD_OUT = 40
 """Verbs of the test; as many of validation are a quarter of them."""
 
@@ -104,12 +103,14 @@ def prompt_of(question: Question, shown: Sequence[str], rng: random.Random) -> s
     return "".join(f"{each.text} {each.verb}\n" for each in solved) + question.text
 
 
-def write_files(directory: Path, *, train: int = TRAIN_PROMPTS) -> Files:
+def write_files(directory: Path, *, train: int, validation: int, test: int) -> Files:
     """Write prompts with right answers; training has prompts alone.
 
     Args:
         directory: Where the files go.
         train: Prompts of the training.
+        validation: Prompts of the validation, at most.
+        test: Prompts of the test, at most.
     """
     files = Files(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -117,13 +118,11 @@ def write_files(directory: Path, *, train: int = TRAIN_PROMPTS) -> Files:
     rng = random.Random(1)
     drawn = (Question(rng.choice(for_training), rng.choice(list(PERSONS))) for _ in range(train))
     _write(files.prompts, [{"prompt": prompt_of(each, for_training, rng)} for each in drawn])
-    for file, verbs, count in (
-        (files.validation, for_validation, VALIDATION_PROMPTS),
-        (files.test, for_test, TEST_PROMPTS),
-    ):
+    for file, verbs, count in ((files.validation, for_validation, validation), (files.test, for_test, test)):
         every = [Question(verb, person) for verb in verbs for person in PERSONS]
         rng.shuffle(every)
-        _write(file, [{"prompt": prompt_of(each, for_training, rng), "answer": each.verb} for each in every[:count]])
+        records = [{"prompt": prompt_of(each, for_training, rng), "answer": each.verb} for each in every]
+        _write(file, records[:count])
     records = [json.loads(line) for line in files.validation.read_text(encoding="utf-8").splitlines()]
     _write(files.text, [{"text": f"{record['prompt']} {record['answer']}\n"} for record in records])
     return files
