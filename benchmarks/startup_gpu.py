@@ -104,11 +104,15 @@ def on_gpu(document: dict[str, Any]) -> dict[str, Any]:
     def shown(times: list[dict[str, Any]], metric: str = "seconds") -> str:
         finished = [each for each in times if "seconds" in each]
         if not finished:
-            return "no first step" if times else "not measured"
-        return f"{min(finished, key=lambda each: each['seconds'])[metric]:.1f} s"
+            return next((each["failed"] for each in times), "not measured")
+        best = min(finished, key=lambda each: float(each["seconds"]))
+        if metric not in best:
+            return "–"
+        return f"{'at most ' if best.get('at_most') else ''}{best[metric]:.1f} s"
 
     return {
         **document,
+        "note": document.get("note", ""),
         "rows": [(name, known.get(name, f"the same at `{name}`")) for name in starts],
         "first": {name: shown(times[:1]) for name, times in starts.items()},
         "best": {name: shown(times[1:]) for name, times in starts.items()},
