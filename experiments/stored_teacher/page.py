@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 SIZES_RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "store.json"
 PREDICTIONS = Path(__file__).with_name("predictions.toml")
 BEGIN, END = "<!-- Begin: experiments.stored_teacher.page -->", "<!-- End: experiments.stored_teacher.page -->"
+QUALITY = re.compile(r"stored-(chain|p-kl)-")
 TITLES = {"p_kl": "P-KL", "chain": "chain"}
 CONTENTS = {"logits": "whole logits", "topk": "64 largest logits", "hidden": "hidden states"}
 TEST = "bits_per_byte_handbook-de.test"
@@ -30,7 +32,7 @@ def render(result: Mapping[str, Any]) -> str:
     """
     machine, runs = result["machine"], result["runs"]
     gpu = ", ".join(dict.fromkeys(machine["gpus"])) or "CPU"
-    samples = next((run["samples_per_step"] for name, run in runs.items() if "-whole" in name), 0)
+    samples = next((run["samples_per_step"] for name, run in runs.items() if QUALITY.match(name)), 0)
     lines = [
         f"Measured with SmolLM2-135M-Instruct as the student and Gemma 3 270M as the teacher, {gpu}, "
         f"torch {machine['torch']}, German text, one data seed, learning rate {result['learning_rate']:g}. Quality, "
@@ -39,14 +41,17 @@ def render(result: Mapping[str, Any]) -> str:
         "| loss | teacher's output | steps | loss at the end | held-out bits per byte | above whole logits |",
         "|---|---|---|---|---|---|",
         *_quality(runs),
-        "",
-        "Time and memory, one run after the other and nothing beside them; `whole run` is from the command to its end, "
-        "and the GPU's memory is that of all processes:",
-        "",
-        "| run | seconds per step | whole run, s | GPU's memory, GiB | student's tensors | waiting for the store |",
-        "|---|---|---|---|---|---|",
-        *_second(runs),
     ]
+    if second := list(_second(runs)):
+        lines += [
+            "",
+            "Time and memory, one run after the other and nothing beside them; `whole run` is from the command to its end, "
+            "and the GPU's memory is that of all processes:",
+            "",
+            "| run | seconds per step | whole run, s | GPU's memory, GiB | student's tensors | waiting for the store |",
+            "|---|---|---|---|---|---|",
+            *second,
+        ]
     if result["builds"]:
         lines += [
             "",
