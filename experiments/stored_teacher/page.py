@@ -21,7 +21,7 @@ QUALITY = re.compile(r"stored-(chain|p-kl)-")
 TITLES = {"p_kl": "P-KL", "chain": "chain"}
 CONTENTS = {"logits": "whole logits", "topk": "64 largest logits", "hidden": "hidden states"}
 TEST = "bits_per_byte_handbook-de.test"
-GIB, MB = 1 << 30, 1e6
+GIB = 1 << 30
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -45,24 +45,25 @@ def render(result: Mapping[str, Any]) -> str:
     if second := list(_second(runs)):
         lines += [
             "",
-            "Time and memory, one run after the other and nothing beside them; `whole run` is from the command to its end, "
-            "and the GPU's memory is that of all processes:",
+            "Time and memory, one run after the other and nothing beside them; `whole run` is from command to end, "
+            "kernels are compiled in it, and the GPU's memory is that of all processes:",
             "",
-            "| run | seconds per step | whole run, s | GPU's memory, GiB | student's tensors | waiting for the store |",
-            "|---|---|---|---|---|---|",
+            "| run | steps | held-out bits per byte | seconds per step | whole run, s | GPU's memory, GiB | "
+            "student's tensors | waiting for the store |",
+            "|---|---|---|---|---|---|---|---|",
             *second,
         ]
     if result["builds"]:
         lines += [
             "",
-            "| store of | documents | tokens | bytes a token | start to end, s | tokens a second | MB a second |",
+            "| store of | documents | tokens | bytes a token | start to end, s | tokens a second, all steps | median step |",
             "|---|---|---|---|---|---|---|",
         ]
     for content, build in result["builds"].items():
         lines.append(
             f"| {CONTENTS[content]} | {build['records']} | {build['tokens']:,} | {build['bytes_per_token']:.0f} | "
             f"{build['seconds']:.0f} | {build['write_tokens_per_second']:,.0f} | "
-            f"{build['write_bytes_per_second'] / MB:.1f} |"
+            f"{build['median_tokens_per_second']:,.0f} |"
         )
     return "\n".join([*lines, "", *_predictions(runs)])
 
@@ -115,7 +116,8 @@ def _second(runs: Mapping[str, Any]) -> Iterator[str]:
         waited = f"{run['store_wait_fraction']:.2%}" if "store_wait_fraction" in run else ""
         used = f"{(run['gpu_peak_bytes'] - run['gpu_before_bytes']) / GIB:.1f}" if "gpu_peak_bytes" in run else ""
         yield (
-            f"| {CONTENTS[content]}, {title} | {run['seconds_per_step']:.3f} | {run.get('run_seconds', '')} | {used} | "
+            f"| {CONTENTS[content]}, {title} | {run['steps']} | {_value(run, 'bits'):.4f} | "
+            f"{run['seconds_per_step']:.3f} | {run.get('run_seconds', '')} | {used} | "
             f"{run['trainer_peak_bytes'] / GIB:.2f} | {waited} |"
         )
 
