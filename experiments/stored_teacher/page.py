@@ -56,7 +56,7 @@ def render(result: Mapping[str, Any]) -> str:
     if result["builds"]:
         lines += [
             "",
-            "| store of | documents | tokens | bytes a token | start to end, s | tokens a second, all steps | median step |",
+            "| store of | documents | tokens | bytes a token | start to end, s | tokens a second | median step's |",
             "|---|---|---|---|---|---|---|",
         ]
     for content, build in result["builds"].items():
