@@ -85,7 +85,7 @@ def read_device_weights(description: bytes, model: nn.Module) -> None:
     if home is None:
         raise InputError(
             "the published weights lie on a GPU that this process does not see: give trainer and rollout workers the "
-            'same CUDA_VISIBLE_DEVICES, or set rollout.weights = "directory"'
+            'same CUDA_VISIBLE_DEVICES, or set rollout.weights = "shared_memory"'
         )
     try:
         memory = DeviceMemory.open(handle, size, home)

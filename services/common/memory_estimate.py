@@ -127,7 +127,7 @@ def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[Need]:
     """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
     if spec.rollout is None or spec.rollout.url:
         return
-    if gpu == 0 and spec.rollout.weights == "shared_memory":
+    if gpu == 0 and spec.rollout.weights == "cuda_ipc":
         yield Need("the published weights", weight_bytes(spec.student.model, spec.student.dtype))
     for number in range(spec.rollout.workers):
         if number % gpus == gpu:

@@ -28,7 +28,7 @@ class WeightsPublisher:
         self.rollout = worker.run.spec.rollout
         self._writer: WeightsWriter | None = None
         if self.rollout is not None and writes:
-            on_device = self.rollout.weights == "shared_memory" and not self.rollout.url
+            on_device = self.rollout.weights == "cuda_ipc" and not self.rollout.url
             self._writer = WeightsWriter(weights_file(worker.run), on_device=on_device)
         self._tag = 0
 

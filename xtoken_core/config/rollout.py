@@ -41,9 +41,10 @@ class RolloutSpec(ServedSpec):
     max_staleness: Annotated[int, Field(ge=0, lt=1 << 16)] = 1
     """Maximum of optimiser steps between the weights that generated a completion and the step that trains it. With 0
     the trainer waits for the completions of every step."""
-    weights: Literal["shared_memory", "directory"] = "shared_memory"
-    """Where the trainer publishes weights: in shared memory, for rollout workers on its machine, or as a file in the
-    run's output directory, for workers on other machines that see it."""
+    weights: Literal["shared_memory", "cuda_ipc", "directory"] = "shared_memory"
+    """Where the trainer publishes weights: in shared memory, for rollout workers on its machine; with `cuda_ipc` in
+    device memory, for those that see its GPU (without a GPU as `shared_memory`); or as a file in the run's output
+    directory, for workers on other machines that see it."""
     workers: Count = 1
     """Rollout workers; worker r uses GPU r modulo their number."""
 
