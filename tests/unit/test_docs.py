@@ -95,7 +95,12 @@ def test_the_requests_in_the_table_are_those_of_the_control_plane() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if fenced(page, "toml")], ids=lambda page: page.name)
 def test_a_run_file_in_a_document_is_one(page: Path) -> None:
     for block in fenced(page, "toml"):
-        parse_run_spec(tomllib.loads(block), source=page.name)
+        document = tomllib.loads(block)
+        document.setdefault("output", "runs/run")  # these `xtoken run` takes from the file's name and the models
+        teachers = document.get("teacher", [])
+        for side in (document["student"], *(teachers if isinstance(teachers, list) else [teachers])):
+            side.setdefault("context_length", 512)
+        parse_run_spec(document, source=page.name)
 
 
 @cache
