@@ -39,7 +39,7 @@ def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str) -
                 "model": str(options.teacher), "context_length": int(TEACHER_ROOM * context), "dtype": options.dtype,
             },
             "data": {"path": str(options.prompts), "epochs": 1 + steps * batch // options.records},
-            "rollout": {"max_new_tokens": options.new_tokens, "weights": options.weights},
+            "rollout": {"max_new_tokens": options.new_tokens, "weights": options.weights, "cuda_graphs": True},
             "loss": {"mode": mode},
             "queue": {"block_size": batch},
             "train": {

@@ -83,7 +83,7 @@ def test_two_runs_train_on_the_same_completions(
     [
         pytest.param("cpu", {"mode": "chain", "beta": 0.5, "importance_cap": 2.0}, marks=pytest.mark.slow),
         pytest.param("cuda", {"mode": "chain", "beta": 0.5}, marks=pytest.mark.gpu),
-        pytest.param("cuda", {"mode": "p_kl", "weights": "cuda_ipc"}, marks=pytest.mark.gpu),
+        pytest.param("cuda", {"mode": "p_kl", "weights": "cuda_ipc", "cuda_graphs": True}, marks=pytest.mark.gpu),
     ],
     ids=["cpu-chain-jsd", "cuda-chain-jsd", "cuda-p_kl"],
 )

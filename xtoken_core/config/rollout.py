@@ -45,6 +45,8 @@ class RolloutSpec(ServedSpec):
     """Where the trainer publishes weights: in shared memory, for rollout workers on its machine; with `cuda_ipc` in
     device memory, for those that see its GPU (without a GPU as `shared_memory`); or as a file in the run's output
     directory, for workers on other machines that see it."""
+    cuda_graphs: bool = False
+    """On a GPU: sample by CUDA graphs, with keys and values in memory of a fixed size. It has not been run on one yet."""
     workers: Count = 1
     """Rollout workers; worker r uses GPU r modulo their number."""
 
