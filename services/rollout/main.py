@@ -209,4 +209,6 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
         return ServedSampler(engine, vocabulary, spec.rollout, spec.student.model, spec.output / MODEL)
     model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
-    return Sampler(model, vocabulary.to(device), spec.rollout, fixed_memory=spec.rollout.cuda_graphs and device.type == "cuda")
+    return Sampler(
+        model, vocabulary.to(device), spec.rollout, fixed_memory=spec.rollout.cuda_graphs and device.type == "cuda"
+    )

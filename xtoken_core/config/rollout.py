@@ -46,7 +46,7 @@ class RolloutSpec(ServedSpec):
     device memory, for those that see its GPU (without a GPU as `shared_memory`); or as a file in the run's output
     directory, for workers on other machines that see it."""
     cuda_graphs: bool = False
-    """On a GPU: sample by CUDA graphs, with keys and values in memory of a fixed size. It has not been run on one yet."""
+    """Sample by CUDA graphs, with keys and values in memory of a fixed size; on a GPU, where it has not yet run."""
     workers: Count = 1
     """Rollout workers; worker r uses GPU r modulo their number."""
 
