@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.worker_kills.forks import ForkLauncher
 from services.common.resolve import resolve_run
 from services.supervisor.launchers.local import LocalLauncher
 from services.supervisor.process_spec import build_process_specs
@@ -137,3 +138,11 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunSpec], Crew]
     assert children == [], f"processes are left: {children}"
     left = [path for path in Path("/dev/shm").iterdir() if RUN_NAME in path.name]
     assert left == [], f"shared memory is left: {left}"
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[ForkLauncher]:
+    """A launcher that forks workers from one process, as `xtoken run` does: they import nothing themselves."""
+    launcher = ForkLauncher()
+    yield launcher
+    launcher.close()

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.worker_kills.forks import ForkLauncher
 from services.common.resolve import resolve_run
 from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
-from xtoken_core.config.spec import RunSpec
 
-Start = Callable[[RunSpec], Crew]
+Start = Callable[..., Crew]
 
 
 def test_chain_and_p_kl_learn_from_files_built_at_the_start(
-    assets: TinyAssets, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     teachers = [
@@ -33,7 +33,7 @@ def test_chain_and_p_kl_learn_from_files_built_at_the_start(
         loss={"mode": "chain", "teacher_modes": ["none", "p_kl"]},
         eval={"path": write_jsonl(tmp_path / "heldout.jsonl", documents(4, seed=5)), "teacher_kl": True},
     )
-    ending = start(spec).join()
+    ending = start(spec, forking).join()
     assert ending.state == RunState.COMPLETED, ending.error
     lines = steps_of(spec.output)
     assert lines[-1]["kl_loss_t0"] < lines[0]["kl_loss_t0"]

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.worker_kills.forks import ForkLauncher
 from services.common.baseline import baseline_of
 from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
-from xtoken_core.config.spec import RunSpec
 
-Start = Callable[[RunSpec], Crew]
+Start = Callable[..., Crew]
 
 
 def trained_ids(output: Path) -> list[int]:
@@ -164,9 +164,11 @@ def test_a_bad_record_ends_a_run_that_says_so(assets: TinyAssets, tmp_path: Path
     assert "\n" not in ending.error
 
 
-def test_a_run_without_a_teacher_starts_none_and_trains(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+def test_a_run_without_a_teacher_starts_none_and_trains(
+    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:  # fmt: skip
     spec = baseline_of(tiny_spec(assets, tmp_path, eval={"path": tmp_path / "train.jsonl", "every": 6}))
-    crew = start(spec)
+    crew = start(spec, forking)
     assert {w["kind"] for w in crew.supervisor.status()["workers"]} == {"queue", "collator", "trainer"}
     ending = crew.join()
     assert ending.state == RunState.COMPLETED, ending.error

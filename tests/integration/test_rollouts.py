@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,6 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
     assets = make_assets(tmp_path_factory.mktemp("writing"))
     train_briefly(assets.student)
     return assets
-
-
-@pytest.fixture
-def forking(start: Start) -> Iterator[ForkLauncher]:
-    """A launcher whose workers start at once; it outlives the runs' checks of what is left."""
-    launcher = ForkLauncher()
-    yield launcher
-    launcher.close()
 
 
 def on_policy(

@@ -11,8 +11,12 @@ from xtoken_core.ops.registry import BACKENDS
 
 TRITON = ",".join(f"{name}=triton" for name, backends in BACKENDS.items() if "triton" in backends)
 
+SLOW = {"gold_topk8", "gold_T2_reverse", "gold", "h_kl_dynamic"}
+"""Ten seconds each in the interpreter; other cases of gold run by default, these by `-m slow` and on a GPU."""
+INTERPRETED = [pytest.param(case, marks=[pytest.mark.slow] * (case["name"] in SLOW)) for case in CASES]
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=[case["name"] for case in CASES])
 def test_vectors_in_the_interpreter(case, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("XTOKEN_OPS", TRITON)
