@@ -11,7 +11,7 @@ from xtoken_core.ops.registry import BACKENDS
 
 TRITON = ",".join(f"{name}=triton" for name, backends in BACKENDS.items() if "triton" in backends)
 
-SLOW = {"gold_topk8", "gold_T2_reverse", "gold", "h_kl_dynamic"}
+SLOW = {"gold_topk8", "gold_T2_reverse", "gold", "gold_masked_sample", "h_kl_dynamic"}
 """Ten seconds each in the interpreter; other cases of gold run by default, these by `-m slow` and on a GPU."""
 INTERPRETED = [pytest.param(case, marks=[pytest.mark.slow] * (case["name"] in SLOW)) for case in CASES]
 
