@@ -30,14 +30,16 @@ def summary_of(output: Path) -> dict[str, Any]:
     return dict(json.loads((output / "summary.json").read_text()))
 
 
-def test_a_run_trains_every_position_once_and_leaves_a_model(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+def test_a_run_trains_every_position_once_and_leaves_a_model(
+    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:  # fmt: skip
     held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(12, seed=5))
     copy = shutil.copy(held_out, tmp_path / "copy.jsonl")
     sums = tmp_path / "sums.jsonl"
     sums.write_text('{"prompt": "def x", "answer": "anything"}\n{"prompt": "return", "answer": ["="]}\n')
     tasks = {"path": sums, "match": "contains", "max_new_tokens": 4}
     spec = tiny_spec(assets, tmp_path, eval={"path": held_out, "also": [copy], "every": 6, "tasks": tasks})
-    crew = start(spec)
+    crew = start(spec, forking)
     ending = crew.join()
     assert ending.state == RunState.COMPLETED, ending.error
     assert trained_ids(spec.output) == list(range(96))
