@@ -71,12 +71,11 @@ def train(options: argparse.Namespace) -> None:
         options: As `main` reads them.
     """
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
-    began, clock = time.monotonic(), Clock()
-    steps: list[Counts] = []
-    cuda = torch.cuda.is_available()
+    clock, counts = Clock(), list[Counts]()
+    record = recorder(options, clock, counts)  # its time includes the loading
     records = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines()]
     wanted = (WARM_UP + options.steps) * options.batch
     records = (records * (wanted // len(records) + 1))[:wanted]
@@ -86,18 +85,64 @@ def train(options: argparse.Namespace) -> None:
     models = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (options.student, options.teacher)
     ]
-    config = GOLDConfig(
-        output_dir=str(options.out.with_suffix(".run")), per_device_train_batch_size=options.batch,
-        gradient_accumulation_steps=1, max_steps=WARM_UP + options.steps, learning_rate=1e-5, bf16=cuda,
-        optim="adamw_torch_fused" if cuda else "adamw_torch", gradient_checkpointing=False, lmbda=1.0, temperature=1.0,
-        top_p=1.0, top_k=0, max_length=options.context, max_completion_length=options.new_tokens, use_uld_loss=True,
-        use_extended_uld=options.extended,
-        uld_use_hybrid_loss=True, teacher_tokenizer_name_or_path=str(options.teacher), save_strategy="no",
-        report_to=[], logging_steps=1, disable_tqdm=True, use_cpu=not cuda,
+    trainer = GOLDTrainer(
+        model=models[0], teacher_model=models[1], args=GOLDConfig(**settings_of(options)),
+        train_dataset=Dataset.from_list(records), processing_class=tokenizers[0],
+        callbacks=[record],
     )  # fmt: skip
+    generate = clock.timed("generation", trainer.generate_on_policy_outputs)
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        made = generate(*args, **settings)
+        ids, _, labels = made[:3]
+        lengths = (labels != -100).sum(1)
+        counts.append(
+            {
+                "completion_tokens": int(lengths.sum()),
+                "finished": float((lengths < options.new_tokens).float().mean()),
+                "width": ids.shape[1],
+            }
+        )
+        return made
+
+    trainer.generate_on_policy_outputs = counted
+    trainer.compute_loss = clock.timed("forward", trainer.compute_loss)
+    trainer.accelerator.backward = clock.timed("backward", trainer.accelerator.backward)
+    trainer.train()
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the trainer's settings.
+
+    Args:
+        options: As `main` reads them.
+    """
+    cuda = torch.cuda.is_available()
+    return {
+        "output_dir": str(options.out.with_suffix(".run")), "per_device_train_batch_size": options.batch,
+        "gradient_accumulation_steps": 1, "max_steps": WARM_UP + options.steps, "learning_rate": 1e-5, "bf16": cuda,
+        "optim": "adamw_torch_fused" if cuda else "adamw_torch", "gradient_checkpointing": False, "lmbda": 1.0,
+        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_length": options.context,
+        "max_completion_length": options.new_tokens, "use_uld_loss": True, "use_extended_uld": options.extended,
+        "uld_use_hybrid_loss": True, "teacher_tokenizer_name_or_path": str(options.teacher), "save_strategy": "no",
+        "report_to": [], "logging_steps": 1, "disable_tqdm": True, "use_cpu": not cuda,
+    }  # fmt: skip
+
+
+def recorder(options: argparse.Namespace, clock: Clock, counts: list[Counts]) -> Any:
+    """Return a callback that writes the result after every step, and begins none when the time is over.
+
+    Args:
+        options: As `main` reads them.
+        clock: Seconds of the parts of the current step.
+        counts: Completions of every step so far.
+    """
+    from transformers import TrainerCallback
+
+    began, steps = time.monotonic(), list[Counts]()
 
     class Recorder(TrainerCallback):
-        """Writes a line per step."""
+        """Writes the result after every step."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             """Stop when the time is over."""
@@ -115,31 +160,7 @@ def train(options: argparse.Namespace) -> None:
             """Print the loss."""
             print(logs, flush=True)
 
-    trainer = GOLDTrainer(
-        model=models[0], teacher_model=models[1], args=config, train_dataset=Dataset.from_list(records),
-        processing_class=tokenizers[0], callbacks=[Recorder()],
-    )  # fmt: skip
-    counts: list[Counts] = []
-    generate = clock.timed("generation", trainer.generate_on_policy_outputs)
-
-    def counted(*args: Any, **settings: Any) -> Any:
-        made = generate(*args, **settings)
-        ids, _, labels = made[:3]
-        trained = labels != -100
-        lengths = trained.sum(1)
-        counts.append(
-            {
-                "completion_tokens": int(lengths.sum()),
-                "finished": float((lengths < options.new_tokens).float().mean()),
-                "width": ids.shape[1],
-            }
-        )
-        return made
-
-    trainer.generate_on_policy_outputs = counted
-    trainer.compute_loss = clock.timed("forward", trainer.compute_loss)
-    trainer.accelerator.backward = clock.timed("backward", trainer.accelerator.backward)
-    trainer.train()
+    return Recorder()
 
 
 def result(steps: list[Counts], counts: list[dict[str, float]], options: argparse.Namespace) -> dict[str, Any]:
