@@ -18,6 +18,9 @@ from services.supervisor.supervisor import Limits, Supervisor
 from tests.unit.supervisor.scripted_run import ScriptedRun, alive
 from xtoken_core.data_plane.address import Address, create_token
 
+HELD_UNTIL_RESTARTED = "step5:await a file that never comes"
+"""Keeps a trainer's first process from completing its run before the test has killed another process."""
+
 
 def attempts(run: ScriptedRun, name: str) -> int:
     return len(list((run.output / "logs").glob(f"{name}.*.log")))
@@ -62,7 +65,7 @@ def test_killed_workers_are_restarted(scripted: ScriptedRun) -> None:
 
 
 def test_killed_queue_is_restarted_and_rewound(scripted: ScriptedRun) -> None:
-    scripted.start(steps=60)
+    scripted.start(steps=12, trainer_0=[HELD_UNTIL_RESTARTED])
     scripted.until_step(3)
     before = scripted.pid("trainer-0")
     os.kill(scripted.pid("queue"), signal.SIGKILL)
@@ -70,7 +73,7 @@ def test_killed_queue_is_restarted_and_rewound(scripted: ScriptedRun) -> None:
     assert attempts(scripted, "queue") == 2
     assert attempts(scripted, "trainer-0") >= 2
     assert scripted.pid("trainer-0") != before
-    assert sorted(set(scripted.steps_done())) == list(range(60))
+    assert sorted(set(scripted.steps_done())) == list(range(12))
 
 
 def test_repeated_failure_ends_the_run_with_the_last_log_line(scripted: ScriptedRun) -> None:
@@ -125,12 +128,12 @@ def test_worker_without_a_session_is_restarted(scripted: ScriptedRun) -> None:
 
 
 def test_dead_rank_restarts_all_trainers(scripted: ScriptedRun) -> None:
-    scripted.start(steps=30, ranks=2)
+    scripted.start(steps=12, ranks=2, trainer_0=[HELD_UNTIL_RESTARTED])
     scripted.until_step(2)
     os.kill(scripted.pid("trainer-1"), signal.SIGKILL)
     assert scripted.wait().state == RunState.COMPLETED
     assert [attempts(scripted, f"trainer-{rank}") for rank in (0, 1)] == [2, 2]
-    assert scripted.steps_done() == list(range(30))
+    assert scripted.steps_done() == list(range(12))
     environments = [
         dict(
             line.split("=", 1)
