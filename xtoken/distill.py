@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.defaults import complete_run, load_run
+from services.common.run.defaults import complete_run, load_run
 from services.supervisor.local_run import run_locally
 from services.supervisor.run_kinds import run_kind
 from services.supervisor.run_record import MODEL, SUMMARY, RunState

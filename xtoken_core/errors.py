@@ -41,3 +41,9 @@ class StaleSessionError(XtokenError):
     """The queue has ended this worker's session: the worker must exit and be started anew."""
 
     exit_code = 75
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error message, or the error's type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.common.generation.published_weights import Version, WeightsWriter, load_weights
 from services.common.generation.sampling import Sampler, seed_of
 from services.common.generation.vocabulary import Vocabulary
-from services.common.published_weights import Version, WeightsWriter, load_weights
 from xtoken_core.config.rollout import RolloutSpec
 
 REPEATS = 5

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import VICTIMS, Lane, trained_ids
-from services.common.worker import SILENCE_S, WAIT_S
+from services.common.processes.worker import SILENCE_S, WAIT_S
 from services.supervisor.launchers.local import LocalLauncher
 from services.supervisor.run_record import RunState
 from tests.support.tiny_run import make_assets, tiny_spec

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from services.common.resolve import resolve_run
+from services.common.run.resolve import resolve_run
 from services.supervisor.launchers.base import Launcher
 from services.supervisor.process_spec import build_process_specs
 from services.supervisor.run_record import RunResult

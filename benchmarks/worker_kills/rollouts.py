@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import Lane
-from services.common.published_weights import weights_file
-from services.common.resolve import resolve_run
+from services.common.generation.published_weights import weights_file
+from services.common.run.resolve import resolve_run
 from services.supervisor.run_record import RunState
 from tests.support.tiny_run import make_assets, tiny_spec
 from tests.support.trained_student import train_briefly

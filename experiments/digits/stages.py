@@ -55,7 +55,7 @@ def scratch(state: Path, scale: Scale, *, side_by_side: int, only: tuple[str, ..
 
 def project(state: Path) -> None:
     """The projection from the student's vocabulary to that of the teacher that splits numbers."""
-    from services.common.tokenizers import load_tokenizer
+    from services.common.tokenizers.loading import load_tokenizer
     from xtoken_core.projection import build_projection, write_projection
 
     file = state / "projection.safetensors"

@@ -12,8 +12,8 @@ from experiments.digits.settings import Scale
 from experiments.digits.text import Texts, read_texts
 from experiments.on_policy.methods import METHODS, PROMPT_CHARACTERS, file_of
 from services.common.generation.sampling import seed_of
-from services.common.resolve import resolve_run
-from services.common.tokenizers import tokenizer_of
+from services.common.run.resolve import resolve_run
+from services.common.tokenizers.loading import tokenizer_of
 from services.rollout.main import make_sampler
 from services.rollout.prompts import prompt_of
 from xtoken_core.config.spec import load_run_spec

@@ -221,7 +221,7 @@ def _run_record(directory: Path) -> dict[str, Any]:
 
 
 def _build_projection(state: Path, condition: Condition) -> None:
-    from services.common.tokenizers import load_tokenizer
+    from services.common.tokenizers.loading import load_tokenizer
     from xtoken_core.projection import build_projection, write_projection
 
     file = state / projection_file(condition)

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from experiments.digits.stages import machine
-from services.common.models import load_model
-from services.common.resolve import resolve_run
-from services.common.tokenizers import load_tokenizer
-from services.common.training_text import open_index
+from services.common.models.loading import load_model
+from services.common.run.resolve import resolve_run
+from services.common.text.training_text import open_index
+from services.common.tokenizers.loading import load_tokenizer
 from services.trainer.eval_loss import EvalLoss, on_device
 from services.trainer.main import make_loss
 from xtoken_core import schema

@@ -116,8 +116,8 @@ def check(
     total, notes = sum(reports.values(), start=CheckReport()), list(sides[0].notes)
     coverage: dict[str, float] = {}
     if projection is not None:
-        from services.common.coverage import coverage_of_text
-        from services.common.progress import spinner
+        from services.common.processes.progress import spinner
+        from services.common.tables.coverage import coverage_of_text
 
         with spinner("measuring the texts' beginning", quiet=as_json):
             coverage = coverage_of_text(projection, teacher, beginning, mass=mass)
@@ -144,7 +144,7 @@ def _check_files(
     *, quiet: bool,
 ) -> tuple[dict[str, CheckReport], str]:  # fmt: skip
     """Return a report of every file, and the beginning of their texts."""
-    from services.common.progress import progress_bar
+    from services.common.processes.progress import progress_bar
     from xtoken_core.alignment.check import CheckReport, check_records
 
     aligner, ours, theirs = sides
@@ -239,7 +239,7 @@ def read_text(text: str | None, file: Path | None) -> str:
 def _sides(
     student: Path, teacher: Path, special_token: list[str] | None
 ) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
-    from services.common.tokenizers import load_tokenizer
+    from services.common.tokenizers.loading import load_tokenizer
 
     pairs = special_tokens_of(special_token)
     return sides_of(load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher"), pairs)

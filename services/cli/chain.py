@@ -43,8 +43,8 @@ def inspect(
     from dataclasses import asdict
 
     from services.cli.align import read_text, sides_of
-    from services.common.progress import spinner
-    from services.common.tokenizers import load_tokenizer
+    from services.common.processes.progress import spinner
+    from services.common.tokenizers.loading import load_tokenizer
     from xtoken_core.alignment import token_table
     from xtoken_core.alignment.report import shown_sides
     from xtoken_core.chain import cached_tables

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.common.custom_loss import check_custom_loss, check_importable
-from services.common.defaults import load_run
-from services.common.input_files import check_input_files
-from services.common.progress import spinner
-from services.common.resume import check_output
+from services.common.files.input_files import check_input_files
+from services.common.processes.progress import spinner
+from services.common.run.custom_loss import check_custom_loss, check_importable
+from services.common.run.defaults import load_run
+from services.common.run.resume import check_output
 from services.supervisor.launch_check import check_launch
 from xtoken_core.config.spec import RunSpec
 
@@ -35,7 +35,7 @@ def check_run(run_file: Path, spec: RunSpec, settings: Sequence[str], loss: str 
     if loss is not None:
         check_importable(loss)
     check_input_files(spec)
-    from services.common.resolve import remarks, resolve_run  # after the checks that cost nothing
+    from services.common.run.resolve import remarks, resolve_run  # after the checks that cost nothing
 
     with tempfile.TemporaryDirectory(prefix="xtoken-") as directory, spinner("checking the run's files"):
         elsewhere = _unsplit(run_file, spec, settings).model_copy(update={"output": Path(directory) / "output"})

@@ -36,7 +36,7 @@ def export(
     The run may be running, stopped or failed, and no GPU is needed. The model directory has the files that a completed
     run writes to OUTPUT/model: weights, tokenizer, and a model card with the metrics up to the checkpoint's step.
     """
-    from services.common.progress import spinner
+    from services.common.processes.progress import spinner
     from services.trainer.export_checkpoint import choose, step_of_best
 
     step = step_of_best(output, step) if best else step

@@ -26,9 +26,9 @@ def gradients(
     as_json: JsonOption = False,
 ) -> None:
     """Measure gradients by class of chunk on held-out text: norms, and cosines between them. Nothing is trained."""
-    from services.common.custom_loss import check_custom_loss
-    from services.common.defaults import load_run
-    from services.common.input_files import check_input_files
+    from services.common.files.input_files import check_input_files
+    from services.common.run.custom_loss import check_custom_loss
+    from services.common.run.defaults import load_run
     from xtoken_core.atomic import atomic_write
 
     spec, _ = load_run(run_file)

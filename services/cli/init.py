@@ -28,7 +28,7 @@ def init(
     Of the models, the one with the most weights is the teacher and the one with the fewest the student; of the text
     files, the largest is taken. Options name others.
     """
-    from services.common.starter import find_inputs, starter_text
+    from services.cli.starter import find_inputs, starter_text
     from xtoken_core.errors import ConfigError
 
     if out.exists():

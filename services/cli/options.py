@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from services.common.special_tokens import parse_special_tokens
+from services.common.tokenizers.special_tokens import parse_special_tokens
 from xtoken_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from services.common.worker import QueueLink
+    from services.common.processes.worker import QueueLink
     from services.control.client import ControlClient
     from xtoken_core.config import RunSpec
 
@@ -156,7 +156,7 @@ def queue_link(
     Raises:
         XtokenError: The address, or the token file, is wrong.
     """
-    from services.common.worker import QueueLink
+    from services.common.processes.worker import QueueLink
     from xtoken_core.data_plane.address import Address, read_token
 
     address = Address.parse(queue, token_file, keys)
@@ -182,7 +182,7 @@ def resolved_text(spec: RunSpec, notes: Sequence[str], *, as_json: bool) -> str:
 
 def set_up_logging() -> None:
     """Log to standard error, with debug messages if `--debug` was given."""
-    from services.common.logs import set_up
+    from services.common.processes.logs import set_up
 
     set_up(debug=bool(os.environ.get(DEBUG_VARIABLE)))
 

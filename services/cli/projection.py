@@ -43,7 +43,7 @@ def build(
     as_json: JsonOption = False,
 ) -> None:
     """Build the projection from a student's vocabulary to a teacher's."""
-    from services.common.progress import spinner
+    from services.common.processes.progress import spinner
     from xtoken_core.projection.build import BuildOptions, build_projection
     from xtoken_core.projection.files import write_projection
 
@@ -80,7 +80,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a projection covers, and warn where it is thin."""
-    from services.common.progress import spinner
+    from services.common.processes.progress import spinner
     from xtoken_core.projection import report
     from xtoken_core.projection.files import read_topk
     from xtoken_core.projection.fingerprint import check_projection_pair
@@ -135,8 +135,8 @@ def _coverage_of_file(file: Path, teacher: Path, text: Path | None, *, mass: boo
         if mass:
             raise ConfigError("--mass measures the teacher on a text: name one with --text")
         return {}
-    from services.common.coverage import coverage_of_text
-    from services.common.progress import spinner
+    from services.common.processes.progress import spinner
+    from services.common.tables.coverage import coverage_of_text
 
     with spinner("measuring the text", quiet=quiet):
         return coverage_of_text(file, teacher, read_text(None, text), mass=mass)
@@ -152,7 +152,7 @@ def overlap(
     as_json: JsonOption = False,
 ) -> None:
     """Show how many spellings each pair of vocabularies has in common, without specials."""
-    from services.common.progress import spinner
+    from services.common.processes.progress import spinner
     from xtoken_core.errors import ConfigError
     from xtoken_core.projection import report
 
@@ -183,7 +183,7 @@ def picture(
 
 
 def _tokenizer(directory: Path, what: str) -> Any:
-    from services.common.tokenizers import load_tokenizer
+    from services.common.tokenizers.loading import load_tokenizer
 
     return load_tokenizer(directory, what)
 

@@ -49,8 +49,8 @@ def run(
     Ctrl+C shuts down gracefully, a second Ctrl+C forces the run to quit. Rerun the same command to resume from the last
     checkpoint. Without --control no process outlives this command.
     """
-    from services.common.custom_loss import check_custom_loss
-    from services.common.defaults import load_run
+    from services.common.run.custom_loss import check_custom_loss
+    from services.common.run.defaults import load_run
     from xtoken_core.errors import ConfigError
 
     spec, notes = load_run(run_file, settings or (), writes=not dry_run)
@@ -72,7 +72,7 @@ def run(
     executor = Executor(control, token_file, as_json)
     executor.run_to_end(spec, loss)
     if baseline:
-        from services.common.baseline import baseline_of
+        from services.common.run.baseline import baseline_of
         from services.supervisor.comparison import comparison_line
 
         executor.run_to_end(baseline_of(spec), None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.cli.options import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, connect, control_plane_command
-from services.common.progress import spinner
+from services.common.processes.progress import spinner
 from xtoken_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def start(
     as_json: bool = False,
 ) -> None:
     """Start a run on the control plane and return."""
-    from services.common.defaults import load_run
+    from services.common.run.defaults import load_run
 
     spec, _ = load_run(run_file)
     if dry_run:

@@ -59,8 +59,8 @@ def build(
     The run file says which (teacher.content). Rerun the same command to resume, or to add what is missing. A run with
     teacher.store = DIR then has no teacher process.
     """
-    from services.common.defaults import load_run
-    from services.common.store_build import build_spec, teacher_number
+    from services.common.run.defaults import load_run
+    from services.common.stores.store_build import build_spec, teacher_number
     from xtoken_core.errors import ConfigError
 
     run, notes = load_run(run_file, settings or (), writes=True)
@@ -135,8 +135,8 @@ def write(
 
 def _plan_of(spec: RunSpec, target: str) -> dict[str, Any]:
     """Return what a build would compute, without starting it."""
-    from services.common.resolve import resolve_run
-    from services.common.teacher_stores import records_of
+    from services.common.run.resolve import resolve_run
+    from services.common.stores.teacher_stores import records_of
     from xtoken_core.teacher_store.files import open_files
     from xtoken_core.teacher_store.identity import identity_of
     from xtoken_core.teacher_store.shards import MANIFEST

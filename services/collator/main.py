@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from services.common.collation import MAX_REASON, end_run, make_collator, open_data, row_counts, serve_blocks
-from services.common.run_order import record_of
-from services.common.teacher_stores import open_store
-from services.common.worker import QueueLink, Worker, worker_session
+from services.common.processes.worker import QueueLink, Worker, worker_session
+from services.common.stores.teacher_stores import open_store
+from services.common.text.collation import MAX_REASON, end_run, make_collator, open_data, row_counts, serve_blocks
+from services.common.text.run_order import record_of
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset import BadRecord, TextIndex

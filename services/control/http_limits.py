@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from services.common.descriptors import descriptor_limit
+from services.common.processes.descriptors import descriptor_limit
 from services.control.problems import problem
 
 MAX_CONNECTIONS = 2048

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from services.common.allowed_paths import Roots
-from services.common.input_files import check_input_files
-from services.common.inspection import inspect_run
+from services.common.files.allowed_paths import Roots
+from services.common.files.input_files import check_input_files
 from services.control.db_events import DatabaseEvents
+from services.control.isolated.inspection import inspect_run
 from services.control.recovery import infer_ending, recover
 from services.control.store import Store
 from services.control.tables import RunRow

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import uvicorn
 
-from services.common.allowed_paths import Roots
-from services.common.descriptors import raise_descriptor_limit
+from services.common.files.allowed_paths import Roots
+from services.common.processes.descriptors import raise_descriptor_limit
 from services.control.app import create_app
 from services.control.auth import Auth
 from services.control.http_limits import KEEP_ALIVE_S, WANTED_DESCRIPTORS, LimitedProtocol

@@ -12,13 +12,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.common.child_process import ChildError, lines_of
+from services.common.processes.child_process import ChildError, lines_of
 from xtoken_core.errors import XtokenError
 from xtoken_core.projection.pair_cache import NAMES, PairKind
 
 log = logging.getLogger("xtoken.control")
 
-PROGRAM = "services.common.build_cached_tables"
+PROGRAM = "services.common.tables.build_cached_tables"
 SILENCE_S = 900.0
 """Seconds without progress after which a build is killed."""
 MAX_ACTIVE = 2

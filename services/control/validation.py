@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.allowed_paths import OutsideError, Roots, paths_of
+from services.common.files.allowed_paths import OutsideError, Roots, paths_of
 from services.supervisor.launch_check import RefusedError, check_launch
 from xtoken_core.config.spec import RunSpec
 

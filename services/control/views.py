@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from services.common.resume import CHECKPOINTS, RESOLVED, newest_checkpoint
+from services.common.run.resume import CHECKPOINTS, RESOLVED, newest_checkpoint
 from services.control.metric_log import MetricLog
 from services.control.runs import Runs
 from services.control.shared_logs import LogStream, SharedLogs

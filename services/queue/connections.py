@@ -16,7 +16,7 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from services.common.descriptors import raise_descriptor_limit
+from services.common.processes.descriptors import raise_descriptor_limit
 from xtoken_core.wire.bounds import MAX_CONNECTIONS
 
 log = logging.getLogger("xtoken.queue")

@@ -66,7 +66,9 @@ def serve(
 def load_resolved(path: Path) -> ResolvedRun:
     """Load a run from a RunSpec (`.toml`, resolved here) or from an already resolved one (`.json`)."""
     if path.suffix == ".toml":
-        from services.common.resolve import resolve_run  # imports the data readers, which a generic queue never needs
+        from services.common.run.resolve import (
+            resolve_run,  # imports the data readers, which a generic queue never needs
+        )
 
         return resolve_run(load_run_spec(path))
     try:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from services.common.collation import MAX_REASON, end_run, make_collator, open_data, serve_blocks
+from services.common.generation.published_weights import Version, read_version, weights_file
 from services.common.generation.sampling import Sampler, seed_of, spelled_text
 from services.common.generation.vocabulary import end_tokens, vocabulary_of
 from services.common.http_engine.factory import open_engine
-from services.common.models import head_width, load_model, pick_device
-from services.common.published_weights import Version, read_version, weights_file
-from services.common.run_order import record_of
-from services.common.worker import QueueLink, Worker, worker_session
+from services.common.models.loading import head_width, load_model, pick_device
+from services.common.processes.worker import QueueLink, Worker, worker_session
+from services.common.text.collation import MAX_REASON, end_run, make_collator, open_data, serve_blocks
+from services.common.text.run_order import record_of
 from services.rollout.prompts import prompt_of
 from services.rollout.served import MODEL, ServedSampler
 from xtoken_core.collate import loss_counts

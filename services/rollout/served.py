@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from services.common.generation.published_weights import Version, read_weights
 from services.common.generation.sampling import Sampled
 from services.common.generation.vocabulary import Vocabulary
 from services.common.http_engine.engine import Engine, Sampling
 from services.common.http_engine.errors import SampleRefusedError
 from services.common.http_engine.results import results_of
-from services.common.published_weights import Version, read_weights
 from xtoken_core.atomic import atomic_write
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.model_files import INDEX, SUFFIX, WHOLE

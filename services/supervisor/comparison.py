@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.baseline import baseline_output
+from services.common.run.baseline import baseline_output
 from services.supervisor.json_files import last_line
 
 BITS = "bits_per_byte"

@@ -32,7 +32,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from services.common.supervised import MARK
+from services.common.processes.supervised import MARK
 from services.supervisor.environment import THREADS
 
 MESSAGE_LIMIT = 1 << 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from services.common.machine import count_gpus
+from services.common.run.machine import count_gpus
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 

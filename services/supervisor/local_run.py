@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.common.custom_loss import check_custom_loss, check_importable
-from services.common.resume import CHECKPOINTS, newest_checkpoint
+from services.common.run.custom_loss import check_custom_loss, check_importable
+from services.common.run.resume import CHECKPOINTS, newest_checkpoint
 from services.supervisor.interrupts import POLL_S, Interrupts
 from services.supervisor.json_files import first_line, last_line, read_json
 from services.supervisor.launch_check import check_launch

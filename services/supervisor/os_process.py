@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped] # its types are a package of their own, which is not installed
 
-from services.common.supervised import MARK
+from services.common.processes.supervised import MARK
 
 PROC = Path("/proc")
 START_FIELD = 19

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from services.common.supervised import MARK
+from services.common.processes.supervised import MARK
 from services.supervisor import os_process
 from services.supervisor.environment import worker_environment
 from services.supervisor.events import Attempt, SupervisorEvents

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.common.run_warnings import change_since_start, warnings_of
+from services.common.run.run_warnings import change_since_start, warnings_of
 from services.supervisor.remaining import duration, remaining_s
 from services.supervisor.run_record import RunState
 

@@ -6,8 +6,8 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
-from services.common.store_build import build_spec
-from services.common.teacher_stores import records_of
+from services.common.stores.store_build import build_spec
+from services.common.stores.teacher_stores import records_of
 from services.supervisor.interrupts import POLL_S
 from services.supervisor.launchers.base import Launcher
 from services.supervisor.launchers.forks import ForkServer

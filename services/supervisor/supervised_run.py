@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.input_files import check_input_files
-from services.common.resume import check_output
+from services.common.files.input_files import check_input_files
+from services.common.run.resume import check_output
 from services.supervisor.events import SupervisorEvents
 from services.supervisor.launchers.base import Launcher
 from services.supervisor.launchers.forks import ForkServer
@@ -67,7 +67,7 @@ def resolve(spec: RunSpec, progress: Callable[[str, float], None]) -> tuple[Reso
     """Return the run with what its files say, and warnings about its settings; see `resolve_run`."""
     check_input_files(spec)
     # Missing files are reported above, before these imports: they take longer than starting Python.
-    from services.common.resolve import remarks, resolve_run
+    from services.common.run.resolve import remarks, resolve_run
 
     resolved = resolve_run(spec, progress)
     return resolved, list(remarks(resolved))
@@ -227,7 +227,7 @@ class SupervisedRun:
         return result
 
     def _note_check(self, activity: str, done: float) -> None:
-        from services.common.resolve import READING  # not at the top: it imports the data readers
+        from services.common.run.resolve import READING  # not at the top: it imports the data readers
 
         self._text_read = done if activity == READING else None
         self._checking = "" if activity == READING else f"{activity}: {done:.0%}"

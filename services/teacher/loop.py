@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.event_callbacks import EventCallbacks
+from services.common.batches.packed_batch import padded_row, row_of_side, values_of
+from services.common.batches.padding import padded_batch
+from services.common.batches.step_plan import StepPlan, plan_fields, plan_step, ring_shape, topk_settings
 from services.common.http_engine.errors import SampleRefusedError
 from services.common.http_engine.scores import PromptScores
-from services.common.packed_batch import padded_row, row_of_side, values_of
-from services.common.padding import padded_batch
-from services.common.step_plan import StepPlan, plan_fields, plan_step, ring_shape, topk_settings
-from services.common.worker import WAIT_S, Worker
+from services.common.processes.event_callbacks import EventCallbacks
+from services.common.processes.worker import WAIT_S, Worker
 from services.teacher.model import TeacherModel
 from services.teacher.served import ServedTeacher
 from xtoken_core import schema

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from services.common.batches.step_plan import topk_settings
 from services.common.http_engine.factory import open_engine
-from services.common.memory_estimate import check_room
-from services.common.step_plan import topk_settings
-from services.common.tokenizers import load_tokenizer, pad_id
-from services.common.worker import QueueLink, Worker, worker_session
+from services.common.processes.worker import QueueLink, Worker, worker_session
+from services.common.run.memory_estimate import check_room
+from services.common.tokenizers.loading import load_tokenizer, pad_id
 from services.teacher.loop import ServedLoop, TeacherLoop
 from services.teacher.prepare import devices_of, prepared_model
 from services.teacher.served import ServedTeacher

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from services.common.logits_check import logits_are_heads
-from services.common.packed_attention import packed_inputs
+from services.common.models.logits_check import logits_are_heads
+from services.common.models.packed_attention import packed_inputs
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.packing import PackedRow
 from xtoken_core.topk_logits import largest_logits, write_topk

@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from services.common.memory_estimate import check_room, check_teacher, weight_bytes
-from services.common.models import load_model, nth_gpu, pick_device, takes_gpu
-from services.common.step_plan import ring_shape
+from services.common.batches.step_plan import ring_shape
+from services.common.models.loading import load_model, nth_gpu, pick_device, takes_gpu
+from services.common.run.memory_estimate import check_room, check_teacher, weight_bytes
 from services.teacher.fp8 import check_fp8, swap_linears
 from services.teacher.model import TeacherModel
 from xtoken_core.config.resolved import ResolvedRun

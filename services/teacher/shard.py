@@ -14,7 +14,7 @@ import threading
 import torch
 from setproctitle import setproctitle
 
-from services.common.logs import set_up
+from services.common.processes.logs import set_up
 from services.teacher.prepare import prepared_model
 from services.teacher.shards import ShardJob, receive_tokens
 from xtoken_core.config.resolved import parse_resolved_run

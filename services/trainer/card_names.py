@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.common.hub import hub_name
+from services.common.models.hub import hub_name
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.regular_files import MIB, read_json_object, read_regular
 

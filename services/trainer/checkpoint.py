@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from services.common.resume import (
+from services.common.run.resume import (
     BEST,
     RUN,
     check_identity,

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from services.common.private_files import open_private, proc_path, read_private
+from services.common.files.private_files import open_private, proc_path, read_private
 from services.trainer.staging import local_part
 from xtoken_core.atomic import atomic_write, sync
 

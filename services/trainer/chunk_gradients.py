@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.models import pick_device
-from services.common.resolve import resolve_run
-from services.common.tokenizers import tokenizer_of
-from services.common.training_text import open_index
+from services.common.models.loading import pick_device
+from services.common.run.resolve import resolve_run
+from services.common.text.training_text import open_index
+from services.common.tokenizers.loading import tokenizer_of
 from services.trainer.eval_loss import EvalLoss, on_device
 from services.trainer.main import make_loss
 from services.trainer.student import load_student

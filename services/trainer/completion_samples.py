@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.tokenizers import tokenizer_of
+from services.common.tokenizers.loading import tokenizer_of
 from xtoken_core import schema
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.atomic import atomic_write

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.common.collation import row_counts
-from services.common.models import load_model
-from services.common.packed_attention import packed_inputs
-from services.common.packed_batch import PackedBatch, packed_batch
-from services.common.step_plan import topk_settings
-from services.common.tokenizers import aligners_of, tokenizer_of
+from services.common.batches.packed_batch import PackedBatch, packed_batch
+from services.common.batches.step_plan import topk_settings
+from services.common.models.loading import load_model
+from services.common.models.packed_attention import packed_inputs
+from services.common.text.collation import row_counts
+from services.common.tokenizers.loading import aligners_of, tokenizer_of
 from services.trainer.metrics import to_floats
 from services.trainer.student import Student
 from xtoken_core import schema

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from services.common.allowed_paths import readable_roots
+from services.common.files.allowed_paths import readable_roots
 from services.trainer.generate import Completer, RolloutCompleter
 from services.trainer.student import Student
 from xtoken_core.config.eval import TasksSpec

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from services.common.training_text import open_index
-from services.common.worker import Worker
+from services.common.processes.worker import Worker
+from services.common.text.training_text import open_index
 from services.trainer.eval_loss import EvalLoss
 from services.trainer.eval_samples import EvalSamples
 from services.trainer.eval_tasks import EvalTasks

@@ -16,7 +16,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from services.common.pair_files import kind_of
+from services.common.tables.pair_files import kind_of
 from services.trainer.card_names import base_model, licences, text_names
 from services.trainer.checkpoint import Cursor
 from xtoken_core.atomic import atomic_rename, sync_tree

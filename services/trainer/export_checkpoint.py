@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.common.allowed_paths import Roots, confined
-from services.common.resume import CHECKPOINTS, RESOLVED, best_step, checkpoints_in
+from services.common.files.allowed_paths import Roots, confined
+from services.common.run.resume import CHECKPOINTS, RESOLVED, best_step, checkpoints_in
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.errors import ConfigError, InputError, OutputError
 
@@ -122,7 +122,7 @@ def export_checkpoint(output: Path, step: int | None = None, to: Path | None = N
     """
     import torch
 
-    from services.common.tokenizers import tokenizer_of
+    from services.common.tokenizers.loading import tokenizer_of
     from services.trainer.export import export_student
     from services.trainer.student import load_student
 

@@ -14,8 +14,8 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from services.common.generation.sampling import Sampler, seed_from, spelled_text
 from services.common.generation.vocabulary import end_tokens, vocabulary_of
-from services.common.models import head_width
-from services.common.tokenizers import pad_id
+from services.common.models.loading import head_width
+from services.common.tokenizers.loading import pad_id
 from services.trainer.student import Student
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.tokenizing import TextTokenizer

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from services.common.resume import CHECKPOINTS, RESOLVED
-from services.common.run_warnings import unreachable_warnings
-from services.common.step_plan import StepPlan, plan_fields, plan_step
-from services.common.worker import WAIT_S, StopRequested, Worker
+from services.common.batches.step_plan import StepPlan, plan_fields, plan_step
+from services.common.processes.worker import WAIT_S, StopRequested, Worker
+from services.common.run.resume import CHECKPOINTS, RESOLVED
+from services.common.run.run_warnings import unreachable_warnings
 from services.trainer.best import BestFollower
 from services.trainer.checkpoint import Checkpoints, Cursor
 from services.trainer.distributed import RankGroup

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from services.common.allowed_paths import confined
-from services.common.custom_loss import check_custom_loss
-from services.common.memory_estimate import check_room, custom_loss_needs
-from services.common.models import head_width, pick_device
-from services.common.tokenizers import pad_id, tokenizer_of
-from services.common.worker import QueueLink, Worker, worker_session
+from services.common.files.allowed_paths import confined
+from services.common.models.loading import head_width, pick_device
+from services.common.processes.worker import QueueLink, Worker, worker_session
+from services.common.run.custom_loss import check_custom_loss
+from services.common.run.memory_estimate import check_room, custom_loss_needs
+from services.common.tokenizers.loading import pad_id, tokenizer_of
 from services.trainer.checkpoint import Cursor
 from services.trainer.completion_samples import CompletionSamples
 from services.trainer.distributed import RankGroup

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.common.step_plan import StepPlan
+from services.common.batches.step_plan import StepPlan
 from services.trainer.distributed import RankGroup
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.data_plane.run_client import RunClient

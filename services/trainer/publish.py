@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 
-from services.common.published_weights import Version, WeightsWriter, weights_file
-from services.common.step_plan import StepPlan
-from services.common.worker import Worker
+from services.common.batches.step_plan import StepPlan
+from services.common.generation.published_weights import Version, WeightsWriter, weights_file
+from services.common.processes.worker import Worker
 from services.trainer.student import Student
 from xtoken_core.errors import XtokenError
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, MutableMapping, Sequence
 import torch
 from torch import Tensor
 
-from services.common.event_callbacks import EventCallbacks
-from services.common.step_plan import ring_shape, topk_settings
-from services.common.worker import Worker
+from services.common.batches.step_plan import ring_shape, topk_settings
+from services.common.processes.event_callbacks import EventCallbacks
+from services.common.processes.worker import Worker
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits
 from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.factory import open_ring

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.packed_batch import packed_batch
-from services.common.padding import padded_batch
-from services.common.step_plan import StepPlan
-from services.common.worker import WAIT_S, StopRequested, Worker
+from services.common.batches.packed_batch import packed_batch
+from services.common.batches.padding import padded_batch
+from services.common.batches.step_plan import StepPlan
+from services.common.processes.worker import WAIT_S, StopRequested, Worker
 from services.trainer.completion_samples import CompletionSamples
 from services.trainer.distributed import RankGroup
 from services.trainer.rings import TeacherRings

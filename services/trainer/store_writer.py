@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from services.common.models import pick_device
-from services.common.run_order import record_of
-from services.common.step_plan import StepPlan, plan_fields, plan_step
-from services.common.worker import WAIT_S, QueueLink, StopRequested, Worker, worker_session
+from services.common.batches.step_plan import StepPlan, plan_fields, plan_step
+from services.common.models.loading import pick_device
+from services.common.processes.worker import WAIT_S, QueueLink, StopRequested, Worker, worker_session
+from services.common.text.run_order import record_of
 from services.trainer.distributed import RankGroup
 from services.trainer.jsonl import JsonLines
 from services.trainer.node_reduce import StepOutcome, step_outcome

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.common.run_order import record_of
-from services.common.step_plan import StepPlan, plan_fields, plan_step, topk_settings
-from services.common.teacher_stores import open_store
-from services.common.worker import Worker
+from services.common.batches.step_plan import StepPlan, plan_fields, plan_step, topk_settings
+from services.common.processes.worker import Worker
+from services.common.stores.teacher_stores import open_store
+from services.common.text.run_order import record_of
 from xtoken_core import schema
 from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits

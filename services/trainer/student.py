@@ -14,9 +14,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from services.common.logits_check import logits_are_heads
-from services.common.models import load_model
-from services.common.packed_attention import packed_inputs
+from services.common.models.loading import load_model
+from services.common.models.logits_check import logits_are_heads
+from services.common.models.packed_attention import packed_inputs
 from services.trainer.lora import add_adapters
 from services.trainer.master_weights import MasterWeights
 from xtoken_core.config.spec import RunSpec

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common.training_text import open_index
+from services.common.text.training_text import open_index
 from tests.architecture.conftest import ROOT, run_code, run_without, started_without
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec

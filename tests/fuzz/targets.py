@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.common.toml_text import check_document
+from services.control.isolated.toml_text import check_document
 from services.queue import log_records as records
 from services.queue.replay import apply
 from services.queue.segment import CHECK, HEADER, PREFIX, Reader

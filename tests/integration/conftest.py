@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.worker_kills.forks import ForkLauncher
-from services.common.resolve import resolve_run
+from services.common.run.resolve import resolve_run
 from services.supervisor.launchers.local import LocalLauncher
 from services.supervisor.process_spec import build_process_specs
 from services.supervisor.run_record import RunResult

@@ -313,7 +313,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told_when_the_run_has_stopp
 
 
 def test_a_run_with_a_model_that_cannot_be_packed_is_padded_and_says_so(assets: TinyAssets, tmp_path: Path) -> None:
-    from services.common.resolve import remarks, resolve_run
+    from services.common.run.resolve import remarks, resolve_run
 
     assert resolve_run(tiny_spec(assets, tmp_path, records=16)).packed
     assert not resolve_run(tiny_spec(assets, tmp_path, records=16, train={"packing": "off"})).packed
@@ -327,7 +327,7 @@ def test_a_run_with_a_model_that_cannot_be_packed_is_padded_and_says_so(assets: 
 
 
 def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Path) -> None:
-    from services.common.resolve import resolve_run
+    from services.common.run.resolve import resolve_run
     from services.trainer.checkpoint import Checkpoints, Cursor
 
     spec = tiny_spec(assets, tmp_path, records=16)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from services.common.resolve import resolve_run
+from services.common.run.resolve import resolve_run
 from services.supervisor.run_record import is_finished
 from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.resolve import remarks, resolve_run
-from services.common.resume import check_output
+from services.common.run.resolve import remarks, resolve_run
+from services.common.run.resume import check_output
 from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.collators import CollatorCrew

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.resolve import resolve_run
-from services.common.store_build import build_spec
+from services.common.run.resolve import resolve_run
+from services.common.stores.store_build import build_spec
 from services.control.validation import SpecValidator
 from services.supervisor.launch_check import RefusedError
 from services.supervisor.local_run import run_locally, run_to_end

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.common.resolve import resolve_run
+from services.common.run.resolve import resolve_run
 from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, make_model, steps_of, tiny_spec, write_jsonl

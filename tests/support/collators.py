@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.common.resolve import resolve_run
+from services.common.run.resolve import resolve_run
 from tests.contract.processes import ROOT, UP_S, ipc_address, start_queue
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.run_client import RunClient

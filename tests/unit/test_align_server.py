@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.align_server import AlignServer
-from services.common.allowed_paths import Roots
+from services.common.files.allowed_paths import Roots
+from services.control.isolated.align_server import AlignServer
 from tests.unit.test_evaluation import byte_tokenizer
 from xtoken_core.errors import InputError
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
-from services.common.baseline import baseline_of
+from services.common.run.baseline import baseline_of
 from services.supervisor.comparison import comparison_line
 from xtoken_core.config import LossConfig
 from xtoken_core.config.spec import RunSpec

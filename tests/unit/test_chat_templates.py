@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.align import align_app
-from services.common.chat_templates import read_chat_template
-from services.common.tokenizers import tokenizer_of
+from services.common.tokenizers.chat_templates import read_chat_template
+from services.common.tokenizers.loading import tokenizer_of
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of
 from tests.support.columns import rows_of

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.common.defaults import load_run
-from services.common.held_out import is_held_out
-from services.common.machine import Machine
-from services.common.starter import find_inputs, starter_text
+from services.cli.starter import find_inputs, starter_text
+from services.common.run.defaults import load_run
+from services.common.run.machine import Machine
+from services.common.text.held_out import is_held_out
 from services.supervisor.run_record import SPEC, write_json
 from xtoken_core.errors import ConfigError, InputError
 
@@ -97,7 +97,7 @@ def test_llama_1b_from_qwen3_4b_fits_24_gib(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "text.jsonl").write_text('{"text": "x"}\n' * 9)
     (tmp_path / "run.toml").write_text(SHORT)
     counts = {"small": 1_235_814_400, "large": 4_022_468_096}
-    monkeypatch.setattr("services.common.weights.weight_count", lambda directory: counts[directory.name])
+    monkeypatch.setattr("services.common.models.weights.weight_count", lambda directory: counts[directory.name])
     spec, _ = load_run(tmp_path / "run.toml", machine=GPU_24)
     assert not spec.train.master_weights and spec.student.blockwise_head
     assert spec.workers.signal == "cuda_ipc_hidden"

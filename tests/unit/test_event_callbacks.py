@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from services.common.event_callbacks import EventCallbacks
+from services.common.processes.event_callbacks import EventCallbacks
 from xtoken_core.errors import QueueUnreachableError, XtokenError
 from xtoken_core.wire import QueueError
 

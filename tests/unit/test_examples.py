@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from services.cli.app import app
-from services.common.resolve import largest_row
+from services.common.run.resolve import largest_row
 from xtoken_core.config import RunSpec, load_run_spec
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.defaults import load_run
-from services.common.hub import fetch_inputs, hub_id, hub_name
-from services.common.input_files import check_input_files
-from services.common.machine import Machine
+from services.common.files.input_files import check_input_files
+from services.common.models.hub import fetch_inputs, hub_id, hub_name
+from services.common.run.defaults import load_run
+from services.common.run.machine import Machine
 from services.supervisor.run_record import SPEC, write_json
 from services.trainer.push import push_model
 from tests.support.hub_server import HubServer, hub_server

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.memory_estimate import (
+from services.common.batches.step_plan import ring_shape
+from services.common.processes.supervised import MARK
+from services.common.run.memory_estimate import (
     GIB,
     Need,
     check_room,
@@ -20,8 +22,6 @@ from services.common.memory_estimate import (
     too_much,
     weight_bytes,
 )
-from services.common.step_plan import ring_shape
-from services.common.supervised import MARK
 from services.trainer.optimizer import StudentOptimizer
 from services.trainer.student import Student
 from tests.support.runs import resolved_run

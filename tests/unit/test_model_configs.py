@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.common import resolve
-from services.common.packable import why_not_packed
+from services.common.models.packable import why_not_packed
+from services.common.run import resolve
 from tests.unit.control.stored_runs import spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.common.models import load_model
-from services.common.packable import FAMILIES, why_not_packed
-from services.common.packed_attention import NAME, check_packing, packed_attention, packed_inputs
+from services.common.models.loading import load_model
+from services.common.models.packable import FAMILIES, why_not_packed
+from services.common.models.packed_attention import NAME, check_packing, packed_attention, packed_inputs
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.runs import resolved_run
 from xtoken_core.errors import ConfigError

@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from services.common import pair_files
-from services.common.pair_files import cache_of, kind_of, pair_file
+from services.common.tables import pair_files
+from services.common.tables.pair_files import cache_of, kind_of, pair_file
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossMode
 from xtoken_core.errors import InputError

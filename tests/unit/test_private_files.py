@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.private_files import check_private_directory, read_private
+from services.common.files.private_files import check_private_directory, read_private
 from xtoken_core.errors import InputError
 
 LIMIT = 100

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.resolve import remarks
-from services.common.resume import CHECKPOINTS, VERSION, check_output
+from services.common.run.resolve import remarks
+from services.common.run.resume import CHECKPOINTS, VERSION, check_output
 from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig

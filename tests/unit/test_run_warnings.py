@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from services.common.run_warnings import warnings_of
+from services.common.run.run_warnings import warnings_of
 from services.supervisor.progress import LineView, final_line
 
 EVALUATIONS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.common.step_plan import ring_shape, selects_columns
+from services.common.batches.step_plan import ring_shape, selects_columns
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, parse_run_spec

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from services.common.padding import padded_batch
-from services.common.step_plan import plan_fields, plan_step
+from services.common.batches.padding import padded_batch
+from services.common.batches.step_plan import plan_fields, plan_step
 from tests.support.columns import columns_of
 from tests.support.runs import resolved_run
 from xtoken_core import schema

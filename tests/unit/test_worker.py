@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common import worker as module
-from services.common.worker import QueueLink, worker_session
+from services.common.processes import worker as module
+from services.common.processes.worker import QueueLink, worker_session
 from services.queue.main import open_run
 from services.queue.server import Server
 from tests.support.runs import resolved_run

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from services.common.generation.decoding import NAME as ATTENTION
 from services.common.generation.decoding import SMALLEST, SPAN, Batch, Decoder
+from services.common.generation.published_weights import Version, load_weights
 from services.common.generation.vocabulary import Vocabulary
-from services.common.published_weights import Version, load_weights
 from xtoken_core.config.rollout import RolloutSpec
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.allowed_paths import Roots
+from services.common.files.allowed_paths import Roots
 from services.common.http_engine.engine import Engine
 from services.common.http_engine.llama_cpp import LlamaCppEngine
 from services.common.http_engine.pool import EnginePool

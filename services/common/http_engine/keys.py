@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from services.common.allowed_paths import confined
+from services.common.files.allowed_paths import confined
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.regular_files import read_regular
 

@@ -10,12 +10,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Header, HTTPException, Query, Response
 
-from services.common.input_files import check_input_files
-from services.common.inspection import inspect_run
-from services.common.resolve import largest_row
+from services.common.files.input_files import check_input_files
+from services.common.run.resolve import largest_row
 from services.control.api.dependencies import AppContext, Context, RunId, problems_of
 from services.control.api.examples import RUNS
 from services.control.api.models import DryRun, RunPage, RunStatus
+from services.control.isolated.inspection import inspect_run
 from services.control.run import Run
 from services.supervisor.process_spec import build_process_specs
 from services.supervisor.run_record import RunState

@@ -10,9 +10,9 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from services.common.align_server import AlignServer
-from services.common.allowed_paths import Roots
+from services.common.files.allowed_paths import Roots
 from services.control.api.dependencies import AppContext, Context
+from services.control.isolated.align_server import AlignServer
 from services.control.web.form import parse_form
 from services.control.web.render import PageRoute, page
 from services.control.web.tokenizer_fields import pairs_of, tokenizer_error

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 
-from services.common.baseline import baseline_output
+from services.common.run.baseline import baseline_output
 from services.control.api.dependencies import AppContext, Context
 from services.control.web.charts import COMPARED
 from services.control.web.render import PageRoute, page

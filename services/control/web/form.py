@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 import tomli_w
 from pydantic import ValidationError
 
-from services.common.toml_text import parse_toml
+from services.control.isolated.toml_text import parse_toml
 from services.control.web.fields import TEACHER, Field, field_names, format_value, sections
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 
-from services.common.baseline import baseline_of, baseline_output
+from services.common.run.baseline import baseline_of, baseline_output
 from services.control.api.dependencies import AppContext, Context, RunId
 from services.control.api.files import MAX_FILES
 from services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S, discard_if_invalid

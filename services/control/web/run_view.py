@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.run_warnings import change_since_start, warnings_of
+from services.common.run.run_warnings import change_since_start, warnings_of
 from services.control.api.dependencies import AppContext
 from services.control.web.formatting import number, percent, seconds_since
 from services.control.web.loss_terms import divergence_name, loss_in_words

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
 
-from services.common.allowed_paths import Roots
+from services.common.files.allowed_paths import Roots
 from services.control.api.dependencies import Context
 
 MAX_DEPTH = 6

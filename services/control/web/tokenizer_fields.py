@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.common.allowed_paths import OutsideError, Roots
-from services.common.special_tokens import parse_special_tokens
+from services.common.files.allowed_paths import OutsideError, Roots
+from services.common.tokenizers.special_tokens import parse_special_tokens
 
 
 def pairs_of(text: str) -> dict[str, str]:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from services.common.input_files import check_input_files
-from services.common.supervised import MARK
+from services.common.files.input_files import check_input_files
+from services.common.processes.supervised import MARK
 from services.supervisor.environment import PASSIVE_THREADS, THREADS, worker_environment
 from services.supervisor.fork_server import MARK_ROOM, MESSAGE_LIMIT
 from services.supervisor.launchers.base import STATUS_FILE

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from services.common.supervised import MARK
+from services.common.processes.supervised import MARK
 from services.supervisor import os_process
 from services.supervisor.launchers.base import STATUS_FILE, read_status
 from services.supervisor.launchers.forks import ForkServer

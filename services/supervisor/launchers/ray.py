@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.common.supervised import MARK
+from services.common.processes.supervised import MARK
 from services.supervisor.launchers.base import NODE_LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, NodeLostError, read_status
 from services.supervisor.run_directory import KEYS, KEYS_PLACEHOLDER, QUEUE_PLACEHOLDER
 from xtoken_core.config.spec import RunSpec

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.supervisor.launchers.ray_agent import NodeAgent
+from xtoken_core.errors import first_line
 
 NAMESPACE = "xtoken"
 CALL_S = 30.0
@@ -88,7 +89,7 @@ class Bundle:
             try:
                 ray.get(self._agent.close.remote(), timeout=CLOSE_S)
             except Exception as error:  # the agent is killed whatever it answers
-                sys.stderr.write(f"node group {self.node}: {_first_line(error)}\n")
+                sys.stderr.write(f"node group {self.node}: {first_line(error)}\n")
             ray.kill(self._agent)
             self._agent = None
 
@@ -126,7 +127,7 @@ class Bundle:
                 node["NodeManagerAddress"], node_id, settings["keys"], settings["required_file"]
             )  # fmt: skip
         except ValueError as error:  # Ray has not freed the name of the agent that was lost yet
-            self._lose(_first_line(error))
+            self._lose(first_line(error))
             return
         self._facts_request = self._agent.describe.remote()
 
@@ -163,7 +164,7 @@ class Bundle:
         try:
             return ray.get(request)
         except ray.exceptions.RayError as error:
-            self._lose(_first_line(error))
+            self._lose(first_line(error))
             return None
 
     def _lose(self, reason: str) -> None:
@@ -189,7 +190,7 @@ class Bridge:
                 return {"result": None}
             return {"result": self._bundles[request["node"]].call(request["call"], request["arguments"])}
         except (LookupError, ray.exceptions.RayError) as error:
-            return {"error": _first_line(error)}
+            return {"error": first_line(error)}
 
     def release(self) -> None:
         """Remove everything from the cluster."""
@@ -271,15 +272,10 @@ def main() -> None:
                 if isinstance(error, UnfitNodeError)
                 else f"the Ray cluster at {settings['address']} cannot be reached: "
             )
-            respond({"error": prefix + _first_line(error), "fatal": True})
+            respond({"error": prefix + first_line(error), "fatal": True})
             return
     if settings["tied"] and bridge is not None:
         bridge.release()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.build_pair_file import build_pair_file
+from services.common.tables.build_pair_file import build_pair_file
 from tests.support import vocabularies as v
 from xtoken_core.alignment import TokenAligner
 from xtoken_core.chain import build_tables

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.common.packed_batch import packed_batch
+from services.common.batches.packed_batch import packed_batch
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.columns import columns_of as columns_of_rows
 from tests.unit.chain.test_divergence import batch_of, random_logits

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from services.common.packed_batch import packed_batch
+from services.common.batches.packed_batch import packed_batch
 from tests.support.columns import columns_of as columns_of_rows
 from tests.unit.chain.test_chain_loss import V_S, VERSIONS, evaluate
 from tests.unit.chain.test_chain_loss import case as case

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.chain import chain_app
-from services.common.build_pair_file import build_pair_file
+from services.common.tables.build_pair_file import build_pair_file
 from tests.unit.chain.test_edges import SPLIT, WHOLE
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
 from xtoken_core.errors import InputError

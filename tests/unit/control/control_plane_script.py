@@ -11,7 +11,7 @@ import argparse
 import time
 from pathlib import Path
 
-from services.common.logs import set_up
+from services.common.processes.logs import set_up
 from services.control.runs import Runs
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.common.allowed_paths import Roots
+from services.common.files.allowed_paths import Roots
 from services.control.runs import Runs
 from services.control.store import AttemptRow, RunRow, now
 from services.control.validation import SpecValidator

@@ -184,7 +184,7 @@ def test_a_run_whose_package_is_gone_is_not_resumed(tmp_path: Path, monkeypatch:
 
 
 def test_over_http_no_cluster_is_named(tmp_path: Path) -> None:
-    from services.common.allowed_paths import Roots
+    from services.common.files.allowed_paths import Roots
 
     validator = SpecValidator(Roots.of([tmp_path], [tmp_path]), tmp_path)
     with pytest.raises(RefusedError, match=r"ray\.address"):

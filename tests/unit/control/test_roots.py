@@ -9,9 +9,9 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from services.common.allowed_paths import URLS, VARIABLE, OutsideError, Roots, confined
-from services.common.tokenizers import load_tokenizer
-from services.common.training_text import open_index
+from services.common.files.allowed_paths import URLS, VARIABLE, OutsideError, Roots, confined
+from services.common.text.training_text import open_index
+from services.common.tokenizers.loading import load_tokenizer
 from tests.unit.control.stored_runs import spec
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec

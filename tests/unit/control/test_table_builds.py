@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from services.common.allowed_paths import Roots
+from services.common.files.allowed_paths import Roots
 from services.control import table_builds
 from services.control.table_builds import BusyError, TableBuild, TableBuilds
 from xtoken_core.projection.pair_cache import PairKind

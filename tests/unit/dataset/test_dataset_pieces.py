@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.piece_bytes import piece_bytes
+from services.common.text.piece_bytes import piece_bytes
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of
 from tests.support.columns import rows_of

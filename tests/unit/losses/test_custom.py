@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.custom_loss import check_custom_loss, check_importable
+from services.common.run.custom_loss import check_custom_loss, check_importable
 from services.control.validation import RefusedError, SpecValidator
 from services.supervisor.process_spec import build_process_specs
 from tests.doc_blocks import ROOT, fenced

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.common.packed_batch import packed_batch
+from services.common.batches.packed_batch import packed_batch
 from tests.ops.test_every_mode import MODES
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.columns import columns_of

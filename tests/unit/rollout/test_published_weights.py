@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.common.published_weights import (
+from services.common.generation.published_weights import (
     HEADER,
     ON_DEVICE,
     WRITING,

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.common.generation.published_weights import Version, WeightsWriter
 from services.common.generation.vocabulary import Vocabulary
 from services.common.http_engine.engine import Sampling
 from services.common.http_engine.errors import EngineRefusalError
 from services.common.http_engine.factory import open_engine
-from services.common.published_weights import Version, WeightsWriter
 from services.demo.vocabularies import train_teacher_tokenizer
 from services.rollout.served import ServedSampler
 from tests.support.engine_server import Answer, serving

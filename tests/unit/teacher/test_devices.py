@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.models import pick_device
+from services.common.models.loading import pick_device
 from services.teacher.prepare import device_of
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.common.models import load_model
-from services.common.tensor_parallel import DIVIDED, FAMILIES, check_divided, why_not_divided
+from services.common.models.loading import load_model
+from services.common.models.tensor_parallel import DIVIDED, FAMILIES, check_divided, why_not_divided
 from services.supervisor.launch_check import check_launch
 from services.teacher.model import TeacherModel
 from services.teacher.prepare import devices_of, prepared_model

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from services.common.memory_estimate import check_teacher, weight_bytes
-from services.common.packed_attention import NAME
+from services.common.models.packed_attention import NAME
+from services.common.run.memory_estimate import check_teacher, weight_bytes
 from services.teacher import model as teacher_model
 from services.teacher.fp8 import Fp8Linear, check_fp8, swap_linears
 from services.teacher.model import TeacherModel, head_is_plain

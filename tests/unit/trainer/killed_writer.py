@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from services.common.resume import checkpoints_in
+from services.common.run.resume import checkpoints_in
 from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun

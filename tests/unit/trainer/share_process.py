@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from services.common.step_plan import StepPlan
+from services.common.batches.step_plan import StepPlan
 from services.trainer.distributed import RankGroup
 from services.trainer.node_reduce import reduce_plan, step_outcome
 from xtoken_core.plan import RowLengths, plan

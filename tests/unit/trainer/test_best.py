@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.resume import CHECKPOINTS, best_step, newest_checkpoint
+from services.common.run.resume import CHECKPOINTS, best_step, newest_checkpoint
 from services.trainer.best import BestEvaluation, BestFollower, best_evaluation
 from services.trainer.checkpoint import Checkpoints, Cursor
 from services.trainer.distributed import RankGroup

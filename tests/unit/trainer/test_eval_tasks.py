@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.packed_attention import NAME
-from services.common.worker import StopRequested
+from services.common.models.packed_attention import NAME
+from services.common.processes.worker import StopRequested
 from services.trainer.eval_samples import EvalSamples
 from services.trainer.eval_tasks import EvalTasks
 from services.trainer.student import Student

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.common.models import load_model
-from services.common.packed_attention import NAME
-from services.common.worker import StopRequested
+from services.common.models.loading import load_model
+from services.common.models.packed_attention import NAME
+from services.common.processes.worker import StopRequested
 from services.trainer import eval_loss as module
 from services.trainer.distributed import RankGroup
 from services.trainer.eval_loss import EvalLoss

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from services.common.allowed_paths import VARIABLE, OutsideError, Roots
+from services.common.files.allowed_paths import VARIABLE, OutsideError, Roots
 from services.trainer import export_checkpoint as module
 from services.trainer.export import export_model
 from services.trainer.export_checkpoint import Export, choose, export_checkpoint

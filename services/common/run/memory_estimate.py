@@ -1,0 +1,246 @@
+"""Estimate of the GPU memory that a run needs before any activation, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.common.batches.step_plan import ring_shape
+from services.common.models.weights import weight_count
+from services.common.processes.supervised import supervised
+from services.common.run.memory_fit import BLOCK_ROWS
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.train import OptimizerName
+from xtoken_core.errors import ConfigError
+from xtoken_core.losses.base import Loss
+from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
+from xtoken_core.transports.factory import pick_transport
+from xtoken_core.transports.ring import RingShape
+from xtoken_core.wire.columns import ITEM_SIZES
+
+log = logging.getLogger("xtoken.memory")
+
+GIB = 1 << 30
+FLOAT32 = ITEM_SIZES["float32"]
+COPIES = 4
+"""Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
+COPIES_BETWEEN_STEPS = COPIES - 1
+"""Without the gradient, which is freed at a step's end."""
+FEWER: dict[OptimizerName, int] = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
+"""Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
+none; that Muon leaves embedding and head to AdamW is not counted, as the estimate is a lower bound."""
+REMEDIES = (
+    "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
+    'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
+)
+FEWER_SLOTS = "lower train.samples_per_step, all of whose signals select_teacher holds at once"
+REMEDIES_FOR_EVALUATION = f"set eval.teacher_kl = false, or {REMEDIES}"
+"""If the teachers beside the student are too much."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A part of a GPU's memory that a run needs while it trains, or while it evaluates."""
+
+    what: str
+    nbytes: int
+
+
+def weight_bytes(directory: Path, dtype: str) -> int:
+    """Return the bytes of a model's weights in a dtype."""
+    return weight_count(directory) * ITEM_SIZES[dtype]
+
+
+def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
+    """Return the bytes of a rank's weights, gradients and moments; adapters and their state are not counted.
+
+    Args:
+        spec: The run's settings.
+        copies: Values per weight with AdamW: `COPIES`, or `COPIES_BETWEEN_STEPS`.
+    """
+    copies -= FEWER[spec.train.optimizer]
+    weights = weight_bytes(spec.student.model, spec.student.dtype)
+    if spec.train.lora is not None:
+        return weights
+    in_float32 = weights // ITEM_SIZES[spec.student.dtype] * FLOAT32 * copies
+    masters = spec.train.master_weights and spec.student.dtype != "float32"
+    if masters and shards(spec) == 1:
+        return in_float32 + weights
+    return (in_float32 if masters else copies * weights) // shards(spec)
+
+
+def shards(spec: RunSpec) -> int:
+    """Return the number of ranks that one student is sharded over; 1 without sharding."""
+    return spec.workers.nodes * spec.workers.ranks if spec.train.parallel == "fsdp" else 1
+
+
+def loads_teachers(run: ResolvedRun, rank: int) -> bool:
+    """Return whether a rank of this node group loads the teachers beside its student for evaluation."""
+    if run.spec.eval is None or not run.spec.eval.teacher_kl:
+        return False
+    return shards(run.spec) > 1 or run.group == rank == 0
+
+
+def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: bool = False) -> Iterator[Need]:
+    """Yield what a node group's processes keep on one of its GPUs.
+
+    Args:
+        run: The run.
+        gpu: Number of the GPU, from 0.
+        gpus: Number of GPUs; rank r is on GPU r modulo this.
+        rings: The teachers' rings are on their GPUs.
+        evaluates: During an evaluation instead of a training step.
+    """
+    spec = run.spec
+    for rank in range(spec.workers.ranks):
+        of_rank = f" of rank {rank}" if spec.workers.ranks > 1 else ""
+        if rank % gpus == gpu:
+            beside = evaluates and loads_teachers(run, rank)
+            yield Need(
+                f"the student's state{of_rank}", student_bytes(spec, copies=COPIES_BETWEEN_STEPS if beside else COPIES)
+            )
+            for number, teacher in enumerate(spec.teacher if beside else ()):
+                what = (
+                    f"{spec.teacher_name(number)}'s weights beside the student{of_rank} while the held-out text is read"
+                )
+                yield Need(what, weight_bytes(teacher.model, teacher.dtype))
+        for number in spec.living_teachers:
+            teacher = spec.teacher[number]
+            parts = [part for part in range(teacher.gpus) if teacher.gpu_index(rank, part) % gpus == gpu]
+            if not parts:
+                continue
+            if not teacher.url:
+                weights = weight_bytes(teacher.model, teacher.dtype) * len(parts) // teacher.gpus
+                yield Need(f"{spec.teacher_name(number)}'s weights{of_rank}", weights // 2 if teacher.fp8 else weights)
+            if rings and 0 in parts:
+                shape = ring_shape(run, number)
+                yield Need(f"its signal's {shape.slots} slots", shape.memory_bytes)
+    yield from _rollout_needs(spec, gpu, gpus)
+
+
+def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[Need]:
+    """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
+    if spec.rollout is None or spec.rollout.url:
+        return
+    if gpu == 0 and spec.rollout.weights == "cuda_ipc":
+        yield Need("the published weights", weight_bytes(spec.student.model, spec.student.dtype))
+    for number in range(spec.rollout.workers):
+        if number % gpus == gpu:
+            yield Need(f"rollout worker {number}'s weights", weight_bytes(spec.student.model, spec.student.dtype))
+
+
+def custom_loss_needs(run: ResolvedRun, losses: Sequence[Loss], student_vocab_size: int) -> list[Need]:
+    """Return what custom losses take beside both sides' logits; one that does not declare it is logged.
+
+    Teachers are compared one after the other, and the largest counts.
+
+    Args:
+        run: The run.
+        losses: One per teacher.
+        student_vocab_size: `V_s`.
+    """
+    positions = run.spec.train.micro_batch_tokens
+    if run.spec.student.blockwise_head:
+        positions = min(positions, BLOCK_ROWS)
+    needs = []
+    for loss in losses:
+        if run.spec.loss.mode_of(loss.index) != "custom":
+            continue
+        each = loss.bytes_per_position(student_vocab_size, loss.vocab_size)
+        if each is None:
+            log.warning(
+                "%s declares no bytes_per_position: a micro-batch may need more memory than the GPU has",
+                type(loss).__name__,
+            )
+        else:
+            needs.append(Need(f"{type(loss).__name__} on {positions} positions", each * positions))
+    return sorted(needs, key=lambda need: -need.nbytes)[:1]
+
+
+def check_room(run: ResolvedRun, device: torch.device, further: Sequence[Need] = ()) -> None:
+    """Refuse a run that keeps more on a GPU than the GPU has, in a step or in an evaluation.
+
+    Workers without a supervisor may each see other GPUs under the same number: they only log a warning.
+
+    Args:
+        run: The run.
+        device: The GPU; a CPU is not checked.
+        further: What a step needs beside what `needs_of` yields.
+
+    Raises:
+        ConfigError: It needs more; the text lists the parts.
+    """
+    if device.type != "cuda":
+        return
+    rings = pick_transport(run.spec.workers.transport_name, device) == CUDA_IPC
+    total = torch.cuda.mem_get_info(device)[1]
+    why = shortage(run, device.index, torch.cuda.device_count(), total, rings=rings, further=further)
+    if why and supervised():
+        raise ConfigError(why)
+    if why:
+        log.warning("%s", why)
+
+
+def shortage(
+    run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool, further: Sequence[Need] = ()
+) -> str:  # fmt: skip
+    """Return why a GPU cannot hold what a run keeps there; empty if it can.
+
+    Args:
+        run: The run.
+        gpu: As for `needs_of`.
+        gpus: Likewise.
+        total: The GPU's memory in bytes.
+        rings: As for `needs_of`.
+        further: As for `check_room`.
+    """
+    where = f"cuda:{gpu}"
+    step, evaluation = (list(needs_of(run, gpu, gpus, rings=rings, evaluates=part)) for part in (False, True))
+    holds_a_step = rings and run.spec.ring_slots > run.spec.workers.slots
+    fewer = f"{FEWER_SLOTS}, " if holds_a_step else ""
+    return too_much([*step, *further], total, where, fewer + REMEDIES) or too_much(
+        evaluation, total, where, REMEDIES_FOR_EVALUATION
+    )
+
+
+def too_much(needs: list[Need], total: int, where: str, remedies: str = REMEDIES) -> str:
+    """Return why these needs exceed `total` bytes; empty if they do not."""
+    needed = sum(need.nbytes for need in needs)
+    if needed <= total:
+        return ""
+    parts = ", ".join(f"{need.what} {need.nbytes / GIB:.2f}" for need in needs)
+    return (
+        f"{where} has {total / GIB:.2f} GiB, the run keeps {needed / GIB:.2f} there before any activation ({parts}): "
+        f"{remedies}"
+    )
+
+
+def check_teacher(device: torch.device, weights: int, shape: RingShape, what: str, *, ring_on_device: bool) -> None:
+    """Refuse a teacher that does not fit into the free memory of its GPU.
+
+    Args:
+        device: Device of the teacher; a CPU is not checked.
+        weights: Bytes of its weights.
+        shape: Shape of its ring.
+        what: Name of the teacher for the error.
+        ring_on_device: The ring is on the GPU too.
+
+    Raises:
+        ConfigError: It does not fit; the text has the sizes.
+    """
+    if device.type != "cuda":
+        return
+    ring = shape.memory_bytes if ring_on_device else 0
+    free, total = torch.cuda.mem_get_info(device)
+    if weights + ring > free:
+        raise ConfigError(
+            f"{what} needs {(weights + ring) / GIB:.2f} GiB on {device} (weights {weights / GIB:.2f}, {shape.slots} "
+            f"slots of its signal {ring / GIB:.2f}), {free / GIB:.2f} of {total / GIB:.2f} GiB are free: lower "
+            'workers.slots or train.micro_batch_tokens, send less (teacher.content = "hidden" or "topk"), or give it '
+            "another GPU"
+        )

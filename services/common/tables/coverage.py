@@ -1,0 +1,41 @@
+"""Coverage of a text by a projection: what of the teacher's tokens, and of its probability, no row names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from services.common.models.loading import load_model
+from services.common.tokenizers.loading import load_tokenizer
+from xtoken_core.config import ModelSpec
+from xtoken_core.projection.coverage import named_tokens, unnamed_fraction, unreachable_mass
+from xtoken_core.projection.files import read_topk
+
+WINDOW, MOST_WINDOWS = 256, 16
+
+
+def coverage_of_text(file: Path, teacher: Path, text: str, *, mass: bool) -> dict[str, float]:
+    """Return what of a text's teacher tokens, and with `mass` of the teacher's probability on it, no row names.
+
+    Args:
+        file: The projection.
+        teacher: Directory of the teacher.
+        text: The text; the teacher is measured on its beginning.
+        mass: The teacher is loaded and measured.
+
+    Raises:
+        InputError: The projection or the teacher cannot be read.
+    """
+    tokenizer = load_tokenizer(teacher, "teacher")
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    named = named_tokens(read_topk(file), len(tokenizer))
+    result = {"unnamed_tokens_of_text": unnamed_fraction(named, ids)}
+    if mass:
+        with torch.inference_mode():
+            spec = ModelSpec(model=teacher, context_length=WINDOW)
+            model = load_model(spec, "teacher", torch.device("cpu")).eval()  # type: ignore[no-untyped-call]
+            windows = ids[: WINDOW * MOST_WINDOWS].split(WINDOW)  # type: ignore[no-untyped-call]
+            logits = (model(input_ids=window[None], use_cache=False).logits[0] for window in windows)
+            result["unreachable_mass"] = unreachable_mass(named, logits)
+    return result
