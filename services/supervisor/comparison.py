@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.run.baseline import baseline_output
+from services.common.run.verdict import Verdict, describe, judge
 from services.supervisor.json_files import last_line
 
 BITS = "bits_per_byte"
@@ -28,19 +29,18 @@ class Comparison:
     baseline_step: int
 
     @property
-    def gain(self) -> float:
-        """Bits per byte by which the run is better than its baseline; negative if it is worse."""
-        return self.baseline - self.distilled
+    def verdict(self) -> Verdict:
+        """The run's result beside its baseline's."""
+        return judge(self.distilled - self.baseline)
 
     def line(self) -> str:
         """Return the comparison in one line."""
-        verdict = "better" if self.gain > 0 else "worse" if self.gain < 0 else "no different"
         steps = f" after {self.distilled_step} steps"
         if self.distilled_step != self.baseline_step:
             steps += f", the baseline after {self.baseline_step}"
         return (
             f"held-out text: {self.distilled:.4f} bits per byte distilled, {self.baseline:.4f} by cross-entropy only: "
-            f"{verdict} by {abs(self.gain):.4f}{steps}"
+            f"{describe(self.distilled - self.baseline)}{steps}"
         )
 
 

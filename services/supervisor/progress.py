@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.common.run.run_warnings import change_since_start, warnings_of
+from services.common.run.verdict import describe
 from services.supervisor.remaining import duration, remaining_s
 from services.supervisor.run_record import RunState
 
@@ -272,7 +273,7 @@ def _change(status: dict[str, Any]) -> str:
     change = change_since_start(status)
     if change is None:
         return ""
-    return f" ({abs(change):.4f} {'worse' if change > 0 else 'better'} than at step 0)"
+    return f" (since step 0: {describe(change)})"
 
 
 def _resume_hint(status: dict[str, Any]) -> str:

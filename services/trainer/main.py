@@ -15,6 +15,7 @@ from services.common.models.loading import head_width, pick_device
 from services.common.processes.worker import QueueLink, Worker, worker_session
 from services.common.run.custom_loss import check_custom_loss
 from services.common.run.memory_estimate import check_room, custom_loss_needs
+from services.common.run.verdict import judge
 from services.common.tokenizers.loading import pad_id, tokenizer_of
 from services.trainer.checkpoint import Cursor
 from services.trainer.completion_samples import CompletionSamples
@@ -226,7 +227,7 @@ def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, 
         summary["held_out"] = {
             "bits_per_byte_at_start": first["bits_per_byte"],
             "bits_per_byte": last["bits_per_byte"],
-            "worse_than_at_start": last["bits_per_byte"] > first["bits_per_byte"],
+            "since_start": judge(last["bits_per_byte"] - first["bits_per_byte"]),
         }
     summary |= loop.best.summary(cursor)
     export_student(output / "model", run, exported, model, tokenizer, output=output)

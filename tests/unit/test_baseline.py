@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
 from services.common.run.baseline import baseline_of
-from services.supervisor.comparison import comparison_line
+from services.common.run.verdict import Verdict
+from services.supervisor.comparison import compare_with_baseline, comparison_line
 from xtoken_core.config import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -63,6 +64,10 @@ def test_a_run_is_compared_with_its_baseline(tmp_path: Path) -> None:
         (tmp_path / name / "eval.jsonl").write_text(f'{{"step": 8, "bits_per_byte": {bits}}}\n')
     assert "2.2500 bits per byte distilled" in comparison_line(tmp_path / "out")
     assert "better by 0.2500 after 8 steps" in comparison_line(tmp_path / "out")
+    (tmp_path / "out" / "eval.jsonl").write_text('{"step": 8, "bits_per_byte": 2.4999}\n')
+    comparison = compare_with_baseline(tmp_path / "out")
+    assert comparison is not None and comparison.verdict is Verdict.SAME
+    assert "no difference that counts (-0.0001;" in comparison.line()
 
 
 @pytest.mark.parametrize("blockwise", [False, True])

@@ -36,6 +36,9 @@ def test_harmless_metrics_are_not() -> None:
     harmless = {"unreachable_mass_t0": 0.05, "kl_fraction": 0.6, "kl_loss_scale": 1.0}
     assert warnings_of(status(last=harmless, evaluation=better)) == {}
     assert warnings_of(status(last=None, evaluation=EVALUATIONS["first_evaluation"])) == {}
+    unchanged = {"step": 100, "bits_per_byte": 2.3291}
+    assert warnings_of(status(last=harmless, evaluation=unchanged)) == {}
+    assert "(since step 0: no difference that counts (+0.0001;" in final_line(status(evaluation=unchanged))
     assert warnings_of(status(last={"kl_fraction": 0.0, "kl_loss_scale": 0.0}, evaluation=better)) == {}
 
 
@@ -45,4 +48,4 @@ def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
     for _ in range(3):
         view.show(status(state="running"))
     assert file.getvalue().count("worse than at step 0") == 1
-    assert "2.3800 bits per byte on held-out text (0.0510 worse than at step 0)" in final_line(status())
+    assert "2.3800 bits per byte on held-out text (since step 0: worse by 0.0510)" in final_line(status())

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from services.common.run.verdict import Verdict, judge
+
 MOST_UNREACHABLE = 0.1
 LEAST_FRACTION = 0.05
 UNREACHABLE = "unreachable_mass"
@@ -58,7 +60,7 @@ def _without_effect(last: Mapping[str, Any]) -> dict[str, str]:
 
 def _worse(status: Mapping[str, Any]) -> dict[str, str]:
     change = change_since_start(status)
-    if change is None or change <= 0:
+    if change is None or judge(change) is not Verdict.WORSE:
         return {}
     last, first = status["evaluation"], status["first_evaluation"]
     text = (

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from services.common.run.baseline import baseline_output
+from services.common.run.verdict import Verdict, describe, judge
 from services.control.api.dependencies import AppContext, Context
 from services.control.web.charts import COMPARED
 from services.control.web.render import PageRoute, page
@@ -36,10 +37,12 @@ def compare(request: Request, context: Context, run: RunIds = []) -> Response:  
         raise HTTPException(400, f"At most {MAX_RUNS} runs can be compared: leave some out.")
     chosen = run_views(context, [_row(context, run_id) for run_id in ids])
     others = [row for row in context.runs.store.page(MAX_CHOICES) if row["id"] not in ids]
+    verdict, finding = _finding(chosen)
     part = "compare_results.html" if "hx-request" in request.headers else "compare.html"
     return page(
-        request, part, runs=chosen, labels=_labels(chosen), others=others, charts=COMPARED, verdict=_verdict(chosen),
+        request, part, runs=chosen, labels=_labels(chosen), others=others, charts=COMPARED,
         differing=differing_settings({view.id: view.spec for view in chosen}), room=len(ids) < MAX_RUNS,
+        verdict=verdict, finding=finding,
         tasks=list(dict.fromkeys(name for view in chosen for name, *_ in view.tasks)),
     )  # fmt: skip
 
@@ -55,8 +58,8 @@ def _labels(runs: list[RunView]) -> dict[str, str]:
     return {view.id: view.name if names.count(view.name) == 1 else view.id for view in runs}
 
 
-def _verdict(runs: list[RunView]) -> str:
-    """Return which run has the best held-out result, in one line; empty without two results.
+def _finding(runs: list[RunView]) -> tuple[Verdict, str]:
+    """Return which run has the best held-out result: the verdict, and one line, which is empty without two results.
 
     A run and its baseline are compared in these terms, whatever other runs there are.
     """
@@ -65,17 +68,15 @@ def _verdict(runs: list[RunView]) -> str:
     for view in measured:
         baseline = by_output.get(str(baseline_output(Path(view.output))))
         if baseline is not None and len(runs) == 2 and view.comparison:
-            return view.comparison
+            return view.comparison.verdict, view.comparison.line()
     if len(measured) < 2:
-        return ""
+        return Verdict.SAME, ""
     best, second, *_ = sorted(measured, key=lambda view: view.bits or 0.0)
     assert best.bits is not None and second.bits is not None
-    if best.bits == second.bits:
-        return ""
     labels = _labels(runs)
-    return (
-        f"best on held-out text: {labels[best.id]} with {best.bits:.4f} bits per byte, {second.bits - best.bits:.4f} "
-        f"better than {labels[second.id]}"
+    return judge(best.bits - second.bits), (
+        f"lowest on held-out text: {labels[best.id]} with {best.bits:.4f} bits per byte; beside {labels[second.id]}: "
+        f"{describe(best.bits - second.bits)}"
     )
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from services.common.run.run_warnings import change_since_start, warnings_of
+from services.common.run.verdict import Verdict, judge
 from services.control.api.dependencies import AppContext
 from services.control.web.formatting import number, percent, seconds_since
 from services.control.web.loss_terms import divergence_name, loss_in_words
-from services.supervisor.comparison import comparison_line
+from services.supervisor.comparison import Comparison, compare_with_baseline
 from services.supervisor.remaining import remaining_s
 from services.supervisor.run_record import RunState
 
@@ -101,9 +102,9 @@ class RunView:
         return list(warnings_of(self._status).values())
 
     @property
-    def comparison(self) -> str:
-        """Comparison with its baseline in one line; empty without an evaluation of both."""
-        return comparison_line(Path(self.output))
+    def comparison(self) -> Comparison | None:
+        """Comparison with its baseline; None without an evaluation of both."""
+        return compare_with_baseline(Path(self.output))
 
     @property
     def resumable(self) -> bool:
@@ -140,6 +141,11 @@ class RunView:
     def change(self) -> float | None:
         """Change of the bits per byte since step 0; negative is better."""
         return change_since_start(self._status)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Verdict on the change since step 0."""
+        return None if self.change is None else judge(self.change)
 
     @property
     def tokens_per_second(self) -> float | None:
