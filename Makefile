@@ -53,7 +53,7 @@ check-gpu-service: $(STAMP)  ## what compose starts on a GPU node, without a con
 
 test-deploy: $(STAMP)  ## the Kubernetes manifests against their API's schemas
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[deploy]'
-	$(BIN)/pytest tests/unit/test_kubernetes.py
+	$(BIN)/pytest tests/unit/deploy/test_kubernetes.py
 
 test-browser: $(STAMP)  ## start, watch, stop and resume a run by the web page, in a headless Chromium (CHROMIUM names it)
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[browser]'

@@ -32,15 +32,15 @@ SIDE_BY_SIDE = (
     "tests/ops",
     "tests/unit/chain",
     "tests/unit/losses",
-    "tests/unit/test_event_callbacks.py",
-    "tests/unit/test_packed_attention.py",
+    "tests/unit/common/processes/test_event_callbacks.py",
+    "tests/unit/common/models/test_packed_attention.py",
 )
 """Tests that share a GPU; where pytest-xdist is installed, several run at a time."""
 ALONE = (
-    "tests/unit/rollout",
+    "tests/unit/common/generation",
     "tests/unit/teacher",
     "tests/unit/trainer",
-    "tests/unit/test_memory_estimate.py",
+    "tests/unit/common/run/test_memory_estimate.py",
     "tests/unit/control/test_gpus.py",
     "tests/unit/data_plane/test_codec.py",
     "tests/contract/test_samples.py",

@@ -64,15 +64,15 @@ class Package(NamedTuple):
 
 
 PACKAGES = {
-    "alignment": Package(("xtoken_core/alignment",), ("tests/unit/alignment", "tests/unit/test_collate.py")),
+    "alignment": Package(("xtoken_core/alignment",), ("tests/unit/alignment", "tests/unit/core/test_collate.py")),
     "losses": Package(
         ("xtoken_core/losses",),
         ("tests/unit/losses", "tests/unit/chain", "tests/ops/test_losses_from_hidden_states.py"),
     ),
-    "plan": Package(("xtoken_core/plan.py",), ("tests/unit/test_plan.py",)),
+    "plan": Package(("xtoken_core/plan.py",), ("tests/unit/core/test_plan.py",)),
     "projection": Package(
         ("xtoken_core/projection",),
-        ("tests/unit/projection", "tests/unit/test_pair_files.py", "tests/unit/losses/test_utilities.py"),
+        ("tests/unit/projection", "tests/unit/common/tables/test_pair_files.py", "tests/unit/losses/test_utilities.py"),
     ),
     "queue": Package(
         ("xtoken_core/queue",),

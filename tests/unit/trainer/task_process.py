@@ -9,7 +9,7 @@ from pathlib import Path
 from services.trainer.distributed import RankGroup
 from services.trainer.eval_tasks import EvalTasks
 from services.trainer.student import Student
-from tests.unit.test_evaluation import byte_tokenizer, llama
+from tests.unit.core.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
 from xtoken_core.config.spec import RunSpec
 

@@ -16,7 +16,7 @@ from services.trainer.eval_samples import EvalSamples
 from services.trainer.eval_tasks import EvalTasks
 from services.trainer.student import Student
 from tests.support.ranks import start_ranks
-from tests.unit.test_evaluation import byte_tokenizer, llama
+from tests.unit.core.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError

@@ -22,7 +22,7 @@ from services.trainer.student import Student
 from tests.ops.tolerances import OUTPUT
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
-from tests.unit.test_evaluation import byte_tokenizer, llama
+from tests.unit.core.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun

@@ -12,7 +12,7 @@ import yaml
 from services.cli.app import app
 from services.control.auth import PROBES
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
 VERSIONS = ("1.30", "1.33", "1.36")
 UID = 10001
 

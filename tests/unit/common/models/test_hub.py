@@ -16,7 +16,7 @@ from services.common.run.machine import Machine
 from services.supervisor.run_record import SPEC, write_json
 from services.trainer.push import push_model
 from tests.support.hub_server import HubServer, hub_server
-from tests.unit.test_defaults import make_model
+from tests.unit.common.run.test_defaults import make_model
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 

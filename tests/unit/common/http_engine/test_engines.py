@@ -24,7 +24,7 @@ from services.teacher.model import TeacherModel
 from services.teacher.served import ServedTeacher
 from tests.support.engine_server import Answer, ModelHandler, serving
 from tests.support.tiny_run import documents, make_model
-from tests.unit.http_engine.recorded import SGLANG, VLLM
+from tests.unit.common.http_engine.recorded import SGLANG, VLLM
 from xtoken_core.config.served import ServedSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import read_topk

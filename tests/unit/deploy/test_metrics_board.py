@@ -21,7 +21,7 @@ from services.trainer import loop
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.stats import stats_document
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 BOARD = DEPLOY / "grafana" / "boards" / "xtoken.json"
 PROVISIONING = DEPLOY / "grafana" / "provisioning"
 
@@ -87,7 +87,7 @@ def test_every_figure_of_a_step_on_the_board_is_one_of_the_trainers(board: dict[
 
 
 def _sources_of_figures() -> list[Path]:
-    core = Path(__file__).parents[2] / "xtoken_core"
+    core = Path(__file__).parents[3] / "xtoken_core"
     return [*Path(loop.__file__).parent.glob("*.py"), *core.rglob("losses/**/*.py")]
 
 

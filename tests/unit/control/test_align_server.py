@@ -13,7 +13,7 @@ import pytest
 
 from services.common.files.allowed_paths import Roots
 from services.control.isolated.align_server import AlignServer
-from tests.unit.test_evaluation import byte_tokenizer
+from tests.unit.core.test_evaluation import byte_tokenizer
 from xtoken_core.errors import InputError
 
 TIMEOUT_S = 120.0

@@ -19,7 +19,7 @@ from services.cli.app import app
 from services.common.run.resolve import largest_row
 from xtoken_core.config import RunSpec, load_run_spec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.toml"))
 COMPOSE = ROOT / "docker-compose.yml"
 REMOTE = ROOT / "deploy" / "compose.remote.yml"
