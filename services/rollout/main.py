@@ -207,6 +207,8 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
         defaults = read_json_object(file).get("eos_token_id") if file.is_file() else None
         vocabulary = vocabulary_of(tokenizer, defaults, width=run.student.vocab_size)
         return ServedSampler(engine, vocabulary, spec.rollout, spec.student.model, spec.output / MODEL)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
     return Sampler(

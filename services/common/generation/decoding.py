@@ -7,7 +7,8 @@ once, the sampling included, and the host reads the tokens of a span of steps to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ SMALLEST = 8
 """Rows of the smallest batch; larger ones are multiples of it."""
 MAX_GRAPHS = 24
 WARM_UP = 2
-"""Steps before the capture, in which libraries choose their kernels and allocate what they need."""
+"""Steps before the capture: libraries choose their kernels and allocate what they need; the last one must not wait."""
 TOLERANCE = 0.1
 """Relative deviation of logits, in half precision, below which two results are the same but for rounding."""
 
@@ -155,20 +156,28 @@ class Batch:
         else:
             self._graph.replay()
 
-    def capture(self) -> None:
-        """Capture a step as a CUDA graph; what the warm-up writes is restored."""
+    def capture(self, stream: Any) -> None:
+        """Capture a step as a CUDA graph; what the warm-up writes is restored.
+
+        Args:
+            stream: A stream of the model's device, which is the current one.
+
+        Raises:
+            RuntimeError: A step waits for the device, or cannot be captured.
+        """
         kept = [x.clone() for x in self._changed()]
-        stream = torch.cuda.Stream(self.decoder.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.decoder.device))
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self._decode()
-                self._restore(kept)
-        torch.cuda.current_stream(self.decoder.device).wait_stream(stream)
+            for left in reversed(range(WARM_UP)):
+                try:
+                    with nullcontext() if left else _no_waiting():
+                        self._decode()
+                finally:
+                    self._restore(kept)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.decoder.pool):
+        with torch.cuda.graph(graph, pool=self.decoder.pool, stream=stream, capture_error_mode="thread_local"):
             self._decode()
-        self._restore(kept)
         self._graph = graph
 
     @property
@@ -210,10 +219,12 @@ class Decoder:
         self.device, self.dtype = model.device, model.dtype
         self.memory: list[tuple[Tensor, Tensor]] = []
         self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
-        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        on_gpu = self.device.type == "cuda"
+        self.pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._stream: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._batches: dict[tuple[int, int], Batch] = {}
         self._room = 0
-        self._checked = False
+        self._agreed: bool | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -236,7 +247,7 @@ class Decoder:
         """
         rows, width = mask.shape
         length = -(-(width + self.max_tokens) // LENGTHS) * LENGTHS
-        if not fixed(cache, length):
+        if self._agreed is False or not fixed(cache, length):
             return None
         size = -(-rows // SMALLEST) * SMALLEST
         self._reserve(cache, size * length)
@@ -254,9 +265,10 @@ class Decoder:
         batch.column.fill_(width)
         batch.number.fill_(1)
         batch.uniforms.copy_(uniforms[row])
-        if not self._checked and not self._agrees(batch, cache, mask, first):
+        if self._agreed is None:
+            self._agreed = self._agrees(batch, cache, mask, first)
+        if not self._agreed:
             return None
-        self._checked = True
         self._capture(batch)
         return batch
 
@@ -265,7 +277,7 @@ class Decoder:
 
         Args:
             batch: Left unusable.
-            rows: Those to keep, a multiple of `SMALLEST` of them.
+            rows: Those to keep, some of them repeated: as many as `size_for` returns.
         """
         smaller = self._batch(len(rows), batch.length)
         index = torch.tensor(rows, device=self.device)
@@ -283,24 +295,34 @@ class Decoder:
     def _capture(self, batch: Batch) -> None:
         if self.pool is None or batch.captured:
             return
-        try:
-            batch.capture()
-        except RuntimeError as error:  # a kernel that waits for the host, in this model or this way of sampling
-            log.warning("the student is decoded without CUDA graphs: %s", str(error).splitlines()[0])
-            self.pool = None
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            try:
+                batch.capture(self._stream)
+            except RuntimeError as error:  # a kernel that waits for the host, in this model or this way of sampling
+                log.warning("the student is decoded without CUDA graphs: %s", str(error).splitlines()[0])
+                torch.cuda.set_stream(current)  # torch stays on the stream of a capture that fails
+                torch.cuda.synchronize()
+                self.pool = None
 
     def _batch(self, size: int, length: int) -> Batch:
         if (size, length) not in self._batches:
             if len(self._batches) >= MAX_GRAPHS:
-                self._batches.clear()
+                self._drop_batches()
             self._batches[size, length] = Batch(self, size, length)
         return self._batches[size, length]
+
+    def _drop_batches(self) -> None:
+        """Drop all batches and their graphs, and with them the memory of graphs: torch takes its handle only once."""
+        self._batches.clear()
+        if self.pool is not None:
+            self.pool = torch.cuda.graph_pool_handle()
 
     def _reserve(self, cache: Any, cells: int) -> None:
         """Have memory for so many columns of rows; graphs of a smaller one are dropped with it."""
         if cells <= self._room:
             return
-        self._batches.clear()
+        self._drop_batches()
         pairs = [(layer.keys, layer.values) for layer in cache.layers]
         self.shapes = [tuple((x.shape[1], x.shape[3]) for x in pair) for pair in pairs]  # type: ignore[misc]
         self.memory.clear()
@@ -327,6 +349,14 @@ class Decoder:
         return deviation <= TOLERANCE
 
 
+def size_for(rows: int) -> int:
+    """Return the rows of a batch that continues so many of another's: few sizes, so that few graphs are captured."""
+    size = SMALLEST
+    while size < rows:
+        size *= 2
+    return size
+
+
 def fixed(cache: Any, length: int) -> bool:
     """Return True if a model's cache is keys and values alone, of which no layer forgets any below a length."""
     layers = getattr(cache, "layers", [])
@@ -335,6 +365,17 @@ def fixed(cache: Any, length: int) -> bool:
         for layer in layers
     )
     return bool(layers) and plain
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Make torch raise RuntimeError inside the block where it would wait for the device, as no capture may."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _view(memory: Tensor, size: int, length: int, shape: tuple[int, int]) -> Tensor:

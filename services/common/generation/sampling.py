@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from services.common.generation.decoding import NAME as ATTENTION
-from services.common.generation.decoding import SMALLEST, SPAN, Batch, Decoder
+from services.common.generation.decoding import SPAN, Batch, Decoder, size_for
 from services.common.generation.published_weights import Version, load_weights
 from services.common.generation.vocabulary import Vocabulary
 from xtoken_core.config.rollout import RolloutSpec
@@ -160,7 +160,7 @@ class Sampler:
         n = 1
         while n < self.settings.max_new_tokens and any(not row.finished for row in rows):
             living = [i for i, row in enumerate(at) if not rows[row].finished]
-            size = -(-len(living) // SMALLEST) * SMALLEST
+            size = size_for(len(living))
             if size <= batch.size // 2:
                 batch = self._decoder.narrowed(batch, [*living, *[living[0]] * (size - len(living))])
                 at = [at[i] for i in living]

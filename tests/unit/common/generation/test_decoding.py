@@ -1,5 +1,7 @@
 """Decoding in memory of a fixed size: the tokens are those of the model's own cache."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -10,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from services.common.generation.decoding import NAME
+from services.common.generation.decoding import NAME, size_for
 from services.common.generation.sampling import Sampled, Sampler, seed_of
 from services.common.generation.vocabulary import Vocabulary
 from xtoken_core.config.rollout import RolloutSpec
@@ -33,13 +35,21 @@ def model_of(family: str, device: str = "cpu") -> PreTrainedModel:
     return FAMILIES[family]().eval().to(device)  # type: ignore[no-any-return]
 
 
-def completed(model: PreTrainedModel, *, fixed_memory: bool) -> tuple[Sampler, list[Sampled]]:
+def sampler_of(model: PreTrainedModel, *, fixed_memory: bool) -> Sampler:
     allowed = torch.tensor([True] * 11 + [False] * 5, device=model.device)
     vocabulary = Vocabulary([b"a"] * 16, allowed, frozenset({END}), 0)
     settings = RolloutSpec.model_validate({"max_new_tokens": 50, "top_p": 0.9})
-    sampler = Sampler(model, vocabulary, settings, fixed_memory=fixed_memory)
-    prompts = [torch.arange(1 + row % 7).numpy() for row in range(ROWS)]
-    return sampler, sampler.complete(prompts, [seed_of(0, row, 0) for row in range(ROWS)], lambda: None)
+    return Sampler(model, vocabulary, settings, fixed_memory=fixed_memory)
+
+
+def completions(sampler: Sampler, *, rows: int = ROWS, longest: int = 7) -> list[Sampled]:
+    prompts = [torch.arange(1 + row % longest).numpy() % END for row in range(rows)]
+    return sampler.complete(prompts, [seed_of(0, row, 0) for row in range(rows)], lambda: None)
+
+
+def completed(model: PreTrainedModel, *, fixed_memory: bool) -> tuple[Sampler, list[Sampled]]:
+    sampler = sampler_of(model, fixed_memory=fixed_memory)
+    return sampler, completions(sampler)
 
 
 def check_same(expected: list[Sampled], own: list[Sampled]) -> None:
@@ -59,6 +69,51 @@ def test_tokens_are_those_of_the_models_own_cache(family: str, sizes: int) -> No
     check_same(expected, own)
     assert sampler.batch_sizes == [24, 8][:sizes]
     assert model.config._attn_implementation == NAME
+
+
+def test_memory_grows_with_longer_prompts() -> None:
+    model = model_of("llama")
+    own, fixed = (sampler_of(model, fixed_memory=fixed_memory) for fixed_memory in (False, True))
+    for rows, longest, sizes in ((9, 3, [16, 8]), (20, 60, [24, 8])):
+        check_same(completions(own, rows=rows, longest=longest), completions(fixed, rows=rows, longest=longest))
+        assert fixed.batch_sizes == sizes
+
+
+def test_batches_that_continue_others_have_few_sizes() -> None:
+    assert [size_for(rows) for rows in (1, 8, 9, 17, 33, 64)] == [8, 8, 16, 32, 64, 64]
+
+
+class OwnMaskOnly(LlamaForCausalLM):
+    """A model that builds its mask from one of two dimensions."""
+
+    refused = 0
+
+    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, **options: Any) -> Any:
+        if attention_mask.dim() != 2:
+            self.refused += 1
+            raise ValueError("the mask has four dimensions")
+        return super().forward(input_ids, attention_mask, position_ids, **options)
+
+
+def test_a_model_that_takes_no_mask_of_four_dimensions_keeps_its_own_cache() -> None:
+    torch.manual_seed(0)
+    model = OwnMaskOnly(LlamaConfig(**SHAPE)).eval()
+    sampler = sampler_of(model, fixed_memory=True)
+    expected = completions(sampler_of(model_of("llama"), fixed_memory=False))
+    for _ in range(2):
+        check_same(expected, completions(sampler))
+    assert model.refused == 1
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_again_for_longer_prompts_on_any_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    """The memory grows and all graphs are dropped; the current device is another one where there are several GPUs."""
+    model = model_of("llama", f"cuda:{torch.cuda.device_count() - 1}")
+    own, graphs = (sampler_of(model, fixed_memory=fixed_memory) for fixed_memory in (False, True))
+    for rows, longest in ((ROWS, 7), (44, 80), (9, 3)):
+        expected, found = (completions(sampler, rows=rows, longest=longest) for sampler in (own, graphs))
+        assert sum(one.ids == other.ids for one, other in zip(expected, found, strict=True)) >= rows - 4
+    assert not caplog.records
 
 
 @pytest.mark.gpu
