@@ -52,9 +52,11 @@ class DeviceWeights:
         return json.dumps({**memory, "bytes": self._memory.nbytes, "tensors": tensors}).encode()
 
 
-def takes_device_memory(model: nn.Module) -> bool:
-    """Return True if a model's weights can be shared by CUDA IPC."""
-    return next(model.parameters()).device.type == "cuda" and bindings_installed()
+def why_not_on_device(model: nn.Module) -> str | None:
+    """Return why a model's weights cannot be shared by CUDA IPC; None if they can."""
+    if next(model.parameters()).device.type != "cuda":
+        return "the student is not on a GPU"
+    return None if bindings_installed() else 'the package cuda-bindings (extra "gpu") is not installed'
 
 
 def read_device_weights(description: bytes, model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from services.common.generation.device_weights import NO_MEMORY, DeviceWeights, read_device_weights, takes_device_memory
+from services.common.generation.device_weights import NO_MEMORY, DeviceWeights, read_device_weights, why_not_on_device
 from xtoken_core.atomic import atomic_path
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError, OutputError
@@ -103,15 +103,16 @@ class WeightsWriter:
 
     def _shared(self, model: nn.Module) -> DeviceWeights | None:
         """Return the device memory for a model's weights; None if they pass through the file."""
-        if self._device_weights is None and self.on_device and takes_device_memory(model):
+        if self._device_weights is None and self.on_device:
+            reason = why_not_on_device(model)
             try:
-                self._device_weights = DeviceWeights(model)
+                self._device_weights = DeviceWeights(model) if reason is None else None
             except CudaError as error:
                 if error.code != NO_MEMORY:
                     raise
-                log.warning(
-                    "the GPU has no room for a second copy of the student's weights: publishing them on the host"
-                )
+                reason = "the GPU has no room for a second copy of the student's weights"
+            if reason is not None:
+                log.warning("%s: publishing the weights on the host", reason)
                 self.on_device = False
         return self._device_weights
 

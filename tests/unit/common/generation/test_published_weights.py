@@ -25,6 +25,9 @@ from services.common.generation.published_weights import (
 from xtoken_core.errors import InputError
 from xtoken_core.transports.shared_files import WEIGHTS_PREFIX, sweep
 
+WAIT_S = 200.0
+"""A process on a GPU may take a minute to import and to open its device."""
+
 
 class Tied(nn.Module):
     def __init__(self, seed: int, width: int = 4) -> None:
@@ -103,7 +106,7 @@ def publish_on_device(file: Path, published: Any, loaded: Any) -> None:
             model.embedding.weight.fill_(step)
         writer.write(model, Version(step, 9))
         published.set()
-        loaded.wait(60)
+        assert loaded.wait(WAIT_S)
         loaded.clear()
     writer.close()
 
@@ -115,13 +118,13 @@ def test_weights_of_another_process_are_read_from_device_memory(tmp_path: Path) 
     process = context.Process(target=publish_on_device, args=(file, published, loaded))
     process.start()
     for step in (1, 2):
-        assert published.wait(60)
+        assert published.wait(WAIT_S)
         published.clear()
         assert load_weights(model, file) == Version(step, 9)
         assert (model.head.weight == step).all()
         assert file.read_bytes().startswith(ON_DEVICE)
         loaded.set()
-    process.join(60)
+    process.join(WAIT_S)
     assert process.exitcode == 0
     assert not file.exists()
 
