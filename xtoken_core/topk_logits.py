@@ -177,15 +177,15 @@ def _group_log_sums(
 def write_topk(source: TopKLogits, out: Float[Tensor, "B T W"]) -> None:
     """Write positions into a slot: k logits, k ids as the bits of int32, then the four values beside them.
 
+    They are one copy: to memory of the host several would each wait for the device.
+
     Args:
-        source: What the teacher has selected, float32.
+        source: What the teacher has selected.
         out: Float32, `TopKSettings.width` wide, contiguous in the last dimension, on any device.
     """
-    k = source.ids.shape[-1]
-    out[..., :k].copy_(source.values, non_blocking=True)
-    out[..., k : 2 * k].view(torch.int32).copy_(source.ids, non_blocking=True)
     scalars = torch.stack([source.log_z, source.log_z_scaled, source.log_rest, source.own], dim=-1)
-    out[..., 2 * k :].copy_(scalars, non_blocking=True)
+    parts = source.values.float().view(torch.int32), source.ids.int(), scalars.float().view(torch.int32)
+    out.view(torch.int32).copy_(torch.cat(parts, -1), non_blocking=True)
 
 
 def read_topk(slot: Float[Tensor, "B T W"], settings: TopKSettings) -> TopKLogits:

@@ -119,8 +119,8 @@ def stages(options: argparse.Namespace, left: Any) -> Iterator[tuple[str, list[d
         done.add((part, size))
         try:
             yield part, _stage(part, size, options, min(left(), options.part_seconds))
-        except (RuntimeError, subprocess.SubprocessError, OSError) as error:
-            yield part, f"{size}: {error}"
+        except (RuntimeError, subprocess.SubprocessError, OSError, EOFError) as error:
+            yield part, f"{size}: {error!r}"
 
 
 def _stage(part: str, size: int, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:

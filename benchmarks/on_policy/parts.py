@@ -60,6 +60,9 @@ def weights(options: Any, device: torch.device) -> list[dict[str, Any]]:
     Args:
         options: As for `generation`.
         device: Where both models are.
+
+    Raises:
+        EOFError: The other process has failed.
     """
     model = AutoModelForCausalLM.from_pretrained(options.student, dtype=getattr(torch, options.dtype)).to(device)
     nbytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
@@ -70,6 +73,7 @@ def weights(options: Any, device: torch.device) -> list[dict[str, Any]]:
         file = Path("/dev/shm") / f"xtoken-weights-benchmark-{on_device}"
         process = context.Process(target=_publish, args=(options, str(device), file, on_device, theirs))
         process.start()
+        theirs.close()  # its end is seen here then
         published, loaded = [], []
         for step in range(REPEATS + 1):
             published.append(ours.recv())
