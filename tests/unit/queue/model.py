@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.unit.queue.agents import Agents
+from tests.unit.queue.agents.producers import Producers
+from tests.unit.queue.agents.teachers import Teachers
+from tests.unit.queue.agents.trainers import Trainers
 from tests.unit.queue.world import Move, ViolationError, Worker, World, ask, new_protocol
 from xtoken_core.queue.run.slots import SlotState
 from xtoken_core.wire import QueueError
@@ -28,7 +30,7 @@ LOSING = ("holding", "announce", "claim", "writing", "start", "ack", "publishing
 """Phases in which an answer may be lost."""
 
 
-class Model(Agents):
+class Model(Producers, Teachers, Trainers):
     """All moves of all workers under one configuration."""
 
     def moves(self, world: World) -> Iterator[Move]:
