@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.cli.options import SpecialTokensOption, special_tokens_of
+from services.cli.options import SpecialTokensOption, StudentOption, TeacherOption, special_tokens_of
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -25,8 +25,6 @@ align_app = typer.Typer(
     name="align", help="Look at the alignment of two tokenizations of one text.", no_args_is_help=True
 )
 
-StudentOption = Annotated[Path, typer.Option("--student", help="The student's directory (model or tokenizer).")]
-TeacherOption = Annotated[Path, typer.Option("--teacher", help="The teacher's directory.")]
 
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_RECORDS = 64
@@ -185,9 +183,10 @@ def _records(path: Path, field: str, sides: Sequence[TextTokenizer]) -> Iterator
     import tempfile
 
     from xtoken_core.alignment.check import Record
+    from xtoken_core.config.data import TEXT_SUFFIXES
     from xtoken_core.dataset import DataIndex
 
-    if path.is_dir() or path.suffix.lower() in (".jsonl", ".parquet", ".txt"):
+    if path.is_dir() or path.suffix.lower() in TEXT_SUFFIXES:
         with tempfile.TemporaryDirectory() as cache:
             index = DataIndex.build([path], field=field, cache_dir=Path(cache))
             yield _indexed(index, sides), len(index)

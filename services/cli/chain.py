@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.cli.options import SpecialTokensOption, special_tokens_of
+from services.cli.options import SpecialTokensOption, StudentOption, TeacherOption, special_tokens_of
 
 if TYPE_CHECKING:
     from xtoken_core.chain.report import SideReport, TextReport
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 chain_app = typer.Typer(
     name="chain", help='Look at the tables of the chain divergence (loss.mode = "chain").', no_args_is_help=True
 )
-
-StudentOption = Annotated[Path, typer.Option("--student", help="The student's directory (model or tokenizer).")]
-TeacherOption = Annotated[Path, typer.Option("--teacher", help="The teacher's directory.")]
 
 
 @chain_app.callback()

@@ -187,6 +187,8 @@ def set_up_logging() -> None:
     set_up(debug=bool(os.environ.get(DEBUG_VARIABLE)))
 
 
+StudentOption = Annotated[Path, typer.Option("--student", help="The student's directory (model or tokenizer).")]
+TeacherOption = Annotated[Path, typer.Option("--teacher", help="The teacher's directory.")]
 SpecialTokensOption = Annotated[
     list[str] | None,
     typer.Option(

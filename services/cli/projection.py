@@ -8,14 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli.options import SpecialTokensOption, special_tokens_of
+from services.cli.options import SpecialTokensOption, StudentOption, TeacherOption, special_tokens_of
 
 projection_app = typer.Typer(
     name="projection", help="Build a projection between two vocabularies and look into it.", no_args_is_help=True
 )
 
-StudentOption = Annotated[Path, typer.Option("--student", help="The student's directory (model or tokenizer).")]
-TeacherOption = Annotated[Path, typer.Option("--teacher", help="The teacher's directory.")]
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A projection file.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

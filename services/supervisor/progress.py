@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -18,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.common.run.run_warnings import change_since_start, warnings_of
+from services.common.run.run_warnings import change_since_start, is_finite, warnings_of
 from services.common.run.verdict import describe
 from services.supervisor.remaining import duration, remaining_s
 from services.supervisor.run_record import RunState
@@ -264,7 +263,7 @@ def final_line(status: dict[str, Any]) -> str:
         f"{summary[name]} {name}" for name in ("trained", "skipped", "dead", "truncated") if name in summary
     )
     bits = (status["evaluation"] or {}).get("bits_per_byte")
-    held_out = f"; {bits:.4f} bits per byte on held-out text{_change(status)}" if _is_number(bits) else ""
+    held_out = f"; {bits:.4f} bits per byte on held-out text{_change(status)}" if is_finite(bits) else ""
     return f"{where}: {counts} of {summary.get('positions')} samples{held_out}; model in {status['output']}/model"
 
 
@@ -294,16 +293,11 @@ def plural(count: int, what: str) -> str:
 def metrics_of(status: dict[str, Any]) -> list[tuple[str, str]]:
     """Return names and values of the last step's losses and speed, and of the last evaluation."""
     last = status["last"] or {}
-    metrics = [(name, f"{value:.4f}") for name in LOSSES if _is_number(value := last.get(name))]
-    if _is_number(speed := last.get("tokens_per_second")):
+    metrics = [(name, f"{value:.4f}") for name in LOSSES if is_finite(value := last.get(name))]
+    if is_finite(speed := last.get("tokens_per_second")):
         metrics.append(("tokens/s", f"{speed:,.0f}"))
     bits = (status["evaluation"] or {}).get("bits_per_byte")
-    return [*metrics, ("bits per byte", f"{bits:.4f}")] if _is_number(bits) else metrics
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a metric can be displayed; one that was not finite is null."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return [*metrics, ("bits per byte", f"{bits:.4f}")] if is_finite(bits) else metrics
 
 
 def render_status(status: dict[str, Any], note: str) -> RenderableType:
@@ -321,7 +315,7 @@ def render_status(status: dict[str, Any], note: str) -> RenderableType:
 def _metrics(status: dict[str, Any]) -> RenderableType:
     """Return metrics in as many columns as fit the width."""
     last = status["last"] or {}
-    others = [(k, f"{v:.4g}") for k, v in last.items() if _is_shown(k) and _is_number(v)]
+    others = [(k, f"{v:.4g}") for k, v in last.items() if _is_shown(k) and is_finite(v)]
     parts: list[RenderableType] = [
         Columns((_metric(*item) for item in metrics), padding=(0, 2)) for metrics in (metrics_of(status), others)
     ]

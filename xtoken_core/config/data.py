@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 
 from xtoken_core.config.base import Count, Part
 
+TEXT_SUFFIXES = (".jsonl", ".parquet", ".txt")
+"""Suffixes of files of text that a run reads."""
+
 
 class DataSource(Part):
     """One of several texts. All of them have a weight, or none has."""

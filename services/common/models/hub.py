@@ -17,6 +17,7 @@ from typing import Any
 
 from services.common.models.gguf import gguf_model, is_gguf
 from services.common.processes.progress import spinner
+from xtoken_core.config.data import TEXT_SUFFIXES
 from xtoken_core.errors import InputError
 
 HUB_ID = re.compile(
@@ -24,7 +25,6 @@ HUB_ID = re.compile(
 )
 SNAPSHOT = re.compile(r".*/(?P<kind>models|datasets)--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(/.*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-TEXT = (".jsonl", ".parquet", ".txt")
 TOKENIZER_FILES = (
     "tokenizer*", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "added_tokens.json",
     "special_tokens_map.json", "chat_template.*",
@@ -70,7 +70,9 @@ def hub_id(value: Any, base: Path, *, data: bool = False) -> HubId | None:
     if match is None or (match["files"] and not data):
         return None
     local = (base / value, base / match["repo"].partition("/")[0])
-    if any(os.path.lexists(path) for path in local) or (not match["files"] and value.endswith((*TEXT, ".gguf"))):
+    if any(os.path.lexists(path) for path in local) or (
+        not match["files"] and value.endswith((*TEXT_SUFFIXES, ".gguf"))
+    ):
         return None
     return HubId(match["repo"], match["revision"], match["files"])
 
@@ -122,7 +124,7 @@ class Hub:
         chosen = _chosen(listed, wanted.files)
         if not chosen:
             raise InputError(
-                f"{name}: {wanted.requested} on the Hub has no {', '.join(TEXT)} file"
+                f"{name}: {wanted.requested} on the Hub has no {', '.join(TEXT_SUFFIXES)} file"
                 + (f" that matches {wanted.files!r}" if wanted.files else "")
                 + f": it has {', '.join(listed[:5]) or 'none at all'}"
             )
@@ -201,7 +203,7 @@ def _hub_options() -> dict[str, Any]:
 
 def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
     """Return the files of a data set that match a pattern; without one, those of the training split if it has one."""
-    texts = [name for name in names if name.endswith(TEXT)]
+    texts = [name for name in names if name.endswith(TEXT_SUFFIXES)]
     if pattern is not None:
         return [name for name in texts if fnmatch.fnmatch(name, pattern)]
     texts = [name for name in texts if not name.endswith(".txt")] or texts

@@ -12,10 +12,9 @@ import torch
 from services.common.batches.step_plan import ring_shape
 from services.common.models.weights import weight_count
 from services.common.processes.supervised import supervised
-from services.common.run.memory_fit import BLOCK_ROWS
+from services.common.run.memory_fit import BLOCK_ROWS, COPIES, FEWER, FLOAT32, GIB
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.config.train import OptimizerName
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.base import Loss
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
@@ -25,15 +24,8 @@ from xtoken_core.wire.columns import ITEM_SIZES
 
 log = logging.getLogger("xtoken.memory")
 
-GIB = 1 << 30
-FLOAT32 = ITEM_SIZES["float32"]
-COPIES = 4
-"""Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
 COPIES_BETWEEN_STEPS = COPIES - 1
 """Without the gradient, which is freed at a step's end."""
-FEWER: dict[OptimizerName, int] = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
-"""Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
-none; that Muon leaves embedding and head to AdamW is not counted, as the estimate is a lower bound."""
 REMEDIES = (
     "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'

@@ -6,17 +6,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtoken_core.config.spec import DEFAULT_TOPK, padded_length
+from xtoken_core.config.train import OptimizerName
 from xtoken_core.regular_files import read_json_object
 from xtoken_core.transports.ring import TOPK_SCALARS
+from xtoken_core.wire.columns import ITEM_SIZES
 
 if TYPE_CHECKING:
     from services.common.run.defaults import Completion
 
-ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOAT32 = ITEM_SIZES["float32"]
 USABLE = 0.9
 """Fraction of a GPU's memory that is planned for: the rest is the driver's, the libraries' and fragmentation."""
-FEWER = {"adamw8bit": 1, "muon": 1, "adafactor": 2}
-"""Values per weight that an optimiser keeps less than AdamW."""
+COPIES = 4
+"""Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
+FEWER: dict[OptimizerName, int] = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
+"""Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
+none; that Muon leaves embedding and head to AdamW is not counted."""
 LARGEST = 16384
 """Tokens of a micro-batch at most: larger ones are hardly faster."""
 BLOCK_ROWS = 2048
@@ -46,7 +51,7 @@ class _Side:
         stored = settings.get("store") is not None  # then only its head is loaded, if that
         served = bool(settings.get("url"))
         self.weights = 0 if stored or served else weight_count(directory)
-        self.item = ITEM[settings["dtype"]]
+        self.item = ITEM_SIZES[settings["dtype"]]
         self.vocabulary = int(text["vocab_size"])
         self.hidden = int(text.get("hidden_size", text.get("n_embd", 0)))
         self.layers = int(text.get("num_hidden_layers", text.get("n_layer", 1)))
@@ -118,9 +123,9 @@ def _with(document: dict[str, Any], savers: dict[str, Any]) -> dict[str, Any]:
 
 def _kept(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
     """Return the bytes that stay between micro-batches, and the block of logits of a head that is multiplied so."""
-    masters = settings["train.master_weights"] and student.item < ITEM["float32"]
-    copies = 4 - FEWER.get(settings["train.optimizer"], 0)
-    state = student.weights * (copies * ITEM["float32"] + student.item if masters else copies * student.item)
+    masters = settings["train.master_weights"] and student.item < FLOAT32
+    copies = COPIES - FEWER.get(settings["train.optimizer"], 0)
+    state = student.weights * (copies * FLOAT32 + student.item if masters else copies * student.item)
     block = 0
     if settings["student.blockwise_head"]:
         widths = student.vocabulary * LOGITS_COPIES + sum(2 * teacher.vocabulary for teacher in teachers)
@@ -136,7 +141,7 @@ def _per_token(student: _Side, teachers: list[_Side], settings: dict[str, Any]) 
         """Return the bytes of one token in a slot."""
         content = teacher.content or ("hidden" if hidden else "logits")
         if content == "topk":
-            return (2 * teacher.topk + TOPK_SCALARS) * ITEM["float32"]
+            return (2 * teacher.topk + TOPK_SCALARS) * FLOAT32
         return (teacher.hidden if content == "hidden" else teacher.vocabulary) * teacher.item
 
     per_teacher = sum(2 * sent(t) + t.hidden * t.item * 8 for t in teachers)

@@ -30,12 +30,12 @@ def change_since_start(status: Mapping[str, Any]) -> float | None:
     before, after = first.get(BITS), last.get(BITS)
     if first.get("step") != 0 or last.get("step") in (0, None):
         return None
-    return after - before if _is_finite(before) and _is_finite(after) else None
+    return after - before if is_finite(before) and is_finite(after) else None
 
 
 def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
     """Return a warning for every teacher of which too much mass has no gradient, from a step's metrics."""
-    masses = {name: value for name, value in last.items() if name.startswith(UNREACHABLE) and _is_finite(value)}
+    masses = {name: value for name, value in last.items() if name.startswith(UNREACHABLE) and is_finite(value)}
     lines = {}
     for name, mass in masses.items():
         if mass > MOST_UNREACHABLE:
@@ -49,7 +49,7 @@ def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
 
 def _without_effect(last: Mapping[str, Any]) -> dict[str, str]:
     fraction = last.get("kl_fraction")
-    if not _is_finite(fraction) or fraction >= LEAST_FRACTION or last.get("kl_loss_scale") == 0:
+    if not is_finite(fraction) or fraction >= LEAST_FRACTION or last.get("kl_loss_scale") == 0:
         return {}
     text = (
         f"the divergence from the teacher is {fraction:.1%} of the loss (kl_fraction), which is close to cross-entropy "
@@ -70,5 +70,6 @@ def _worse(status: Mapping[str, Any]) -> dict[str, str]:
     return {BITS: text}
 
 
-def _is_finite(value: Any) -> TypeGuard[float]:
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Return whether a metric is a number; one that was not finite is null."""
     return isinstance(value, (int, float)) and math.isfinite(value)

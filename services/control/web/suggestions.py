@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 
 from services.common.files.allowed_paths import Roots
 from services.control.api.dependencies import Context
+from xtoken_core.config.data import TEXT_SUFFIXES
 
 MAX_DEPTH = 6
 MAX_ENTRIES = 20_000
@@ -22,7 +23,6 @@ MAX_SHOWN = 12
 TIME_LIMIT_S = 1.0
 CACHE_S = 30.0
 PROJECTIONS = (".safetensors", ".pt")
-TEXTS = (".jsonl", ".parquet", ".txt")
 
 Kind = Literal["models", "tokenizers", "projections", "texts"]
 router = APIRouter()
@@ -92,7 +92,7 @@ def _search(roots: Roots) -> Suggestions:
             path = os.path.join(folder, name)  # noqa: PTH118 - Path is slow for many names
             if name.endswith(PROJECTIONS):
                 suggestions.projections.append(path)
-            elif name.endswith(TEXTS):
+            elif name.endswith(TEXT_SUFFIXES):
                 suggestions.texts.append(path)
     for kind in (suggestions.models, suggestions.tokenizers, suggestions.projections, suggestions.texts):
         del kind[MAX_SUGGESTIONS:]
