@@ -86,7 +86,8 @@ Every error is `application/problem+json`, a `Problem`:
 {errors}
 ## Objects
 
-The fields of `RunSpec` are those of a run file: see [configuration](configuration.md).
+The fields of `RunSpec` are those of a run file: see [configuration](configuration.md). An `AnyRunSpec` leaves
+out what a run file may.
 
 {objects}"""
 

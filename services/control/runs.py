@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -88,12 +89,15 @@ class Runs:
 
     # Changes
 
-    def start(self, spec: RunSpec, *, key: str | None = None) -> tuple[Run | None, RunRow]:
+    def start(
+        self, spec: RunSpec, *, key: str | None = None, digest: str | None = None
+    ) -> tuple[Run | None, RunRow]:  # fmt: skip
         """Start a run.
 
         Args:
             spec: Specification of the run.
             key: Idempotency key: a second call with the same key and specification returns the first run.
+            digest: Digest of the specification as it was requested, if that is not `spec`.
 
         Returns:
             The run, or None if the key was used before; and its row in the database.
@@ -102,12 +106,10 @@ class Runs:
             RefusedError, OutsideError: The specification is not accepted.
             TakenError: Another run has the same output, or the key was used with another specification.
         """
-        digest = _digest(spec) if key is not None else None
+        digest = None if key is None else digest or _digest(spec)
         with self._lock:
-            earlier = self.store.run_with_key(key) if key is not None else None
+            earlier = self.started_with(key, digest)
             if earlier is not None:
-                if earlier.digest != digest:
-                    raise TakenError(f"Idempotency-Key: {key!r} was used with another specification")
                 return None, earlier
             spec = self.validate(spec)
             row = RunRow(
@@ -116,6 +118,44 @@ class Runs:
             )  # fmt: skip
             run = self._launch(self.store.add(row))
         return run, row
+
+    def started_with(self, key: str | None, digest: str | None) -> RunRow | None:
+        """Return the run that was started with an idempotency key; None if there is none.
+
+        Raises:
+            TakenError: The key was used with another specification.
+        """
+        earlier = self.store.run_with_key(key) if key is not None else None
+        if earlier is not None and earlier.digest != digest:
+            raise TakenError(f"Idempotency-Key: {key!r} was used with another specification")
+        return earlier
+
+    def free_output(self, name: str, *, create: bool = False) -> Path:
+        """Return the directory of a new run that names none: that of its name, or the next free one with a number.
+
+        Args:
+            name: Name of the run.
+            create: Create it, so that no other run takes it.
+
+        Raises:
+            RefusedError: There is no directory of runs, or it cannot be created.
+        """
+        base = self.validator.base
+        if base is None:
+            raise RefusedError("output", "is required")
+        for number in itertools.count(1):
+            output = base / (name if number == 1 else f"{name}-{number}")
+            if os.path.lexists(output) or self.store.run_around(output) is not None:
+                continue
+            try:
+                if create:
+                    output.mkdir()
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise RefusedError("output", f"{output} cannot be created: {error.strerror}") from error
+            return output
+        raise AssertionError("there is always another number")
 
     def add_finished(self, output: Path) -> RunRow:
         """List a complete run that was made outside this control plane, such as a baseline.

@@ -212,6 +212,11 @@ class RunSpec(Part):
         given = value.get("loss", {})
         return {**value, "loss": {**CROSS_ENTROPY_ONLY, **given} if isinstance(given, dict) else given}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_evaluation(cls, value: Any) -> Any:
+        return {**value, "eval": None} if isinstance(value, dict) and value.get("eval") == "none" else value
+
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
         if not self.teacher:

@@ -29,6 +29,12 @@ EVALUATION_S = 30.0
 BYTES_PER_TOKEN = 4
 LEAST_EVALUATION, MOST_EVALUATION = 16 << 10, 1 << 20
 EVALUATIONS = 10
+FILLED = (
+    "output", "student.context_length", "student.dtype", "teacher.context_length", "teacher.dtype", "eval.path",
+    "eval.max_bytes", "eval.every", "train.micro_batch_tokens",
+)  # fmt: skip
+"""Settings that models, text and machine decide where a run file leaves them out. Others change with them only to fit a
+GPU (`services.common.run.memory_fit`)."""
 
 
 @dataclass
@@ -135,10 +141,10 @@ def complete_run(
         InputError: It names something of the Hub that cannot be fetched.
         ConfigError: A setting is wrong.
     """
-    document = _expanded(deepcopy(dict(document)))
+    document = expanded(deepcopy(dict(document)))
     for setting in settings:
         _override(document, setting)
-    document = _expanded(document)
+    document = expanded(document)
     document.setdefault("name", name or "run")
     named = "output" in document
     document.setdefault("output", f"runs/{document['name']}")
@@ -190,8 +196,8 @@ def _override(document: dict[str, Any], setting: str) -> None:
     table[key] = value
 
 
-def _expanded(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with the short forms of models and text as tables, and teachers as a list."""
+def expanded(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with the short forms of models and text as tables, and teachers as a list."""
     expanded = dict(document)
     for name, key in (("student", "model"), ("data", "path")):
         if isinstance(expanded.get(name), (str, list)):
@@ -213,15 +219,21 @@ def _stored(output: Path) -> dict[str, Any]:
 
 def _complete(completion: Completion, base: Path, output: Path, *, writes: bool) -> None:
     document, machine = completion.document, completion.machine
-    models: list[tuple[str, Any]] = [("student", document.get("student"))]
-    models += [(f"teacher.{number}", each) for number, each in enumerate(document.get("teacher", ()))]
-    if any(not isinstance(model, dict) for _, model in models) or not isinstance(document.get("data"), dict):
+    models = [document.get("student"), *document.get("teacher", ())]
+    if not all(isinstance(table, dict) for table in (*models, document.get("data"))):
         return  # the specification names what is missing
-    for name, model in models:
-        _complete_model(completion, name, model, base)
+    complete_models(completion, base)
     _complete_evaluation(completion, base, output, writes=writes)
     if machine.gpu_bytes and not _on_cpu(document):
         fit_memory(completion, base)
+
+
+def complete_models(completion: Completion, base: Path) -> None:
+    """Fill in context length and dtype of student and teachers, whose tables there are."""
+    document = completion.document
+    _complete_model(completion, "student", document["student"], base)
+    for number, teacher in enumerate(document.get("teacher", ())):
+        _complete_model(completion, f"teacher.{number}", teacher, base)
 
 
 def _complete_model(completion: Completion, name: str, model: dict[str, Any], base: Path) -> None:

@@ -17,8 +17,14 @@ MINIMAL: dict[str, Any] = {
     ],
     "data": {"path": "/data/text/train.jsonl"},
 }
+SHORT: dict[str, Any] = {
+    "student": {"model": "/data/models/Llama-3.2-1B"},
+    "teacher": [{"model": "/data/models/Qwen3-4B"}],
+    "data": {"path": "/data/text/train.jsonl"},
+}
 RUNS: dict[str, Any] = {
-    "minimal": {"summary": "Required settings; everything else has a default", "value": MINIMAL},
+    "short": {"summary": "Models and text; everything else has a default", "value": SHORT},
+    "minimal": {"summary": "A specification that is taken as it is", "value": MINIMAL},
     "cpu": {
         "summary": "A short run on a CPU",
         "value": MINIMAL

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, RootModel
+from pydantic_core import CoreSchema
 
 from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
@@ -109,11 +110,29 @@ class RunPage(ApiModel):
     """`cursor` of the next page; null on the last page."""
 
 
+class AnyRunSpec(RootModel[dict[str, Any]]):
+    """Specification of a run: a whole one, or a short one that is completed."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, _: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Describe both."""
+        short = {
+            "title": "ShortRunSpec",
+            "description": "A `RunSpec` without `output` or a model's `context_length`.",
+            "type": "object",
+            "properties": {name: {"type": "object"} for name in ("student", "data")},
+            "required": ["student", "data"],
+        }
+        return {"anyOf": [handler(RunSpec.__pydantic_core_schema__), short], "title": "AnyRunSpec"}
+
+
 class DryRun(ApiModel):
     """Result of a dry run, which validates a run without starting it."""
 
     spec: RunSpec
     """Specification, with absolute paths."""
+    defaults: list[str] = []
+    """Defaults that were filled in, with their reasons."""
     records: int
     positions: int
     """Samples of the complete run, over all epochs."""

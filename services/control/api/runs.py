@@ -5,21 +5,25 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, HTTPException, Query, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from services.common.files.input_files import check_input_files
 from services.common.run.resolve import largest_row
 from services.control.api.dependencies import AppContext, Context, RunId, problems_of
 from services.control.api.examples import RUNS
-from services.control.api.models import DryRun, RunPage, RunStatus
+from services.control.api.models import AnyRunSpec, DryRun, RunPage, RunStatus
+from services.control.api.short_specs import Completed, complete, read_document, start_short
 from services.control.isolated.inspection import inspect_run
 from services.control.run import Run
 from services.supervisor.process_spec import build_process_specs
 from services.supervisor.run_record import RunState
-from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 
 VALIDATION_WAIT_S = 3.0
@@ -39,26 +43,36 @@ Key = Annotated[
         description="A second request with the same key and specification returns the first run.",
     ),
 ]  # fmt: skip
-Specification = Annotated[RunSpec, Body(openapi_examples=RUNS)]
+Specification = Annotated[AnyRunSpec, Body(openapi_examples=RUNS)]
 
 
 @router.post(
     "", status_code=201, responses={200: {"model": RunStatus | DryRun}, **problems_of(400, 409, 413, 422, 503)}
 )  # fmt: skip
 def start_run(
-    spec: Specification, context: Context, response: Response, dry_run: bool = False, key: Key = None
+    document: Specification, context: Context, response: Response, dry_run: bool = False, key: Key = None
 ) -> RunStatus | DryRun:
     """Start a run.
 
     The body has the fields of a run file as JSON, with absolute paths; a relative `output` is below the runs'
-    directory. The run's files are validated first; if that takes long, the response is sent before, and an error shows
-    in the run's state. With `dry_run` they are only validated. The status is 200 for a dry run and for a key that was
-    used before.
+    directory. A body without `output` or a model's `context_length` is completed as `xtoken run` completes a run file:
+    with all of its defaults, with held-out text unless `eval` is `"none"`, and in the first free directory of the run's
+    name; `output` and `spec` of the response have what was chosen. Any other body is taken as it is.
+
+    The run's files are validated first; if that takes long, the response is sent before, and an error shows in the
+    run's state. With `dry_run` they are only validated. The status is 200 for a dry run and for a key that was used
+    before.
     """
-    if dry_run:
-        response.status_code = 200
-        return dry_run_of(context, spec)
-    run, row = context.runs.start(spec, key=key)
+    try:
+        spec, errors = read_document(document.root)
+        if errors:
+            raise RequestValidationError(_in_the_body(errors))
+        if dry_run:
+            response.status_code = 200
+            return dry_run_of(context, Completed(spec, [], spec) if spec else complete(context.runs, document.root))
+        run, row = context.runs.start(spec, key=key) if spec else start_short(context.runs, document.root, key)
+    except ValidationError as error:
+        raise RequestValidationError(_in_the_body(error.errors(include_url=False))) from error
     if run is None:
         response.status_code = 200
     else:
@@ -126,27 +140,32 @@ def discard_if_invalid(context: AppContext, run: Run) -> None:
         raise run.refusal
 
 
-def dry_run_of(context: AppContext, spec: RunSpec) -> DryRun:
+def _in_the_body(errors: Sequence[ErrorDetails]) -> list[dict[str, Any]]:
+    return [{**error, "loc": ("body", *error["loc"])} for error in errors]
+
+
+def dry_run_of(context: AppContext, completed: Completed) -> DryRun:
     """Validate a run's settings and files as for a start.
 
     Raises:
         XtokenError: The run is invalid.
         HTTPException: 503, too many dry runs are in progress.
     """
-    spec = context.runs.validate(spec)
+    spec = context.runs.validate(completed.spec)
     check_input_files(spec)
     if not _dry_runs.acquire(blocking=False):
         raise HTTPException(503, "too many dry runs are in progress: retry in a moment", {"Retry-After": "5"})
     scratch = Path(tempfile.mkdtemp(prefix="xtoken-dry-"))
     try:
         roots = context.runs.validator.roots
-        checked = spec.model_copy(update={"output": scratch})
+        checked = completed.readable.model_copy(update={"output": scratch})
         resolved, _ = inspect_run(checked, lambda activity, done: None, roots.environment if roots is not None else {})
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         _dry_runs.release()
     return DryRun(
         spec=spec,
+        defaults=completed.notes,
         records=resolved.records,
         positions=resolved.positions,
         steps=resolved.steps,

@@ -8,24 +8,20 @@ is indexed or tables are built, then `{"resolved": ..., "warnings": [...]}` or `
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
-from typing import Any
 
-from services.common.files.allowed_paths import OutsideError
-from services.common.processes.child_process import ChildError, limit_memory, lines_of
+from services.common.processes.child_process import limit_memory
+from services.control.isolated.answers import ask_child, print_error, print_line
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.errors import XtokenError
 
 SILENCE_S = 120.0
 """Seconds after which a child that reports no progress is killed."""
 REPORT_S = 0.5
-ERRORS: dict[str, type[XtokenError]] = {"ConfigError": ConfigError, "InputError": InputError}
 
 
 def inspect_run(
@@ -44,27 +40,11 @@ def inspect_run(
     Raises:
         XtokenError: The run is invalid, or its files cannot be inspected within the limits.
     """
-    answer: dict[str, Any] = {}
-    try:
-        text = spec.model_dump_json().encode()
-        with closing(lines_of(["-m", __name__], text, silence_s=SILENCE_S, environment=environment)) as lines:
-            for line in lines:
-                answer = json.loads(line)
-                if "progress" in answer:
-                    progress(*answer["progress"])  # may raise, which kills the child
-    except ChildError as error:
-        raise InputError(f"cannot inspect the run's files: {error}") from error
-    if "error" in answer:
-        raise _error(answer)
-    if "resolved" not in answer:
-        raise InputError("cannot inspect the run's files: the process that read them gave no result")
+    text = spec.model_dump_json().encode()
+    answer = ask_child(
+        __name__, text, environment, silence_s=SILENCE_S, result="resolved", progress=progress
+    )  # fmt: skip
     return ResolvedRun.model_validate(answer["resolved"]), answer["warnings"]
-
-
-def _error(answer: Mapping[str, Any]) -> XtokenError:
-    if answer.get("field"):
-        return OutsideError(answer["field"], answer["message"])
-    return ERRORS.get(answer["error"], XtokenError)(answer["message"])
 
 
 def main() -> None:
@@ -76,17 +56,15 @@ def main() -> None:
         nonlocal printed_at
         if done == 1 or time.monotonic() - printed_at > REPORT_S:
             printed_at = time.monotonic()
-            _print({"progress": [activity, done]})
+            print_line({"progress": [activity, done]})
 
     try:
         from services.common.run.resolve import remarks, resolve_run
 
         run = resolve_run(RunSpec.model_validate_json(sys.stdin.buffer.read()), report)
-        _print({"resolved": run.model_dump(mode="json"), "warnings": list(remarks(run))})
+        print_line({"resolved": run.model_dump(mode="json"), "warnings": list(remarks(run))})
     except XtokenError as error:
-        kind = next((name for name, known in ERRORS.items() if isinstance(error, known)), "")
-        field = getattr(error, "field", None)
-        _print({"error": kind, "field": field, "message": getattr(error, "message", str(error))})
+        print_error(error)
     except MemoryError:
         os._exit(_out_of_memory())
 
@@ -94,11 +72,6 @@ def main() -> None:
 def _out_of_memory() -> int:
     os.write(2, b"MemoryError\n")  # without an allocation
     return 1
-
-
-def _print(line: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

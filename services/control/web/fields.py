@@ -16,17 +16,23 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from services.common.run.defaults import FILLED
 from services.control.web.loss_terms import MODES_OF_SETTING
 from xtoken_core.config.base import Part
 from xtoken_core.config.spec import RunSpec
 
 TEACHER = "teacher"
-EXCLUDED = ("queue.address", "ray.address")
-"""Settings that the control plane assigns."""
+EXCLUDED = ("push_to", "queue.address", "ray.address")
+"""Settings that the control plane refuses or assigns."""
 TEXTS = ("eval.samples.prompts",)
 """Lists of texts that may hold commas."""
 MODEL = "The model's directory: `config.json` and `.safetensors` weights."
 HELP = {
+    "output": (
+        "The directory the run writes: checkpoints, logs, curves, the exported model. Pushing the model to the Hub "
+        "(`push_to`) is for `xtoken run`."
+    ),
+    "eval.path": "Same forms as `data.path`. Left empty, a part of the text is held back.",
     "student.model": MODEL,
     "teacher.model": MODEL,
     "data.path": (
@@ -54,9 +60,10 @@ class Field:
     Attributes:
         name: Dotted name of the setting; a teacher's begins with `teacher.`, without an index.
         kind: `text`, `path`, `paths`, `integer`, `number`, `choice`, `switch`, `list`, or `json` for tables.
-        default: Default as text; empty if there is none.
+        default: Default as text; empty if there is none, or if models, text and machine decide it.
         help: Description from the configuration model.
         required: True if the setting has no default.
+        automatic: True if models, text and machine decide what is left empty.
         choices: Values of a `choice`.
         modes: Modes of the loss that read the setting; empty if all do.
     """
@@ -68,6 +75,7 @@ class Field:
     required: bool
     choices: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
+    automatic: bool = False
 
     @property
     def key(self) -> str:
@@ -136,11 +144,21 @@ def _collect(model: type[Part], name: str, optional: bool, collected: dict[str, 
 def _field(name: str, info: FieldInfo, doc: str) -> Field:
     kind, choices = _kind(info.annotation)
     kind = "json" if name in TEXTS else kind
-    default = "" if info.default is PydanticUndefined else format_value(info.default, kind)
+    automatic = name in FILLED
+    default = "" if info.default is PydanticUndefined or automatic else format_value(info.default, kind)
     if name == "loss.mode":
         choices = tuple(choice for choice in choices if choice not in REFUSED_MODES)
     of = MODES_OF_SETTING.get(name.removeprefix("loss."), ()) if name.startswith("loss.") else ()
-    return Field(name, kind, default, HELP.get(name, doc), info.is_required(), choices, tuple(sorted(of)))
+    return Field(
+        name,
+        kind,
+        default,
+        HELP.get(name, doc),
+        info.is_required() and not automatic,
+        choices,
+        tuple(sorted(of)),
+        automatic,
+    )
 
 
 def format_value(value: Any, kind: str) -> str:

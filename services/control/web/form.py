@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from services.common.run.defaults import FILLED, NONE
+from services.control.api.short_specs import read_document
 from services.control.isolated.toml_text import parse_toml
 from services.control.web.fields import TEACHER, Field, field_names, format_value, sections
 from xtoken_core.config.spec import RunSpec
@@ -18,6 +20,8 @@ from xtoken_core.errors import ConfigError
 
 MAX_FIELDS = 2000
 MAX_TEACHERS = 16
+EVAL = "eval"
+WITH_EVAL = ("eval.tasks", "eval.samples")
 NUMBERED = re.compile(rf"{TEACHER}\.([0-9]{{1,4}})(?![0-9])")
 NAMED = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)*")
 
@@ -47,6 +51,8 @@ def document_of(values: Mapping[str, str]) -> dict[str, Any]:
     modes = {values.get("loss.mode", ""), *re.split(r"[,\s]+", values.get("loss.teacher_modes", ""))}
     for section in sections().values():
         if section.optional and values.get(section.name) != "on":
+            if section.name == EVAL and not any(values.get(part) == "on" for part in WITH_EVAL):
+                document[EVAL] = NONE
             continue
         if section.name == TEACHER:
             if count := teachers_in(values):
@@ -58,25 +64,44 @@ def document_of(values: Mapping[str, str]) -> dict[str, Any]:
         if section.name == "loss" and part:
             part = _mode_and_weight(values) | part
         required = any(field.required for field in section.fields)
-        if part or required or section.optional:
+        if part or required or (section.optional and section.name != EVAL):
             _subtable(document, section.name).update(part)
     return document
 
 
 def without_defaults(spec: RunSpec, *, exclude_none: bool = False) -> dict[str, Any]:
-    """Return the settings of a run that differ from their default, as plain values that mean the same run.
+    """Return a run's settings without defaults, as plain values that mean the same run, also to `xtoken run`.
 
-    Mode and weight of the cross-entropy are kept beside other settings of the loss, because these decide what the two
-    are where they are left out.
+    What models, text and machine would decide is kept, and so is that there is no evaluation. Mode and weight of the
+    cross-entropy are kept beside other settings of the loss, because these decide what the two are where they are left
+    out.
 
     Args:
         spec: The run.
         exclude_none: Leave out settings that are None, too, as a run file in TOML does.
     """
     document = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=exclude_none)
+    complete = spec.model_dump(mode="json")
+    for name in FILLED:
+        _keep(document, complete, name.split("."))
+    if spec.eval is None:
+        document[EVAL] = NONE
     if document.get("loss"):
         document["loss"] |= {"mode": spec.loss.mode, "ce_loss_scale": spec.loss.ce_loss_scale}
     return document
+
+
+def _keep(document: Any, complete: Any, path: Sequence[str]) -> None:
+    """Add a setting of a complete document to a shorter one; of each teacher its own."""
+    if isinstance(complete, list):
+        for part, whole in zip(document, complete, strict=True):
+            _keep(part, whole, path)
+    elif isinstance(complete, Mapping) and path[0] in complete:
+        key, *rest = path
+        if rest and complete[key]:
+            _keep(document.setdefault(key, {}), complete[key], rest)
+        elif not rest:
+            document[key] = complete[key]
 
 
 def values_of(document: Mapping[str, Any]) -> dict[str, str]:
@@ -90,7 +115,8 @@ def values_of(document: Mapping[str, Any]) -> dict[str, str]:
             continue
         part = _lookup(document, section.name)
         if section.optional:
-            values[section.name] = "on" if part is not None else ""
+            left_out = section.name == EVAL and EVAL not in document
+            values[section.name] = "on" if left_out or (part is not None and part != NONE) else ""
         values |= _values(part or {}, section.fields, section.name)
     return values
 
@@ -124,18 +150,21 @@ def _without_none(value: Any) -> Any:
 
 
 def validated(document: Mapping[str, Any]) -> tuple[RunSpec | None, Errors]:
-    """Validate a document; return the specification, or the errors by field."""
-    try:
-        return RunSpec.model_validate(document), {}
-    except ValidationError as error:
-        errors: Errors = {}
-        for item in error.errors(include_url=False, include_context=False):
-            name = ".".join(str(part) for part in item["loc"])
-            message = item["msg"].removeprefix("Value error, ")
-            if item["type"] == "missing":
-                message = "Required."
-            add_error(errors, name, message[:1].upper() + message[1:] if item["type"] != "value_error" else message)
-        return None, errors
+    """Validate a document; return the specification, unless something is left out or wrong, and the errors by field."""
+    spec, wrong = read_document(document)
+    return spec, errors_of(wrong)
+
+
+def errors_of(wrong: Sequence[ErrorDetails]) -> Errors:
+    """Return errors of a specification by field."""
+    errors: Errors = {}
+    for item in wrong:
+        name = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "missing":
+            message = "Required."
+        add_error(errors, name, message[:1].upper() + message[1:] if item["type"] != "value_error" else message)
+    return errors
 
 
 def add_error(errors: Errors, name: str, message: str) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from services.control.api.dependencies import AppContext, Context
 from services.control.api.models import DryRun
 from services.control.api.runs import discard_if_invalid, dry_run_of
+from services.control.api.short_specs import complete, start_short
 from services.control.web import form
 from services.control.web.fields import TEACHER, Field, sections
+from services.control.web.form_defaults import defaults_taken, first_defaults
 from services.control.web.loss_terms import MODE_NAMES, OF_SEVERAL_TEACHERS
 from services.control.web.render import PageRoute, page
 from xtoken_core.config.spec import RunSpec
@@ -98,16 +102,20 @@ def _submit(request: Request, context: AppContext, values: dict[str, str]) -> Re
         _, errors = form.validated(document)
         # Other errors can be corrected in the form; an unknown field would be lost there.
         unknown = {name: texts for name, texts in errors.items() if any(t.startswith(UNKNOWN_FIELD) for t in texts)}
+        if document.get("push_to"):
+            unknown["push_to"] = ["A control plane pushes nothing: remove it, or start the run by xtoken run."]
         return _render(request, context, values if unknown else form.values_of(document), unknown)
     if action == "add" or REMOVED.fullmatch(action):
         return _render(request, context, form.values_of(_with_teachers(document, action)))
-    spec, errors = form.validated(document)
-    if spec is None:
+    _, errors = form.validated(document)
+    if errors:
         return _render(request, context, values, errors)
     try:
         if action == "check":
-            return _render(request, context, values, checked=dry_run_of(context, spec))
-        return _start(context, spec, values.get("key", ""))
+            return _render(request, context, values, checked=dry_run_of(context, complete(context.runs, document)))
+        return _start(context, document, values.get("key", ""))
+    except ValidationError as error:
+        errors = form.errors_of(error.errors(include_url=False))
     except XtokenError as error:
         form.add_error(errors, getattr(error, "field", None) or "", getattr(error, "message", str(error)))
     except HTTPException as error:
@@ -115,13 +123,24 @@ def _submit(request: Request, context: AppContext, values: dict[str, str]) -> Re
     return _render(request, context, values, errors)
 
 
-def _start(context: AppContext, spec: RunSpec, nonce: str) -> Response:
+def _start(context: AppContext, document: dict[str, Any], nonce: str) -> Response:
     """Start a run; submitting the same form again returns the same run."""
-    digest = hashlib.sha256((nonce + spec.model_dump_json()).encode()).hexdigest()
-    run, row = context.runs.start(spec, key=f"page-{digest}")
+    digest = hashlib.sha256((nonce + json.dumps(document, sort_keys=True, default=str)).encode()).hexdigest()
+    run, row = start_short(context.runs, document, f"page-{digest}")
     if run is not None:
         discard_if_invalid(context, run)
     return RedirectResponse(f"/runs/{row.id}", 303)
+
+
+@router.post("/runs/new/defaults")
+async def show_defaults(request: Request, context: Context) -> JSONResponse:
+    """Return the values that a run takes where its form is left empty, by field."""
+    try:
+        values = form.parse_form(await request.body())
+    except ValueError as error:
+        raise HTTPException(400, "Malformed form.") from error
+    taken = await run_in_threadpool(defaults_taken, context.runs, form.document_of(values))
+    return JSONResponse(taken, headers={"Cache-Control": "no-store"})
 
 
 def _with_teachers(document: dict[str, Any], action: str) -> dict[str, Any]:
@@ -141,11 +160,13 @@ def _render(
 ) -> Response:  # fmt: skip
     """Render the form; with status 200 even if there are errors, as browsers log other statuses as failures."""
     errors, validator = errors or {}, context.runs.validator
+    by_fields = values.get("mode") != "toml"
     return page(
         request, "new.html", values=values, errors=errors, checked=checked,
         mode=values.get("mode", "fields"), blocks=_blocks(values, errors), first_wrong=next(iter(errors), None),
         key=secrets.token_urlsafe(12), base=validator.base,
         roots=validator.roots, mode_names=MODE_NAMES,
+        taken=first_defaults(context.runs, form.document_of(values)) if by_fields else {},
     )  # fmt: skip
 
 
@@ -183,9 +204,10 @@ def _blocks(values: dict[str, str], errors: form.Errors) -> list[dict[str, Any]]
             rest = [pair for pair in named if pair not in first]
             used = values.get(name) == "on" if section.optional else False
             touched = any(n in errors or values.get(n, f.default) != f.default for n, f in rest)
+            opened = touched or (used and name != form.EVAL)  # held-out text is there without being asked for
             blocks.append({
                 "name": prefix, "title": TITLES[name] + (f" {number + 1}" if count > 1 else ""), "first": first,
-                "rest": rest, "optional": section.optional, "used": used, "open": used or touched,
+                "rest": rest, "optional": section.optional, "used": used, "open": opened,
                 "removable": name == TEACHER, "last_teacher": name == TEACHER and number == count - 1, "number": number,
                 "help": section.help, "absent": False,
             })  # fmt: skip

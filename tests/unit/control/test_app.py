@@ -67,7 +67,9 @@ def broken() -> dict[str, int]:
 @pytest.mark.parametrize(
     ("changes", "field", "message"),
     [
-        ({"student": {"model": "/m"}}, "student.context_length", "Field required"),
+        ({"student": {"context_length": 8}}, "student.model", "Field required"),
+        ({"student": {"model": "/m"}}, "student.model", "lies under none of this control plane's roots"),
+        ({"student": {"model": "m"}}, "student.model", "m is relative: a control plane needs absolute paths"),
         ({"colour": "red"}, "colour", "Extra inputs are not permitted"),
         ({"train": {"samples_per_step": 0}}, "train.samples_per_step", "greater than or equal to 1"),
         ({"queue": {"block_size": 5}}, "the run", "queue.block_size = 5 must divide"),
@@ -217,7 +219,7 @@ def test_show_finished_run(client: TestClient, runs: Runs) -> None:
 def test_response_with_many_errors(client: TestClient) -> None:
     answer = client.post("/v1/runs", json={f"k{number}": 1 for number in range(1000)})
     assert answer.status_code == 422 and len(answer.json()["errors"]) == 50 and len(answer.content) < 10_000
-    assert answer.json()["detail"].endswith("; and 953 more errors")
+    assert answer.json()["detail"].endswith("; and 952 more errors")
 
 
 def test_logs(client: TestClient, runs: Runs) -> None:

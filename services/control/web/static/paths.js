@@ -52,6 +52,7 @@
     field.setRangeText(path, start, end, "end");
     close();
     if (path.endsWith("/")) suggest(field);
+    else field.dispatchEvent(new Event("change", { bubbles: true })); // a browser fires none for text set by a script
   }
 
   function move(by) {

@@ -1,0 +1,110 @@
+"""Specifications without what models, text and machine decide: completed as run files, by the API and by the form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from pydantic import ValidationError
+
+from services.common.run.defaults import complete_run
+from services.common.run.machine import Machine
+from services.control.api.short_specs import complete, start_short
+from services.control.runs import Runs
+from services.control.web import form
+from tests.unit.control.stored_runs import put, spec
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError, InputError
+
+
+@pytest.fixture
+def short(tmp_path: Path, runs: Runs) -> dict[str, Any]:
+    """A specification of three lines, over a text and two models without weights."""
+    data = tmp_path / "data"
+    for name, longest in (("student", 48), ("teacher", 4096)):
+        (data / name).mkdir()
+        (data / name / "config.json").write_text(json.dumps({"max_position_embeddings": longest}))
+    (data / "text.txt").write_text("".join(f"line {number}\n" for number in range(400)))
+    models = {name: {"model": str(data / name)} for name in ("student", "teacher")}
+    return {**models, "data": {"path": str(data / "text.txt")}}
+
+
+def test_completed_as_a_run_file(runs: Runs, short: dict[str, Any], tmp_path: Path) -> None:
+    completed = complete(runs, short)
+    document = {**short, "output": str(tmp_path / "runs" / "run")}
+    assert completed.spec == complete_run(document, tmp_path, source="a file", writes=False)[0]
+    assert (completed.spec.output, completed.spec.student.context_length) == (tmp_path / "runs" / "run", 48)
+    assert any(note.startswith("student.context_length = 48") for note in completed.notes)
+    assert completed.readable.eval is not None and completed.readable.eval.path == Path(short["data"]["path"])
+    assert not completed.spec.output.exists()
+
+
+def test_the_next_free_directory(runs: Runs, short: dict[str, Any], tmp_path: Path) -> None:
+    put(runs, "run")
+    (tmp_path / "runs" / "run-2").mkdir()
+    assert runs.free_output("run", create=True) == tmp_path / "runs" / "run-3"
+    assert runs.free_output("run") == tmp_path / "runs" / "run-4"
+
+
+def test_the_same_request_returns_the_same_run(runs: Runs, short: dict[str, Any], tmp_path: Path) -> None:
+    put(runs, "run", key="k", digest=hashlib.sha256(json.dumps(short, sort_keys=True).encode()).hexdigest())
+    run, row = start_short(runs, short, "k")
+    assert run is None and row.id == "run" and not (tmp_path / "runs" / "run-2").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"student": {"model": "DATA/none"}}, InputError, "cannot read the student's model"),
+        ({"data": {"path": "/etc/passwd"}}, ConfigError, "lies under none of"),
+        ({"output": "/etc/out"}, ConfigError, "it must lie under"),
+        ({"eval": {"every": 3}, "data": {"sources": [{"path": "DATA/text.txt"}]}}, ConfigError, "eval.every is set"),
+        ({"train": {"micro_batch_tokens": 16}}, ValidationError, "cannot hold one sample"),
+        ({"student": {"model": "DATA/student", "tokenizer": "DATA/a.gguf"}}, ConfigError, "converts nothing"),
+    ],
+    ids=["no model", "text", "output", "evaluation", "context", "conversion"],
+)
+def test_a_refused_run_leaves_no_directory(
+    runs: Runs, short: dict[str, Any], tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    change = json.loads(json.dumps(change).replace("DATA", str(tmp_path / "data")))
+    with pytest.raises(error, match=message):
+        start_short(runs, short | change, None)
+    assert [path.name for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")] == []
+
+
+def test_the_form_shows_what_is_taken(client: TestClient, short: dict[str, Any], tmp_path: Path) -> None:
+    page = client.get("/runs/new").text
+    assert f'placeholder="{tmp_path}/runs/run"' in page
+    assert 'name="push_to"' not in page and "required" not in page.partition('id="f-output"')[2].partition("</div>")[0]
+    values = form.values_of(short) | {"teacher.0.context_length": "", "output": ""}
+    taken = client.post("/runs/new/defaults", data=values).json()
+    assert taken["student.context_length"] == "48" and taken["eval.path"].endswith("of the text, held back")
+    assert int(taken["eval.max_bytes"]) > 0 and taken["train.micro_batch_tokens"]
+    early = client.post("/runs/new/defaults", data={"student.model": str(tmp_path / "data" / "student")}).json()
+    assert early["student.context_length"] == "48" and early["output"] == f"{tmp_path}/runs/run"
+
+
+def test_no_evaluation_is_a_choice(short: dict[str, Any]) -> None:
+    values = form.values_of(short)
+    assert values["eval"] == "on" and "eval" not in form.document_of(values)
+    assert form.document_of(values | {"eval": ""})["eval"] == "none"
+    assert form.values_of(short | {"eval": "none"})["eval"] == ""
+
+
+def test_push_to_stays_in_a_run_file(client: TestClient, tmp_path: Path) -> None:
+    file = {"mode": "toml", "action": "as-fields", "toml": form.to_toml({**spec(tmp_path), "push_to": "me/model"})}
+    page = client.post("/runs/new", data=file).text
+    assert "A control plane pushes nothing" in page and 'name="toml"' in page
+
+
+def test_settings_without_defaults_are_a_run_file_of_the_same_run(tmp_path: Path) -> None:
+    original = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "out")))
+    text = form.to_toml(form.without_defaults(original, exclude_none=True))
+    again, notes = complete_run(tomllib.loads(text), tmp_path, source="a file", machine=Machine(8, gpu_bytes=80 << 30))
+    assert again == original and notes == []
