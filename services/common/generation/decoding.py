@@ -250,7 +250,7 @@ class Decoder:
         if self._agreed is False or not fixed(cache, length):
             return None
         size = -(-rows // SMALLEST) * SMALLEST
-        self._reserve(cache, size * length)
+        self.reserve(cache, size * length)
         batch = self._batch(size, length)
         row = torch.arange(size, device=self.device) % rows  # surplus rows repeat others
         for layer, own in zip(batch.layers, cache.layers, strict=True):
@@ -318,8 +318,8 @@ class Decoder:
         if self.pool is not None:
             self.pool = torch.cuda.graph_pool_handle()
 
-    def _reserve(self, cache: Any, cells: int) -> None:
-        """Have memory for so many columns of rows; graphs of a smaller one are dropped with it."""
+    def reserve(self, cache: Any, cells: int) -> None:
+        """Have memory for so many columns of rows like a cache's; graphs of a smaller one are dropped with it."""
         if cells <= self._room:
             return
         self._drop_batches()

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from services.common.generation.decoding import NAME, size_for
+from services.common.generation.decoding import NAME, Batch, size_for
 from services.common.generation.sampling import Sampled, Sampler, seed_of
 from services.common.generation.vocabulary import Vocabulary
 from xtoken_core.config.rollout import RolloutSpec
@@ -81,6 +81,20 @@ def test_memory_grows_with_longer_prompts() -> None:
 
 def test_batches_that_continue_others_have_few_sizes() -> None:
     assert [size_for(rows) for rows in (1, 8, 9, 17, 33, 64)] == [8, 8, 16, 32, 64, 64]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0}], ids=str)
+def test_a_step_reads_nothing_back_to_the_host(family: str, sampling: dict[str, Any]) -> None:
+    """It would be no graph: tensors without values refuse to be read, and to meet those of another device."""
+    model = model_of(family).to(torch.bfloat16).to("meta")  # type: ignore[arg-type]
+    vocabulary = Vocabulary([b"a"] * 16, torch.ones(16, dtype=torch.bool, device="meta"), frozenset({END}), 0)
+    sampler = Sampler(model, vocabulary, RolloutSpec.model_validate(sampling), fixed_memory=True)
+    decoder = sampler._decoder
+    assert decoder is not None
+    prompt = torch.zeros(3, 5, dtype=torch.int64, device="meta")
+    decoder.reserve(model(prompt, use_cache=True).past_key_values, 8 * 64)
+    Batch(decoder, 8, 64).step()
 
 
 class OwnMaskOnly(LlamaForCausalLM):
