@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.end_to_end.large_model import write_model
 from benchmarks.lengths import Lengths
 from xtoken_core.atomic import atomic_write
 from xtoken_core.projection import build_projection, write_projection
@@ -38,6 +39,15 @@ QWEN3_4B: dict[str, Any] = {
     "vocab_size": 151936,
     "rope_theta": 1000000.0,
 }
+QWEN3_45B: dict[str, Any] = {
+    **QWEN3_4B,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 90,
+    "num_attention_heads": 64,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-32B's layers, 90 instead of 64: 91 GB in bfloat16, more than a GPU of 80 GB has."""
 SMOLLM2_135M: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -104,6 +114,7 @@ class Pair:
 PAIRS = {
     "": Pair(LLAMA_1B, QWEN3_4B, 128_000),
     "135m_270m": Pair(SMOLLM2_135M, GEMMA3_270M, 48_000),
+    "135m_45b": Pair(SMOLLM2_135M, QWEN3_45B, 48_000),
 }
 """Models by the name of their directory below the work directory; the first pair is in it."""
 
@@ -162,7 +173,7 @@ def make_assets(
     for seed, (place, shape) in enumerate(shapes.items()):
         if not (place / "config.json").exists():
             cut = {"num_hidden_layers": layers} if layers else {}
-            _make_model(place, {**shape, **COMMON, **(SMALL if small else {}), **cut}, seed)
+            _make_model(place, {**COMMON, **shape, **(SMALL if small else {}), **cut}, seed)
     if not assets.projection.exists():
         tokenizers = [AutoTokenizer.from_pretrained(place) for place in (assets.student, assets.teacher)]
         rows = models.student["vocab_size"]
@@ -201,6 +212,9 @@ def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
     values = dict(config)
     found = AutoConfig.for_model(values.pop("model_type"), **values)
+    if not found.tie_word_embeddings:
+        write_model(directory, found, seed)
+        return
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(found, dtype=torch.bfloat16)
     model.save_pretrained(directory)

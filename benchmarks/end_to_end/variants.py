@@ -71,6 +71,11 @@ KEPT: dict[str, dict[str, Any]] = {
     **SHARED,
     "train": {"parallel": "fsdp", "reshard_after_forward": False, "reduce_dtype": "bfloat16"},
 }
+DIVIDED: dict[str, dict[str, Any]] = {
+    "student": {"blockwise_head": True},
+    "teacher": {"gpus": 2},
+    "workers": {"signal": "cuda_ipc_hidden"},
+}
 EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "fp8": True}}
 PADDED: dict[str, dict[str, Any]] = {**LEAN, "train": {"packing": "off"}}
 MIXED: dict[str, Any] = {"samples": 16, "budget": 16_384, "wide": True}
@@ -113,6 +118,7 @@ VARIANTS = {
     "small_text_packed": Variant(
         "p_kl", LEAN, **SMALL_MODELS, lengths="text", beside="small_text_padded", fixed="small_fixed"
     ),
+    "divided_45b": Variant("p_kl", DIVIDED, wide=True, gpus=2, pair="135m_45b"),
     "teacher_apart": Variant("p_kl", APART, wide=True, beside="p_kl_hidden_wide", gpus=2),
     "two_ranks": Variant("p_kl", SHARED, wide=True, beside="p_kl_hidden_wide", gpus=2),
     "two_ranks_kept": Variant("p_kl", KEPT, wide=True, beside="p_kl_hidden_wide", gpus=2),

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import pages
 from benchmarks.bounds import Bound
 from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.__main__ import parsed
+from benchmarks.end_to_end.assets import QWEN3_45B, SMALL
 from benchmarks.end_to_end.bounds import bounds_of
+from benchmarks.end_to_end.large_model import write_model
 from benchmarks.end_to_end.report import SAME, compare, opened, write
 from benchmarks.end_to_end.variants import VARIANTS, run_spec
 
@@ -75,6 +79,18 @@ def test_a_call_by_hand_leaves_the_page_s_files_alone(words: list[str]) -> None:
     assert (parsed(words).work == parsed([]).work) == ("--small" not in words), (
         "thin models are not taken for real ones"
     )
+
+
+def test_a_large_model_is_written_as_transformers_reads_it(tmp_path: Path) -> None:
+    values = {**QWEN3_45B, **SMALL, "vocab_size": 100}
+    write_model(tmp_path / "model", AutoConfig.for_model(values.pop("model_type"), **values), 0)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    assert (model.model.norm.weight == 1).all()
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    assert float(model.lm_head.weight.detach().float().std()) == pytest.approx(0.02, rel=0.05)
+    assert torch.isfinite(model(torch.arange(5).unsqueeze(0)).logits).all()
 
 
 def rate(tokens_per_second: float, losses: list[float], **more: Any) -> dict[str, Any]:
