@@ -1,1 +1,1 @@
-"""Generation with a causal language model: sampling, and decoding in memory of a fixed size."""
+"""Generation by the student: sampling, decoding in memory of a fixed size, and the weights that a trainer publishes."""
