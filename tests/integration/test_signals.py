@@ -211,4 +211,4 @@ def test_a_teacher_on_another_gpu_trains_alike(
     found = losses_of(assets, tmp_path / "found", start, workers=gpu_workers(signal), teacher=[teacher])
     torch.testing.assert_close(found, expected["gpu"], rtol=1e-3, atol=1e-4)
     trainer_log = next((tmp_path / "found" / "out" / "logs").glob("trainer-0.*.log")).read_text()
-    assert "lies on cuda:1 and the student is on cuda:0" in trainer_log
+    assert "lies on cuda:1 and the trainer is on cuda:0" in trainer_log
