@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--documents", type=int, nargs="+", default=[4, 8, 16], help="of a row, one row after another")
     parser.add_argument("--small", action="store_true", help="a thin model: to try the harness on a CPU")
+    parser.add_argument("--fp8", action="store_true", help="linear layers in 8 bits")
     parser.add_argument("--gpus", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.gpus:
@@ -45,6 +46,7 @@ def main() -> int:
     for gpus in (1, 2):
         own = ["--gpus", str(gpus), "--work", str(arguments.work), "--layers", str(arguments.layers)]
         own += ["--documents", *map(str, arguments.documents), *(["--small"] if arguments.small else [])]
+        own += ["--fp8"] if arguments.fp8 else []
         command = [sys.executable, "-m", "benchmarks.divided_teacher", *own]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         found[str(gpus)] = json.loads(done.stdout.splitlines()[-1])
@@ -53,6 +55,7 @@ def main() -> int:
         **machine(),
         "layers": arguments.layers,
         "document": DOCUMENT,
+        "fp8": arguments.fp8,
         "gpus": found,
         "times_one": {documents: rates[1][documents] / rate for documents, rate in rates[0].items()},
         "deviation": deviation(arguments.work),
@@ -130,7 +133,7 @@ def run_of(arguments: argparse.Namespace) -> Any:
 
     work = arguments.work.absolute()
     models = {name: {"model": work / name, "context_length": DOCUMENT} for name in ("student", "teacher")}
-    teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": arguments.gpus, "gpu": 0}
+    teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": arguments.gpus, "gpu": 0, "fp8": arguments.fp8}
     tokens = DOCUMENT * max(arguments.documents)
     raw = {"output": work / "out", "student": models["student"], "teacher": [teacher], "data": {"path": work / "text"}}
     spec = RunSpec.model_validate({**raw, "train": {"micro_batch_tokens": tokens}})

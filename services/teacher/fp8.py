@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from xtoken_core.errors import ConfigError
 
@@ -19,6 +21,9 @@ OLDEST = (8, 9)
 class Fp8Linear(nn.Module):
     """`x W^T + b` with `W` in `float8_e4m3fn`, one scale per row of `W` and one per token of `x`.
 
+    Of a layer that is divided among processes it is this process's part. Rows of `W` are a part of the result; of
+    columns all processes' results are summed, and rows and tokens have a scale per process.
+
     Args:
         linear: Layer to replace, on a GPU.
     """
@@ -28,11 +33,12 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach().float()
+        self.group = _summing_group(linear.weight)
+        weight = local_part(linear.weight.detach()).float()
         scale = row_scale(weight)
         self.register_buffer("weight", (weight / scale).to(torch.float8_e4m3fn))
         self.register_buffer("scale", scale.t().contiguous())
-        self.bias = linear.bias
+        self.bias = linear.bias if linear.bias is None else nn.Parameter(local_part(linear.bias.detach()))
 
     def forward(self, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows N"]:
         """Return `x W^T + b` in the dtype of `x`, which is bfloat16."""
@@ -42,9 +48,23 @@ class Fp8Linear(nn.Module):
         out: Tensor = torch._scaled_mm(
             small, self.weight.t(), scale_a=scale, scale_b=self.scale, out_dtype=x.dtype, use_fast_accum=True
         )
+        if self.group is not None:
+            dist.all_reduce(out, group=self.group)
         if self.bias is not None:
             out = out + self.bias
         return out.view(*x.shape[:-1], -1)
+
+
+def local_part(weight: Tensor) -> Tensor:
+    """Return the part of a weight that this process holds."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _summing_group(weight: Tensor) -> dist.ProcessGroup | None:
+    """Return the processes whose results are summed, as each has some columns of a weight; None: nothing is summed."""
+    if isinstance(weight, DTensor) and weight.placements[0].is_shard(1):
+        return weight.device_mesh.get_group()
+    return None
 
 
 def row_scale(x: Float[Tensor, "M K"]) -> Float[Tensor, "M 1"]:
@@ -75,7 +95,7 @@ def swap_linears(body: nn.Module) -> int:
     count = 0
     for module in list(body.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and not (child.in_features % MULTIPLE or child.out_features % MULTIPLE):
+            if type(child) is nn.Linear and not any(side % MULTIPLE for side in local_part(child.weight).shape):
                 setattr(module, name, Fp8Linear(child))
                 count += 1
     return count

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.common.models.logits_check import logits_are_heads
 from services.common.models.packed_attention import packed_inputs
+from services.teacher.fp8 import local_part
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.packing import PackedRow
 from xtoken_core.topk_logits import largest_logits, write_topk
@@ -62,7 +62,7 @@ class TeacherModel:
     @property
     def nbytes(self) -> int:
         """Bytes of its weights on this device; tied ones count once."""
-        return sum(_local(part).nbytes for part in (*self.model.parameters(), *self.model.buffers()))
+        return sum(local_part(part).nbytes for part in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def head(self) -> Float[Tensor, "V_m H"]:
@@ -237,11 +237,6 @@ class TeacherModel:
         if self.device.type != "cuda":
             return tokens.to(self.device)
         return tokens.pin_memory().to(self.device, non_blocking=True)
-
-
-def _local(weight: Tensor) -> Tensor:
-    """Return the part of a weight that this process holds."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def compile_layers(body: nn.Module) -> None:

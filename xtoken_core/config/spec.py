@@ -147,9 +147,8 @@ class TeacherSpec(ModelSpec, ServedSpec):
 
     @model_validator(mode="after")
     def _divided(self) -> TeacherSpec:
-        for name in ("compile", "fp8"):
-            if self.gpus > 1 and getattr(self, name):
-                raise ValueError(f"{name} = true is for a teacher on one GPU, and gpus = {self.gpus}: set it to false")
+        if self.gpus > 1 and self.compile:
+            raise ValueError(f"compile = true is for a teacher on one GPU, and gpus = {self.gpus}: set it to false")
         if self.gpus > 1 and self.store is not None:
             raise ValueError("gpus belongs to a teacher that runs, and this one is read from a store: unset gpus")
         return self

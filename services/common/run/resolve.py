@@ -73,7 +73,8 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     check_teachers(spec, student, teachers)
     for number in spec.computed_teachers:
         name, teacher = spec.teacher_name(number), spec.teacher[number]
-        check_divided(name, teacher.model, read_model_config(name, teacher.model), teacher.gpus)
+        config = read_model_config(name, teacher.model)
+        check_divided(name, teacher.model, config, teacher.gpus, fp8=teacher.fp8)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
     same_tokenizer = same_tokenizer_of(spec, student, teachers)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.models.loading import load_model
-from services.common.models.tensor_parallel import DIVIDED, FAMILIES, check_divided, why_not_divided
+from services.common.models.tensor_parallel import DIVIDED, FAMILIES, WITH_FP8, check_divided, why_not_divided
 from services.supervisor.launch_check import check_launch
+from services.teacher.fp8 import swap_linears
 from services.teacher.model import TeacherModel
 from services.teacher.prepare import devices_of, prepared_model
 from services.teacher.shards import send_tokens, started_shards
+from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
@@ -41,11 +45,15 @@ CPU = torch.device("cpu")
 
 
 def divided_run(directory: Path, kind: str, *, gpus: int = 2, packed: bool = True, **changes: Any) -> ResolvedRun:
-    """A run whose teacher is a small model of a family, with random weights."""
+    """A run whose teacher is a small model of a family, with random weights and biases."""
     torch.manual_seed(0)
     defaults = AutoConfig.for_model(kind)
-    sizes = {name: value for name, value in SIZES.items() if hasattr(defaults, name)}
+    own = {name: changes.pop(name) for name in SIZES.keys() & changes.keys()}
+    sizes = {name: value for name, value in (SIZES | own).items() if hasattr(defaults, name)}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
     model.save_pretrained(directory / kind)
     run = resolved_run(directory, device="cpu")
     raw = run.spec.model_dump()
@@ -75,6 +83,28 @@ def test_a_divided_teacher_gives_the_results_of_a_whole_one(tmp_path: Path, kind
     torch.testing.assert_close(hidden[:, :23], whole.hidden(packed, row)[:, :23], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_parts_in_8_bits_give_nearly_the_results_of_a_whole_one(tmp_path: Path, kind: str) -> None:
+    """Biases are added once, sums are over both parts; only the scales of what is summed differ."""
+    run = divided_run(tmp_path, kind, dtype="bfloat16", hidden_size=64, intermediate_size=128, head_dim=16)
+    (tmp_path / "run.json").write_text(run.model_dump_json())
+    ranks = start_ranks([sys.executable, str(Path(__file__).with_name("fp8_part.py")), str(tmp_path)], 2)
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=240)
+        assert rank.returncode == 0, errors
+    model = load_model(run.spec.teacher[0], "teacher", CPU)
+    tokens = torch.arange(3 * 24).view(3, 24) % 96
+    with torch.inference_mode():
+        exact = TeacherModel(model, longest=32).hidden(tokens)
+        assert swap_linears(model.base_model) == 2 * 7
+        whole = TeacherModel(model, longest=32).hidden(tokens)
+    parts = load_file(tmp_path / "states.safetensors")["states"]
+    assert not torch.equal(parts, exact)
+    for other in (exact, whole):
+        assert (parts - other).float().norm() / exact.float().norm() < 0.1
+
+
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_every_family_has_a_plan_of_the_settings_that_are_checked(kind: str) -> None:
     config = AutoConfig.for_model(kind)
@@ -82,6 +112,8 @@ def test_every_family_has_a_plan_of_the_settings_that_are_checked(kind: str) -> 
     named = {style for name, style in config.base_model_tp_plan.items() if "self_attn.o_proj" in name}
     assert named <= {"rowwise", "rowwise_split_input", "rowwise_rep"}
     assert {"num_attention_heads", "num_key_value_heads"} <= {name for name in DIVIDED if hasattr(config, name)}
+    styles = {style for name, style in config.base_model_tp_plan.items() if name.startswith("layers.")}
+    assert (styles <= {"colwise", "rowwise", "replicated_with_grad_allreduce"}) == (kind in WITH_FP8)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +122,13 @@ def test_every_family_has_a_plan_of_the_settings_that_are_checked(kind: str) -> 
         ({"model_type": "gpt2"}, 'the model type "gpt2" has no known tensor-parallel plan'),
         ({"model_type": "qwen3", "num_attention_heads": 14}, "num_attention_heads = 14 cannot be divided by 4"),
         ({"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"model_type": "olmo2"}, "is not divided in 8 bits"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_divided("teacher", Path("models/teacher"), config, 4)
-    check_divided("teacher", Path("models/teacher"), config, 1)
+        check_divided("teacher", Path("models/teacher"), config, 4, fp8=True)
+    check_divided("teacher", Path("models/teacher"), config, 1, fp8=True)
     assert (
         why_not_divided({**config, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4}, 4)
         is None
@@ -104,7 +137,7 @@ def test_a_model_that_cannot_be_divided_is_refused(config: dict[str, Any], reaso
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"fp8": True}, "fp8 = true"), ({"compile": True}, "compile = true"), ({"store": "s3://x/y"}, "unset gpus")],
+    [({"compile": True}, "compile = true"), ({"store": "s3://x/y"}, "unset gpus")],
 )
 def test_settings_of_one_gpu_are_refused_beside_several(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
