@@ -113,12 +113,13 @@ def test_requests_in_progress_do_not_give_way(
     server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(http_limits, "BODY_S", 60.0)
-    body = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 7\r\n\r\ntoken"
-    busy = [connect(body) for _ in range(20)]
-    time.sleep(0.2)
+    head = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nExpect: 100-continue\r\nContent-Length: 7\r\n\r\n"
+    busy = [connect(head) for _ in range(20)]
+    for connection in busy:
+        assert connection.recv(100).startswith(b"HTTP/1.1 100 "), "its request is in progress"
     assert response(connect()).startswith(b"HTTP/1.1 503 ")
     for connection in busy:
-        connection.sendall(b"=x")
+        connection.sendall(b"token=x")
     assert busy[0].recv(12).startswith(b"HTTP/1.1 ")
 
 
