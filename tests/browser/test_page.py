@@ -68,9 +68,7 @@ def ink(page: Any) -> str:
 
 
 def start_by_the_form(page: Any, plane: Plane) -> None:
-    """Start a run from the empty list through the form, after validating it."""
-    expect(page.get_by_role("heading", name="No runs yet")).to_be_visible()
-    picture(page, "01-no-runs")
+    """Start a run from the list through the form, after validating it."""
     page.get_by_role("link", name="New run").last.click()
     fill(page, settings(plane, "first"))
     page.locator("#part-eval > summary").click()
@@ -249,6 +247,8 @@ def compare_from_the_list(page: Any, open_page: Open, plane: Plane) -> None:
     row = page.get_by_role("row").filter(has_text="pair-baseline")
     expect(row).to_contain_text("cross-entropy")
     expect(row.locator(".change")).to_be_visible()
+    for width in (WIDE, NARROW):
+        picture(open_page("/", width=width), f"24-{'narrow' if width == NARROW else 'wide'}-runs")
     for name in ("pair-baseline", "pair"):
         page.get_by_role("checkbox", name=f"Compare {name}", exact=True).check()
     page.get_by_role("button", name="Compare the selected runs").click()
@@ -280,6 +280,54 @@ def test_charts_of_teachers(open_page: Open, remembered: Plane) -> None:
     expect(page.locator("#curve-loss .legend li")).to_have_count(3)
     expect(page.locator("#curve-weights")).to_be_hidden()
     picture(page, "15-one-teacher")
+
+
+def test_charts_of_completions(open_page: Open, remembered: Plane) -> None:
+    classes = ["1 to 1", "1 to n", "n to 1", "m to n", "numerals", "white space"]
+    for width, colours in ((WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")):
+        page = open_page("/runs/on-policy", at=remembered, width=width, colours=colours)
+        for name in ("classes", "classes-generated"):
+            curve = page.locator(f"#curve-{name}")
+            expect(curve.locator("canvas")).to_be_visible()
+            expect(curve.locator(".legend li")).to_have_text([re.compile(rf"^{label} [\d.]+$") for label in classes])
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        picture(page, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-completions")
+
+
+def test_run_from_three_fields(open_page: Open, plane: Plane) -> None:
+    page = open_page("/runs/new")
+    expect(page.locator("[name='output']")).to_have_attribute("placeholder", f"{plane.runs}/run")
+    expect(page.locator("[name='push_to']")).to_have_count(0)
+    models = {"student.model": str(plane.assets.student), "teacher.0.model": str(plane.assets.teacher)}
+    fill(page, {**models, "data.path": str(plane.text)})
+    page.locator("[name='train.max_steps']").fill("40")
+    page.locator("[name='train.samples_per_step']").fill("8")
+    page.locator("[name='train.learning_rate']").fill("3e-3")
+    page.locator("#part-eval > summary").click()
+    expect(page.locator("[name='eval.every']")).to_have_attribute("placeholder", "4")
+    expect(page.locator("[name='eval.path']")).to_have_attribute("placeholder", re.compile("of the text, held back"))
+    expect(page.locator("[name='student.context_length']")).to_have_attribute("placeholder", re.compile(r"^\d+$"))
+    picture(page, "21-three-fields")
+    page.get_by_role("button", name="Validate").click()
+    checked = page.get_by_role("status").filter(has_text="The run is valid.")
+    expect(checked).to_contain_text(f"{plane.runs}/run")
+    checked.locator("summary").click()
+    picture(page, "22-defaults")
+    page.get_by_role("button", name="Start", exact=True).last.click()
+    expect(page).to_have_url(re.compile(r"/runs/run-[0-9a-f]{8}$"))
+    expect(page.locator("#run-head")).to_contain_text("Stop takes the current step to its end")
+    expect(page.locator("#run-head")).to_contain_text(f"{plane.runs}/run/model")
+    expect(page.locator("#curve-loss canvas")).to_be_visible()
+    picture(page, "23-running")
+    expect(page.locator("#run-head .pill")).to_have_text("completed", timeout=WHOLE_RUN_MS)
+    expect(page.locator("#run-head")).to_contain_text("by chain")
+    expect(page.locator("#notes")).to_contain_text("defaults: output =")
+    expect(page.locator("#held-out")).to_contain_text("since step 0")
+    for width, colours in ((WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")):
+        shown = open_page(page.url.partition(plane.url)[2], width=width, colours=colours)
+        expect(shown.locator("#curve-held-out canvas")).to_be_visible()
+        assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        picture(shown, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-chain")
 
 
 def test_align(open_page: Open, plane: Plane) -> None:
@@ -341,9 +389,8 @@ def test_tables(open_page: Open, plane: Plane) -> None:
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_page_width_and_theme(open_page: Open, plane: Plane, width: int, colours: str) -> None:
-    page = open_page("/", width=width, colours=colours)
-    run = page.get_by_role("link", name="pair", exact=True).get_attribute("href")
+def test_page_width_and_theme(open_page: Open, remembered: Plane, width: int, colours: str) -> None:
+    page, run = open_page("/", at=remembered, width=width, colours=colours), "/runs/of-2"
     for name, path in (
         ("runs", "/"), ("run", run), ("log", f"{run}/log"), ("configuration", f"{run}/configuration"),
         ("files", f"{run}/files"), ("new", "/runs/new"), ("align", "/align"), ("tables", "/tables"), ("api", "/docs"),
@@ -356,8 +403,8 @@ def test_page_width_and_theme(open_page: Open, plane: Plane, width: int, colours
         picture(page, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-{name}")
 
 
-def test_keyboard(open_page: Open) -> None:
-    page = open_page("/")
+def test_keyboard(open_page: Open, remembered: Plane) -> None:
+    page = open_page("/", at=remembered)
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
     page.get_by_role("button", name="Colours").focus()
@@ -390,6 +437,7 @@ def test_login(open_page: Open, guarded: Plane) -> None:
     assert TOKEN not in cookie["value"]
     page.goto("/")
     expect(page.get_by_role("heading", name="No runs yet")).to_be_visible()
+    picture(page, "01-no-runs")
     page.get_by_role("button", name="Sign out").click()
     expect(page.get_by_label("Token", exact=True)).to_be_visible()
     assert page.context.cookies() == []

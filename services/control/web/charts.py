@@ -144,18 +144,23 @@ RATES = (
     ),
     Chart("gpu-use", "GPU utilization", "gauges", "%", (Line("gpu_use*", "GPU"),), floor=0.0, group=SPEED),
 )  # fmt: skip
+CLASSES = {
+    "1to1": "1 to 1", "1ton": "1 to n", "nto1": "n to 1", "mton": "m to n", "numerals": "numerals",
+    "whitespace": "white space",
+}  # fmt: skip
+"""Classes of chunks, by tokens of student and teacher or by content, with their labels."""
 BY_CLASS = tuple(
     Chart(
         name, title, "steps", "nats per chunk",
         tuple(
-            Line(f"chunk_kl_{prefix}{each}_t*", f"{each}, teacher", single_label=each)
-            for each in ("1to1", "1ton", "nto1", "mton", "numerals", "whitespace")
+            Line(f"chunk_kl_{prefix}{each}_t*", f"{label}, teacher", single_label=label)
+            for each, label in CLASSES.items()
         ),
         floor=0.0,
     )
     for name, title, prefix in (
-        ("classes", "Divergence by class of chunk, text", ""),
-        ("classes-generated", "Divergence by class of chunk, completions", "generated_"),
+        ("classes", "Divergence by class: text", ""),
+        ("classes-generated", "Divergence by class: completions", "generated_"),
     )
 )  # fmt: skip
 """Charts of runs with rollouts."""

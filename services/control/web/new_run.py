@@ -64,6 +64,7 @@ ADVANCED = ("temperature", "reverse_kl", "gradient_in_place", "exact_token_match
 WEIGHTS = ("kl_loss_weight", "ce_loss_scale")
 REMOVED = re.compile(r"remove-([0-9]{1,4})")
 UNKNOWN_FIELD = "Extra inputs"
+HELD_BACK = " Unless a text is named, a part of the data is held back."
 
 router = APIRouter(route_class=PageRoute)
 
@@ -209,6 +210,6 @@ def _blocks(values: dict[str, str], errors: form.Errors) -> list[dict[str, Any]]
                 "name": prefix, "title": TITLES[name] + (f" {number + 1}" if count > 1 else ""), "first": first,
                 "rest": rest, "optional": section.optional, "used": used, "open": opened,
                 "removable": name == TEACHER, "last_teacher": name == TEACHER and number == count - 1, "number": number,
-                "help": section.help, "absent": False,
+                "help": section.help + HELD_BACK * (name == form.EVAL), "absent": False,
             })  # fmt: skip
     return blocks
