@@ -27,7 +27,9 @@ from services.control.validation import RefusedError
 from xtoken_core.config.spec import RunSpec
 
 MAX_COMPLETIONS = 2
-_completions = threading.BoundedSemaphore(MAX_COMPLETIONS)
+WAIT_S = 10.0
+"""Seconds that a start waits for others to be completed."""
+_starts, _previews = (threading.BoundedSemaphore(MAX_COMPLETIONS) for _ in range(2))
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,16 @@ def start_short(runs: Runs, document: Mapping[str, Any], key: str | None) -> tup
     return run, row
 
 
-def complete(runs: Runs, document: Mapping[str, Any], *, writes: bool = False) -> Completed:
+def complete(
+    runs: Runs, document: Mapping[str, Any], *, writes: bool = False, preview: bool = False
+) -> Completed:  # fmt: skip
     """Fill in what a specification leaves out.
 
     Args:
         runs: Runs of the control plane, whose rules it must keep.
         document: The specification as JSON; one without `output` gets the next free directory.
         writes: Held-out text is split off now, if it has to be.
+        preview: Only shows what would be taken: it neither waits nor takes the place of a start.
 
     Raises:
         XtokenError: The specification is not accepted.
@@ -112,14 +117,15 @@ def complete(runs: Runs, document: Mapping[str, Any], *, writes: bool = False) -
         if path.suffix == ".gguf":
             raise RefusedError(name, "a control plane converts nothing: name a Hugging Face directory")
     check_input_files(allowed)
-    if not _completions.acquire(blocking=False):
+    slots = _previews if preview else _starts
+    if not slots.acquire(timeout=0 if preview else WAIT_S):
         raise HTTPException(503, "too many runs are being prepared: retry in a moment", {"Retry-After": "5"})
     try:
         roots = runs.validator.roots
         environment = roots.environment if roots is not None else {}
         spec, notes = complete_document(document, paths, environment, writes=writes)
     finally:
-        _completions.release()
+        slots.release()
     readable = spec
     if not writes and spec.eval is not None and spec.data.path != allowed.data.path:
         whole = {"path": allowed.data.path}

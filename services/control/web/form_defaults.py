@@ -16,6 +16,7 @@ from services.common.text.held_out import PERCENT
 from services.control.api.short_specs import complete, read_document
 from services.control.runs import Runs
 from services.control.web.fields import TEACHER, format_value
+from xtoken_core.config.eval import NOT_IN_A_NAME
 from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import XtokenError
 
@@ -34,7 +35,7 @@ def defaults_taken(runs: Runs, document: Mapping[str, Any]) -> dict[str, str]:
     _, errors = read_document(document)
     if not errors:
         try:
-            completed = complete(runs, document)
+            completed = complete(runs, document, preview=True)
         except (XtokenError, ValidationError, HTTPException):
             pass  # reported once the form is submitted
         else:
@@ -56,7 +57,8 @@ def first_defaults(runs: Runs, document: Mapping[str, Any]) -> dict[str, str]:
     if not machine.gpu_bytes:
         models["train"] = TrainSpec().model_dump()
     if runs.validator.base is not None:
-        models["output"] = runs.free_output(str(document.get("name", "run"))[:64])
+        name = NOT_IN_A_NAME.sub("-", str(document.get("name", "")))  # which may not be valid yet
+        models["output"] = runs.free_output(name.lstrip("._-")[:64] or "run")
     return _shown(models) | {"eval.path": HELD_BACK}
 
 

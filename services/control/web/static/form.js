@@ -4,14 +4,26 @@
   const DELAY_MS = 300;
   const form = document.getElementById("run-form");
   let timer = 0;
-  let asked = 0;
+  let asking = false;
+  let changed = false;
 
-  /** Show the values that the run takes where the form is empty; an older answer must not replace a newer one. */
+  /** Show the values that the run takes where the form is empty; one request at a time, as each reads the models. */
   async function showDefaults() {
-    const number = ++asked;
-    const response = await fetch("/runs/new/defaults", { method: "POST", body: new URLSearchParams(new FormData(form)) });
-    if (!response.ok || number !== asked) return;
-    for (const [name, text] of Object.entries(await response.json())) {
+    changed = true;
+    if (asking) return;
+    asking = true;
+    try {
+      while (changed) {
+        changed = false;
+        const response = await fetch("/runs/new/defaults", { method: "POST", body: new URLSearchParams(new FormData(form)) });
+        if (response.ok && !changed) show(await response.json());
+      }
+    } finally {
+      asking = false;
+    }
+  }
+  function show(taken) {
+    for (const [name, text] of Object.entries(taken)) {
       const field = form.elements.namedItem(name);
       const automatic = field?.querySelector?.("[data-automatic]");
       if (automatic) automatic.textContent = `automatic: ${text}`;
