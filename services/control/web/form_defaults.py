@@ -25,23 +25,29 @@ NOWHERE = Path("/dev/null")
 """Base of models that are not named yet, below which nothing can be read."""
 
 
-def defaults_taken(runs: Runs, document: Mapping[str, Any]) -> dict[str, str]:
+def defaults_taken(runs: Runs, document: Mapping[str, Any]) -> tuple[dict[str, str], bool]:
     """Return the values that a run with these settings takes for what they leave out, by the form's field.
 
     Args:
         runs: Runs of the control plane.
         document: Settings from the form; as long as they are no run, only what follows from its models is returned.
+
+    Returns:
+        The values, and True if there are more at another time, because too many are asked for at once.
     """
+    busy = False
     _, errors = read_document(document)
     if not errors:
         try:
             completed = complete(runs, document, preview=True)
-        except (XtokenError, ValidationError, HTTPException):
+        except HTTPException:
+            busy = True
+        except (XtokenError, ValidationError):
             pass  # reported once the form is submitted
         else:
             held_back = {"eval.path": HELD_BACK} if completed.readable is not completed.spec else {}
-            return _shown(completed.spec.model_dump(mode="json")) | held_back
-    return first_defaults(runs, document)
+            return _shown(completed.spec.model_dump(mode="json")) | held_back, False
+    return first_defaults(runs, document), busy
 
 
 def first_defaults(runs: Runs, document: Mapping[str, Any]) -> dict[str, str]:

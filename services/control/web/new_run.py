@@ -63,6 +63,7 @@ ADVANCED = ("temperature", "reverse_kl", "gradient_in_place", "exact_token_match
 """Settings of some modes that are collapsed."""
 WEIGHTS = ("kl_loss_weight", "ce_loss_scale")
 REMOVED = re.compile(r"remove-([0-9]{1,4})")
+RETRY_S = "2"
 UNKNOWN_FIELD = "Extra inputs"
 HELD_BACK = " Unless a text is named, a part of the data is held back."
 
@@ -140,8 +141,8 @@ async def show_defaults(request: Request, context: Context) -> JSONResponse:
         values = form.parse_form(await request.body())
     except ValueError as error:
         raise HTTPException(400, "Malformed form.") from error
-    taken = await run_in_threadpool(defaults_taken, context.runs, form.document_of(values))
-    return JSONResponse(taken, headers={"Cache-Control": "no-store"})
+    taken, busy = await run_in_threadpool(defaults_taken, context.runs, form.document_of(values))
+    return JSONResponse(taken, headers={"Cache-Control": "no-store"} | ({"Retry-After": RETRY_S} if busy else {}))
 
 
 def _with_teachers(document: dict[str, Any], action: str) -> dict[str, Any]:

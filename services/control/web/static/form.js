@@ -17,6 +17,8 @@
         changed = false;
         const response = await fetch("/runs/new/defaults", { method: "POST", body: new URLSearchParams(new FormData(form)) });
         if (response.ok && !changed) show(await response.json());
+        const wait = Number(response.headers.get("Retry-After"));
+        if (wait) later(1000 * wait);
       }
     } finally {
       asking = false;
@@ -30,12 +32,12 @@
       else if (field && "placeholder" in field) field.placeholder = text;
     }
   }
-  function later() {
+  function later(delay = DELAY_MS) {
     clearTimeout(timer);
-    timer = setTimeout(() => showDefaults().catch(() => {}), DELAY_MS);
+    timer = setTimeout(() => showDefaults().catch(() => {}), delay);
   }
   if (form?.elements.namedItem("student.model")) {
-    form.addEventListener("change", later);
+    form.addEventListener("change", () => later());
     later();
   }
 
