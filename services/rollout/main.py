@@ -31,8 +31,8 @@ from xtoken_core.wire.messages import Block
 
 log = logging.getLogger("xtoken.rollout")
 
-GRACE_S = 60.0
-"""Maximum of seconds during which published weights may be those of another trainer, or missing."""
+QUIET_S = 10.0
+"""Seconds without the weights before the log says why; in a run a version is written within less."""
 POLL_S = 0.2
 
 
@@ -121,9 +121,9 @@ class RolloutLoop:
 
         Raises:
             QueueError: `lease_revoked` if they are of another rewind than the block.
-            InputError: There are none for a minute.
+            InputError: There are none for as long as a worker may load: a trainer that has ended is back by then.
         """
-        deadline = time.monotonic() + GRACE_S
+        began, limit, warned = time.monotonic(), self.run.spec.workers.load_timeout_s, False
         while True:
             try:
                 version = read_version(self._file)
@@ -131,16 +131,20 @@ class RolloutLoop:
                     self._loaded = None  # a failure in between leaves a mixture
                     self._loaded = version = self.sampler.load(self._file)
                     log.info("generating with the weights of step %d", version.step)
-            except InputError:  # its trainer has ended, and a sweep removed it: another one will publish
-                if time.monotonic() > deadline:
-                    raise
+                error = InputError(
+                    f"the published weights {self._file} are of another trainer than the queue's: end that trainer"
+                )
+            except InputError as reason:  # its trainer has ended, and a sweep removed it: another one will publish
+                error = reason
             else:
                 if version.tag == block.tag and version.step >= block.version:
                     return version
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"the published weights {self._file} are of another trainer than the queue's: end that trainer"
-                )
+            waited = time.monotonic() - began
+            if waited > limit:
+                raise error
+            if waited > QUIET_S and not warned:
+                warned = True
+                log.warning("waiting for weights: %s", error)
             self._check_lease(block)
             self.worker.alive()
             time.sleep(POLL_S)
