@@ -1,18 +1,23 @@
 """Published weights: whole or not at all, checked, swept once their trainer is gone."""
 
+from __future__ import annotations
+
+import contextlib
 import json
+import mmap
 import multiprocessing
 import os
 import signal
 import time
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from services.common.generation import device_weights, published_weights
 from services.common.generation.published_weights import (
     HEADER,
     ON_DEVICE,
@@ -129,6 +134,59 @@ def test_weights_of_another_process_are_read_from_device_memory(tmp_path: Path) 
     assert not file.exists()
 
 
+class HostMemory:
+    """Memory of a file in place of a GPU's: another process opens it likewise."""
+
+    file: ClassVar[Path]
+    handle = bytes(64)
+
+    def __init__(self, nbytes: int) -> None:
+        with self.file.open("r+b") as file:
+            self.nbytes, self._mapping = nbytes, mmap.mmap(file.fileno(), nbytes)
+
+    @classmethod
+    def allocate(cls, nbytes: int, device: torch.device) -> HostMemory:
+        cls.file.write_bytes(bytes(nbytes))
+        return cls(nbytes)
+
+    @classmethod
+    def open(cls, handle: bytes, nbytes: int, device: torch.device) -> HostMemory:
+        return cls(nbytes)
+
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+
+@pytest.fixture
+def host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    HostMemory.file = tmp_path / "memory"
+    monkeypatch.setattr(device_weights, "DeviceMemory", HostMemory)
+    monkeypatch.setattr(device_weights, "device_uuid", lambda device: bytes(16))
+    monkeypatch.setattr(device_weights, "device_of", lambda uuid: torch.device("cpu"))
+    monkeypatch.setattr(published_weights, "why_not_on_device", lambda model: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def test_weights_that_are_written_in_place_are_never_read_half(host_memory: None, tmp_path: Path) -> None:
+    file, other, seen = tmp_path / "w", Tied(7, width=40_000), set()
+    process = multiprocessing.get_context("fork").Process(
+        target=publish_for_ever, args=(file,), kwargs={"device": True}
+    )
+    process.start()
+    try:
+        while len(seen) < 40:
+            with contextlib.suppress(InputError):  # there are none yet, or they are being written
+                version = load_weights(other, file)
+                assert (other.head.weight == version.step).all()
+                seen.add(version.step)
+            assert process.is_alive()
+        assert file.read_bytes().startswith(ON_DEVICE)
+    finally:
+        process.kill()
+        process.join()
+
+
 def test_a_sweep_takes_the_weights_of_a_trainer_that_is_gone(tmp_path: Path) -> None:
     kept, lost = tmp_path / f"{WEIGHTS_PREFIX}kept", tmp_path / f"{WEIGHTS_PREFIX}lost"
     writer = WeightsWriter(kept)
@@ -141,10 +199,10 @@ def test_a_sweep_takes_the_weights_of_a_trainer_that_is_gone(tmp_path: Path) -> 
     writer.close()
 
 
-def publish_for_ever(file: Path) -> None:
+def publish_for_ever(file: Path, *, device: bool = False) -> None:
     """Publish version after version, all weights of one being its number."""
     torch.set_num_threads(1)
-    model, writer, step = Tied(0, width=40_000), WeightsWriter(file), 0
+    model, writer, step = Tied(0, width=40_000), WeightsWriter(file, on_device=device), 0
     with torch.no_grad():
         while True:
             step += 1
