@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=600.0, help="nothing begins after so long")
     parser.add_argument("--weights", default="cuda_ipc", help="of this package's runs, as rollout.weights")
-    parser.add_argument("--part-seconds", type=float, default=90.0, help="each run is ended after so long")
+    parser.add_argument("--part-seconds", type=float, default=240.0, help="each run is ended after so long")
     parser.add_argument("--work", type=Path, default=Path("/tmp/xtoken-on-policy"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "on_policy.json")
     options = parser.parse_args()

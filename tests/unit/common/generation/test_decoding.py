@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from services.common.generation.decoding import NAME, Batch, size_for
+from services.common.generation.decoding import NAME, Batch, log, size_for
 from services.common.generation.sampling import Sampled, Sampler, seed_of
 from services.common.generation.vocabulary import Vocabulary
 from xtoken_core.config.rollout import RolloutSpec
@@ -127,7 +127,7 @@ def test_graphs_are_captured_again_for_longer_prompts_on_any_gpu(caplog: pytest.
     for rows, longest in ((ROWS, 7), (44, 80), (9, 3)):
         expected, found = (completions(sampler, rows=rows, longest=longest) for sampler in (own, graphs))
         assert sum(one.ids == other.ids for one, other in zip(expected, found, strict=True)) >= rows - 4
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name == log.name]
 
 
 @pytest.mark.gpu
