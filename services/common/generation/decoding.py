@@ -163,7 +163,7 @@ class Batch:
             stream: A stream of the model's device, which is the current one.
 
         Raises:
-            RuntimeError: A step waits for the device, or cannot be captured.
+            RuntimeError: A step waits for the device, cannot be captured, or has another result as a graph.
         """
         kept = [x.clone() for x in self._changed()]
         stream.wait_stream(torch.cuda.current_stream())
@@ -175,9 +175,16 @@ class Batch:
                 finally:
                     self._restore(kept)
         torch.cuda.current_stream().wait_stream(stream)
+        expected = self.entropies.index_select(1, self.number)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.decoder.pool, stream=stream, capture_error_mode="thread_local"):
             self._decode()
+        self.entropies.index_fill_(1, self.number, torch.nan)  # a graph that does nothing must be noticed
+        graph.replay()
+        self._restore(kept)
+        found = self.entropies.index_select(1, self.number)
+        if not float((found - expected).norm()) <= TOLERANCE * max(float(expected.norm()), TOLERANCE):
+            raise RuntimeError("a step by the graph differs from one without it")
         self._graph = graph
 
     @property

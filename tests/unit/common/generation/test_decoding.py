@@ -1,5 +1,10 @@
 """Decoding in memory of a fixed size: the tokens are those of the model's own cache."""
 
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,20 +76,74 @@ def test_tokens_are_those_of_the_models_own_cache(family: str, sizes: int) -> No
     assert model.config._attn_implementation == NAME
 
 
-def test_memory_grows_with_longer_prompts() -> None:
+class RecordedStep:
+    """Stand-in for a CUDA graph: what is captured does not run, and a replay runs it."""
+
+    batch: weakref.ref[Batch]
+    works = True
+
+    def replay(self) -> None:
+        batch = self.batch()
+        if self.works and batch is not None:
+            batch._decode()
+
+
+@pytest.fixture(params=[True, False], ids=["works", "empty"])
+def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let a CPU decode as a GPU does, with graphs that work, or that do nothing; return which."""
+    stream, current, real = SimpleNamespace(wait_stream=lambda _: None), list[Batch](), Batch.capture
+    graphs_of: dict[int, weakref.WeakSet[RecordedStep]] = {}
+
+    @contextmanager
+    def graph(step: RecordedStep, **options: Any) -> Iterator[None]:
+        graphs = graphs_of.setdefault(options["pool"], weakref.WeakSet([step]))
+        assert graphs, "torch takes a handle until its last graph is gone"
+        graphs.add(step)
+        step.batch, step.works = weakref.ref(current[0]), request.param
+        with monkeypatch.context() as patch:
+            patch.setattr(Batch, "_decode", lambda _: None)
+            yield
+
+    def capture(batch: Batch, _: Any) -> None:
+        current[:] = [batch]
+        real(batch, stream)
+        current.clear()
+
+    handles = itertools.count()
+    stand_ins = {
+        "current_stream": lambda: stream, "set_stream": lambda _: None, "stream": lambda _: nullcontext(),
+        "device": lambda _: nullcontext(), "synchronize": lambda: None, "CUDAGraph": RecordedStep, "graph": graph,
+        "graph_pool_handle": lambda: next(handles), "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda _: None,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(Batch, "capture", capture)
+    return bool(request.param)
+
+
+def test_steps_that_are_captured_give_the_same_tokens(recorded: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The second prompts are longer: the memory grows, and all graphs are captured again."""
     model = model_of("llama")
-    own, fixed = (sampler_of(model, fixed_memory=fixed_memory) for fixed_memory in (False, True))
+    own, graphs = (sampler_of(model, fixed_memory=fixed_memory) for fixed_memory in (False, True))
+    decoder = graphs._decoder
+    assert decoder is not None
+    decoder.pool = torch.cuda.graph_pool_handle()
     for rows, longest, sizes in ((9, 3, [16, 8]), (20, 60, [24, 8])):
-        check_same(completions(own, rows=rows, longest=longest), completions(fixed, rows=rows, longest=longest))
-        assert fixed.batch_sizes == sizes
+        check_same(completions(own, rows=rows, longest=longest), completions(graphs, rows=rows, longest=longest))
+        assert graphs.batch_sizes == sizes
+    assert (decoder.pool is not None) == recorded
+    assert ("a step by the graph differs from one without it" in caplog.text) == (not recorded)
 
 
 def test_batches_that_continue_others_have_few_sizes() -> None:
     assert [size_for(rows) for rows in (1, 8, 9, 17, 33, 64)] == [8, 8, 16, 32, 64, 64]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    [("gemma3", {}), *(("llama", sampling) for sampling in ({"top_p": 0.9}, {"top_k": 5}, {"temperature": 0}))],
+)
 def test_a_step_reads_nothing_back_to_the_host(family: str, sampling: dict[str, Any]) -> None:
     """It would be no graph: tensors without values refuse to be read, and to meet those of another device."""
     model = model_of(family).to(torch.bfloat16).to("meta")  # type: ignore[arg-type]
