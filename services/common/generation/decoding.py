@@ -182,8 +182,8 @@ class Batch:
         self.entropies.index_fill_(1, self.number, torch.nan)  # a graph that does nothing must be noticed
         graph.replay()
         self._restore(kept)
-        found = self.entropies.index_select(1, self.number)
-        if not float((found - expected).norm()) <= TOLERANCE * max(float(expected.norm()), TOLERANCE):
+        replayed = self.entropies.index_select(1, self.number)
+        if not float((replayed - expected).norm()) <= TOLERANCE * max(float(expected.norm()), TOLERANCE):
             raise RuntimeError("a step by the graph differs from one without it")
         self._graph = graph
 
