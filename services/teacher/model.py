@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.common.models.logits_check import logits_are_heads
 from services.common.models.packed_attention import packed_inputs
-from services.teacher.fp8 import local_part
+from services.teacher.quantized import local_part
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.packing import PackedRow
 from xtoken_core.topk_logits import largest_logits, write_topk

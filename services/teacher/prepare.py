@@ -9,8 +9,9 @@ import torch
 from services.common.batches.step_plan import ring_shape
 from services.common.models.loading import load_model, nth_gpu, pick_device, takes_gpu
 from services.common.run.memory_estimate import check_room, check_teacher, weight_bytes
-from services.teacher.fp8 import check_fp8, swap_linears
+from services.teacher.fp8 import Fp8Linear, check_fp8
 from services.teacher.model import TeacherModel
+from services.teacher.quantized import swap_linears
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
@@ -71,7 +72,7 @@ def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transpo
     check_teacher(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
     model = load_model(spec, what, device, packed=run.packed, gpus=spec.gpus)
     if spec.fp8:
-        count = swap_linears(model.base_model)
+        count = swap_linears(model.base_model, Fp8Linear)
         if not count:
             raise ConfigError(f"{what}: fp8 finds no linear layer whose sides are multiples of 16: set fp8 = false")
         log.info("%s: %d linear layers in 8 bits", what, count)

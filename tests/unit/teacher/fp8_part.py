@@ -8,15 +8,16 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from services.common.models.loading import load_model
-from services.teacher.fp8 import swap_linears
+from services.teacher.fp8 import Fp8Linear
 from services.teacher.model import TeacherModel
+from services.teacher.quantized import swap_linears
 from xtoken_core.config.resolved import parse_resolved_run
 
 directory = Path(sys.argv[1])
 dist.init_process_group("gloo")
 run = parse_resolved_run((directory / "run.json").read_bytes(), source="a test")
 model = load_model(run.spec.teacher[0], "teacher", torch.device("cpu"), gpus=2)
-assert swap_linears(model.base_model) == 2 * 7
+assert swap_linears(model.base_model, Fp8Linear) == 2 * 7
 with torch.inference_mode():
     states = TeacherModel(model, longest=32).hidden(torch.arange(3 * 24).view(3, 24) % 96)
 if dist.get_rank() == 0:

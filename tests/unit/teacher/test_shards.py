@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.common.models.loading import load_model
 from services.common.models.tensor_parallel import DIVIDED, FAMILIES, WITH_FP8, check_divided, why_not_divided
 from services.supervisor.launch_check import check_launch
-from services.teacher.fp8 import swap_linears
+from services.teacher.fp8 import Fp8Linear
 from services.teacher.model import TeacherModel
 from services.teacher.prepare import devices_of, prepared_model
+from services.teacher.quantized import swap_linears
 from services.teacher.shards import send_tokens, started_shards
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
@@ -97,7 +98,7 @@ def test_parts_in_8_bits_give_nearly_the_results_of_a_whole_one(tmp_path: Path, 
     tokens = torch.arange(3 * 24).view(3, 24) % 96
     with torch.inference_mode():
         exact = TeacherModel(model, longest=32).hidden(tokens)
-        assert swap_linears(model.base_model) == 2 * 7
+        assert swap_linears(model.base_model, Fp8Linear) == 2 * 7
         whole = TeacherModel(model, longest=32).hidden(tokens)
     parts = load_file(tmp_path / "states.safetensors")["states"]
     assert not torch.equal(parts, exact)

@@ -11,8 +11,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from services.common.models.packed_attention import NAME
 from services.common.run.memory_estimate import check_teacher, weight_bytes
 from services.teacher import model as teacher_model
-from services.teacher.fp8 import Fp8Linear, check_fp8, swap_linears
+from services.teacher.fp8 import Fp8Linear, check_fp8
 from services.teacher.model import TeacherModel, head_is_plain
+from services.teacher.quantized import swap_linears
 from tests.ops.tolerances import OUTPUT, assert_within
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.masks import predicted_ids
@@ -222,7 +223,7 @@ def test_layers_are_swapped_and_the_head_is_not():
     model = llama("cuda", torch.bfloat16, hidden=64)
     ids = tokens(4, 48)
     expected = logits_of(model, ids).double()
-    assert swap_linears(model.base_model) == 2 * 7
+    assert swap_linears(model.base_model, Fp8Linear) == 2 * 7
     assert type(model.lm_head) is torch.nn.Linear
     with pytest.raises(ConfigError, match="bfloat16"):
         check_fp8(torch.device("cuda", 0), "float32", "teacher 0")
@@ -235,7 +236,7 @@ def test_layers_are_swapped_and_the_head_is_not():
 def test_a_compiled_teacher_gives_the_same_whatever_the_shape(fp8):
     model = llama("cuda", torch.bfloat16, hidden=64)
     if fp8:
-        swap_linears(model.base_model)
+        swap_linears(model.base_model, Fp8Linear)
     eager, compiled = TeacherModel(model), TeacherModel(copy.deepcopy(model), compiled=True)
     for rows, width in ((4, 64), (2, 128), (1, 200), (7, 24)):
         ids = tokens(rows, width)
