@@ -1,5 +1,7 @@
 """The collator: columns of the schema, masks that agree on both sides, rows for the queue, bad records."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -31,14 +33,14 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def student():
-    tokenizer = v.sentencepiece_bpe("legacy")
+    tokenizer = copy.copy(v.sentencepiece_bpe("legacy"))  # others share the cached one
     tokenizer.chat_template = LLAMA_STYLE
     return tokenizer
 
 
 @pytest.fixture(scope="module")
 def teacher():
-    tokenizer = v.byte_level(bos=True)
+    tokenizer = copy.copy(v.byte_level(bos=True))
     tokenizer.chat_template = CHATML
     return tokenizer
 
