@@ -16,12 +16,13 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from services.trainer.peer_monitor import PeerMonitor
 from xtoken_core.errors import ConfigError, StaleSessionError
 
 RENDEZVOUS = timedelta(minutes=10)
 """Limit for the rendezvous: until all ranks have started."""
 TIMEOUT = timedelta(days=1)
-"""Limit for later collectives. A rank that hangs stops its heartbeat and is ended by the run's own, shorter limits."""
+"""Limit for later collectives. A rank that hangs stops its heartbeat and is ended by the supervisor, much earlier."""
 BEAT = timedelta(seconds=2)
 BUCKET_BYTES = 256 << 20
 TEXT_BYTES = 512
@@ -52,6 +53,7 @@ class RankGroup:
         self.rank, self.size, self.nodes = rank, size, nodes
         self.beat: Callable[[], None] = lambda: None
         self.background: dist.ProcessGroup | None = None
+        self._peers: PeerMonitor | None = None
         if size == 1:
             return
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -69,7 +71,12 @@ class RankGroup:
         names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
         if any(name not in os.environ for name in names):
             return None
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        group = cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        if group.size > 1:
+            peers = dist.new_group(backend="gloo", timeout=RENDEZVOUS)
+            _set_pg_timeout(TIMEOUT, peers)
+            group._peers = PeerMonitor(peers)
+        return group
 
     @property
     def is_leader(self) -> bool:
@@ -194,8 +201,14 @@ class RankGroup:
         if self.size > 1:
             self.any(False)
 
-    def close(self) -> None:
-        """Destroy the process group."""
+    def close(self, *, failed: bool = False) -> None:
+        """Destroy the process group.
+
+        Args:
+            failed: This rank leaves because of an error, while others may wait for it in a collective.
+        """
+        if self._peers is not None:
+            self._peers.close(failed=failed)
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

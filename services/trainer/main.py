@@ -72,9 +72,12 @@ def work(link: QueueLink, *, rank: int, name: str | None, custom_loss: str | Non
             group = group or RankGroup(world_rank, run.world)
             group.nodes, group.beat = workers.nodes, worker.beat
             train(worker, group, rank, custom_loss)
-    finally:
+    except BaseException:
         if group is not None:
-            group.close()
+            group.close(failed=True)
+        raise
+    if group is not None:
+        group.close()
 
 
 def _started_as(rank: int, group: RankGroup | None) -> str:

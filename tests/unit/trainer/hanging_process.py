@@ -1,0 +1,23 @@
+"""One rank that hangs, as in a collective on a GPU, or raises: `python -m ...hanging_process hang|raise`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from services.trainer.distributed import RankGroup
+
+
+def main() -> None:
+    """Meet the others, report it, then hang; rank 1 of `raise` leaves because of an error, and hangs in that too."""
+    group = RankGroup.of_environment()
+    assert group is not None
+    group.barrier()
+    print("met", flush=True)
+    if sys.argv[1] == "raise" and group.rank == 1:
+        group.close(failed=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
