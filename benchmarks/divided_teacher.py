@@ -35,7 +35,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--documents", type=int, nargs="+", default=[4, 8, 16], help="of a row, one row after another")
     parser.add_argument("--small", action="store_true", help="a thin model: to try the harness on a CPU")
-    parser.add_argument("--fp8", action="store_true", help="linear layers in 8 bits")
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--fp8", action="store_true", help="linear layers in 8 bits")
+    formats.add_argument("--nf4", action="store_true", help="linear layers in 4 bits")
     parser.add_argument("--gpus", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.gpus:
@@ -46,7 +48,7 @@ def main() -> int:
     for gpus in (1, 2):
         own = ["--gpus", str(gpus), "--work", str(arguments.work), "--layers", str(arguments.layers)]
         own += ["--documents", *map(str, arguments.documents), *(["--small"] if arguments.small else [])]
-        own += ["--fp8"] if arguments.fp8 else []
+        own += [f"--{name}" for name in ("fp8", "nf4") if getattr(arguments, name)]
         command = [sys.executable, "-m", "benchmarks.divided_teacher", *own]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         found[str(gpus)] = json.loads(done.stdout.splitlines()[-1])
@@ -56,6 +58,7 @@ def main() -> int:
         "layers": arguments.layers,
         "document": DOCUMENT,
         "fp8": arguments.fp8,
+        "nf4": arguments.nf4,
         "gpus": found,
         "times_one": {documents: rates[1][documents] / rate for documents, rate in rates[0].items()},
         "deviation": deviation(arguments.work),
@@ -133,7 +136,8 @@ def run_of(arguments: argparse.Namespace) -> Any:
 
     work = arguments.work.absolute()
     models = {name: {"model": work / name, "context_length": DOCUMENT} for name in ("student", "teacher")}
-    teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": arguments.gpus, "gpu": 0, "fp8": arguments.fp8}
+    teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": arguments.gpus, "gpu": 0}
+    teacher |= {"fp8": arguments.fp8, "nf4": arguments.nf4}
     tokens = DOCUMENT * max(arguments.documents)
     raw = {"output": work / "out", "student": models["student"], "teacher": [teacher], "data": {"path": work / "text"}}
     spec = RunSpec.model_validate({**raw, "train": {"micro_batch_tokens": tokens}})

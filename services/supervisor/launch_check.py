@@ -30,7 +30,7 @@ def check_launch(spec: RunSpec) -> None:
     """Check that the processes of a run can be started from here at all.
 
     Raises:
-        RefusedError: Ray or what the trainer needs is not installed, a teacher is divided over more GPUs than there
+        RefusedError: Ray or what a worker needs is not installed, a teacher is divided over more GPUs than there
             are, or several node groups would share this machine's GPUs.
     """
     workers = spec.workers
@@ -58,7 +58,10 @@ def check_launch(spec: RunSpec) -> None:
 
 
 def _needed(spec: RunSpec) -> Iterator[tuple[str, str, str]]:
-    """Yield the optional packages that a trainer imports: the setting, the package, and the extra that has it."""
+    """Yield the optional packages that workers import: the setting, the package, and the extra that has it."""
+    for number, teacher in enumerate(spec.teacher):
+        if teacher.nf4 and (teacher.store is None or teacher.store_missing == "compute"):
+            yield f"teacher.{number}.nf4", "bitsandbytes", "bitsandbytes"
     if spec.train.lora is not None:
         yield "train.lora", "peft", "lora"
     if spec.train.optimizer == "adamw8bit":

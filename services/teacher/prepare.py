@@ -11,9 +11,9 @@ from services.common.models.loading import load_model, nth_gpu, pick_device, tak
 from services.common.run.memory_estimate import check_room, check_teacher, weight_bytes
 from services.teacher.fp8 import Fp8Linear, check_fp8
 from services.teacher.model import TeacherModel
-from services.teacher.quantized import swap_linears
+from services.teacher.quantized import QuantizedLinear, swap_linears
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.spec import RunSpec, TeacherSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
 
@@ -65,15 +65,37 @@ def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transpo
     spec, what = run.spec.teacher[teacher], run.spec.teacher_name(teacher)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if spec.fp8:
-        check_fp8(device, spec.dtype, what)
+    kind = _format(spec, device, what)
     weights = weight_bytes(spec.model, spec.dtype) // spec.gpus
     check_room(run, device)
     check_teacher(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
     model = load_model(spec, what, device, packed=run.packed, gpus=spec.gpus)
-    if spec.fp8:
-        count = swap_linears(model.base_model, Fp8Linear)
+    if kind is not None:
+        count = swap_linears(model.base_model, kind)
         if not count:
-            raise ConfigError(f"{what}: fp8 finds no linear layer whose sides are multiples of 16: set fp8 = false")
-        log.info("%s: %d linear layers in 8 bits", what, count)
+            raise ConfigError(
+                f"{what}: {spec.quantized} finds no linear layer whose sides are multiples of {kind.MULTIPLES[1]}: set "
+                f"{spec.quantized} = false"
+            )
+        log.info("%s: %d linear layers in %s", what, count, spec.quantized)
     return TeacherModel(model, compiled=spec.compile, longest=spec.context_length)
+
+
+def _format(spec: TeacherSpec, device: torch.device, what: str) -> type[QuantizedLinear] | None:
+    """Return the class of a teacher's quantized layers; None if they keep its dtype.
+
+    Raises:
+        ConfigError: The device, the dtype or this installation does not support it.
+    """
+    if spec.fp8:
+        check_fp8(device, spec.dtype, what)
+        return Fp8Linear
+    if not spec.nf4:
+        return None
+    try:
+        from services.teacher.nf4 import Nf4Linear
+    except ImportError as error:
+        raise ConfigError(
+            f"{what}: nf4 needs bitsandbytes ({error}): install it by pip install 'xtoken[bitsandbytes]'"
+        ) from error
+    return Nf4Linear

@@ -259,7 +259,7 @@ def _teachers(run: ResolvedRun) -> str:
             how = f"projection `{file.name}` (`{fingerprint[:16]}`)"
         else:
             how = f"{NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
-        weights = f"{teacher.dtype}, 8-bit weights" if teacher.fp8 else teacher.dtype
+        weights = teacher.dtype + {"": "", "fp8": ", 8-bit weights", "nf4": ", 4-bit weights"}[teacher.quantized]
         lines.append(f"- teacher: `{base_model(teacher.model)}`, {weights}, weight {teacher.weight:g}, {how}")
     return "".join(f"{line}\n" for line in lines)
 

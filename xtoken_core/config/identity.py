@@ -39,6 +39,7 @@ class TeacherIdentity(ModelIdentity):
         special_tokens: Pairs of special tokens that are set by hand.
         weight: Static weight in the loss.
         fp8: Its matrix products are in float8.
+        nf4: Its weights are in NormalFloat 4.
         topk: Tokens of a position that it is given by; None: it is given by all.
         topk_mass: Fraction of the probability that these reach.
     """
@@ -47,6 +48,7 @@ class TeacherIdentity(ModelIdentity):
     special_tokens: dict[str, str] = Field({})
     weight: float = 1.0
     fp8: bool = False
+    nf4: bool = False
     topk: int | None = None
     topk_mass: float | None = None
 

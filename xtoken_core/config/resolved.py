@@ -130,6 +130,7 @@ class ResolvedRun(Part):
                 special_tokens=teacher.special_tokens,
                 weight=teacher.weight,
                 fp8=teacher.fp8,
+                nf4=teacher.nf4,
                 topk=teacher.topk if teacher.content == "topk" else None,
                 topk_mass=teacher.topk_mass,
             )

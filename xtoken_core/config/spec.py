@@ -103,6 +103,9 @@ class TeacherSpec(ModelSpec, ServedSpec):
     fp8: bool = False
     """Store and multiply the weights of its linear layers in float8, scaled by row; the head keeps its dtype. Needs a
     GPU of the Ada or Hopper generation or newer."""
+    nf4: bool = False
+    """Store the weights of its linear layers in NormalFloat 4, scaled by blocks of 64; products and head keep its
+    dtype. Needs the extra `bitsandbytes`. On a GPU or a CPU."""
     content: Content | None = None
     """What it sends of a micro-batch: `logits`; `hidden`, its hidden states, with the head once; `topk`, the largest
     logits of each position, its log-normaliser and the log-probability of the text's own token. Left out: `topk` with
@@ -140,9 +143,15 @@ class TeacherSpec(ModelSpec, ServedSpec):
             return self
         if self.content not in (None, "topk"):
             raise ValueError(f'content = "{self.content}": a server (url) gives the likeliest tokens: set it to "topk"')
-        for name in ("gpu", "gpus", "compile", "fp8"):
+        for name in ("gpu", "gpus", "compile", "fp8", "nf4"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} belongs to a model that the run loads, and url names a server: unset one")
+        return self
+
+    @model_validator(mode="after")
+    def _one_format(self) -> TeacherSpec:
+        if self.fp8 and self.nf4:
+            raise ValueError("fp8 and nf4 are two formats of the same weights: set one of them to false")
         return self
 
     @model_validator(mode="after")
@@ -152,6 +161,11 @@ class TeacherSpec(ModelSpec, ServedSpec):
         if self.gpus > 1 and self.store is not None:
             raise ValueError("gpus belongs to a teacher that runs, and this one is read from a store: unset gpus")
         return self
+
+    @property
+    def quantized(self) -> Literal["", "fp8", "nf4"]:
+        """Format of its linear layers' weights; empty: its dtype."""
+        return "fp8" if self.fp8 else "nf4" if self.nf4 else ""
 
     def gpu_index(self, rank: int, part: int = 0) -> int:
         """Return the number of the GPU of a part of a rank's teacher; it may be beyond the last one there is."""

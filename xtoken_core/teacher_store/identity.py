@@ -30,6 +30,7 @@ class StoreIdentity(Part):
         model: Fingerprint of the teacher's configuration and weights.
         dtype: Of the teacher's forward pass.
         fp8: Its matrix products are in float8.
+        nf4: Its weights are in NormalFloat 4.
         vocab_size: Tokens of its vocabulary.
         hidden_size: Width of the hidden states; 0 for largest logits.
         topk: Tokens of a position; 0 for hidden states.
@@ -47,6 +48,7 @@ class StoreIdentity(Part):
     model: str
     dtype: Dtype
     fp8: bool
+    nf4: bool = False
     vocab_size: int
     hidden_size: int = 0
     topk: int = 0
@@ -90,6 +92,7 @@ _LABELS = {
     "text": "the text (data)", "records": "the number of records (data)", "append_eos": "data.append_eos",
     "tokenizer": "the teacher's tokenizer or chat template", "model": "the teacher's weights (teacher.model)",
     "context_length": "the teacher's context_length", "dtype": "teacher.dtype", "fp8": "teacher.fp8",
+    "nf4": "teacher.nf4",
     "content": "teacher.content", "topk": "teacher.topk", "topk_mass": "teacher.topk_mass",
     "temperature": "loss.temperature",
 }  # fmt: skip
@@ -125,6 +128,7 @@ def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:
         model=files.weights_fingerprint,
         dtype=spec.dtype,
         fp8=spec.fp8,
+        nf4=spec.nf4,
         vocab_size=files.vocab_size,
         hidden_size=0 if by_topk else files.hidden_size,
         topk=min(spec.topk, files.vocab_size) if by_topk else 0,

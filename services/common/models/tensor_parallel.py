@@ -31,8 +31,8 @@ FAMILIES = frozenset(
     }
 )
 """Model types whose results under their plan equal those of one GPU in the tests."""
-WITH_FP8 = FAMILIES - {"mixtral", "olmo2", "qwen3_moe"}
-"""Those whose projections are all divided by rows or by columns, as `services.teacher.fp8` multiplies them."""
+QUANTIZED = FAMILIES - {"mixtral", "olmo2", "qwen3_moe"}
+"""Those whose projections are all divided by rows or by columns, as `services.teacher.quantized` multiplies them."""
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 """Settings of a configuration that the number of GPUs must divide."""
 
@@ -54,7 +54,7 @@ def why_not_divided(config: Mapping[str, Any], gpus: int) -> str | None:
     return None
 
 
-def check_divided(what: str, directory: Path, config: Mapping[str, Any], gpus: int, *, fp8: bool = False) -> None:
+def check_divided(what: str, directory: Path, config: Mapping[str, Any], gpus: int, *, quantized: str = "") -> None:
     """Refuse a model that cannot be divided over several GPUs.
 
     Args:
@@ -62,14 +62,14 @@ def check_divided(what: str, directory: Path, config: Mapping[str, Any], gpus: i
         directory: The model's directory.
         config: Its `config.json`.
         gpus: Number of GPUs.
-        fp8: Its layers are in 8 bits.
+        quantized: Format of its linear layers, such as `fp8`; empty: its dtype.
 
     Raises:
         ConfigError: It cannot; the text has the reason.
     """
     reason = why_not_divided(config, gpus) if gpus > 1 else None
-    if gpus > 1 and reason is None and fp8 and config["model_type"] not in WITH_FP8:
-        reason = f'the model type "{config["model_type"]}" is not divided in 8 bits (fp8)'
+    if gpus > 1 and reason is None and quantized and config["model_type"] not in QUANTIZED:
+        reason = f'the model type "{config["model_type"]}" is not divided with quantized layers ({quantized})'
     if reason is not None:
         raise ConfigError(
             f"the {what} ({directory}) cannot be divided over {gpus} GPUs: {reason}: lower teacher.gpus or take "

@@ -14,7 +14,7 @@ from services.common.models.weights import weight_count
 from services.common.processes.supervised import supervised
 from services.common.run.memory_fit import BLOCK_ROWS, COPIES, FEWER, FLOAT32, GIB
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.spec import RunSpec, TeacherSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.base import Loss
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
@@ -26,6 +26,8 @@ log = logging.getLogger("xtoken.memory")
 
 COPIES_BETWEEN_STEPS = COPIES - 1
 """Without the gradient, which is freed at a step's end."""
+NF4_BITS = 9
+"""Half bits of a weight in NormalFloat 4: one of 4 bits, and a float32 scale for 64 of them."""
 REMEDIES = (
     "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
@@ -46,6 +48,14 @@ class Need:
 def weight_bytes(directory: Path, dtype: str) -> int:
     """Return the bytes of a model's weights in a dtype."""
     return weight_count(directory) * ITEM_SIZES[dtype]
+
+
+def teacher_bytes(teacher: TeacherSpec) -> int:
+    """Return the bytes of a teacher's weights while it runs; those that are not quantized count as if they were."""
+    if teacher.nf4:
+        return weight_count(teacher.model) * NF4_BITS // 16
+    weights = weight_bytes(teacher.model, teacher.dtype)
+    return weights // 2 if teacher.fp8 else weights
 
 
 def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
@@ -107,8 +117,8 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
             if not parts:
                 continue
             if not teacher.url:
-                weights = weight_bytes(teacher.model, teacher.dtype) * len(parts) // teacher.gpus
-                yield Need(f"{spec.teacher_name(number)}'s weights{of_rank}", weights // 2 if teacher.fp8 else weights)
+                weights = teacher_bytes(teacher) * len(parts) // teacher.gpus
+                yield Need(f"{spec.teacher_name(number)}'s weights{of_rank}", weights)
             if rings and 0 in parts:
                 shape = ring_shape(run, number)
                 yield Need(f"its signal's {shape.slots} slots", shape.memory_bytes)

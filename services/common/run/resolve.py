@@ -74,7 +74,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     for number in spec.computed_teachers:
         name, teacher = spec.teacher_name(number), spec.teacher[number]
         config = read_model_config(name, teacher.model)
-        check_divided(name, teacher.model, config, teacher.gpus, fp8=teacher.fp8)
+        check_divided(name, teacher.model, config, teacher.gpus, quantized=teacher.quantized)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
     same_tokenizer = same_tokenizer_of(spec, student, teachers)

@@ -43,7 +43,7 @@ HELP = {
 """Descriptions where a control plane takes less than a run file: it fetches and converts nothing."""
 REFUSED_MODES = ("custom",)
 """Modes of the loss that a control plane does not run."""
-SPELLING = {word: word.upper() for word in ("alm", "ce", "eos", "fp8", "gpu", "kl", "tflops", "uld")} | {
+SPELLING = {word: word.upper() for word in ("alm", "ce", "eos", "fp8", "gpu", "kl", "nf4", "tflops", "uld")} | {
     "s": "(s)",
     "topk": "top k",
     "xtoken": "H-KL",

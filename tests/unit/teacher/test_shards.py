@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.models.loading import load_model
-from services.common.models.tensor_parallel import DIVIDED, FAMILIES, WITH_FP8, check_divided, why_not_divided
+from services.common.models.tensor_parallel import DIVIDED, FAMILIES, QUANTIZED, check_divided, why_not_divided
 from services.supervisor.launch_check import check_launch
 from services.teacher.fp8 import Fp8Linear
 from services.teacher.model import TeacherModel
@@ -114,7 +114,7 @@ def test_every_family_has_a_plan_of_the_settings_that_are_checked(kind: str) -> 
     assert named <= {"rowwise", "rowwise_split_input", "rowwise_rep"}
     assert {"num_attention_heads", "num_key_value_heads"} <= {name for name in DIVIDED if hasattr(config, name)}
     styles = {style for name, style in config.base_model_tp_plan.items() if name.startswith("layers.")}
-    assert (styles <= {"colwise", "rowwise", "replicated_with_grad_allreduce"}) == (kind in WITH_FP8)
+    assert (styles <= {"colwise", "rowwise", "replicated_with_grad_allreduce"}) == (kind in QUANTIZED)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_every_family_has_a_plan_of_the_settings_that_are_checked(kind: str) -> 
         ({"model_type": "gpt2"}, 'the model type "gpt2" has no known tensor-parallel plan'),
         ({"model_type": "qwen3", "num_attention_heads": 14}, "num_attention_heads = 14 cannot be divided by 4"),
         ({"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2}, "num_key_value_heads = 2"),
-        ({"model_type": "olmo2"}, "is not divided in 8 bits"),
+        ({"model_type": "olmo2"}, "is not divided with quantized layers"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_divided("teacher", Path("models/teacher"), config, 4, fp8=True)
-    check_divided("teacher", Path("models/teacher"), config, 1, fp8=True)
+        check_divided("teacher", Path("models/teacher"), config, 4, quantized="fp8")
+    check_divided("teacher", Path("models/teacher"), config, 1, quantized="fp8")
     assert (
         why_not_divided({**config, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4}, 4)
         is None

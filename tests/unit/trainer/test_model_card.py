@@ -70,10 +70,11 @@ def test_a_mode_of_ones_own_is_told(tmp_path: Path) -> None:
     assert "- loss: gold, KL token by token at temperature 1" in text
 
 
-def test_eight_bit_weights_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "bits"), [("fp8", 8), ("nf4", 4)])
+def test_quantized_weights_are_stated(tmp_path: Path, name: str, bits: int) -> None:
     teacher = {"dtype": "bfloat16"}
-    text = card(tmp_path, [{**teacher, "fp8": True}, teacher])
-    assert "- teacher: `teacher-0`, bfloat16, 8-bit weights, weight 1, projection" in text
+    text = card(tmp_path, [{**teacher, name: True}, teacher])
+    assert f"- teacher: `teacher-0`, bfloat16, {bits}-bit weights, weight 1, projection" in text
     assert "- teacher: `teacher-1`, bfloat16, weight 1, projection" in text
 
 

@@ -147,11 +147,15 @@ def test_a_gpu_without_room_for_the_teachers_beside_the_student_is_told_what_to_
     assert shortage(small, 0, 1, 10 * weights, rings=False) == "", "a teacher takes less than the gradient did"
 
 
-def test_a_teacher_in_8_bits_is_beside_the_student_in_its_own_dtype(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "bits"), [("fp8", 8), ("nf4", 4.5)])
+def test_a_quantized_teacher_is_beside_the_student_in_its_own_dtype(tmp_path: Path, name: str, bits: float) -> None:
     plain = with_models(tmp_path)
-    run = with_models(tmp_path, teacher=in_bfloat16(plain, fp8=True), **READ)
+    run = with_models(tmp_path, teacher=in_bfloat16(plain, **{name: True}), **READ)
     weights = weight_bytes(run.spec.student.model, "bfloat16")
-    assert [need.nbytes for need in needs_of(run, 0, 1, rings=False, evaluates=True)][1:] == [weights, weights // 2]
+    assert [need.nbytes for need in needs_of(run, 0, 1, rings=False, evaluates=True)][1:] == [
+        weights,
+        int(weights * bits / 16),
+    ]
 
 
 def test_a_custom_loss_declares_its_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
