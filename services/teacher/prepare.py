@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 
 from services.common.batches.step_plan import ring_shape
 from services.common.models.loading import load_model, nth_gpu, pick_device, takes_gpu
-from services.common.run.memory_estimate import check_room, check_teacher, weight_bytes
+from services.common.run.memory_estimate import check_room, check_teacher, teacher_bytes, weight_bytes
 from services.teacher.fp8 import Fp8Linear, check_fp8
 from services.teacher.model import TeacherModel
 from services.teacher.quantized import QuantizedLinear, swap_linears
@@ -66,19 +68,33 @@ def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transpo
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kind = _format(spec, device, what)
-    weights = weight_bytes(spec.model, spec.dtype) // spec.gpus
+    by_layer = spec.nf4 and spec.gpus == 1  # its GPU never holds all weights in the dtype
+    weights = teacher_bytes(spec) if by_layer else weight_bytes(spec.model, spec.dtype) // spec.gpus
     check_room(run, device)
     check_teacher(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
-    model = load_model(spec, what, device, packed=run.packed, gpus=spec.gpus)
-    if kind is not None:
-        count = swap_linears(model.base_model, kind)
-        if not count:
-            raise ConfigError(
-                f"{what}: {spec.quantized} finds no linear layer whose sides are multiples of {kind.MULTIPLES[1]}: set "
-                f"{spec.quantized} = false"
-            )
-        log.info("%s: %d linear layers in %s", what, count, spec.quantized)
+    quantize = None if kind is None else partial(_quantize, spec=spec, what=what, kind=kind, device=device)
+    on_host = quantize if by_layer else None
+    model = load_model(spec, what, device, packed=run.packed, gpus=spec.gpus, on_host=on_host)
+    if quantize is not None and on_host is None:
+        quantize(model)
     return TeacherModel(model, compiled=spec.compile, longest=spec.context_length)
+
+
+def _quantize(
+    model: PreTrainedModel, *, spec: TeacherSpec, what: str, kind: type[QuantizedLinear], device: torch.device
+) -> None:
+    """Replace the linear layers of a teacher's body by quantized ones on its device.
+
+    Raises:
+        ConfigError: None fits the format.
+    """
+    count = swap_linears(model.base_model, kind, device)
+    if not count:
+        raise ConfigError(
+            f"{what}: {spec.quantized} finds no linear layer whose sides are multiples of {kind.MULTIPLES[1]}: set "
+            f"{spec.quantized} = false"
+        )
+    log.info("%s: %d linear layers in %s", what, count, spec.quantized)
 
 
 def _format(spec: TeacherSpec, device: torch.device, what: str) -> type[QuantizedLinear] | None:

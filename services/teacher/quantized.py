@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -61,18 +62,19 @@ def _summing_group(weight: Tensor) -> dist.ProcessGroup | None:
     return None
 
 
-def swap_linears(body: nn.Module, kind: type[QuantizedLinear]) -> int:
+def swap_linears(body: nn.Module, kind: type[QuantizedLinear], device: torch.device | None = None) -> int:
     """Replace the linear layers whose sides fit a format, in place; returns their number.
 
     Args:
         body: A model without its head.
         kind: Class of the format.
+        device: Device to which each layer is moved before; None: the layers are on theirs.
     """
     count = 0
     for module in list(body.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and _fits(child, kind):
-                setattr(module, name, kind(child))
+                setattr(module, name, kind(child if device is None else child.to(device)))
                 count += 1
     return count
 

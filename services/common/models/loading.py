@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -70,6 +71,7 @@ def load_model(
     *,
     packed: bool = False,
     gpus: int = 1,
+    on_host: Callable[[PreTrainedModel], object] | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model: only safetensors, never code from the directory.
 
@@ -81,6 +83,7 @@ def load_model(
         dtype: Dtype of the weights, if not the spec's.
         packed: It is to run on packed rows too.
         gpus: Load this process's part of a model that the processes of the process group divide among them.
+        on_host: Called with the model before it is moved to the device; a part is on its device already.
 
     Raises:
         InputError: It cannot be loaded, or its head is narrower than the configuration says.
@@ -100,6 +103,8 @@ def load_model(
         )
     except Exception as error:  # transformers raises whatever a damaged configuration leads to
         raise InputError(f"cannot load the {what}'s model from {path}: {first_line(error)}") from error
+    if on_host is not None:
+        on_host(model)
     model.to(device)  # type: ignore[arg-type]  # the stub's decorator loses `self`
     if packed:
         check_packing(model, what)
