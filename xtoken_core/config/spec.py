@@ -362,6 +362,22 @@ def _absolute(value: Any, base: Path) -> Any:
     return value
 
 
+def read_run_file(path: Path) -> dict[str, Any]:
+    """Read a run file's tables as they are written.
+
+    Raises:
+        InputError: The file is missing or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise InputError(f"{path} is not TOML: nested too deeply") from error
+    except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits
+        raise InputError(f"{path} is not TOML: {error}") from error
+
+
 def load_run_spec(path: Path) -> RunSpec:
     """Read a RunSpec from TOML.
 
@@ -369,15 +385,7 @@ def load_run_spec(path: Path) -> RunSpec:
         InputError: The file is missing or is not TOML.
         ConfigError: A field is missing, unknown or impossible; the text names it and what it takes.
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise InputError(f"{path} is not TOML: nested too deeply") from error
-    except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits
-        raise InputError(f"{path} is not TOML: {error}") from error
-    return parse_run_spec(raw, source=str(path)).with_base(path.resolve().parent)
+    return parse_run_spec(read_run_file(path), source=str(path)).with_base(path.resolve().parent)
 
 
 def parse_run_spec(raw: object, *, source: str) -> RunSpec:

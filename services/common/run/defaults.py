@@ -15,8 +15,8 @@ from services.common.run.machine import Machine
 from services.common.run.memory_fit import fit_memory
 from services.common.text.held_out import split_text
 from xtoken_core.config.eval import NOT_IN_A_NAME
-from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec
-from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
+from xtoken_core.errors import ConfigError
 from xtoken_core.regular_files import read_json_object
 
 MOST_CONTEXT = 1024
@@ -109,7 +109,7 @@ def load_run(
     base = path.resolve().parent
     name = NOT_IN_A_NAME.sub("-", path.stem).lstrip("._-")[:64]
     return complete_run(
-        _read(path), base, source=str(path), settings=settings, name=name, machine=machine, writes=writes
+        read_run_file(path), base, source=str(path), settings=settings, name=name, machine=machine, writes=writes
     )
 
 
@@ -156,17 +156,6 @@ def complete_run(
         completion.notes.append(f'output = "{output}"')
     _complete(completion, base, output, writes=writes)
     return parse_run_spec(completion.document, source=source).with_base(base), completion.notes
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise InputError(f"{path} is not TOML: nested too deeply") from error
-    except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits
-        raise InputError(f"{path} is not TOML: {error}") from error
 
 
 def _override(document: dict[str, Any], setting: str) -> None:
