@@ -78,6 +78,15 @@ def test_a_refused_run_leaves_no_directory(
     assert [path.name for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")] == []
 
 
+def test_a_name_never_leads_outside_the_directory_of_runs(
+    client: TestClient, short: dict[str, Any], tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    answer = client.post("/v1/runs", json=short | {"name": "../outside"})
+    assert answer.status_code == 422 and "name" in answer.text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_the_form_shows_what_is_taken(client: TestClient, short: dict[str, Any], tmp_path: Path) -> None:
     page = client.get("/runs/new").text
     assert f'placeholder="{tmp_path}/runs/run"' in page
