@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-counters bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -121,6 +121,9 @@ bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references bes
 	$(BIN)/python -m benchmarks.same_tokenizer
 	$(BIN)/python -m benchmarks.pages
 
+bench-counters: $(STAMP)  ## hardware counters of the slowest kernels, by Nsight Compute on a GPU
+	$(BIN)/python -m benchmarks.counters
+
 bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twenty minutes
 	$(BIN)/python -m benchmarks.control
 	$(BIN)/python -m benchmarks.pages
@@ -128,10 +131,14 @@ bench-control: $(STAMP)  ## the control plane: its list, a run's first step, tra
 bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop and one with TRL's loss
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end.json --public-loss
-	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_lengths.json --samples 16 --steps 20 --no-serial \
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_chain.json --no-serial \
+		--variants chain_wide chain_hidden_wide chain_fp8_wide
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_lengths.json --samples 16 --steps 16 --warmup 6 --no-serial \
 		--variants fixed_lengths text_padded text_packed chat_padded chat_packed
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_small.json --samples 128 --steps 10 --warmup 4 --no-serial \
 		--variants small_fixed small_text_padded small_text_packed
+	$(BIN)/python -m benchmarks.kernel_share --variant small_text_packed --steps 24
+	$(BIN)/python -m benchmarks.kernel_share --variant small_fixed --go-on
 	$(BIN)/python -m benchmarks.pages
 
 bench-on-policy: $(STAMP)  ## on-policy distillation beside TRL's GOLD trainer: STUDENT, TEACHER, TEXT; one GPU, five minutes

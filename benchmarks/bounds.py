@@ -113,6 +113,17 @@ def divided_bound(result: dict[str, Any] | None) -> Bound:
     return Bound(what, min(result["times_one"].values()) if result else None, 1.5, 1.8, "{:.2f}")
 
 
+def kernel_bounds(result: dict[str, Any] | None) -> list[Bound]:
+    """Return the bounds of the time in which the GPU runs a kernel."""
+    variants = {"small_fixed": "2,048 tokens", "small_text_packed": "lengths of text"}
+    measured = result["variants"] if result else {}
+    what = "one GPU, 135M student from 270M teacher, documents of {}: fraction of the time in which a kernel runs"
+    return [
+        Bound(what.format(words), measured.get(name, {}).get("fraction"), None, 0.9, "{:.1%}")
+        for name, words in variants.items()
+    ]
+
+
 def control_bounds(result: dict[str, Any]) -> list[Bound]:
     """Return the bounds of the control plane."""
     slowest = max(times["p99_ms"] for times in result["list"].values() if isinstance(times, dict))

@@ -128,6 +128,7 @@ def _bounds() -> dict[str, Any]:
         "Packing": bounds.padding_bounds(result("padding")),
         "Whole runs": [
             *bounds_of(end_to_end_results()),
+            *bounds.kernel_bounds(result("kernel_share") if exists("kernel_share") else None),
             bounds.divided_bound(result("divided_teacher") if exists("divided_teacher") else None),
         ],
         "Kills and resume": bounds.kill_bounds(result("worker_kills"), result("resume")),

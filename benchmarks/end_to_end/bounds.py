@@ -60,6 +60,11 @@ def _rates(results: Results) -> Iterator[Bound]:
         yield Bound(one + f"{name}, {serial}", _figure(results, f"{loss}_wide", "times_serial"), 2.5, form=TIMES)
     public = _figure(results, "gold_wide", "times_public")
     yield Bound(one + f"gold, {serial} with TRL's GOLD loss", public, 2.5, form=TIMES)
+    chain = [_figure(results, name, "tokens_per_second") for name in ("chain_wide", "chain_hidden_wide")]
+    best = max((rate for rate in chain if rate is not None), default=None)
+    yield Bound(one + "chain, tokens/s", best, 30_000, 33_000, TOKENS)
+    rate = _figure(results, "chain_fp8_wide", "tokens_per_second")
+    yield Bound(one + "chain, teacher in 8 bits, tokens/s", rate, None, 38_000, TOKENS)
     for variant, words in (("p_kl_fp8_wide", ""), ("p_kl_fp8_wide_mps", ", with MPS")):
         rate = _figure(results, variant, "tokens_per_second")
         yield Bound(one + f"P-KL, teacher in 8 bits{words}, tokens/s", rate, None, 40_000, TOKENS)

@@ -8,6 +8,7 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "results"
 SUBJECTS = {
     "end_to_end": "one GPU",
+    "end_to_end_chain": "chain",
     "end_to_end_lengths": "documents of different lengths",
     "end_to_end_small": "small models",
     "end_to_end_mps": "NVIDIA's MPS",
