@@ -2,7 +2,7 @@
 
     scratch   text, tokenizers, both teachers, the first students, the projection
     runs      the compared runs, each an `xtoken run`; `--seeds` and `--methods` choose some
-    measure   answers, bits per byte, divergences of every model that there is; writes the result file
+    measure   answers, bits per byte, divergences of every model that there is; adds them to the result file
     all       the three of them
 
 Every stage leaves out what is done. `--seconds` stops a stage gracefully: what was stopped resumes when it is called
@@ -44,7 +44,11 @@ def main() -> int:
             gpus=arguments.gpus,
         )
     if arguments.stage in ("measure", "all"):
-        stages.measure(state, scale, arguments.out, side_by_side=side_by_side)
+        try:
+            stages.measure(state, scale, arguments.out, side_by_side=side_by_side)
+        except stages.OtherStudentsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     return 0 if complete else 3
 
 

@@ -12,12 +12,20 @@ from typing import Any
 
 from experiments.digits.methods import CROSS, SAME, custom_options, planned, run_file, run_name
 from experiments.digits.settings import Scale
+from experiments.digits.summary import number
 from experiments.digits.text import Texts, read_texts, write_texts
 from experiments.jobs import Job, finished, run_all
+from experiments.machines import joined_machines
 
 TOKENIZERS = "tokenizers"
+SAME_STUDENT = {"bits_per_byte.code": 0.005, "exact_match.all": 0.03}
+"""Most by which a first student that is trained again may differ from the one before."""
 _TEACHER_SEED = 100
 _MASS = "mass"
+
+
+class OtherStudentsError(RuntimeError):
+    """A result file's rows begin from other first students; the message names one."""
 
 
 def prepare(state: Path, scale: Scale) -> None:
@@ -128,20 +136,46 @@ def _measure_one(state: Path, scale: Scale, name: str) -> None:
 
 
 def collect(state: Path, scale: Scale, out: Path) -> None:
-    """One result file of everything that has been measured."""
+    """One result file of everything that has been measured; what it has of other machines stays.
+
+    Args:
+        state: Directory of the measurements.
+        scale: The experiment's size.
+        out: Directory of the result file.
+
+    Raises:
+        OtherStudentsError: The file's first students are others than those of `state`, so that rows do not compare.
+    """
     found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in (state / "measured").glob("*.json")}
     names = {(name, seed): run_name(name, seed) for name, seed in planned(scale)}
+    file = out / f"{scale.name}.json"
+    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    students = {str(s): found[f"student-{s}"] for s in range(scale.seeds) if f"student-{s}" in found}
+    _check_students(known.get("students", {}), students)
+    rows = {(run["method"], run["seed"]): run for run in known.get("runs", [])}
+    rows |= {(n, s): {"method": n, "seed": s, **found[run]} for (n, s), run in names.items() if run in found}
     result = {
         "settings": scale.plain(),
-        "machine": machine(),
-        "teachers": {name: found[name] for name in (CROSS, SAME) if name in found},
-        "mass": found.get(_MASS, {}).get("rows", []),
-        "students": {str(s): found[f"student-{s}"] for s in range(scale.seeds) if f"student-{s}" in found},
-        "runs": [{"method": n, "seed": s, **found[run]} for (n, s), run in names.items() if run in found],
-        "not_run": [{"method": n, "seed": s} for (n, s), run in names.items() if run not in found],
+        "machine": joined_machines(known.get("machine", {}), machine() if found else {}),
+        "teachers": {name: found[name] for name in (CROSS, SAME) if name in found} | known.get("teachers", {}),
+        "mass": known.get("mass") or found.get(_MASS, {}).get("rows", []),
+        "students": dict(sorted((students | known.get("students", {})).items())),
+        "runs": [rows[key] for key in names if key in rows],
+        "not_run": [{"method": n, "seed": s} for n, s in names if (n, s) not in rows],
     }
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / f"{scale.name}.json", result)
+    _write_json(file, result)
+
+
+def _check_students(known: dict[str, Any], found: dict[str, Any]) -> None:
+    for seed in sorted(known.keys() & found.keys()):
+        for name, path in (("bits per byte on sources", "bits_per_byte.code"), ("right answers", "exact_match.all")):
+            before, now = (number(each[seed], path) or 0.0 for each in (known, found))
+            if abs(before - now) > SAME_STUDENT[path]:
+                raise OtherStudentsError(
+                    f"first student {seed} has {now:.4f} {name} and that of the result file {before:.4f}, so that "
+                    "their runs do not compare: nothing was written; give another directory with --out"
+                )
 
 
 def machine() -> dict[str, Any]:

@@ -4,23 +4,27 @@
     texts     documents by language and source, in training, validation and test
     controls  what the controls need: the teacher's samples, chat text, a teacher with the student's tokenizer
     runs      train: every method, learning rate and data seed of a condition, each an `xtoken run`
-    collect   measure the teachers, write the result file, print the tables
+    collect   measure the teachers, add the runs to the result file, print the tables
+    merge     add the rows of other result files to the result file: merge FILE...
     split     cut a file into pieces: split FILE DIRECTORY [--bytes N]
     join      put pieces together again: join DIRECTORY FILE
 
-Every stage leaves out what is done. `--seconds` stops the runs gracefully; they resume when the stage is called again,
-on this machine or on another one that was given the state's directory. Nothing that is fetched belongs into a
-repository.
+Every stage leaves out what is done; rows of the result file stay when the directories of their runs are gone.
+`--seconds` stops the runs gracefully; they resume when the stage is called again, on this machine or on another one
+that was given the state's directory. Nothing that is fetched belongs into a repository.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from experiments.real import models, predictions, stages, summary, texts
+from experiments.jobs import SHORTEST_S
+from experiments.real import models, predictions, results, stages, summary, texts
 from experiments.real.methods import CONDITIONS, METHODS, SEEDS, WEIGHTS, Cell, cells
 
 RESULTS = Path(__file__).parent / "results"
@@ -36,6 +40,9 @@ def main() -> int:
     commands.add_parser("texts")
     for name in ("controls", "runs", "collect"):
         _add_choice(commands.add_parser(name))
+    merge = commands.add_parser("merge")
+    merge.add_argument("files", nargs="+", type=Path, help="result files of other machines, the newest last")
+    merge.add_argument("--out", type=Path, default=RESULTS / "real.json", help="the result file")
     cut = commands.add_parser("split")
     cut.add_argument("file", type=Path)
     cut.add_argument("directory", type=Path)
@@ -46,7 +53,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         return _run(arguments)
-    except models.MissingSourceError as error:
+    except (models.MissingSourceError, results.OtherTextError, results.UnknownRunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -59,6 +66,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         help=f"all if left out; `{BEST}`: of each method those that were best on validation of data seed 0",
     )  # fmt: skip
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    parser.add_argument("--list", type=Path, help="file of the runs' names, one a line, in their order, instead")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--steps", type=int, help="optimiser steps instead of the condition's, for a trial")
     parser.add_argument("--side-by-side", type=int, default=6, help="runs at a time")
@@ -66,14 +74,19 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=500.0, help="time after which runs are stopped, to resume later"
     )
+    parser.add_argument(
+        "--least", type=float, default=SHORTEST_S, help="seconds before that time in which no run is started"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "real.json", help="the result file")
 
 
 def _planned(arguments: argparse.Namespace) -> list[Cell]:
+    if arguments.list:
+        return results.named(arguments.list.read_text(encoding="utf-8").split())
     best = arguments.weights == [BEST]
     chosen = (arguments.conditions, arguments.methods, [] if best else arguments.weights, arguments.seeds)
     planned = list(cells(*map(tuple, chosen)))
-    return stages.best_weights(arguments.state, planned) if best else planned
+    return stages.best_weights(arguments.state, planned, arguments.out) if best else planned
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -90,22 +103,33 @@ def _run(arguments: argparse.Namespace) -> int:
         until = time.monotonic() + arguments.seconds
         done = stages.runs(
             arguments.state, _planned(arguments), side_by_side=arguments.side_by_side, until=until,
-            device=arguments.device, steps=arguments.steps, gpus=arguments.gpus,
+            device=arguments.device, steps=arguments.steps, gpus=arguments.gpus, least_s=arguments.least,
         )  # fmt: skip
         return 0 if done else 3
     elif arguments.stage == "collect":
-        stages.teachers(arguments.state, arguments.conditions, arguments.device)
-        result = stages.collect(arguments.state, _planned(arguments), arguments.out)
-        titles = {name: method.title for name, method in METHODS.items()}
-        for condition in arguments.conditions:
-            print(f"{condition}\n\n{summary.markdown(result, condition, titles)}")
-        print("\n".join(predictions.compare(result)))
+        planned = _planned(arguments)
+        names = list(dict.fromkeys(cell.condition for cell in planned))
+        stages.teachers(arguments.state, names, arguments.device, arguments.out)
+        _print_tables(stages.collect(arguments.state, planned, arguments.out), names)
+    elif arguments.stage == "merge":
+        result = results.read_result(arguments.out)
+        for file in arguments.files:
+            result = results.merged(result, json.loads(file.read_text(encoding="utf-8")))
+        results.write_result(arguments.out, result)
+        _print_tables(result, list(result["conditions"]))
     elif arguments.stage == "split":
         for piece in models.split(arguments.file, arguments.directory, arguments.bytes):
             print(piece)
     else:
         models.join(arguments.directory.iterdir(), arguments.file)
     return 0
+
+
+def _print_tables(result: dict[str, Any], names: list[str]) -> None:
+    titles = {name: method.title for name, method in METHODS.items()}
+    for name in names:
+        print(f"{name}\n\n{summary.markdown(result, name, titles)}")
+    print("\n".join(predictions.compare(result)))
 
 
 if __name__ == "__main__":

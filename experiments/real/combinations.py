@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.digits.page import RESULTS as DIGITS
 from experiments.digits.summary import Summary, spread
-from experiments.real.methods import SEEDS, WEIGHTS
+from experiments.real.methods import METHODS, SEEDS
 from experiments.real.page import RESULT
 from experiments.real.summary import VALIDATION
 from experiments.vocabularies.page import PAGE, insert
@@ -34,7 +34,7 @@ def render(digits: Mapping[str, Any], real: Mapping[str, Any]) -> str:
     """
     answers = Summary(dict(digits))
     bits: dict[tuple[str, str], float | None] = {}
-    for key in [("ce", "ce"), *((name, weights) for name in TITLES for weights in WEIGHTS)]:
+    for key in [("ce", "ce"), *((name, weights) for name in TITLES for weights in METHODS[name].weights)]:
         runs = [run for run in real["runs"] if _cell(run) == (CONDITION, SEEDS[0], *key) and run["rate"] in RATES]
         values = [row[VALIDATION] for run in runs for row in run["curve"]]
         bits[key] = min(values) if {run["rate"] for run in runs} == set(RATES) else None
@@ -45,7 +45,7 @@ def render(digits: Mapping[str, Any], real: Mapping[str, Any]) -> str:
         _row("cross-entropy only", (0.0, 1.0), answers, "ce", bits.get(("ce", "ce"))),
     ]
     for name, title in TITLES.items():
-        for weights, pair in sorted(WEIGHTS.items(), key=lambda item: item[1]):
+        for weights, pair in sorted(METHODS[name].weights.items(), key=lambda item: item[1]):
             lines.append(_row(title, pair, answers, ON_DIGITS.get((name, pair)), bits.get((name, weights))))
     return "\n".join(lines)
 

@@ -16,6 +16,14 @@ CONTINUED = "smollm2-continued-de"
 CHAT = "chat-en"
 
 
+WEIGHTS = {"even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0), "light": (0.3, 1.0)}
+"""Weights of the KD term and of the cross-entropy."""
+
+
+def _named(*names: str) -> dict[str, tuple[float, float]]:
+    return {name: WEIGHTS[name] for name in names}
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to train the student.
@@ -33,7 +41,7 @@ class Method:
 
     title: str
     loss: dict[str, Any] = field(default_factory=dict)
-    weights: dict[str, tuple[float, float]] = field(default_factory=lambda: dict(WEIGHTS))
+    weights: dict[str, tuple[float, float]] = field(default_factory=lambda: _named("even", "kd", "strong"))
     projects: bool = False
     custom: str = ""
     teachers: int = 1
@@ -41,19 +49,18 @@ class Method:
     samples: bool = False
 
 
-WEIGHTS = {"even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0)}
-"""Weights of the KD term and of the cross-entropy."""
-
 CHAIN = {"mode": "chain", "chain_bare_space": False}
 """Without the nodes at a single space, as all of these runs were planned; the library's default has them."""
 
 _CUSTOM = {"mode": "custom"}
+_LIGHT = _named("even", "light", "strong")
+"""For losses that lost to cross-entropy, or hardly gained, with `even`: less of the KD term, not less of the other."""
 
 METHODS = {
     "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}, teachers=0),
     "p_kl": Method("P-KL", {"mode": "p_kl"}, projects=True),
-    "gold": Method("gold", {"mode": "gold"}, projects=True),
-    "uld": Method("ULD", {"mode": "uld"}, projects=True),
+    "gold": Method("gold", {"mode": "gold"}, _LIGHT, projects=True),
+    "uld": Method("ULD", {"mode": "uld"}, _LIGHT, projects=True),
     "alm1": Method("ALM, tau 1", {"mode": "alm", "alm_temperature": 1.0}, projects=True),
     "alm100": Method("ALM, tau 100", {"mode": "alm", "alm_temperature": 100.0}, projects=True),
     "chain": Method("chain", CHAIN),
@@ -70,14 +77,14 @@ METHODS = {
         "chain without corrections",
         CHAIN | {"chain_conditioning": False, "chain_end_terms": False, "chain_bare_space": True},
     ),
-    "bpm": Method("BPM", _CUSTOM, custom="experiments.losses.bpm:BPMLoss"),
-    "escd": Method("ESCD", _CUSTOM, custom="experiments.losses.escd:ESCDLoss"),
-    "simct": Method("SimCT", _CUSTOM, custom="experiments.losses.simct:SimCTLoss"),
-    "x_token_v6": Method("X-Token v6", _CUSTOM, custom="experiments.losses.x_token_v6:XTokenV6Loss"),
+    "bpm": Method("BPM", _CUSTOM, _LIGHT, custom="experiments.losses.bpm:BPMLoss"),
+    "escd": Method("ESCD", _CUSTOM, _LIGHT, custom="experiments.losses.escd:ESCDLoss"),
+    "simct": Method("SimCT", _CUSTOM, _LIGHT, custom="experiments.losses.simct:SimCTLoss"),
+    "x_token_v6": Method("X-Token v6", _CUSTOM, _LIGHT, custom="experiments.losses.x_token_v6:XTokenV6Loss"),
     "gold_bayesian": Method(
-        "GOLD, bayesian merge", _CUSTOM, custom="experiments.losses.gold_bayesian:GoldBayesianLoss"
+        "GOLD, bayesian merge", _CUSTOM, _LIGHT, custom="experiments.losses.gold_bayesian:GoldBayesianLoss"
     ),
-    "strict_top": Method("strict 1:1, top 16", _CUSTOM, custom="experiments.losses.strict_top:StrictTopLoss"),
+    "strict_top": Method("strict 1:1, top 16", _CUSTOM, _LIGHT, custom="experiments.losses.strict_top:StrictTopLoss"),
     "same": Method("teacher with the student's tokenizer", {"vocab_topk": "none"}, teacher=CONTINUED),
     "samples": Method("cross-entropy, teacher's samples", weights={"ce": (0.0, 1.0)}, teachers=0, samples=True),
 }

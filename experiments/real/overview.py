@@ -107,8 +107,8 @@ def _compared(result: Mapping[str, Any]) -> list[str]:
 def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:
     """Return title, gain and kind of bar of every method, the best first; those of fewer learning rates are marked."""
     gains = {row.method: (row.gain, "") for row in _rows(result, CONDITION).values()}
-    for partial in summary.partial_sweeps(result, CONDITION):
-        gains[partial.method] = (partial.below[summary.BASELINE], " *")
+    for partial in sorted(summary.partial_sweeps(result, CONDITION), key=lambda sweep: -len(sweep.rates)):
+        gains.setdefault(partial.method, (partial.below[summary.BASELINE], " *"))
     known = [
         (methods.METHODS[name].title, gain, mark)
         for name, (gain, mark) in gains.items()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.digits.stages import machine
-from experiments.jobs import finished, run_all
+from experiments.jobs import SHORTEST_S, finished, run_all
 from experiments.real import controls
 from experiments.real.methods import (
     CHAT,
@@ -26,7 +26,8 @@ from experiments.real.methods import (
     projection_file,
 )
 from experiments.real.models import MissingSourceError
-from experiments.real.summary import BASELINE, Choice, choices, outcomes
+from experiments.real.results import cell_of, counts, merged, missing, read_result, write_result
+from experiments.real.summary import BASELINE, choices, outcomes
 from experiments.real.tasks import write_tasks
 from xtoken_core.atomic import atomic_write
 
@@ -42,6 +43,7 @@ def runs(
     device: str,
     steps: int | None,
     gpus: int = 1,
+    least_s: float = SHORTEST_S,
 ) -> bool:
     """Make the runs that are not finished; return True if all are.
 
@@ -53,6 +55,7 @@ def runs(
         device: `workers.device` of every run.
         steps: Optimiser steps of every run instead of its condition's.
         gpus: Number of GPUs that the runs are spread over.
+        least_s: Seconds before `until` in which no run is started any more.
 
     Raises:
         MissingSourceError: A model or text has not been made.
@@ -62,7 +65,8 @@ def runs(
         for file in (state / "models" / condition.student, state / "models" / condition.teacher):
             if not file.is_dir():
                 raise MissingSourceError(f"there is no {file}: run the stage `models` first")
-        _build_projection(state, condition)
+        if any(METHODS[cell.method].projects for cell in planned if cell.condition == name):
+            _build_projection(state, condition)
     if any(CONDITIONS[cell.condition].tasks for cell in planned):
         write_tasks(state / "texts")
     for cell in planned:
@@ -71,7 +75,7 @@ def runs(
             raise MissingSourceError(f"there is no {own}: run the stage `controls` first")
         write_sample(state / "texts", cell)
     jobs = [job(cell, device=device, steps=steps) for cell in planned]
-    return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus)
+    return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus, least_s=least_s)
 
 
 def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device: str) -> bool:
@@ -100,28 +104,24 @@ def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device:
     return True
 
 
-def best_weights(state: Path, planned: Sequence[Cell]) -> list[Cell]:
+def best_weights(state: Path, planned: Sequence[Cell], known: Path) -> list[Cell]:
     """Return the planned runs whose weights, and rate on other seeds, were best on validation of the first data seed.
 
     Args:
         state: Directory of the runs.
         planned: Runs of several weights.
+        known: A result file, for runs that are not in `state`.
 
     Raises:
         MissingSourceError: A method's runs of the first data seed are not finished.
     """
     first = dict.fromkeys(replace(cell, seed=SEEDS[0]) for cell in planned)
-    rows = [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in first if finished(state, cell.name)]
-    best = choices(outcomes({"runs": rows}))
+    rows = {cell_of(row): row for row in [*read_result(known)["runs"], *_rows(state, list(first))]}
+    best = choices(outcomes({"runs": [rows[cell] for cell in first if cell in rows]}))
     for cell in planned:
         if (cell.condition, cell.method) not in best:
             raise MissingSourceError(f"no run of {cell.method} on {cell.condition} and data seed 0 is finished")
-    return [cell for cell in planned if _counts(cell, best[cell.condition, cell.method])]
-
-
-def _counts(cell: Cell, best: Choice | None) -> bool:
-    """Return True for a run of the best weights and, on other data seeds than the first, of the best rate."""
-    return best is not None and cell.weight == best.weight and (cell.seed == SEEDS[0] or cell.rate == best.rate)
+    return [cell for cell in planned if counts(cell, best[cell.condition, cell.method])]
 
 
 def write_sample(texts: Path, cell: Cell) -> None:
@@ -156,14 +156,21 @@ def write_sample(texts: Path, cell: Cell) -> None:
     partial.replace(target)
 
 
-def teachers(state: Path, names: Sequence[str], device: str) -> None:
+def teachers(state: Path, names: Sequence[str], device: str, known: Path) -> None:
     """Measure each condition's teacher on the texts that its students are measured on, in bits per byte.
 
     Of the teacher with the student's tokenizer the same, where it has been made and the condition's text is its own.
+
+    Args:
+        state: Directory of models and texts; the figures are written there.
+        names: The conditions.
+        device: Where the teachers run.
+        known: A result file; a condition's own teacher that it has is not measured again.
     """
+    measured_before = read_result(known)["teachers"]
     for name in names:
         condition = CONDITIONS[name]
-        models = {state / f"teacher-{name}.json": condition.teacher}
+        models = {} if name in measured_before else {state / f"teacher-{name}.json": condition.teacher}
         if (state / "models" / CONTINUED).is_dir() and condition.source in controls.CONTINUED_SOURCES:
             models[state / f"teacher-{name}-same.json"] = CONTINUED
         for file, model in models.items():
@@ -173,35 +180,34 @@ def teachers(state: Path, names: Sequence[str], device: str) -> None:
 
 
 def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
-    """Write the result file of the finished runs; return its content.
+    """Add the finished runs to the result file; return its content.
 
     Args:
         state: Directory of the runs.
         planned: The runs; those that are not finished are listed as not run, of other data seeds than the first those
             with the weights and the rate that were best on it.
-        out: The result file.
+        out: The result file. Its runs and teachers that are not in `state` stay.
+
+    Raises:
+        OtherTextError: Its runs of a condition were made with other texts or models.
     """
-    rows = [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in planned if finished(state, cell.name)]
     names = list(dict.fromkeys(cell.condition for cell in planned))
     measured = {key: state / f"teacher-{key}.json" for name in names for key in (name, f"{name}-same")}
-    result = {
-        "machine": machine(),
-        "conditions": {name: vars(CONDITIONS[name]) for name in names},
+    rows = _rows(state, planned)
+    found = {
+        "machine": machine() if rows else {},
+        "conditions": dict.fromkeys(names),
         "teachers": {name: json.loads(file.read_text()) for name, file in measured.items() if file.is_file()},
         "runs": rows,
-        "not_run": [vars(cell) for cell in planned if cell.seed == SEEDS[0] and not finished(state, cell.name)],
+        "not_run": [vars(cell) for cell in missing(rows, planned)],
     }
-    best = choices(outcomes(result))
-    result["not_run"] += [
-        vars(cell)
-        for cell in planned
-        if cell.seed != SEEDS[0]
-        and _counts(cell, best.get((cell.condition, cell.method)))
-        and not finished(state, cell.name)
-    ]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(out, json.dumps(result, indent=1) + "\n")
+    result = merged(read_result(out), found)
+    write_result(out, result)
     return result
+
+
+def _rows(state: Path, planned: Sequence[Cell]) -> list[dict[str, Any]]:
+    return [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in planned if finished(state, cell.name)]
 
 
 def _run_record(directory: Path) -> dict[str, Any]:

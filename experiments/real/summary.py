@@ -106,8 +106,8 @@ class PartialSweep:
         weight: Name of its weights.
         rates: Learning rates that have run.
         test: Bits per byte on the condition's own test set, at the rate and step that are best on validation.
-        below: Bits per byte of cross-entropy and of chain at the same rates minus the method's; None where they have
-            not run there.
+        below: Bits per byte of cross-entropy and of chain with equal weights, at the same rates, minus the method's;
+            None where they have not run there.
     """
 
     method: str
@@ -118,14 +118,16 @@ class PartialSweep:
 
 
 def partial_sweeps(result: Mapping[str, Any], condition: str) -> list[PartialSweep]:
-    """Return the incomplete sweeps of the first data seed, the best first; of a method the weights with most rates."""
+    """Return the incomplete sweeps of the first data seed, the best first."""
     own = f"{VALIDATION}_{result['conditions'][condition]['source']}.test"
     runs: dict[tuple[str, str], dict[float, Mapping[str, Any]]] = defaultdict(dict)
     for run in result["runs"]:
         if (run["condition"], run["seed"]) == (condition, FIRST_SEED):
             runs[run["method"], run["weight"]][run["rate"]] = run
     complete = {
-        outcome.method for outcome in outcomes(result) if (outcome.condition, outcome.seed) == (condition, FIRST_SEED)
+        (outcome.method, outcome.weight)
+        for outcome in outcomes(result)
+        if (outcome.condition, outcome.seed) == (condition, FIRST_SEED)
     }
 
     def best(key: tuple[str, str], rates: Sequence[float]) -> float | None:
@@ -134,19 +136,15 @@ def partial_sweeps(result: Mapping[str, Any], condition: str) -> list[PartialSwe
         rows = [row for rate in rates for row in runs[key][rate]["curve"]]
         return float(min(rows, key=lambda row: row[VALIDATION])[own])
 
-    found: dict[str, PartialSweep] = {}
-    for key in sorted(runs, key=lambda key: -len(runs[key])):
-        method, weight = key
+    found = []
+    for key in [key for key in runs if key not in complete]:
         rates = tuple(sorted(runs[key]))
         test = best(key, rates)
-        if method not in complete | found.keys() and test is not None:
-            others = {
-                BASELINE: best((BASELINE, BASELINE), rates),
-                CHAIN: best((CHAIN, "even" if weight == BASELINE else weight), rates),
-            }
+        if test is not None:
+            others = {BASELINE: best((BASELINE, BASELINE), rates), CHAIN: best((CHAIN, "even"), rates)}
             below = {name: None if value is None else value - test for name, value in others.items()}
-            found[method] = PartialSweep(method, weight, rates, test, below)
-    return sorted(found.values(), key=lambda row: row.test)
+            found.append(PartialSweep(*key, rates, test, below))
+    return sorted(found, key=lambda row: row.test)
 
 
 def untrained(found: Sequence[Outcome], condition: str) -> list[str]:

@@ -117,6 +117,38 @@ def test_nothing_is_started_when_the_time_is_up(prepared: Path) -> None:
     assert not (prepared / "ce-0.toml").exists()
 
 
+def test_measurements_are_added_to_those_of_another_machine(tmp_path: Path) -> None:
+    students = {"0": {"bits_per_byte": {"code": 2.0}, "exact_match": {"all": 0.5}}}
+    there = {"method": "ce", "seed": 0, "exact_match": {"all": 0.6}}
+    machine = {"gpus": [], "cpus": 64, "python": "3.9.1", "torch": "2.0", "transformers": "5.0"}
+    known = {"students": students, "runs": [there], "teachers": {}, "mass": [], "machine": machine}
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "reduced.json").write_text(json.dumps(known))
+    (tmp_path / "measured").mkdir()
+    (tmp_path / "measured" / "chain-0.json").write_text('{"exact_match": {"all": 0.7}}')
+    (tmp_path / "measured" / "student-0.json").write_text(json.dumps(students["0"]))
+    stages.collect(tmp_path, REDUCED, out)
+    result = json.loads((out / "reduced.json").read_text())
+    assert {(run["method"], run["exact_match"]["all"]) for run in result["runs"]} == {("ce", 0.6), ("chain", 0.7)}
+    told = {(run["method"], run["seed"]) for run in [*result["runs"], *result["not_run"]]}
+    assert told == set(planned(REDUCED)) and len(result["not_run"]) == len(told) - 2
+    assert result["machine"]["cpus"].endswith(" to 64") and "2.0 or " in result["machine"]["torch"]
+
+
+def test_measurements_from_other_first_students_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "measured").mkdir()
+    for right in (0.5, 0.6):
+        student = {"bits_per_byte": {"code": 2.0}, "exact_match": {"all": right}}
+        (tmp_path / "measured" / "student-0.json").write_text(json.dumps(student))
+        if right == 0.5:
+            stages.collect(tmp_path, REDUCED, tmp_path)
+    kept = (tmp_path / "reduced.json").read_text()
+    with pytest.raises(stages.OtherStudentsError, match=r"first student 0 has 0.6000 right answers"):
+        stages.collect(tmp_path, REDUCED, tmp_path)
+    assert (tmp_path / "reduced.json").read_text() == kept
+
+
 def test_a_method_that_has_not_run_stands_in_the_table_as_not_run() -> None:
     result = json.loads((page.RESULTS / "full.json").read_text(encoding="utf-8"))
     result["runs"] = [run for run in result["runs"] if run["method"] != "gold"]

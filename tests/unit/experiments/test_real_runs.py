@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from experiments import jobs
-from experiments.real import controls, predictions, stages, summary, tasks
+from experiments.real import controls, predictions, results, stages, summary, tasks
 from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.models import MissingSourceError
+from experiments.real.page import RESULT
 from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 from tests.support.tiny_run import documents, make_model, write_jsonl
 from xtoken_core.config.spec import parse_run_spec
@@ -140,14 +141,86 @@ def test_a_sample_is_drawn_by_the_seed_up_to_its_size(tmp_path: Path, monkeypatc
 def test_best_weights_are_those_of_the_first_seed(tmp_path: Path) -> None:
     planned = [cell for cell in cells(("de-500k",), ("chain",), (), (0, 1)) if cell.rate == RATES[0]]
     with pytest.raises(MissingSourceError, match="no run of chain on de-500k and data seed 0"):
-        stages.best_weights(tmp_path, planned)
+        stages.best_weights(tmp_path, planned, tmp_path / "real.json")
     for cell, bits in zip(planned, (1.4, 1.3, 1.5), strict=False):
-        run = tmp_path / "runs" / cell.name
-        run.mkdir(parents=True)
-        write_jsonl_rows(run / "steps.jsonl", [{"step": 1, "tokens": 9}])
-        write_jsonl_rows(run / "eval.jsonl", [{"step": 1, "bits_per_byte": bits}])
-        (run / "summary.json").write_text("{}")
-    assert {(cell.weight, cell.seed) for cell in stages.best_weights(tmp_path, planned)} == {("kd", 0), ("kd", 1)}
+        write_run(tmp_path, cell, bits)
+    known = tmp_path / "real.json"
+    assert {(cell.weight, cell.seed) for cell in stages.best_weights(tmp_path, planned, known)} == {
+        ("kd", 0),
+        ("kd", 1),
+    }
+
+
+def test_best_weights_are_known_without_run_directories(tmp_path: Path) -> None:
+    planned = list(cells(("de-500k",), ("chain",), (), (0, 1)))
+    stages.collect(tmp_path, planned, known := tmp_path / "real.json")
+    for cell in planned[:9]:
+        write_run(tmp_path, cell, 1.2 if (cell.weight, cell.rate) == ("strong", 2e-4) else 1.4)
+    stages.collect(tmp_path, planned, known)
+    chosen = stages.best_weights(tmp_path / "elsewhere", planned, known)
+    assert {(cell.weight, cell.rate) for cell in chosen if cell.seed == 1} == {("strong", 2e-4)}
+    assert {cell.rate for cell in chosen if cell.seed == 0} == set(RATES)
+
+
+def write_run(state: Path, cell: Cell, bits: float) -> None:
+    run = state / "runs" / cell.name
+    run.mkdir(parents=True)
+    write_jsonl_rows(run / "steps.jsonl", [{"step": 1, "tokens": 9}])
+    write_jsonl_rows(run / "eval.jsonl", [{"step": 0, "bits_per_byte": 1.9}, {"step": 1, "bits_per_byte": bits}])
+    (run / "summary.json").write_text("{}")
+
+
+def test_rows_stay_when_their_run_directories_are_gone(tmp_path: Path) -> None:
+    planned = list(cells(("de-500k",), ("ce", "chain"), ("even",), (0,)))
+    out, gone, here = tmp_path / "real.json", tmp_path / "gone", tmp_path / "here"
+    for cell in planned[:4]:
+        write_run(gone, cell, 1.5)
+    (gone / "teacher-de-500k.json").write_text('{"bits_per_byte": 1.1}')
+    before = stages.collect(gone, planned, out)
+    assert [results.cell_of(row) for row in before["not_run"]] == planned[4:]
+    for cell in planned[3:5]:
+        write_run(here, cell, 1.25)
+    after = stages.collect(here, planned, out)
+    assert [results.cell_of(row) for row in after["runs"]] == planned[:5]
+    assert [row["curve"][-1]["bits_per_byte"] for row in after["runs"]] == [1.5, 1.5, 1.5, 1.25, 1.25]
+    assert [results.cell_of(row) for row in after["not_run"]] == planned[5:]
+    assert after["teachers"] == {"de-500k": {"bits_per_byte": 1.1}}
+    assert json.loads(out.read_text()) == json.loads(json.dumps(after))
+
+
+def test_rows_of_other_texts_are_refused(tmp_path: Path) -> None:
+    planned = list(cells(("de-500k",), ("ce",), (), (0,)))
+    write_run(tmp_path, planned[0], 1.5)
+    stages.collect(tmp_path, planned, out := tmp_path / "real.json")
+    kept = out.read_text()
+    write_run(tmp_path, planned[1], 1.4)
+    rows = [{"step": 0, "bits_per_byte": 1.8}, {"step": 1, "bits_per_byte": 1.4}]
+    write_jsonl_rows(tmp_path / "runs" / planned[1].name / "eval.jsonl", rows)
+    with pytest.raises(results.OtherTextError, match=r"begins at 1\.8000 bits_per_byte and the known runs"):
+        stages.collect(tmp_path, planned, out)
+    assert out.read_text() == kept
+
+
+def test_a_sweep_that_was_begun_is_listed_as_not_run_and_no_outcome() -> None:
+    one = Cell("de-500k", "gold", "light", RATES[1], 0)
+    row = {**vars(one), "curve": curve((0, 1.5, 1.5))}
+    found = {"machine": {}, "conditions": {"de-500k": None}, "teachers": {}, "runs": [row], "not_run": []}
+    known = results.merged(found, {**found, "runs": []})
+    assert {each["rate"] for each in known["not_run"]} == {RATES[0], RATES[2]}
+    assert summary.outcomes(known) == []
+    assert [(each.method, each.rates) for each in summary.partial_sweeps(known, "de-500k")] == [("gold", (RATES[1],))]
+
+
+def test_the_committed_result_file_is_as_a_merge_leaves_it() -> None:
+    known = results.read_result(RESULT)
+    nothing = results.read_result(Path("none"))
+    assert json.loads(json.dumps(results.merged(known, nothing))) == known
+
+
+def test_runs_are_found_by_name() -> None:
+    assert results.named([cell.name for cell in PLANNED]) == PLANNED
+    with pytest.raises(results.UnknownRunError, match="there is no run de-500k-ce"):
+        results.named(["de-500k-ce"])
 
 
 def write_jsonl_rows(file: Path, rows: list[dict[str, float]]) -> None:
@@ -207,10 +280,11 @@ def test_runs_are_made_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(controls, "CONTINUED_STEPS", 4)
     assert stages.make_controls(tmp_path, planned, until=float("inf"), device="cpu")
     assert stages.runs(tmp_path, planned, side_by_side=2, until=float("inf"), device="cpu", steps=6)
-    stages.teachers(tmp_path, ["de-500k"], "cpu")
+    stages.teachers(tmp_path, ["de-500k"], "cpu", tmp_path / "real.json")
     found = stages.collect(tmp_path, planned, tmp_path / "real.json")
-    assert (len(found["runs"]), found["not_run"]) == (len(planned), [])
-    assert {row.method for row in summary.table(found, "de-500k")} == set(methods)
+    assert len(found["runs"]) == len(planned)
+    assert {row["rate"] for row in found["not_run"]} == set(RATES[1:])
+    assert {row.method for row in summary.partial_sweeps(found, "de-500k")} == set(methods)
     assert set(found["teachers"]) == {"de-500k", "de-500k-same"}
     assert json.loads((tmp_path / "real.json").read_text()) == json.loads(json.dumps(found))
 

@@ -1,0 +1,33 @@
+"""Machines of a result file whose rows come from several of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def joined_machines(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one description of two machines: a range of cores, and every version that either has.
+
+    >>> joined_machines({"gpus": [], "cpus": "2 to 8", "torch": "2.11"}, {"gpus": ["A"], "cpus": 32, "torch": "2.13"})
+    {'gpus': ['A'], 'cpus': '2 to 32', 'torch': '2.11 or 2.13'}
+
+    Args:
+        known: A description as a result file has it; empty if there is none.
+        found: Another one.
+    """
+    if not known or not found:
+        return dict(known or found)
+    both = {key: (known[key], found[key]) for key in known if key in found}
+    return {key: _joined(key, *values) for key, values in both.items()}
+
+
+def _joined(key: str, known: Any, found: Any) -> Any:
+    if isinstance(known, list):
+        return known if set(found) <= set(known) else [*known, *(name for name in found if name not in known)]
+    if key == "cpus":
+        cores = sorted({int(number) for value in (known, found) for number in re.findall(r"\d+", str(value))})
+        return cores[0] if len(cores) == 1 else f"{cores[0]} to {cores[-1]}"
+    versions = dict.fromkeys(name for value in (known, found) for name in str(value).split(" or "))
+    return " or ".join(versions)

@@ -1,0 +1,127 @@
+"""The result file: rows of several machines in one, and which of the planned runs are still missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.machines import joined_machines
+from experiments.real.methods import CONDITIONS, METHODS, SEEDS, Cell, cells
+from experiments.real.summary import Choice, choices, outcomes
+from xtoken_core.atomic import atomic_write
+
+SAME_START = 0.005
+"""Most bits per byte by which runs of one condition may differ before their first step."""
+_ORDER = {cell: n for n, cell in enumerate(cells(tuple(CONDITIONS), tuple(METHODS), (), SEEDS))}
+
+
+class OtherTextError(RuntimeError):
+    """Two result files have a condition of the same name on other texts or models; the message names it."""
+
+
+class UnknownRunError(RuntimeError):
+    """No run has such a name; the message has it."""
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """Return a result file's content; an empty result if there is none."""
+    if file.is_file():
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return content
+    return {"machine": {}, "conditions": {}, "teachers": {}, "runs": [], "not_run": []}
+
+
+def write_result(file: Path, result: Mapping[str, Any]) -> None:
+    """Write a result file, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, json.dumps(result, indent=1) + "\n")
+
+
+def merged(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both results as one; where both have a run or a teacher's figures, those of `found` count.
+
+    Args:
+        known: A result file's content.
+        found: Another one.
+
+    Raises:
+        OtherTextError: A condition's students differ before their first step.
+    """
+    _check_starts(known["runs"], found["runs"])
+    runs = {cell_of(run): run for result in (known, found) for run in result["runs"]}
+    names = known["conditions"].keys() | found["conditions"].keys()
+    rows = [runs[cell] for cell in _in_order(runs)]
+    told = [cell for result in (known, found) for cell in map(cell_of, result["not_run"]) if cell in _ORDER]
+    return {
+        "machine": joined_machines(known["machine"], found["machine"]),
+        "conditions": {name: vars(condition) for name, condition in CONDITIONS.items() if name in names},
+        "teachers": {**known["teachers"], **found["teachers"]},
+        "runs": rows,
+        "not_run": [vars(cell) for cell in missing(rows, told)],
+    }
+
+
+def missing(rows: Sequence[Mapping[str, Any]], planned: Iterable[Cell]) -> list[Cell]:
+    """Return the planned runs that have no row.
+
+    Of the first data seed these are all planned ones and the rest of every sweep that was begun; of other seeds, those
+    of a condition that was planned on them, with the weights and the rate that were best on the first one.
+
+    Args:
+        rows: Runs of a result file.
+        planned: Runs that were planned.
+    """
+    done = {cell_of(row) for row in rows}
+    cells_known = done | set(planned)
+    swept = {(cell.condition, cell.method, cell.weight) for cell in cells_known if cell.seed == SEEDS[0]}
+    first = {Cell(*each, rate, SEEDS[0]) for each in swept for rate in CONDITIONS[each[0]].rates} - done
+    best = choices(outcomes({"runs": rows, "not_run": list(map(vars, first))}))
+    seeds = {(cell.condition, cell.seed) for cell in cells_known if cell.seed != SEEDS[0]}
+    others = {
+        Cell(condition, method, choice.weight, choice.rate, seed)
+        for (condition, method), choice in best.items()
+        for planned_on, seed in seeds
+        if planned_on == condition
+    }
+    return [*_in_order(first), *_in_order(others - done)]
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    """Return the run that a row is about."""
+    return Cell(row["condition"], row["method"], row["weight"], row["rate"], row["seed"])
+
+
+def named(names: Sequence[str]) -> list[Cell]:
+    """Return the runs of these names, in their order.
+
+    Raises:
+        UnknownRunError: No run has such a name.
+    """
+    known = {cell.name: cell for cell in _ORDER}
+    for name in names:
+        if name not in known:
+            raise UnknownRunError(f"there is no run {name}: a name is CONDITION-METHOD-WEIGHTS-RATE-sSEED")
+    return [known[name] for name in names]
+
+
+def counts(cell: Cell, best: Choice | None) -> bool:
+    """Return True for a run of the best weights and, on other data seeds than the first, of the best rate."""
+    return best is not None and cell.weight == best.weight and (cell.seed == SEEDS[0] or cell.rate == best.rate)
+
+
+def _in_order(some: Iterable[Cell]) -> list[Cell]:
+    return sorted(some, key=lambda cell: (_ORDER.get(cell, len(_ORDER)), cell.name))
+
+
+def _check_starts(known: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
+    begun = {row["condition"]: row["curve"][0] for row in known if row["curve"]}
+    for row in found:
+        start = begun.get(row["condition"], {})
+        for name in start.keys() & row["curve"][0].keys():
+            if name.startswith("bits_per_byte") and abs(start[name] - row["curve"][0][name]) > SAME_START:
+                raise OtherTextError(
+                    f"{cell_of(row).name} begins at {row['curve'][0][name]:.4f} {name} and the known runs of "
+                    f"{row['condition']} at {start[name]:.4f}: other texts or models, nothing was merged"
+                )
