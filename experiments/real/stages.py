@@ -151,9 +151,7 @@ def write_sample(texts: Path, cell: Cell) -> None:
             break
         kept.append(line)
         size += len(json.loads(line)["text"].encode())
-    partial = target.with_suffix(".part")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    partial.replace(target)
+    atomic_write(target, "".join(f"{line}\n" for line in kept))
 
 
 def teachers(state: Path, names: Sequence[str], device: str, known: Path) -> None:
