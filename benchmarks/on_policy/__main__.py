@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=600.0, help="nothing begins after so long")
     parser.add_argument("--weights", default="cuda_ipc", help="of this package's runs, as rollout.weights")
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="of its rollouts")
     parser.add_argument("--part-seconds", type=float, default=240.0, help="each run is ended after so long")
     parser.add_argument("--work", type=Path, default=Path("/tmp/xtoken-on-policy"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "on_policy.json")
@@ -110,8 +111,9 @@ def stages(options: argparse.Namespace, left: Any) -> Iterator[tuple[str, list[d
     """
     first, *others = options.ours or [options.equal]
     second, *further = options.trl or [options.equal]
-    plan = [("ours", first), ("trl", options.equal), ("trl", second), ("generation", 0), ("ours", options.equal)]
+    plan = [("ours", first), ("trl", options.equal), ("ours", options.equal), ("trl", second), ("generation", 0)]
     plan += [("weights", 0), *(("ours", size) for size in others), *(("trl", size) for size in further)]
+    plan += [("other_graphs", first)]
     done = set()
     for part, size in plan:
         if (part, size) in done or left() < 10:
@@ -119,15 +121,16 @@ def stages(options: argparse.Namespace, left: Any) -> Iterator[tuple[str, list[d
         done.add((part, size))
         try:
             yield part, _stage(part, size, options, min(left(), options.part_seconds))
-        except (RuntimeError, subprocess.SubprocessError, OSError, EOFError) as error:
+        except Exception as error:  # the other parts are measured all the same
             yield part, f"{size}: {error!r}"
 
 
 def _stage(part: str, size: int, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
-    if part == "ours":
+    if part in ("ours", "other_graphs"):
         from benchmarks.on_policy.ours import measure as run
 
-        return [run(options, size, steps=options.steps, timeout_s=seconds, mode=options.mode)]
+        graphs = options.cuda_graphs == (part == "ours")
+        return [run(options, size, steps=options.steps, timeout_s=seconds, mode=options.mode, graphs=graphs)]
     if part == "trl":
         return [_trl(options, size, seconds)]
     import torch
@@ -137,7 +140,8 @@ def _stage(part: str, size: int, options: argparse.Namespace, seconds: float) ->
     device = torch.device(options.device)
     if part == "weights":
         return parts.weights(options, device)
-    return parts.generation(options, sorted({options.equal, *options.ours}), device)
+    settings = (False, True) if options.cuda_graphs else (False,)
+    return parts.generation(options, sorted({options.equal, *options.ours}), device, settings)
 
 
 def _trl(options: argparse.Namespace, batch: int, seconds: float) -> dict[str, Any]:

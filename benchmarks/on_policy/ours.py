@@ -19,7 +19,7 @@ TEACHER_ROOM = 1.5
 """Tokens of the teacher's context per token of the student's."""
 
 
-def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str) -> str:
+def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str, graphs: bool) -> str:
     """Return the text of a run file.
 
     Args:
@@ -28,6 +28,7 @@ def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str) -
         output: Directory of the run.
         steps: Optimiser steps.
         mode: The loss.
+        graphs: Generate by CUDA graphs.
     """
     context = options.context
     return _toml(
@@ -39,7 +40,7 @@ def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str) -
                 "model": str(options.teacher), "context_length": int(TEACHER_ROOM * context), "dtype": options.dtype,
             },
             "data": {"path": str(options.prompts), "epochs": 1 + steps * batch // options.records},
-            "rollout": {"max_new_tokens": options.new_tokens, "weights": options.weights, "cuda_graphs": True},
+            "rollout": {"max_new_tokens": options.new_tokens, "weights": options.weights, "cuda_graphs": graphs},
             "loss": {"mode": mode},
             "queue": {"block_size": batch},
             "train": {
@@ -51,7 +52,9 @@ def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str) -
     )  # fmt: skip
 
 
-def measure(options: Any, batch: int, *, steps: int, timeout_s: float, mode: str = "chain") -> dict[str, Any]:
+def measure(
+    options: Any, batch: int, *, steps: int, timeout_s: float, mode: str = "chain", graphs: bool = True
+) -> dict[str, Any]:
     """Run, and return the figures of all steps behind the warm-up; of a run that is out of time those that it took.
 
     Args:
@@ -60,14 +63,16 @@ def measure(options: Any, batch: int, *, steps: int, timeout_s: float, mode: str
         steps: Likewise.
         timeout_s: The run is ended after so long.
         mode: The loss.
+        graphs: Generate by CUDA graphs.
 
     Raises:
         RuntimeError: It took too few steps; the last lines of its logs are in the text.
     """
-    directory = Path(options.work) / f"ours-{mode}-{batch}"
+    directory = Path(options.work) / f"ours-{mode}-{batch}{'' if graphs else '-plain'}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    (directory / "run.toml").write_text(run_file(options, batch, directory / "out", steps=steps, mode=mode))
+    text = run_file(options, batch, directory / "out", steps=steps, mode=mode, graphs=graphs)
+    (directory / "run.toml").write_text(text)
     with (directory / "xtoken-run.log").open("w", encoding="utf-8") as log:
         command = [sys.executable, "-m", "services.cli", "run", str(directory / "run.toml")]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -82,7 +87,7 @@ def measure(options: Any, batch: int, *, steps: int, timeout_s: float, mode: str
         shutil.rmtree(directory / "out" / weights, ignore_errors=True)
     if len(rows) < WARM_UP + 2:
         raise RuntimeError(f"xtoken run ended with {process.returncode} after {len(rows)} steps:\n{_tail(directory)}")
-    return {"batch": batch, "mode": mode, **result(rows)}
+    return {"batch": batch, "mode": mode, "graphs": graphs, "weights": options.weights, **result(rows)}
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from xtoken_core.config.rollout import RolloutSpec
 REPEATS = 5
 
 
-def generation(options: Any, batches: list[int], device: torch.device) -> list[dict[str, Any]]:
+def generation(
+    options: Any, batches: list[int], device: torch.device, settings_of_memory: Sequence[bool] = (False, True)
+) -> list[dict[str, Any]]:
     """Time the rollout worker's sampling of whole batches.
 
     Args:
         options: Models, prompts and lengths, as `__main__` reads them.
         batches: Numbers of prompts.
         device: Where.
+        settings_of_memory: Decode in memory of a fixed size, on a GPU by graphs: without and with.
     """
     model = AutoModelForCausalLM.from_pretrained(options.student, dtype=getattr(torch, options.dtype)).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.student)
@@ -34,10 +38,10 @@ def generation(options: Any, batches: list[int], device: torch.device) -> list[d
     end = frozenset({tokenizer.eos_token_id})
     vocabulary = Vocabulary([b"a"] * width, torch.ones(width, dtype=torch.bool, device=device), end, 0)
     rows = []
-    for batch in batches:
-        prompts = [np.array(tokenizer(text)["input_ids"]) for text in options.texts[:batch]]
-        seeds = [seed_of(0, position, 0) for position in range(len(prompts))]
-        for fixed in (False, True):
+    for fixed in settings_of_memory:  # without first: the attention that a sampler sets stays
+        for batch in batches:
+            prompts = [np.array(tokenizer(text)["input_ids"]) for text in options.texts[:batch]]
+            seeds = [seed_of(0, position, 0) for position in range(len(prompts))]
             sampler, times, tokens = Sampler(model, vocabulary, settings, fixed_memory=fixed), [], 0
             for _ in range(REPEATS if fixed else 2):
                 began = _now(device)

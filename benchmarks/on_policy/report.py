@@ -22,7 +22,11 @@ def variables(result: dict[str, Any]) -> dict[str, Any]:
     ratios = [(size, _rate(of_size["ours"][size]) / _rate(of_size["trl"][size])) for size in both]
     return {
         "r": result,
-        "sides": [("this package", sorted(sides["ours"], key=_size)), ("TRL", sorted(sides["trl"], key=_size))],
+        "rows": [
+            (_name(side, row), row)
+            for side, rows in (("ours", [*sides["ours"], *(result.get("other_graphs") or [])]), ("trl", sides["trl"]))
+            for row in sorted(rows, key=_size)
+        ],
         "best": best,
         "best_ratio": _rate(best["ours"]) / _rate(best["trl"]),
         "ratios": ratios,
@@ -31,6 +35,12 @@ def variables(result: dict[str, Any]) -> dict[str, Any]:
         and bool(ratios)
         and min(ratio for _, ratio in ratios) >= MUST_EQUAL,
     }
+
+
+def _name(side: str, row: dict[str, Any]) -> str:
+    if side == "trl":
+        return "TRL"
+    return "this package" if row.get("graphs", True) else "this package, without CUDA graphs"
 
 
 def _rate(row: dict[str, Any]) -> float:

@@ -92,6 +92,10 @@ def test_half_of_a_step_is_generated(
     assert sorted(positions) == list(range(8 * 12))
     assert max(line.get("staleness", 0) for line in lines) <= 1
     assert all(line["kl_loss"] > 0 for line in lines)
+    logs = {name: (spec.output / "logs" / f"{name}-0.1.log").read_text() for name in ("rollout", "trainer")}
+    assert ("CUDA graph of" in logs["rollout"]) == ("cuda_graphs" in form)
+    assert "without CUDA graphs" not in logs["rollout"]
+    assert "publishing the weights on the host" not in logs["trainer"]
 
 
 @pytest.mark.slow

@@ -41,25 +41,28 @@ def main() -> int:
         write_files(files.directory, train=size.train, validation=size.validation, test=size.test)
     teacher = _teacher(student_and_teacher[1], files, arguments.device)
 
-    def train(cells: Sequence[Cell]) -> bool:
-        jobs = [job(cell, size, device=arguments.device) for cell in cells]
-        return run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
+    def train(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> list[Cell]:
+        """Make the runs of cells; write the result with those of others that are done, and return these."""
+        jobs = [job(cell, size, device=arguments.device, weights=arguments.weights) for cell in cells]
+        run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
+        done = [cell for cell in (*others, *cells) if finished(state, run_name(cell, size))]
+        result = {
+            "machine": machine(),
+            "size": vars(size),
+            "teacher": teacher,
+            "runs": [{**vars(cell), **_measured(state / "runs" / run_name(cell, size))} for cell in done],
+        }
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        if done:
+            atomic_write(arguments.out / f"real-{size.name}.json", json.dumps(result, indent=1) + "\n")
+        return done
 
     first = [Cell(method, rate, size.seeds[0]) for rate in size.rates for method in METHODS]
-    complete = train(first)
+    train(first)
     best = _best_rates(state, first, size)
     others = [Cell(name, rate, seed) for seed in size.seeds[1:] for name, rate in best.items()]
-    complete = train(others) and complete
-    done = [cell for cell in (*first, *others) if finished(state, run_name(cell, size))]
-    result = {
-        "machine": machine(),
-        "size": vars(size),
-        "teacher": teacher,
-        "runs": [{**vars(cell), **_measured(state / "runs" / run_name(cell, size))} for cell in done],
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    atomic_write(arguments.out / f"real-{size.name}.json", json.dumps(result, indent=1) + "\n")
-    return 0 if complete and len(done) == len(first) + len(others) else 3
+    done = train(others, first)
+    return 0 if len(done) == len(first) + len(others) else 3
 
 
 def _teacher(teacher: Path, files: Files, device: str) -> dict[str, float]:
@@ -106,6 +109,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models, texts and runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    parser.add_argument("--weights", default="shared_memory", help="of runs with completions, as rollout.weights")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--side-by-side", type=int, default=4, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=500.0, help="when runs are stopped, to resume later")

@@ -103,13 +103,14 @@ def run_name(cell: Cell, size: Size) -> str:
     return f"{size.directory}-{cell.method.replace('_', '-')}-{cell.rate:g}-s{cell.seed}"
 
 
-def job(cell: Cell, size: Size, *, device: str = "auto") -> Job:
+def job(cell: Cell, size: Size, *, device: str = "auto", weights: str = "shared_memory") -> Job:
     """Return the run of a cell, whose models and texts lie in the state's directory.
 
     Args:
         cell: The cell.
         size: The experiment's size.
         device: `workers.device` of the run.
+        weights: `rollout.weights` of a run with completions.
     """
     method, name = METHODS[cell.method], run_name(cell, size)
     dtype = "float32" if device == "cpu" else "bfloat16"
@@ -138,6 +139,7 @@ def job(cell: Cell, size: Size, *, device: str = "auto") -> Job:
         tables["data"]["field"] = "prompt"
     if method.fraction:
         tables["rollout"] = {"fraction": method.fraction, "max_new_tokens": MAX_NEW_TOKENS, "stop": ["\n"]}
+        tables["rollout"] |= {} if weights == "shared_memory" else {"weights": weights}
         tables["queue"] = {"block_size": round(method.fraction * size.samples)}
     return Job(name, toml_of(tables))
 

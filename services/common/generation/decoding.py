@@ -7,6 +7,7 @@ once, the sampling included, and the host reads the tokens of a span of steps to
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -303,9 +304,12 @@ class Decoder:
         if self.pool is None or batch.captured:
             return
         with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
+            current, began = torch.cuda.current_stream(), time.monotonic()
             try:
                 batch.capture(self._stream)
+                log.info(
+                    "CUDA graph of %d rows, %d columns: %.2f s", batch.size, batch.length, time.monotonic() - began
+                )
             except RuntimeError as error:  # a kernel that waits for the host, in this model or this way of sampling
                 log.warning("the student is decoded without CUDA graphs: %s", str(error).splitlines()[0])
                 torch.cuda.set_stream(current)  # torch stays on the stream of a capture that fails

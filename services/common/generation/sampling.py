@@ -250,7 +250,7 @@ def choose(
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
         kept = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, order, before < settings.top_p)
-        probabilities = probabilities.where(kept, 0.0)
+        probabilities = probabilities.masked_fill(~kept, 0.0)
     cumulative = probabilities.cumsum(dim=-1)
     target = (uniforms * cumulative[:, -1]).unsqueeze(1)
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)

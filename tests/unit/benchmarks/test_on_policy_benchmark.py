@@ -32,4 +32,7 @@ def test_both_sides_are_compared_at_equal_and_at_their_best_batches() -> None:
     assert made["ratios"] == [(16, pytest.approx(1.3)), (64, pytest.approx(500 / 150))]
     assert made["best_ratio"] == pytest.approx(500 / 150)
     assert made["holds"]
+    assert [(name, row["batch"]) for name, row in made["rows"]] == [
+        ("this package", 16), ("this package", 64), ("TRL", 16), ("TRL", 64), ("TRL", 128),
+    ]  # fmt: skip
     assert not report.variables({"ours": side(b16=110, b64=500), "trl": side(b16=100)})["holds"]

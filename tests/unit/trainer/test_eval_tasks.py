@@ -25,8 +25,8 @@ TOKENIZER = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 PROMPTS = ["2 + 2 =", "a", "The capital of France is", "x" * 9]
 
 
-def student_of(**options: Any) -> Student:
-    model = llama(320)
+def student_of(device: str = "cpu", **options: Any) -> Student:
+    model = llama(320).to(device)
     model.set_attn_implementation(NAME)
     return Student(model, settings({"dtype": "float32", **options}))
 
@@ -81,38 +81,55 @@ def test_samples_repeat_and_leave_the_generators_alone(tmp_path: Path) -> None:
     assert row["task_accuracy_sums"] <= row["task_any_sums"]
 
 
-def test_runs_with_rollouts_draw_each_completion_by_itself(tmp_path: Path) -> None:
-    student = student_of().eval()
-    raw = settings({"dtype": "float32"}).model_dump()
+def with_rollouts(tmp_path: Path, *, batch_tokens: int = 96) -> dict[str, Any]:
+    """Return the settings of a run with rollouts and a task."""
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt, "answer": "e"}) + "\n" for prompt in PROMPTS))
+    raw = settings({"dtype": "float32"}).model_dump()
     raw["rollout"] = {"max_new_tokens": 8, "top_k": 20, "stop": ["e"]}
-    raw["train"]["micro_batch_tokens"] = 96
-    sampled = {"samples": 4, "temperature": 1.0}
+    raw["train"]["micro_batch_tokens"] = batch_tokens
+    return raw | {"eval": {"path": path, "tasks": {"path": path, "max_new_tokens": 6, "match": "contains"}}}
 
-    def completed(**changes: Any) -> dict[str, list[str]]:
-        tasks = {"path": path, "max_new_tokens": 6, "match": "contains", **changes}
-        made = EvalTasks(RunSpec.model_validate(raw | {"eval": {"path": path, "tasks": tasks}}), TOKENIZER)
-        found: dict[str, list[str]] = {}
-        complete = made._completer.complete
 
-        def kept(student: Student, rows: list[list[int]], progress: Any) -> list[list[str]]:
-            texts = complete(student, rows, progress)
-            found.update((str(TOKENIZER.decode(row)), own) for row, own in zip(rows, texts, strict=True))
-            return texts
+def completions(student: Student, raw: dict[str, Any], **sampling: Any) -> dict[str, list[str]]:
+    """Return the completions of a run's task by prompt."""
+    evaluation = raw["eval"] | {"tasks": raw["eval"]["tasks"] | sampling}
+    made = EvalTasks(RunSpec.model_validate(raw | {"eval": evaluation}), TOKENIZER)
+    found: dict[str, list[str]] = {}
+    complete = made._completer.complete
 
-        made._completer.complete = kept  # type: ignore[method-assign]
-        made.measure(student)
-        return found
+    def kept(student: Student, rows: list[list[int]], progress: Any) -> list[list[str]]:
+        texts = complete(student, rows, progress)
+        found.update((str(TOKENIZER.decode(row)), own) for row, own in zip(rows, texts, strict=True))
+        return texts
 
-    likeliest = completed()
-    assert likeliest.keys() == set(PROMPTS)
-    drawn = completed(**sampled)
-    assert drawn == completed(**sampled)
-    raw["train"]["micro_batch_tokens"] = 4096
-    assert drawn == completed(**sampled), "a completion depends on its batch"
+    made._completer.complete = kept  # type: ignore[method-assign]
+    made.measure(student)
+    return found
+
+
+SAMPLED = {"samples": 4, "temperature": 1.0}
+
+
+def test_runs_with_rollouts_draw_each_completion_by_itself(tmp_path: Path) -> None:
+    student, raw = student_of().eval(), with_rollouts(tmp_path)
+    assert completions(student, raw).keys() == set(PROMPTS)
+    drawn = completions(student, raw, **SAMPLED)
+    assert drawn == completions(student, raw, **SAMPLED)
+    other_batches = with_rollouts(tmp_path, batch_tokens=4096)
+    assert drawn == completions(student, other_batches, **SAMPLED), "a completion depends on its batch"
     assert len({text for texts in drawn.values() for text in texts}) > len(PROMPTS)
     assert all("e" not in text[:-1] for texts in drawn.values() for text in texts)
+
+
+@pytest.mark.gpu
+def test_completions_of_rollouts_are_those_of_a_cpu(tmp_path: Path) -> None:
+    raw, found = with_rollouts(tmp_path), []
+    for device in ("cpu", "cuda"):
+        drawn = completions(student_of(device).eval(), raw, **SAMPLED)
+        found.append([text for texts in drawn.values() for text in texts])
+    same = sum(one == other for one, other in zip(*found, strict=True))
+    assert same >= len(found[0]) - 2  # a rounding may choose another token
 
 
 def test_prompt_without_room_for_a_completion_is_refused(tmp_path: Path) -> None:
