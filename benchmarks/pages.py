@@ -131,10 +131,15 @@ def _bounds() -> dict[str, Any]:
             *bounds.kernel_bounds(result("kernel_share") if exists("kernel_share") else None),
             bounds.divided_bound(result("divided_teacher") if exists("divided_teacher") else None),
         ],
+        "On-policy distillation": on_policy.bounds(_on_policy()),
         "Kills and resume": bounds.kill_bounds(result("worker_kills"), result("resume")),
         "The control plane": bounds.control_bounds(result("control")),
     }
     return {"tables": tables}
+
+
+def _on_policy() -> dict[str, Any]:
+    return result("on_policy") if exists("on_policy") else {}
 
 
 def _fuzz_parsers() -> dict[str, Any]:
@@ -184,7 +189,7 @@ PARTS = [
     Part(
         "on_policy",
         ROOT / "docs" / "on_policy.md",
-        lambda: on_policy.variables(result("on_policy") if exists("on_policy") else {}),
+        lambda: on_policy.variables(_on_policy()),
     ),
     Part("kills", PERFORMANCE, _kills),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.bounds import Bound, at_least
+
 MUST_BEST, MUST_EQUAL = 2.0, 1.2
 
 
@@ -35,6 +37,23 @@ def variables(result: dict[str, Any]) -> dict[str, Any]:
         and bool(ratios)
         and min(ratio for _, ratio in ratios) >= MUST_EQUAL,
     }
+
+
+def bounds(result: dict[str, Any]) -> list[Bound]:
+    """Return the bounds of the rates.
+
+    Args:
+        result: As for `variables`.
+    """
+    made = variables(result)
+    run = made["r"] is not None
+    equal = [ratio for _, ratio in made["ratios"]] if run else []
+    return [
+        at_least(
+            "each side at its best batch, tokens/s relative to TRL", made["best_ratio"] if run else None, MUST_BEST
+        ),
+        at_least("at equal batches, tokens/s relative to TRL, least", min(equal) if equal else None, MUST_EQUAL),
+    ]
 
 
 def _name(side: str, row: dict[str, Any]) -> str:

@@ -36,3 +36,12 @@ def test_both_sides_are_compared_at_equal_and_at_their_best_batches() -> None:
         ("this package", 16), ("this package", 64), ("TRL", 16), ("TRL", 64), ("TRL", 128),
     ]  # fmt: skip
     assert not report.variables({"ours": side(b16=110, b64=500), "trl": side(b16=100)})["holds"]
+
+
+def test_bounds_are_those_of_the_least_ratio() -> None:
+    assert [bound.verdict for bound in report.bounds({})] == ["not run", "not run"]
+    sides = {
+        "ours": [{"batch": 16, "tokens_per_second": 119}, {"batch": 64, "tokens_per_second": 300}],
+        "trl": [{"batch": 16, "tokens_per_second": 100}, {"batch": 64, "tokens_per_second": 150}],
+    }
+    assert [bound.verdict for bound in report.bounds(sides)] == ["holds", "fails"]
