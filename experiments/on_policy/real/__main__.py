@@ -41,14 +41,18 @@ def main() -> int:
         write_files(files.directory, train=size.train, validation=size.validation, test=size.test)
     teacher = _teacher(student_and_teacher[1], files, arguments.device)
 
+    rollout = {"weights": arguments.weights} if arguments.weights else {}
+    rollout |= {"cuda_graphs": True} if arguments.cuda_graphs else {}
+
     def train(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> list[Cell]:
         """Make the runs of cells; write the result with those of others that are done, and return these."""
-        jobs = [job(cell, size, device=arguments.device, weights=arguments.weights) for cell in cells]
+        jobs = [job(cell, size, device=arguments.device, rollout=rollout) for cell in cells]
         run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
         done = [cell for cell in (*others, *cells) if finished(state, run_name(cell, size))]
         result = {
             "machine": machine(),
             "size": vars(size),
+            "rollout": rollout,
             "teacher": teacher,
             "runs": [{**vars(cell), **_measured(state / "runs" / run_name(cell, size))} for cell in done],
         }
@@ -109,7 +113,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models, texts and runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--weights", default="shared_memory", help="of runs with completions, as rollout.weights")
+    parser.add_argument("--weights", help="of runs with completions, as rollout.weights")
+    parser.add_argument("--cuda-graphs", action="store_true", help="of runs with completions, as rollout.cuda_graphs")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--side-by-side", type=int, default=4, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=500.0, help="when runs are stopped, to resume later")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,14 @@ def run_name(cell: Cell, size: Size) -> str:
     return f"{size.directory}-{cell.method.replace('_', '-')}-{cell.rate:g}-s{cell.seed}"
 
 
-def job(cell: Cell, size: Size, *, device: str = "auto", weights: str = "shared_memory") -> Job:
+def job(cell: Cell, size: Size, *, device: str = "auto", rollout: Mapping[str, Any] | None = None) -> Job:
     """Return the run of a cell, whose models and texts lie in the state's directory.
 
     Args:
         cell: The cell.
         size: The experiment's size.
         device: `workers.device` of the run.
-        weights: `rollout.weights` of a run with completions.
+        rollout: More settings of `[rollout]`, for runs with completions.
     """
     method, name = METHODS[cell.method], run_name(cell, size)
     dtype = "float32" if device == "cpu" else "bfloat16"
@@ -139,7 +140,7 @@ def job(cell: Cell, size: Size, *, device: str = "auto", weights: str = "shared_
         tables["data"]["field"] = "prompt"
     if method.fraction:
         tables["rollout"] = {"fraction": method.fraction, "max_new_tokens": MAX_NEW_TOKENS, "stop": ["\n"]}
-        tables["rollout"] |= {} if weights == "shared_memory" else {"weights": weights}
+        tables["rollout"] |= rollout or {}
         tables["queue"] = {"block_size": round(method.fraction * size.samples)}
     return Job(name, toml_of(tables))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +34,12 @@ def render_size(result: Mapping[str, Any]) -> str:
     """Return the tables at one size."""
     runs, size = chosen(result["runs"]), result["size"]
     machine = ", ".join(result["machine"]["gpus"]) or f"{result['machine']['cpus']} CPU cores shared with other work"
+    own = ", ".join(f"`rollout.{name} = {json.dumps(value)}`" for name, value in result["rollout"].items())
     head = (
         f"The {size['name']} size: {size['steps']} steps of {size['samples']} prompts, learning rate "
         f"{', '.join(f'{rate:g}' for rate in size['rates'])}, {plural(len(size['seeds']), 'seed')}, "
         f"{size['test']} prompts of the test; {machine}. A completion is right if its line is the "
-        "infinitive; the likeliest token is taken."
+        "infinitive; the likeliest token is taken." + (f" These runs have {own} too." if own else "")
     )
     return "\n".join([head, "", *_accuracy(result, runs), "", *_predictions(result, runs)])
 

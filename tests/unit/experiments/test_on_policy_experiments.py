@@ -40,7 +40,7 @@ def test_run_files_of_verbs(name, size):
     assert (fraction, bool(spec.teacher)) == (real.METHODS[name].fraction, real.METHODS[name].taught)
     assert spec.eval is not None and spec.eval.tasks is not None
     assert [*spec.eval.tasks.by_name] == ["validation", "test"]
-    other = real.job(real.Cell(name, 1e-4, 2), real.SIZES[size], weights="cuda_ipc").file
+    other = real.job(real.Cell(name, 1e-4, 2), real.SIZES[size], rollout={"weights": "cuda_ipc"}).file
     assert ('weights = "cuda_ipc"' in other) == (fraction > 0)
 
 
