@@ -3,16 +3,18 @@
     prepare   the training text, the tables of the two tokenizers, and for P-KL the projection
     quality   students of whole logits and of the 16, 64 and 256 largest, side by side
     second    time and GPU memory of a run with the living teacher, of builds of its stores, and of runs from these
+    producer  time and memory of the teacher's micro-batch, by what is sent of it
     collect   write the result file, print a table
 
 Models and texts are those of `experiments.real`, whose stages `models` and `texts` make them in the state's directory.
 A stage leaves out what is done; `--seconds` stops its runs gracefully. The runs of `second` are made one after the
-other, and nothing else should use the GPU (CUDA_VISIBLE_DEVICES) meanwhile.
+other, and nothing else should use the GPU (CUDA_VISIBLE_DEVICES) meanwhile; nor while `producer` measures.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import subprocess
@@ -27,7 +29,7 @@ import tomli_w
 
 from experiments.digits.stages import machine
 from experiments.jobs import Job, finished, run_all
-from experiments.real.methods import CONDITIONS, Cell, job
+from experiments.real.methods import CONDITIONS, MICRO_BATCH_TOKENS, TEACHER_CONTEXT, Cell, job
 from experiments.real.stages import _build_projection, write_sample
 from experiments.stored_teacher.gpu_memory import GpuMemory
 from xtoken_core.atomic import atomic_write
@@ -36,10 +38,13 @@ CONDITION, RATE = "de-500k", 2e-4
 SIZES = (16, 64, 256)
 METHODS = ("chain", "p_kl")
 EVALUATIONS = 3
+SECOND_EVALUATIONS = 1
+"""Evaluations of a run of `second` after the one before its first step: it is about time and memory."""
 RESULT = Path(__file__).with_name("results") / "stored_teacher.json"
-STORED: dict[str, dict[str, Any]] = {"topk": {"content": "topk", "topk": 64}, "hidden": {"content": "hidden"}}
+STORED: dict[str, dict[str, Any]] = {"hidden": {"content": "hidden"}, "topk": {"content": "topk", "topk": 64}}
 LIVING: dict[str, dict[str, Any]] = {"logits": {}} | STORED
 MEMORY = re.compile(r"memory at most (\d+) bytes, (\d+) of them weights; ring (\d+) bytes")
+PRODUCER = "stored-producer.json"
 FIRST_STEPS = 5
 """Steps that are left out of medians: kernels are compiled in them."""
 LEAST_S = 20.0
@@ -49,7 +54,7 @@ LEAST_S = 20.0
 def main() -> int:
     """Run a stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["prepare", "quality", "second", "collect"])
+    parser.add_argument("stage", choices=["prepare", "quality", "second", "producer", "collect"])
     parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models, texts and runs")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--steps", type=int, default=60)
@@ -68,6 +73,8 @@ def main() -> int:
         run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
     elif arguments.stage == "second":
         second(state, arguments.steps, arguments.device, until)
+    elif arguments.stage == "producer":
+        producer(state, arguments.device)
     else:
         collect(state, arguments.out)
     return 0
@@ -87,7 +94,13 @@ def prepare(state: Path, methods: list[str]) -> None:
 
 
 def run_file(
-    method: str, name: str, teacher: dict[str, Any], steps: int, device: str, samples: int | None = None
+    method: str,
+    name: str,
+    teacher: dict[str, Any],
+    steps: int,
+    device: str,
+    samples: int | None = None,
+    evaluations: int = EVALUATIONS,
 ) -> Job:
     """Return a run of the experiment on real models with other settings of its teacher.
 
@@ -98,12 +111,13 @@ def run_file(
         steps: Optimiser steps.
         device: `workers.device`.
         samples: Documents of a step; None: the experiment's.
+        evaluations: Evaluations after the one before the first step.
     """
     document = tomllib.loads(job(Cell(CONDITION, method, "even", RATE, 0), device=device, steps=steps).file)
     document["name"], document["output"] = name, f"runs/{name}"
     document["teacher"][0] |= teacher
     also = [f"texts/{CONDITIONS[CONDITION].source}.test.jsonl"]
-    document["eval"] |= {"every": max(1, steps // EVALUATIONS), "also": also}
+    document["eval"] |= {"every": max(1, steps // evaluations), "also": also}
     if samples is not None:
         document["train"]["samples_per_step"] = samples
     return Job(name, tomli_w.dumps(document))
@@ -121,14 +135,15 @@ def quality_jobs(methods: list[str], steps: int, device: str, samples: int) -> l
 
 
 def second(state: Path, steps: int, device: str, until: float) -> None:
-    """Make the run with the living teacher, and for each content the store of its output and the run from it, alone.
+    """Make, each alone, the run with the living teacher's logits, and for each content a store and the runs with it.
 
-    The runs with a living teacher that sends what the stores hold come last.
+    These are the run from the store, and that with a living teacher which sends what the store holds.
     """
 
     def measured(kind: str, content: str, teacher: dict[str, Any]) -> None:
         """Make a run, and keep its time and the GPU's memory."""
-        job = run_file("chain", f"stored-{kind}-{content}", teacher, steps, device)
+        name = f"stored-{kind}-{content}"
+        job = run_file("chain", name, teacher, steps, device, evaluations=SECOND_EVALUATIONS)
         if finished(state, job.name):
             return
         began = time.monotonic()
@@ -145,8 +160,7 @@ def second(state: Path, steps: int, device: str, until: float) -> None:
         file.write_text(run_file("chain", file.stem, settings, steps, device).file, encoding="utf-8")
         if build(file, store, until):
             measured("again", content, settings | {"store": str(store)})
-    for content in STORED:
-        measured("living", content, LIVING[content])
+        measured("living", content, settings)
 
 
 def build(file: Path, store: Path, until: float) -> bool:
@@ -187,6 +201,22 @@ def build(file: Path, store: Path, until: float) -> bool:
     return True
 
 
+def producer(state: Path, device: str) -> None:
+    """Measure the teacher's micro-batches, and keep the result."""
+    import torch
+
+    from experiments.stored_teacher.producer import measure
+
+    condition = CONDITIONS[CONDITION]
+    where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    directory = state / "models" / condition.teacher
+    text = state / "texts" / f"{condition.source}.validation.jsonl"
+    made = measure(directory, text, where, sizes=SIZES, tokens=MICRO_BATCH_TOKENS, length=TEACHER_CONTEXT)
+    for name, form in made["forms"].items():
+        print(f"{name:20} {1e3 * form['seconds']:.2f} ms", flush=True)
+    atomic_write(state / PRODUCER, json.dumps(made | {"device": where.type, "machine": machine()}, indent=1))
+
+
 def collect(state: Path, out: Path) -> None:
     """Write the result file of the finished runs."""
     names = sorted(path.name for path in (state / "runs").glob("stored-*"))
@@ -199,6 +229,8 @@ def collect(state: Path, out: Path) -> None:
         "not_finished": [name for name in names if not finished(state, name)],
         "builds": {file.stem.rpartition("-")[2]: json.loads(file.read_text()) for file in builds},
     }
+    if (state / PRODUCER).is_file():
+        result["producer"] = json.loads((state / PRODUCER).read_text(encoding="utf-8"))
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(out, json.dumps(result, indent=1) + "\n")
     for name, run in result["runs"].items():
@@ -214,7 +246,8 @@ def record(state: Path, name: str) -> dict[str, Any]:
     made = {
         "steps": len(steps),
         "samples_per_step": len(steps[0]["ids"]),
-        "losses": [round(line["loss"], 5) for line in steps],
+        "ids_sha256": hashlib.sha256(json.dumps([line["ids"] for line in steps]).encode()).hexdigest(),
+        "losses": [round(line["loss"], 6) for line in steps],
         "loss": round(median(line["loss"] for line in steps[-10:]), 5),
         "seconds_per_step": round(median(line["seconds"] for line in later), 5),
         "tokens_per_second": median(line["tokens_per_second"] for line in later),

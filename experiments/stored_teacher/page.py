@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.digits.predictions import holds
 from experiments.stored_teacher.__main__ import LIVING, METHODS, RESULT, SIZES, STORED
+from tests.ops.tolerances import OUTPUT
 from xtoken_core.atomic import atomic_write
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -21,7 +24,9 @@ QUALITY = re.compile(r"stored-(chain|p-kl)-")
 TITLES = {"p_kl": "P-KL", "chain": "chain"}
 CONTENTS = {"logits": "whole logits", "topk": "64 largest logits", "hidden": "hidden states"}
 TEST = "bits_per_byte_handbook-de.test"
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+BOUND = OUTPUT["chunk", torch.bfloat16][0]
+"""Relative deviation that the tolerance table allows."""
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -53,16 +58,31 @@ def render(result: Mapping[str, Any]) -> str:
             "|---|---|---|---|---|---|---|---|",
             *second,
         ]
+    if equal := list(_equal(runs)):
+        lines += [
+            "",
+            "The same steps with the living teacher that sends what the store holds, and from the store. Losses of the "
+            "first step come from equal weights; both then round in an order of their own. The "
+            f"tolerance table allows {BOUND:g} of a chunk operator in bfloat16:",
+            "",
+            "| teacher's output | steps | same ids | first step's loss | store's | apart | at most, of all steps | |",
+            "|---|---|---|---|---|---|---|---|",
+            *equal,
+        ]
+    if made := result.get("producer"):
+        lines += ["", *_producer(made)]
     if result["builds"]:
         lines += [
             "",
-            "| store of | documents | tokens | bytes a token | start to end, s | tokens a second | median step's |",
-            "|---|---|---|---|---|---|---|",
+            "| store of | documents | tokens | bytes a token | start to end, s | µs a token | tokens a second | "
+            "median step's |",
+            "|---|---|---|---|---|---|---|---|",
         ]
     for content, build in result["builds"].items():
         lines.append(
             f"| {CONTENTS[content]} | {build['records']} | {build['tokens']:,} | {build['bytes_per_token']:.0f} | "
-            f"{build['seconds']:.0f} | {build['write_tokens_per_second']:,.0f} | "
+            f"{build['seconds']:.0f} | {1e6 * build['seconds'] / build['tokens']:.0f} | "
+            f"{build['write_tokens_per_second']:,.0f} | "
             f"{build['median_tokens_per_second']:,.0f} |"
         )
     return "\n".join([*lines, "", *_predictions(runs)])
@@ -119,6 +139,45 @@ def _second(runs: Mapping[str, Any]) -> Iterator[str]:
             f"| {CONTENTS[content]}, {title} | {run['steps']} | {_value(run, 'bits'):.4f} | "
             f"{run['seconds_per_step']:.3f} | {run.get('run_seconds', '')} | {used} | "
             f"{run['trainer_peak_bytes'] / GIB:.2f} | {waited} |"
+        )
+
+
+def _equal(runs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a row for each content: the run from the store beside that with the living teacher."""
+    for content in STORED:
+        living, again = (runs.get(f"stored-{kind}-{content}") for kind in ("living", "again"))
+        if living is None or again is None or "ids_sha256" not in again:
+            continue
+        apart = [abs(stored / given - 1) for stored, given in zip(again["losses"], living["losses"], strict=True)]
+        same = "yes" if again["ids_sha256"] == living["ids_sha256"] else "**no**"
+        yield (
+            f"| {CONTENTS[content]} | {again['steps']} | {same} | {living['losses'][0]:.5f} | "
+            f"{again['losses'][0]:.5f} | {apart[0]:.1e} | {max(apart):.1e} | "
+            f"{'within' if max(apart) <= BOUND else 'first step within' if apart[0] <= BOUND else '**not within**'} |"
+        )
+
+
+def _producer(made: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of what a micro-batch costs the teacher, by content."""
+    forms = made["forms"]
+    alone = forms["forward pass alone"]["seconds"]
+    yield (
+        f"What a content costs the teacher, without a queue and a student: a micro-batch of {made['rows']} rows of "
+        f"{made['length']} tokens, median of its passes. `sorted` selects by `torch.topk` over whole rows, not by "
+        "groups of 64 tokens:"
+    )
+    yield ""
+    yield "| content | ms | above the forward pass | tokens a second | memory of the pass, MiB | its slot, MiB |"
+    yield "|---|---|---|---|---|---|"
+    for name, form in forms.items():
+        kind, _, k = name.partition(" ")
+        title = f"{k} largest" + (", sorted" if kind == "sorted" else "") if k.isdigit() else CONTENTS.get(name, name)
+        above = f"{1e3 * (form['seconds'] - alone):.2f}" if form is not forms["forward pass alone"] else ""
+        memory = f"{form['peak_bytes'] / MIB:.0f}" if "peak_bytes" in form else ""
+        slot = f"{form['slot_bytes'] / MIB:.1f}" if form["slot_bytes"] else ""
+        yield (
+            f"| {title} | {1e3 * form['seconds']:.2f} | {above} | {made['tokens'] / form['seconds']:,.0f} | "
+            f"{memory} | {slot} |"
         )
 
 

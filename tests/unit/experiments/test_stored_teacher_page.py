@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import tomllib
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from experiments.stored_teacher import page
 from experiments.stored_teacher.__main__ import SIZES, quality_jobs
+from experiments.stored_teacher.producer import measure, token_ids
+from tests.support.tiny_run import documents, make_assets, write_jsonl
 
 
 def test_the_page_has_the_tables_of_its_results() -> None:
@@ -39,3 +44,41 @@ def test_differences_are_above_whole_logits() -> None:
     shown = page.render(json.loads(json.dumps(result)))
     assert "| chain | 64 largest | 3 | 1.0000 | 1.5000 | +0.2500 |" in shown
     assert "| 64 largest: bits per byte above whole logits | -0.005 to 0.012 | 0.2500 | **not** |" in shown
+
+
+def of_second(losses: list[float], ids: str) -> dict[str, Any]:
+    """A run of the stage `second`."""
+    return {
+        "steps": len(losses), "samples_per_step": 24, "loss": losses[-1], "losses": losses, "ids_sha256": ids,
+        "seconds_per_step": 0.5, "trainer_peak_bytes": 1 << 30, "curve": [{page.TEST: 1.25}],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "ids", "shown"),
+    [
+        ([4.0, 2.001], "a", "| hidden states | 2 | yes | 4.00000 | 4.00000 | 0.0e+00 | 5.0e-04 | within |"),
+        ([4.004, 2.1], "a", "| hidden states | 2 | yes | 4.00000 | 4.00400 | 1.0e-03 | 5.0e-02 | first step within |"),
+        ([4.4, 2.0], "b", "| hidden states | 2 | **no** | 4.00000 | 4.40000 | 1.0e-01 | 1.0e-01 | **not within** |"),
+    ],
+)
+def test_a_run_from_a_store_is_compared_with_the_living_teacher(losses: list[float], ids: str, shown: str) -> None:
+    runs = {"stored-living-hidden": of_second([4.0, 2.0], "a"), "stored-again-hidden": of_second(losses, ids)}
+    result = {"machine": {"gpus": [], "torch": "2"}, "learning_rate": 1e-4, "runs": runs, "builds": {}}
+    assert shown in page.render(result)
+
+
+def test_what_a_content_costs_is_measured_and_shown(tmp_path: Path) -> None:
+    teacher = make_assets(tmp_path).teacher
+    text = write_jsonl(tmp_path / "text.jsonl", documents(3, seed=1))
+    ids = token_ids(teacher, text, 4, 64)
+    assert ids.shape == (4, 64)
+    made = measure(teacher, text, torch.device("cpu"), sizes=(4, 16), tokens=300, length=64, rounds=2)
+    assert made["rows"] == 4
+    assert list(made["forms"]) == ["forward pass alone", "hidden", "logits", "topk 4", "topk 16", "sorted 64"]
+    assert all(form["seconds"] >= form["seconds_least"] > 0 for form in made["forms"].values())
+    assert made["forms"]["topk 4"]["slot_bytes"] == 256 * (2 * 4 + 4) * 4
+    result = {"machine": {"gpus": [], "torch": "2"}, "learning_rate": 1e-4, "runs": {}, "builds": {}, "producer": made}
+    lines = [line for line in page.render(result).splitlines() if line.startswith("| 16 largest |")]
+    assert len(lines) == 1
+    assert lines[0].endswith(f"| {256 * 36 * 4 / (1 << 20):.1f} |")
