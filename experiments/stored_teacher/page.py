@@ -23,6 +23,12 @@ BEGIN, END = "<!-- Begin: experiments.stored_teacher.page -->", "<!-- End: exper
 QUALITY = re.compile(r"stored-(chain|p-kl)-")
 TITLES = {"p_kl": "P-KL", "chain": "chain"}
 CONTENTS = {"logits": "whole logits", "topk": "64 largest logits", "hidden": "hidden states"}
+KIT = {
+    "float32": "32 bits",
+    "float16": "16 bits",
+    "polynomial": "16 values, polynomial",
+    "normalized": "the same, `normalize_t`",
+}
 TEST = "bits_per_byte_handbook-de.test"
 GIB, MIB = 1 << 30, 1 << 20
 BOUND = OUTPUT["chunk", torch.bfloat16][0]
@@ -89,26 +95,45 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def render_sizes(result: Mapping[str, Any]) -> str:
-    """Return the table of a store's sizes and rates.
+    """Return the tables of a store's sizes and rates, and of DistillKit's format.
 
     Args:
         result: What `benchmarks.store` wrote.
     """
     lines = [
         f"Sizes and rates of one thread each, of the output of {result['model']} ({result['vocabulary']:,} tokens), "
-        f"{result['machine']['processor']}; beside them the bytes of DistillKit's bit-packed format for the same "
-        "logits, with all values in 32 or 16 bits, or the first 16 in 16 bits and the others as a polynomial:",
+        f"{result['machine']['processor']}, {result['machine']['cores']} cores, of which other programs used "
+        f"{result['load_average']:.1f}; every bit comes back:",
         "",
-        "| output | bytes a token | not deflated | DistillKit 32, 16, polynomial | written a second | read a second |",
-        "|---|---|---|---|---|---|",
+        "| output | bytes a token | not deflated | written a second | read a second |",
+        "|---|---|---|---|---|",
     ]
+    kits = []
     for name, form in result["forms"].items():
-        sizes = " / ".join(f"{size:.0f}" for size in form.get("distillkit_bytes_per_token", {}).values())
         output = f"{name.removeprefix('topk ')} largest" if name.startswith("topk") else CONTENTS[name]
         lines.append(
-            f"| {output} | {form['bytes_per_token']:.0f} | {form['bytes_per_token_raw']:.0f} | {sizes} | "
+            f"| {output} | {form['bytes_per_token']:.0f} | {form['bytes_per_token_raw']:.0f} | "
             f"{form['write_tokens_per_second']:,.0f} | {form['read_tokens_per_second']:,.0f} |"
         )
+        kits += [
+            f"| {output} | {KIT[setting]} | {kit['bytes_per_token']:.0f} | {form['bytes_per_token']:.0f} | "
+            f"{kit['mean_error']:.1e} | {kit['largest_error']:.1e} | {kit['pack_tokens_per_second']:,.0f} | "
+            f"{kit['unpack_tokens_per_second']:,.0f} |"
+            for setting, kit in form.get("distillkit", {}).items()
+        ]
+    if kits:
+        lines += [
+            "",
+            f"The same logits in DistillKit's bit-packed format (commit {result['distillkit'][:7]}), by its own "
+            "compressor in memory, with one thread. It keeps log-probabilities and ids; a position of ours also has "
+            "two normalisers, the mass of the others and the text's own token. Errors are those of log-probabilities; "
+            "ours are 0:",
+            "",
+            "| output | DistillKit's values | bytes a token | ours | mean error | largest | packed a second | "
+            "unpacked |",
+            "|---|---|---|---|---|---|---|---|",
+            *kits,
+        ]
     return "\n".join(lines)
 
 

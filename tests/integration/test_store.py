@@ -64,25 +64,46 @@ def damage(store: Path, entry: Entry) -> None:
     (store / entry.shard).write_bytes(content)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", ["on", "off"])
-@pytest.mark.parametrize("content", [{"content": "hidden"}, {"content": "topk", "topk": 1000}])
-def test_a_run_from_a_store_equals_one_with_the_living_teacher(
-    assets: TinyAssets, tmp_path: Path, start: Start, content: dict[str, Any], packing: str
-) -> None:
+CONTENTS = pytest.mark.parametrize("content", [{"content": "hidden"}, {"content": "topk", "topk": 1000}])
+
+
+def living_and_stored(
+    assets: TinyAssets, directory: Path, start: Start, content: dict[str, Any], **changes: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of a run with a living teacher, and of the same run with the store of its output."""
     teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, **content}
-    changes: dict[str, Any] = {"loss": {"vocab_topk": None}, "train": {"packing": packing}, "data": {"epochs": 2}}
-    spec = tiny_spec(assets, tmp_path, records=48, teacher=[teacher], **changes)
+    changes = {"loss": {"vocab_topk": None}, "data": {"epochs": 2}, **changes}
+    spec = tiny_spec(assets, directory, records=48, teacher=[teacher], **changes)
     living = losses(spec, start, 96)
-    store = build(spec, tmp_path / "store")
+    store = build(spec, directory / "store")
     assert sorted(store.entries) == list(range(48))
-    stored = of_store(spec, tmp_path / "store", tmp_path / "stored")
-    torch.testing.assert_close(losses(stored, start, 96), living, rtol=1e-5, atol=1e-6)
+    stored = of_store(spec, directory / "store", directory / "stored")
+    found = losses(stored, start, 96)
     last = steps_of(stored.output)[-1]
     assert last["store_hits"] == 8
     assert last["store_misses"] == 0
     assert last["store_bytes"] > 0
     assert not list((stored.output / "logs").glob("teacher*"))
+    return living, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["on", "off"])
+@CONTENTS
+def test_a_run_from_a_store_equals_one_with_the_living_teacher(
+    assets: TinyAssets, tmp_path: Path, start: Start, content: dict[str, Any], packing: str
+) -> None:
+    living, stored = living_and_stored(assets, tmp_path, start, content, train={"packing": packing})
+    torch.testing.assert_close(stored, living, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@CONTENTS
+def test_a_run_from_a_store_equals_one_with_the_living_teacher_on_a_gpu(
+    assets: TinyAssets, tmp_path: Path, start: Start, content: dict[str, Any]
+) -> None:
+    living, stored = living_and_stored(assets, tmp_path, start, content, workers={"device": "cuda"})
+    torch.testing.assert_close(stored, living, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -114,6 +135,9 @@ def test_a_run_reads_the_store_that_a_build_has_written(assets: TinyAssets, tmp_
     other = tiny_spec(assets, tmp_path / "other", records=25, teacher=[teacher], loss={"vocab_topk": None})
     with pytest.raises(StoreError, match=r"what differs is the text \(data\), the number of records"):
         resolve_run(of_store(other, tmp_path / "store", tmp_path / "no"))
+    another = {"model": assets.other_teacher, "projection": assets.other_projection}
+    with pytest.raises(StoreError, match=r"the teacher's tokenizer"):
+        resolve_run(of_store(spec, tmp_path / "store", tmp_path / "no", **another))
 
 
 @pytest.mark.slow
