@@ -102,7 +102,7 @@ def render_sizes(result: Mapping[str, Any]) -> str:
     """
     lines = [
         f"Sizes and rates of one thread each, of the output of {result['model']} ({result['vocabulary']:,} tokens), "
-        f"{result['machine']['processor']}, {result['machine']['cores']} cores, of which other programs used "
+        f"{result['machine']['processor']}, {result['machine']['cores']} cores, load average "
         f"{result['load_average']:.1f}; every bit comes back:",
         "",
         "| output | bytes a token | not deflated | written a second | read a second |",
