@@ -77,6 +77,7 @@ def page(full: Summary) -> str:
         choice=summary("choice"), chosen=list(briefly(summary("choice"))),
         real=overview.table(real),
         worse=overview.worse(real),
+        smaller_rates="smaller rates" in overview.table(real),
         papers=papers(reduced),
         problems=sum(map(len, held_out_problems(scale).values())) if scale else 0,
     )  # fmt: skip

@@ -112,6 +112,7 @@ class Condition:
         steps: Optimiser steps.
         rates: Learning rates of every method.
         tasks: Tasks whose accuracy is measured at every evaluation, by their files below `texts`.
+        note: Tells the condition in tables from one with the same text and models.
     """
 
     student: str
@@ -122,6 +123,7 @@ class Condition:
     steps: int = 150
     rates: tuple[float, ...] = ONE_RATE
     tasks: tuple[str, ...] = ()
+    note: str = ""
 
 
 _GERMAN = ("manual-de", "handbook-en", "handbook-fr")
@@ -134,7 +136,7 @@ CONDITIONS = {
     "code-2m": Condition(SMOLLM2, GEMMA3, "python-code", 2_000_000, ("handbook-en", "handbook-de"), 300),
     "chat-500k": Condition(GEMMA3, SMOLLM2, CHAT, 500_000, ("handbook-en", "handbook-de")),
     "chat-500k-small-rates": Condition(
-        GEMMA3, SMOLLM2, CHAT, 500_000, ("handbook-en", "handbook-de"), rates=SMALL_RATES
+        GEMMA3, SMOLLM2, CHAT, 500_000, ("handbook-en", "handbook-de"), rates=SMALL_RATES, note="smaller rates"
     ),
     "de-500k-tasks": Condition(SMOLLM2, GEMMA3, "handbook-de", 500_000, _GERMAN, tasks=TASKS),
 }

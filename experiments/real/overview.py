@@ -85,7 +85,8 @@ def worse(result: Mapping[str, Any]) -> str:
 def _text(condition: Mapping[str, Any]) -> str:
     name = f"{condition['source']}, {condition['size'] / 1e6:g} MB"
     usual = (condition["student"], condition["teacher"]) == (methods.SMOLLM2, methods.GEMMA3)
-    return name if usual else f"{name}, exchanged"
+    notes = ["" if usual else "exchanged", condition.get("note", "")]
+    return ", ".join([name, *filter(None, notes)])
 
 
 def _rows(result: Mapping[str, Any], condition: str) -> dict[str, summary.Row]:

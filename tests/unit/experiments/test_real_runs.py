@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from experiments import jobs
-from experiments.real import controls, predictions, results, stages, summary, tasks
+from experiments.real import controls, page, predictions, results, stages, summary, tasks
 from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.models import MissingSourceError
 from experiments.real.page import RESULT
@@ -215,6 +215,16 @@ def test_the_committed_result_file_is_as_a_merge_leaves_it() -> None:
     known = results.read_result(RESULT)
     nothing = results.read_result(Path("none"))
     assert json.loads(json.dumps(results.merged(known, nothing))) == known
+
+
+def test_pages_show_conditions_whose_teacher_was_not_measured() -> None:
+    known = results.read_result(RESULT)
+    rows = [row | {"condition": "chat-500k-small-rates", "rate": rate} for row in known["runs"] for rate in (2e-5, 5e-5)
+            if row["condition"] == "chat-500k"]  # fmt: skip
+    grown = results.merged(known, known | {"runs": rows, "not_run": []})
+    text = page.page(json.loads(json.dumps(grown)))
+    assert "| chat-en, 500,000 bytes, smaller rates |  | 1.288 |" in text
+    assert "## chat-en, 500,000 bytes, smaller rates" in text
 
 
 def test_runs_are_found_by_name() -> None:
