@@ -122,8 +122,12 @@ RATES = (
         (Line("store_bytes", "read"),), divisor=MIB, floor=0.0, group=SPEED,
     ),
     Chart(
-        "store-misses", "Records missing from a store", "steps", "samples skipped",
-        (Line("store_misses", "skipped"),), floor=0.0, group=SPEED,
+        "store-records", "Records of a teacher's store", "steps", "samples per step",
+        (Line("store_hits", "read"), Line("store_misses", "missing, skipped")), floor=0.0, group=SPEED,
+    ),
+    Chart(
+        "store-wait", "Wait for a teacher's store", "steps", "s per step",
+        (Line("store_wait_seconds", "waited"),), floor=0.0, group=SPEED,
     ),
     Chart(
         "served", "Answers of the teacher's servers", "steps", "per step",

@@ -251,6 +251,15 @@ def test_losses_have_their_names_and_weights() -> None:
     assert drawn("eval", BITS, ONE).keys() == {"held-out", "held-out-agreement"}
 
 
+def test_a_teachers_store_has_hits_misses_bytes_and_waits() -> None:
+    row = {"store_hits": 23, "store_misses": 1, "store_bytes": 2 << 20, "store_wait_seconds": 0.01}
+    shown = drawn("steps", row, ONE)
+    assert shown["store-records"] == {"read": 23, "missing, skipped": 1}
+    assert shown["store"] == {"read": 2 << 20}
+    assert shown["store-wait"] == {"waited": 0.01}
+    assert not any(name.startswith("store") for name in drawn("steps", ONE_TEACHER, ONE))
+
+
 def test_completions_of_an_evaluation(client: TestClient, runs: Runs) -> None:
     put(runs, "b")
     assert 'id="samples" hidden' in client.get("/runs/b").text
