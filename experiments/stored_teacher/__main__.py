@@ -218,14 +218,14 @@ def producer(state: Path, device: str) -> None:
 
 
 def collect(state: Path, out: Path) -> None:
-    """Write the result file of the finished runs."""
+    """Write the result file of the finished runs, and of others up to their last evaluation."""
     names = sorted(path.name for path in (state / "runs").glob("stored-*"))
     builds = sorted(state.glob("stored-build-*.json"))
     result = {
         "machine": machine(),
         "condition": CONDITION,
         "learning_rate": RATE,
-        "runs": {name: record(state, name) for name in names if finished(state, name)},
+        "runs": {name: record(state, name) for name in names if finished(state, name) or _evaluated(state, name)},
         "not_finished": [name for name in names if not finished(state, name)],
         "builds": {file.stem.rpartition("-")[2]: json.loads(file.read_text()) for file in builds},
     }
@@ -270,6 +270,11 @@ def record(state: Path, name: str) -> dict[str, Any]:
         made |= {"teacher_peak_bytes": peak, "teacher_weight_bytes": weights, "teacher_ring_bytes": ring}
     measured = state / f"{name}.measured.json"
     return made | (json.loads(measured.read_text()) if measured.is_file() else {})
+
+
+def _evaluated(state: Path, name: str) -> bool:
+    """Return True if a run has been evaluated after its first step."""
+    return any(row["step"] for row in _lines(state / "runs" / name / "eval.jsonl"))
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -47,10 +47,8 @@ def render(result: Mapping[str, Any]) -> str:
     lines = [
         f"Measured with SmolLM2-135M-Instruct as the student and Gemma 3 270M as the teacher, {gpu}, "
         f"torch {machine['torch']}, German text, one data seed, learning rate {result['learning_rate']:g}. Quality, "
-        f"runs side by side with {samples} documents a step:",
+        f"held-out bits per byte of runs with {samples} documents a step:",
         "",
-        "| loss | teacher's output | steps | loss at the end | held-out bits per byte | above whole logits |",
-        "|---|---|---|---|---|---|",
         *_quality(runs),
     ]
     if second := list(_second(runs)):
@@ -138,6 +136,15 @@ def render_sizes(result: Mapping[str, Any]) -> str:
 
 
 def _quality(runs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of the quality runs: held-out bits per byte after each evaluation."""
+    made = [run for name, run in runs.items() if QUALITY.match(name)]
+    at = sorted({row["step"] for run in made for row in run["curve"]} - {0})
+    yield (
+        "| loss | teacher's output | steps | loss at the end | "
+        + "".join(f"after {step} | " for step in at)
+        + ("above whole logits, at the last of both |")
+    )
+    yield "|---|---|---|---|" + "---|" * len(at) + "---|"
     for method in METHODS:
         name = f"stored-{method.replace('_', '-')}"
         whole = runs.get(f"{name}-whole")
@@ -145,10 +152,21 @@ def _quality(runs: Mapping[str, Any]) -> Iterator[str]:
             run = runs.get(f"{name}-{size}")
             if run is None:
                 continue
-            bits = _value(run, "bits")
-            above = "" if whole is None or run is whole else f"{bits - _value(whole, 'bits'):+.4f}"
+            above = "" if whole is None or run is whole else f"{_bits_above(run, whole):+.4f}"
+            bits = "".join(f"{_bits(run)[step]:.4f} | " if step in _bits(run) else "| " for step in at)
             output = "whole logits" if size == "whole" else f"{size} largest"
-            yield f"| {TITLES[method]} | {output} | {run['steps']} | {run['loss']:.4f} | {bits:.4f} | {above} |"
+            yield f"| {TITLES[method]} | {output} | {run['steps']} | {run['loss']:.4f} | {bits}{above} |"
+
+
+def _bits(run: Mapping[str, Any]) -> dict[int, float]:
+    """Return held-out bits per byte by step."""
+    return {row["step"]: row[TEST] for row in run["curve"]}
+
+
+def _bits_above(run: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Return how much higher a run's bits per byte are at the last evaluation that both have."""
+    step = max(_bits(run).keys() & _bits(other).keys())
+    return _bits(run)[step] - _bits(other)[step]
 
 
 def _second(runs: Mapping[str, Any]) -> Iterator[str]:
@@ -223,6 +241,8 @@ def _predictions(runs: Mapping[str, Any]) -> Iterator[str]:
         if len(values) < len(named):
             yield f"| {made['says']} | {wanted} | not run | |"
             continue
+        if measure == "bits" and "less" in made:
+            values = [_bits_above(runs[made["run"]], runs[made["less"]]), 0.0]
         value = values[0] - values[1] if "less" in made else values[0] / values[1] if "of" in made else values[0]
         verdict = "as predicted" if holds(value, low, high) else "**not**"
         yield f"| {made['says']} | {wanted} | {value:.4f} | {verdict} |"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experiments.stored_teacher import page
-from experiments.stored_teacher.__main__ import SIZES, quality_jobs
+from experiments.stored_teacher.__main__ import SIZES, collect, quality_jobs
 from experiments.stored_teacher.producer import measure, token_ids
 from tests.support.tiny_run import documents, make_assets, write_jsonl
 
@@ -37,20 +37,37 @@ def test_a_run_of_largest_logits_differs_in_its_teacher_alone(k: int) -> None:
     assert run | {"teacher": 0, "name": "", "output": ""} == whole | {"teacher": 0, "name": "", "output": ""}
 
 
-def test_differences_are_above_whole_logits() -> None:
-    run = {"steps": 3, "samples_per_step": 12, "loss": 1.0, "curve": [{page.TEST: 1.25}]}
-    runs = {"stored-chain-whole": run, "stored-chain-64": run | {"curve": [{page.TEST: 1.5}]}}
+def test_differences_are_above_whole_logits_at_the_last_step_of_both() -> None:
+    run = {"steps": 3, "samples_per_step": 12, "loss": 1.0, "curve": [{"step": 2, page.TEST: 1.25}]}
+    longer = [{"step": 2, page.TEST: 1.5}, {"step": 3, page.TEST: 1.375}]
+    runs = {"stored-chain-whole": run, "stored-chain-64": run | {"curve": longer}}
     result = {"machine": {"gpus": [], "torch": "2"}, "learning_rate": 1e-4, "runs": runs, "builds": {}}
     shown = page.render(json.loads(json.dumps(result)))
-    assert "| chain | 64 largest | 3 | 1.0000 | 1.5000 | +0.2500 |" in shown
+    assert "| chain | whole logits | 3 | 1.0000 | 1.2500 | |  |" in shown
+    assert "| chain | 64 largest | 3 | 1.0000 | 1.5000 | 1.3750 | +0.2500 |" in shown
     assert "| 64 largest: bits per byte above whole logits | -0.005 to 0.012 | 0.2500 | **not** |" in shown
+
+
+def test_a_run_that_was_stopped_is_kept_up_to_its_last_evaluation(tmp_path: Path) -> None:
+    for name, evaluations in (("stored-chain-whole", (0, 2)), ("stored-chain-64", (0,))):
+        directory = tmp_path / "runs" / name
+        directory.mkdir(parents=True)
+        step = {"ids": [0, 1], "loss": 2.0, "seconds": 0.5, "tokens_per_second": 10.0, "teacher_wait": 0.0}
+        (directory / "steps.jsonl").write_text("".join(json.dumps(step | {"step": n}) + "\n" for n in range(3)))
+        rows = [{"step": at, page.TEST: 1.5} for at in evaluations]
+        (directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    collect(tmp_path, tmp_path / "out" / "result.json")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert list(result["runs"]) == ["stored-chain-whole"]
+    assert result["runs"]["stored-chain-whole"]["curve"][-1] == {"step": 2, page.TEST: 1.5}
+    assert result["not_finished"] == ["stored-chain-64", "stored-chain-whole"]
 
 
 def of_second(losses: list[float], ids: str) -> dict[str, Any]:
     """A run of the stage `second`."""
     return {
         "steps": len(losses), "samples_per_step": 24, "loss": losses[-1], "losses": losses, "ids_sha256": ids,
-        "seconds_per_step": 0.5, "trainer_peak_bytes": 1 << 30, "curve": [{page.TEST: 1.25}],
+        "seconds_per_step": 0.5, "trainer_peak_bytes": 1 << 30, "curve": [{"step": 2, page.TEST: 1.25}],
     }  # fmt: skip
 
 
