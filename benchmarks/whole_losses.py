@@ -24,8 +24,8 @@ OPS_OF = {
     "p_kl_loss": ("p_kl", "p_kl_cross_entropy", "select_topk_columns"),
     "p_kl_loss_in_place": ("p_kl", "p_kl_cross_entropy", "select_topk_columns"),
     "p_kl_full_vocabulary_loss": ("p_kl", "p_kl_cross_entropy"),
-    "gold_loss": ("gold", "cross_entropy"),
-    "h_kl_loss": ("gold", "cross_entropy"),
+    "gold_loss": ("gold", "gold_cross_entropy"),
+    "h_kl_loss": ("gold", "gold_cross_entropy"),
 }
 """The ops whose tests must have passed before a row is timed."""
 

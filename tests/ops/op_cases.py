@@ -14,13 +14,18 @@ from benchmarks.chain_tables import draw_tables, draw_text
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings
+from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
 from xtoken_core.ops.gold import GoldOptions, TokenPartition
 from xtoken_core.ops.p_kl import PKLOptions
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
 from xtoken_core.ops.token_kl import TokenKLOptions
+from xtoken_core.topk_logits import largest_logits
+from xtoken_core.transports.ring import TopKSettings
 
 Inputs = dict[str, Any]
 B, T_S, T_T, P, V_S, V_T = 3, 7, 9, 5, 37, 41
+P_CHAIN = T_T
+"""Chunks of a drawn text, at most one for each position."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +129,26 @@ def _p_kl_cross_entropy(head: int, **settings: Any) -> Callable[[torch.dtype, to
     """P-KL with targets; the student's head is `head` wider than its vocabulary, and larger there."""
 
     def make(dtype: torch.dtype, device: torch.device) -> Inputs:
-        inputs = _p_kl(**settings)(dtype, device)
-        options = inputs.pop("options")
-        inputs["student_logits"] = extend(inputs["student_logits"], head, 2, 4.0)
-        targets = ids(B, T_S, high=V_S + head, device=device, seed=10)
-        targets[1, :3] = inputs["student_logits"][1, :3].argmax(-1)
-        return inputs | {"targets": targets, "options": options}
+        return _targets_of(_p_kl(**settings)(dtype, device), head, device)
 
     return make
+
+
+def _gold_cross_entropy(head: int, **settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
+    """Gold with targets; the student's head is `head` wider than its vocabulary, and larger there."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
+        return _targets_of(_gold(**settings)(dtype, device), head, device)
+
+    return make
+
+
+def _targets_of(inputs: Inputs, head: int, device: torch.device) -> Inputs:
+    options = inputs.pop("options")
+    inputs["student_logits"] = extend(inputs["student_logits"], head, 2, 4.0)
+    targets = ids(B, T_S, high=V_S + head, device=device, seed=10)
+    targets[1, :3] = inputs["student_logits"][1, :3].argmax(-1)
+    return inputs | {"targets": targets, "options": options}
 
 
 def _pad_with_targets(inputs: Inputs) -> Inputs:
@@ -225,6 +242,34 @@ def _chain_case(**settings: Any) -> OpCase:
     return OpCase(_chain(**settings), batched, _pad_chain, lambda out: out[:B, :T_T], "student_logits")
 
 
+def _chain_topk(k: int, least_mass: float, T: float = 1.0, conditioning: bool = True) -> OpCase:
+    """The chain's texts with the teacher's k largest logits and the texts' own tokens; the head is padded twice."""
+    batched = ("student_logits", "log_probs", "ids", "tail", "own", "student", "teacher")
+    options = ChainOptions(conditioning, True, True)
+    base = _chain(temperature=T, options=options)
+
+    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
+        inputs = base(dtype, device)
+        teacher, tables = inputs["teacher"], inputs["tables"]
+        largest = largest_logits(inputs["teacher_logits"], teacher.predicted, TopKSettings(k, V_T, None, T))
+        listed = largest.with_own(teacher.predicted, teacher.chunk >= 0)
+        settings = ChainTopKSettings(P_CHAIN, V_S + 2, options, T, least_mass)
+        given = {
+            "log_probs": listed.log_probs(), "ids": listed.ids, "tail": listed.log_rest.exp(),
+            "own": largest.own_scaled(),
+        }  # fmt: skip
+        sides = {"student": inputs["student"], "teacher": teacher}
+        return {"student_logits": inputs["student_logits"]} | given | sides | {"tables": tables, "settings": settings}
+
+    def pad(inputs: Inputs) -> Inputs:
+        padded = _pad_chain(inputs)
+        for name, fill in (("log_probs", -1.0), ("ids", -1), ("tail", 0.5), ("own", -1.0)):
+            padded[name] = extend(extend(inputs[name], 4, 1, fill), 2, 0, fill)
+        return padded
+
+    return OpCase(make, batched, pad, lambda out: out[:B, :T_T], "student_logits")
+
+
 CASES: dict[str, dict[str, OpCase]] = {
     "embedding": {
         "": OpCase(
@@ -302,9 +347,18 @@ CASES: dict[str, dict[str, OpCase]] = {
         "": _chain_case(),
         "T2": _chain_case(temperature=2.0, options=ChainOptions(False, True, True)),
     },
+    "chain_topk": {
+        "": _chain_topk(6, 0.4),
+        "alm": _chain_topk(3, 1.0),
+        "T2": _chain_topk(40, 0.0, 2.0, conditioning=False),
+    },
     "gold": {
         "cut": _chunked(_gold(uncommon_topk=6)),
         "reverse_T2": _chunked(_gold(uncommon_topk=100, reverse=True, temperature=2.0)),
         "untruncated": _chunked(_gold()),
+    },
+    "gold_cross_entropy": {
+        "cut": _with_targets(_gold_cross_entropy(0, uncommon_topk=6)),
+        "wide_head_T2": _with_targets(_gold_cross_entropy(5, uncommon_topk=100, temperature=2.0)),
     },
 }

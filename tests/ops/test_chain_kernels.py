@@ -120,6 +120,23 @@ def test_class_order(device, both, monkeypatch):
     check(in_order(inputs((SPLIT, WHOLE), device)), ChainOptions())
 
 
+def without_end_terms(tables):
+    """The same tables as those of tokenizers without end terms: members' last pieces reach no node (see `Paths`)."""
+    sides = []
+    for side in (tables.student, tables.teacher):
+        node = side.node.clone()
+        node[side.spelling_start[1:][side.spelling_start.diff() > 0].long() - 1] = -1
+        sides.append(replace(side, node=node))
+    return ChainTables(*sides, tables.classes, tables.common)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_whose_end_has_no_term_have_a_gradient(device):
+    *given, tables, P = inputs((WHOLE, SPLIT), device)
+    check((*given, without_end_terms(tables), P), ChainOptions())
+
+
 @slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

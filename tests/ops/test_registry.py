@@ -53,6 +53,18 @@ def test_p_kl_with_cross_entropy_follows_p_kl_unless_it_is_named(monkeypatch, te
     assert priority("p_kl_cross_entropy", "cpu") == (expected,)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gold=triton", OpBackend.TRITON_GOLD_CROSS_ENTROPY),
+        ("gold_cross_entropy=reference,gold=triton", OpBackend.PYTORCH_NATIVE_GOLD_CROSS_ENTROPY),
+    ],
+)
+def test_gold_with_cross_entropy_follows_gold_unless_it_is_named(monkeypatch, text, expected):
+    monkeypatch.setenv("XTOKEN_OPS", text)
+    assert priority("gold_cross_entropy", "cpu") == (expected,)
+
+
 @pytest.mark.parametrize("text", ["p_kl=cuda", "pkl=triton", "p_kl", "=reference"])
 def test_an_unknown_override_is_refused_with_what_there_is(monkeypatch, text):
     monkeypatch.setenv("XTOKEN_OPS", text)

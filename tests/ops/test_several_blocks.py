@@ -69,6 +69,16 @@ def test_gold(monkeypatch, device, variant):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", ["cut", pytest.param("wide_head_T2", marks=pytest.mark.slow)])
+def test_gold_cross_entropy(monkeypatch, device, variant):
+    shrink(monkeypatch, "gold", ROW_LANES=2, GRADIENT_BLOCK=16, GRADIENT_BLOCKS=2)
+    inputs = CASES["gold_cross_entropy"][variant].make(torch.float32, torch.device(device))
+    inputs["student_logits"][0, 0, 11:] = inputs["student_logits"][0, 0].max()  # the first of many equal ones
+    inputs["targets"][0, 0] = 11
+    check("gold_cross_entropy", inputs, "student_logits")
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("n", "spare"), [pytest.param(1, 0, marks=pytest.mark.slow), (40, 3)])
 def test_gold_at_the_border_of_the_largest_picks_as_a_sort_would(monkeypatch, device, n, spare):
     from xtoken_core.ops.chunks import chunk_positions
@@ -203,10 +213,10 @@ def test_gold_at_thousands_of_tokens(monkeypatch, cut, dtype, size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["p_kl", "p_kl_cross_entropy", "gold"])
+@pytest.mark.parametrize("name", ["p_kl", "p_kl_cross_entropy", "gold", "gold_cross_entropy"])
 def test_more_positions_than_the_shorter_axes_of_a_grid(name):
     """Without a chunk but in the first and the last sample."""
-    variant, device, B = "cut" if name == "gold" else "", torch.device("cuda"), 11_000
+    variant, device, B = "cut" if name.startswith("gold") else "", torch.device("cuda"), 11_000
     inputs = CASES[name][variant].make(torch.float32, device)
     for each in CASES[name][variant].batched:
         x = inputs[each]

@@ -22,7 +22,9 @@ FAMILY = {
     "p_kl": "chunk",
     "p_kl_cross_entropy": "chunk",
     "chain": "chunk",
+    "chain_topk": "chunk",
     "gold": "chunk",
+    "gold_cross_entropy": "chunk",
 }
 
 INTERPRETER_SLACK = 2.0

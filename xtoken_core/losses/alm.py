@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import Divergence, EvalOptions, Pairing
 from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.ops import get_op
-from xtoken_core.ops.numerics import EPSILON, kl_terms
+from xtoken_core.ops.numerics import EPSILON, bernoulli_kl
 from xtoken_core.topk_logits import TopKLogits
 
 
@@ -69,20 +68,6 @@ class ALMLoss(ChunkLoss):
         log_s = chunk_log_likelihood(student, pairing.student_targets, pairing.chunk_ids[0], pairing.max_chunks) / tau
         log_t = log_t / tau
         return Divergence((bernoulli_kl(log_s, log_t) if self.config.reverse_kl else bernoulli_kl(log_t, log_s),))
-
-
-def bernoulli_kl(log_a: Float[Tensor, "*shape"], log_b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Compute `KL(Bernoulli(a) || Bernoulli(b))` in nats; `0 * -inf = 0`.
-
-    Args:
-        log_a: Log-probabilities of success.
-        log_b: Likewise.
-    """
-    # At log p = 0 the other outcome has log-probability -inf: a side that is certain would cost the other infinity.
-    log_a, log_b = log_a.clamp(max=-EPSILON), log_b.clamp(max=-EPSILON)
-    # log(1 - p) through expm1: 1 - exp(log p) loses all digits where p is near 1, and with tau = 100 it always is.
-    not_a, not_b = (torch.log(-torch.expm1(log_p)) for log_p in (log_a, log_b))
-    return kl_terms(log_a, log_b) + kl_terms(not_a, not_b)
 
 
 def chunk_log_likelihood(

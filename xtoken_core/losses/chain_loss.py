@@ -12,16 +12,14 @@ from torch import Tensor
 from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.losses.alm import bernoulli_kl, chunk_log_likelihood, chunk_sum
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import ChunkView, Divergence, EvalOptions, LossTeacher, Pairing, ReadTokens
-from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.losses.masks import generated_tokens, kept_chunk_ids, next_token_targets, predicted_ids
 from xtoken_core.ops import get_op
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import PARTS, SideTokens
-from xtoken_core.ops.chain.listed import TopKTeacher, listed_parts
 from xtoken_core.ops.chain.reference import ChainOptions, ChainResult, ChainSettings
+from xtoken_core.ops.chain_topk.reference import ChainTopKResult, ChainTopKSettings
 from xtoken_core.ops.registry import OpBackend, load_backend
 from xtoken_core.topk_logits import TopKLogits
 
@@ -54,8 +52,11 @@ class ChainLoss(ChunkLoss):
         self.other_form = config.reverse_kl or config.beta is not None
         # The kernels compute the forward KL alone.
         op: Any = load_backend(OpBackend.PYTORCH_NATIVE_CHAIN) if self.other_form else get_op("chain", device)
+        native = OpBackend.PYTORCH_NATIVE_CHAIN_TOPK
+        listed_op: Any = load_backend(native) if self.other_form else get_op("chain_topk", device)
         op.prepare(self.tables)
-        self.op = op
+        listed_op.prepare(self.tables)
+        self.op, self.listed_op = op, listed_op
         self.widths = len(self.tables.student.root), len(self.tables.teacher.root)
         if self.widths[0] > student_vocab_size or self.widths[1] > teacher.vocab_size:
             raise ConfigError(
@@ -147,27 +148,27 @@ class ChainLoss(ChunkLoss):
         (`tau` 1) beside its start instead of its other parts. The reported mass is the least fraction at a chunk's
         decisions.
         """
-        sides, P, T = _sides(pairing), pairing.max_chunks, self.config.temperature
-        self.tables.read_sizes()
-        width = self.widths[1]
+        sides, width = _sides(pairing), self.widths[1]
         listed = teacher.with_own(sides[1].predicted, sides[1].chunk >= 0)
         log_probs = listed.log_probs()
         # Tokens of the teacher that the tables do not have belong to the tail.
         tail = listed.log_rest.exp() + torch.where(listed.ids >= width, log_probs.exp(), 0.0).sum(-1)
-        given = TopKTeacher(listed.ids, log_probs, width, tail)
-        student = cut(student_logits, self.widths[0])
-        form = self._form(pairing)
-        parts, kept = listed_parts(student, given, sides, P, self.tables, self.options, temperature=T, generated=form)
-        scaled = cut(student_logits, self.student_vocab_size) / T
-        log_s = chunk_log_likelihood(scaled, sides[0].predicted, sides[0].chunk, P)
-        log_t = chunk_sum(teacher.own_scaled().to(log_s.dtype), sides[1].chunk, P)
-        weak = kept < self.config.chain_least_mass
-        start, (inner, end) = parts[0], parts[1:].masked_fill(weak, 0.0).unbind()
-        inner = inner + torch.where(weak, bernoulli_kl(log_t, log_s), 0.0).to(inner.dtype)
-        tokens = None
-        if options.with_tokens:
+        together = options.with_tokens and self.listed_op.reads_once
+        settings = ChainTopKSettings(
+            pairing.max_chunks,
+            self.student_vocab_size,
+            self.options,
+            self.config.temperature,
+            self.config.chain_least_mass,
+            with_cross_entropy=together,
+            generated=self._form(pairing),
+        )
+        given = log_probs, listed.ids, tail, teacher.own_scaled()
+        result: ChainTopKResult = self.listed_op(student_logits, *given, *sides, self.tables, settings)
+        tokens = None if result.losses is None or result.hits is None else (result.losses, result.hits)
+        if options.with_tokens and tokens is None:
             tokens = get_op("cross_entropy", student_logits.device)(student_logits, pairing.student_targets)
-        return Divergence((start, inner, end), mass=kept, tokens=tokens)
+        return Divergence((result.start, result.inner, result.end), mass=result.kept, tokens=tokens)
 
     def _form(self, pairing: Pairing) -> Generated | None:
         """Return the form of the divergence on generated text; None if all text is compared by the forward KL."""

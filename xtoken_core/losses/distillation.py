@@ -47,7 +47,10 @@ from xtoken_core.losses.token_blocks import (
     packed_blocks,
 )
 from xtoken_core.ops import get_op
+from xtoken_core.ops.side_stream import join, second_stream
 
+COLUMNS_BESIDE = True
+"""True if the compared columns of teachers' logits are chosen on a second stream, beside masks and alignment."""
 RATIOS = ("kl_loss_scale", "weight_")
 """Prefixes of the metrics that are averaged over a step, not added."""
 
@@ -267,10 +270,13 @@ class CrossTokenizerDistillationLoss:
             loss = self.losses[0]
             mean = MeanLogits(teachers, self._normalized_weights(), loss.vocab_size)
             return [ComparedTeacher(loss, mean, None, loss.pairing(batch))]
-        return [
-            ComparedTeacher(loss, logits, loss.columns(logits), loss.pairing(batch))
-            for loss, logits in zip(self.losses, teachers, strict=True)
-        ]
+        device = batch[schema.INPUT_IDS.name].device
+        beside = COLUMNS_BESIDE and all(isinstance(logits, Tensor) for logits in teachers)
+        with second_stream(device, beside=beside):
+            columns = [loss.columns(logits) for loss, logits in zip(self.losses, teachers, strict=True)]
+        pairings = [loss.pairing(batch) for loss in self.losses]
+        join(device, beside=beside)
+        return [ComparedTeacher(*each) for each in zip(self.losses, teachers, columns, pairings, strict=True)]
 
     def _normalized_weights(self) -> list[float]:
         total = sum(loss.teacher.weight for loss in self.losses)

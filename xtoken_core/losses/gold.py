@@ -13,7 +13,7 @@ from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
 from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.ops import get_op
-from xtoken_core.ops.gold import GoldOptions, GoldResult, TokenPartition
+from xtoken_core.ops.gold import GoldCrossEntropyResult, GoldOptions, GoldResult, TokenPartition
 from xtoken_core.projection.exact_map import exact_token_map
 
 
@@ -23,6 +23,7 @@ class GoldLoss(ChunkLoss):
     mode: ClassVar[LossMode] = "gold"
     parts = 2
     part_names = ("kl_common", "l1_uncommon")
+    with_cross_entropy = True
     relaxed: ClassVar[bool] = False
 
     def __init__(
@@ -54,12 +55,21 @@ class GoldLoss(ChunkLoss):
         columns: Int[Tensor, " K"] | None,
         options: EvalOptions,
     ) -> Divergence:
-        """Compute the common KL and the uncommon L1 of every chunk."""
+        """Compute the common KL and the uncommon L1 of every chunk; with `options.with_tokens` the cross-entropy too.
+
+        With both, one gradient is written.
+        """
         config = self.config
-        student, teacher = cut(student_logits, self.student_vocab_size), cut(teacher_logits, self.vocab_size)
+        compared = cut(teacher_logits, self.vocab_size), self.partition, *pairing.chunk_ids
         gold_options = GoldOptions(pairing.max_chunks, config.temperature, config.reverse_kl, self.uncommon_topk)
-        op = get_op("gold", student.device)
-        result: GoldResult = op(student, teacher, self.partition, *pairing.chunk_ids, gold_options)
+        if options.with_tokens:
+            both: GoldCrossEntropyResult = get_op("gold_cross_entropy", student_logits.device)(
+                student_logits, *compared, pairing.student_targets, gold_options
+            )
+            tokens = both.losses, both.hits
+            return Divergence((both.kl_common, both.l1_uncommon), both.agrees, both.mass, tokens)
+        student = cut(student_logits, self.student_vocab_size)
+        result: GoldResult = get_op("gold", student.device)(student, *compared, gold_options)
         return Divergence((result.kl_common, result.l1_uncommon), result.agrees, result.mass)
 
 

@@ -61,6 +61,20 @@ def kl_terms(log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]) -> 
     return terms
 
 
+def bernoulli_kl(log_a: Float[Tensor, "*shape"], log_b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Compute `KL(Bernoulli(a) || Bernoulli(b))` in nats; `0 * -inf = 0`.
+
+    Args:
+        log_a: Log-probabilities of success.
+        log_b: Likewise.
+    """
+    # At log p = 0 the other outcome has log-probability -inf: a side that is certain would cost the other infinity.
+    log_a, log_b = log_a.clamp(max=-EPSILON), log_b.clamp(max=-EPSILON)
+    # log(1 - p) through expm1: 1 - exp(log p) loses all digits where p is near 1, and with tau = 100 it always is.
+    not_a, not_b = (torch.log(-torch.expm1(log_p)) for log_p in (log_a, log_b))
+    return kl_terms(log_a, log_b) + kl_terms(not_a, not_b)
+
+
 class ComparesLogits(nn.Module):
     """A backend of an op that compares two models' logits: its ground truth is itself on logits upcast first."""
 

@@ -33,10 +33,13 @@ class OpBackend(Enum):
     PYTORCH_NATIVE_P_KL = "xtoken_core.ops.p_kl.reference:NativePKLOp"
     PYTORCH_NATIVE_P_KL_CROSS_ENTROPY = "xtoken_core.ops.p_kl.reference:NativePKLCrossEntropyOp"
     PYTORCH_NATIVE_GOLD = "xtoken_core.ops.gold.reference:NativeGoldOp"
+    PYTORCH_NATIVE_GOLD_CROSS_ENTROPY = "xtoken_core.ops.gold.reference:NativeGoldCrossEntropyOp"
     PYTORCH_NATIVE_TOKEN_KL = "xtoken_core.ops.token_kl.reference:NativeTokenKLOp"
     PYTORCH_NATIVE_CHAIN = "xtoken_core.ops.chain.reference:NativeChainOp"
+    PYTORCH_NATIVE_CHAIN_TOPK = "xtoken_core.ops.chain_topk.reference:NativeChainTopKOp"
     TRITON_TOKEN_KL = "xtoken_core.ops.token_kl.triton:TritonTokenKLOp"
     TRITON_CHAIN = "xtoken_core.ops.chain.triton:TritonChainOp"
+    TRITON_CHAIN_TOPK = "xtoken_core.ops.chain_topk.triton:TritonChainTopKOp"
     TRITON_EMBEDDING = "xtoken_core.ops.embedding.triton:TritonEmbeddingOp"
     TRITON_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.triton:TritonIndicesToMultihotOp"
     TRITON_SPARSE_PROJECTION = "xtoken_core.ops.sparse_projection.triton:TritonSparseProjectionOp"
@@ -46,6 +49,7 @@ class OpBackend(Enum):
     TRITON_P_KL = "xtoken_core.ops.p_kl.triton:TritonPKLOp"
     TRITON_P_KL_CROSS_ENTROPY = "xtoken_core.ops.p_kl.triton:TritonPKLCrossEntropyOp"
     TRITON_GOLD = "xtoken_core.ops.gold.triton:TritonGoldOp"
+    TRITON_GOLD_CROSS_ENTROPY = "xtoken_core.ops.gold.triton:TritonGoldCrossEntropyOp"
 
 
 BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
@@ -76,12 +80,17 @@ BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
         "triton": OpBackend.TRITON_P_KL_CROSS_ENTROPY,
     },
     "chain": {"reference": OpBackend.PYTORCH_NATIVE_CHAIN, "triton": OpBackend.TRITON_CHAIN},
+    "chain_topk": {"reference": OpBackend.PYTORCH_NATIVE_CHAIN_TOPK, "triton": OpBackend.TRITON_CHAIN_TOPK},
     "token_kl": {"reference": OpBackend.PYTORCH_NATIVE_TOKEN_KL, "triton": OpBackend.TRITON_TOKEN_KL},
     "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD, "triton": OpBackend.TRITON_GOLD},
+    "gold_cross_entropy": {
+        "reference": OpBackend.PYTORCH_NATIVE_GOLD_CROSS_ENTROPY,
+        "triton": OpBackend.TRITON_GOLD_CROSS_ENTROPY,
+    },
 }
 """Every op's backends by the short name that `XTOKEN_OPS` uses."""
 
-FOLLOWS: Mapping[str, str] = {"p_kl_cross_entropy": "p_kl"}
+FOLLOWS: Mapping[str, str] = {"p_kl_cross_entropy": "p_kl", "gold_cross_entropy": "gold"}
 """An op that `XTOKEN_OPS` does not name goes with the one it contains."""
 
 UNSELECTED: frozenset[str] = frozenset()

@@ -15,13 +15,15 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def second_stream(device: torch.device) -> Iterator[None]:
+def second_stream(device: torch.device, *, beside: bool = True) -> Iterator[None]:
     """Launch on a second stream, after all that is queued; `join` before anything reads the results.
+
+    Unless `beside`, and on the CPU, launch as without it.
 
     Tensors that are created here belong to the second stream. They can be freed at any time: the stream waits for the
     current one before it is used again.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not beside:
         yield
         return
     stream = _stream(device)
@@ -30,7 +32,7 @@ def second_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def join(device: torch.device) -> None:
-    """Make the current stream wait for what was launched beside it."""
-    if device.type == "cuda":
+def join(device: torch.device, *, beside: bool = True) -> None:
+    """Make the current stream wait for what was launched beside it; `beside` as for `second_stream`."""
+    if device.type == "cuda" and beside:
         torch.cuda.current_stream(device).wait_stream(_stream(device))

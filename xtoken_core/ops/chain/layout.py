@@ -55,7 +55,8 @@ class Nodes:
         held: The side's own tokens by slot.
         fresh: The other side's tokens of each slot's class.
         spelling_start: `[V + 1]` int32, where a token's pieces begin.
-        spelled_node: `[n]` int32, the node reached with each piece; -1 = none.
+        spelled_node: `[n]` int32, the node reached with each piece that holds the token; -1 = none. Unlike
+            `SideTable.node`, also with the last piece of a token whose end has no term: the node holds it.
         spelled_slot: `[n]` int32, the token's slot at that node.
         most_slots: The most slots that a node has.
     """
@@ -170,14 +171,15 @@ def _nodes(side: SideTable, other: tuple[np.ndarray, np.ndarray], device: torch.
     begin = np.concatenate([[0], np.cumsum(count)])
     owner = np.repeat(np.arange(len(slot_class)), count)
     tokens = by_class[start[known][owner] + np.arange(len(owner)) - begin[owner]]
+    spelled_node, spelled_slot = _spelled(side, slot_start, member_slot, member)
     return Nodes(
         slot_start=as_int32(slot_start, device),
         slot_class=as_int32(slot_class, device),
         held=_slot_tokens(own, member[order], slot_start, device),
         fresh=_slot_tokens(begin, tokens, slot_start, device),
         spelling_start=as_int32(side.spelling_start.cpu().numpy(), device),
-        spelled_node=as_int32(side.node.cpu().numpy(), device),
-        spelled_slot=as_int32(_spelled_slots(side, slot_start, member_slot, member), device),
+        spelled_node=as_int32(spelled_node, device),
+        spelled_slot=as_int32(spelled_slot, device),
         most_slots=int(np.diff(slot_start).max(initial=1)),
     )
 
@@ -209,14 +211,19 @@ def _slot_tokens(begin: np.ndarray, tokens: np.ndarray, slot_start: np.ndarray, 
     )
 
 
-def _spelled_slots(side: SideTable, slot_start: np.ndarray, slot: np.ndarray, member: np.ndarray) -> np.ndarray:
-    """Return the slot of every spelled token at the node that is reached with a piece, `[n]`."""
-    spelling_start, node = side.spelling_start.cpu().numpy(), side.node.cpu().numpy().astype(np.int64)
-    V = len(spelling_start) - 1
-    token = np.repeat(np.arange(V), np.diff(spelling_start))
-    keys = (np.searchsorted(slot_start, slot, side="right") - 1) * V + member
-    order = np.argsort(keys)
-    at = np.searchsorted(keys[order], node * V + token)
-    slots = np.zeros(len(node), np.int64)
-    slots[node >= 0] = slot[order[at[node >= 0]]]
-    return slots
+def _spelled(
+    side: SideTable, slot_start: np.ndarray, slot: np.ndarray, member: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the node that is reached with each piece, `[n]`, -1 = none, and the token's slot there.
+
+    A member's place in its spelling is its node's depth, which is that of any token that continues from the node.
+    """
+    start, reached = side.spelling_start.cpu().numpy().astype(np.int64), side.node.cpu().numpy().astype(np.int64)
+    rank = np.arange(len(reached)) - np.repeat(start[:-1], np.diff(start))
+    depth = np.zeros(len(slot_start) - 1, np.int64)
+    depth[reached[reached >= 0]] = rank[reached >= 0]
+    owner = np.searchsorted(slot_start, slot, side="right") - 1
+    at = start[member] + depth[owner]
+    node, slots = np.full(len(reached), -1), np.zeros(len(reached), np.int64)
+    node[at], slots[at] = owner, slot
+    return node, slots

@@ -7,18 +7,103 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.row_kernels import row_log_sum_exp
-
 EPS = tl.constexpr(1e-10)
+LOG2_E = tl.constexpr(1.4426950408889634)
+ADJACENT = tl.constexpr(8)
+"""Columns of a lane: 16 bytes of bfloat16."""
+
+
+@triton.jit
+def columns_of(begin, LANES: tl.constexpr):
+    """Return the columns of a tile, `[LANES, ADJACENT]`: a lane reads adjacent ones, and changes its pivot once."""
+    return begin + tl.arange(0, LANES)[:, None] * ADJACENT + tl.arange(0, ADJACENT)[None, :]
+
+
+@triton.jit
+def finite(top):
+    """Return a pivot for exponentials: 0 for -inf."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def added_tile(top, total, pivot, z, rate):
+    """Return lanes' sums of `2^(rate (z - pivot))` after one more tile; `top` is their pivot before it."""
+    return total * tl.exp2((top - pivot) * rate) + tl.sum(tl.exp2((z - pivot[:, None]) * rate), axis=1)
+
+
+@triton.jit
+def over_lanes(top, total, rate):
+    """Return `log sum exp` of lanes, each its largest logit and its sum, at the temperature `LOG2_E / rate`."""
+    highest = finite(tl.max(top, axis=0))
+    return tl.log(tl.sum(total * tl.exp2((top - highest) * rate), axis=0)) + highest * (rate / LOG2_E)
+
+
+@triton.jit
+def row_sums(base, first, V, top, total, whole, at, rate, BOTH: tl.constexpr, LANES: tl.constexpr):
+    """Add the logits from `first` to `V` to lanes' largest logits, to their sums, and to where the largest are.
+
+    Of the two sums `total` is at the rate of the temperature; `whole`, only if BOTH, at temperature 1.
+    """
+    for begin in range(first, V, LANES * ADJACENT):
+        x = columns_of(begin, LANES)
+        z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(top, tl.max(z, axis=1))
+        pivot = finite(new)
+        at = tl.where(new > top, begin, at)
+        total = added_tile(top, total, pivot, z, rate)
+        if BOTH:
+            whole = added_tile(top, whole, pivot, z, LOG2_E)
+        top = new
+    return top, total, whole, at
+
+
+@triton.jit
+def first_of_largest(base, V, top, at, LANES: tl.constexpr):
+    """Return the lowest id of a row's largest logit: the tiles that hold it are read once more."""
+    largest = tl.max(top, axis=0)
+    x = columns_of(0, LANES) + at[:, None]
+    there = (top == largest)[:, None] & (x < V)
+    z = tl.load(base + x, mask=there, other=0.0).to(tl.float32)
+    return tl.min(tl.min(tl.where(there & (z == largest), x, 2147483647), axis=1), axis=0)
 
 
 @triton.jit(do_not_specialize=["T"])
-def gold_lse_kernel(logits_ptr, chunk_ptr, lse_ptr, T, V, stride_b, stride_t, scale, BLOCK: tl.constexpr):
+def gold_lse_kernel(logits_ptr, chunk_ptr, lse_ptr, T, V, stride_b, stride_t, scale, LANES: tl.constexpr):
     """Compute `log sum exp(scale * x)` of one row; rows of no chunk are not read."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(chunk_ptr + row) >= 0:
         base = logits_ptr + row // T * stride_b + row % T * stride_t
-        tl.store(lse_ptr + row, row_log_sum_exp(base, V, scale, BLOCK))
+        rate = scale * LOG2_E
+        top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((LANES,), dtype=tl.float32)
+        at = tl.zeros((LANES,), dtype=tl.int32)
+        top, total, _, _ = row_sums(base, 0, V, top, total, total, at, rate, False, LANES)
+        tl.store(lse_ptr + row, over_lanes(top, total, rate))
+
+
+@triton.jit(do_not_specialize=["T"])
+def gold_student_kernel(
+    logits_ptr, targets_ptr, lse_ptr, head_lse_ptr, losses_ptr, hits_ptr, T, V, V_head, stride_b, stride_t, scale,
+    UNSCALED: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Compute one row's `log sum exp(scale * x)`, and the cross-entropy and first guess of its whole head."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + row // T * stride_b + row % T * stride_t
+    rate = scale * LOG2_E
+    top = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    whole = tl.zeros((LANES,), dtype=tl.float32)
+    at = tl.zeros((LANES,), dtype=tl.int32)
+    top, total, whole, at = row_sums(base, 0, V, top, total, whole, at, rate, not UNSCALED, LANES)
+    tl.store(lse_ptr + row, over_lanes(top, total, rate))
+    if UNSCALED:
+        whole = total
+    top, whole, _, at = row_sums(base, V, V_head, top, whole, total, at, LOG2_E, False, LANES)
+    head_lse = over_lanes(top, whole, LOG2_E)
+    target = tl.load(targets_ptr + row)
+    tl.store(head_lse_ptr + row, head_lse)
+    tl.store(losses_ptr + row, head_lse - tl.load(base + target).to(tl.float32))
+    tl.store(hits_ptr + row, first_of_largest(base, V_head, top, at, LANES) == target)
 
 
 @triton.jit
@@ -170,55 +255,114 @@ def gold_l1_kernel(
     tl.store(slope_ptr + chunk, tl.sum(slope, axis=0))
 
 
+@triton.jit
+def token_gradient(p, v, target, of_loss):
+    """Compute `(softmax - onehot) * of_loss`, the cross-entropy's gradient."""
+    return (p - (v == target).to(tl.float32)) * of_loss
+
+
+@triton.jit
+def token_gradient_of_row(
+    base, to_ptr, from_v, to_v, V_head, head_lse, target, of_loss, COMPUTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store the cross-entropy's gradient of a part of a row, or zeros."""
+    for start in range(from_v, to_v, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        gradient = tl.zeros((BLOCK,), dtype=tl.float32)
+        if COMPUTED:
+            x = tl.load(base + v, mask=v < V_head, other=float("-inf")).to(tl.float32)
+            gradient = token_gradient(tl.exp(x - head_lse), v, target, of_loss)
+        tl.store(to_ptr + v, gradient.to(to_ptr.dtype.element_ty), mask=v < V_head)
+
+
+@triton.jit
+def chunk_gradient_of_row(
+    base, to_ptr, from_v, to_v, chunk, lse, of_kl, of_l1, total,
+    student_ptr, student_order_ptr, student_first_ptr, student_lse_ptr,
+    teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr, pair_ptr, signs_ptr,
+    head_lse, target, of_loss, T_s, T_t, V, V_head,
+    student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
+    REVERSE: tl.constexpr, TARGETS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store a part of a row's gradient; `total` is the sum of the gradient of its chunk's means."""
+    first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
+    count_s = tl.load(student_first_ptr + chunk + 1) - first_s
+    count_t = tl.load(teacher_first_ptr + chunk + 1) - first_t
+    factor = scale / (count_s.to(tl.float32) + EPS)
+    base_s, lse_s = first_position(
+        student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, T_s, student_stride_b, student_stride_t
+    )
+    base_t, lse_t = first_position(
+        teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, T_t, teacher_stride_b, teacher_stride_t
+    )
+    for start in range(from_v, to_v, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        inside = v < V
+        pair = tl.load(pair_ptr + v, mask=inside, other=-1)
+        sign = tl.load(signs_ptr + chunk * V + v, mask=inside, other=0).to(tl.float32)
+        x = tl.load(base + v, mask=v < V_head, other=float("-inf")).to(tl.float32)
+        S = x * scale - lse
+        p = tl.exp(S)
+        q = p
+        if count_s > 1:
+            S = mean_log_probs(
+                student_ptr, student_order_ptr, student_lse_ptr, base_s, lse_s, first_s, count_s, v, inside,
+                T_s, student_stride_b, student_stride_t, scale
+            )  # fmt: skip
+            q = tl.exp(S)
+        L = mean_log_probs(
+            teacher_ptr, teacher_order_ptr, teacher_lse_ptr, base_t, lse_t, first_t, count_t, pair, pair >= 0,
+            T_t, teacher_stride_b, teacher_stride_t, scale
+        )  # fmt: skip
+        by_mean = of_kl * tl.where(pair >= 0, common_slope(S, L, REVERSE), 0.0)
+        by_mean += of_l1 * tl.where(sign != 0.0, sign * q, 0.0)
+        gradient = (by_mean - p * total) * factor
+        if HEAD:
+            gradient = tl.where(inside, gradient, 0.0)
+            p = tl.exp(x - head_lse)
+        if TARGETS:
+            gradient += tl.where(of_loss != 0.0, token_gradient(p, v, target, of_loss), 0.0)
+        tl.store(to_ptr + v, gradient.to(to_ptr.dtype.element_ty), mask=v < V_head)
+
+
 @triton.jit(do_not_specialize=["T_s", "T_t"])
 def gold_bwd_kernel(
     student_ptr, chunk_ptr, student_order_ptr, student_first_ptr, student_lse_ptr,
     teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr, pair_ptr, signs_ptr,
-    kl_upstream_ptr, l1_upstream_ptr, kl_slope_ptr, l1_slope_ptr, gradient_ptr, T_s, T_t, V,
+    kl_upstream_ptr, l1_upstream_ptr, kl_slope_ptr, l1_slope_ptr, targets_ptr, head_lse_ptr, loss_upstream_ptr,
+    gradient_ptr, T_s, T_t, V, V_head,
     student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
-    REVERSE: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr
+    REVERSE: tl.constexpr, TARGETS: tl.constexpr, HEAD: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute `scale / n (g - softmax(x) sum g)` for PER ids of one position, `g` the gradient of its chunk's means."""
-    parts = tl.cdiv(V, PER)  # one axis: the others of a grid end at 65,535
+    """Compute `scale / n (g - softmax(x) sum g)` for PER ids of one position, `g` the gradient of its chunk's means.
+
+    With targets the cross-entropy's gradient is added; HEAD says that its softmax is another one.
+    """
+    parts = tl.cdiv(V_head, PER)  # one axis: the others of a grid end at 65,535
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    from_v, to_v = part * PER, tl.minimum(part * PER + PER, V)
+    from_v, to_v = part * PER, tl.minimum(part * PER + PER, V_head)
     chunk = tl.load(chunk_ptr + row)
     known = tl.maximum(chunk, 0)
     of_kl, of_l1 = tl.load(kl_upstream_ptr + known), tl.load(l1_upstream_ptr + known)
-    if (chunk < 0) | ((of_kl == 0.0) & (of_l1 == 0.0)):
-        for start in range(from_v, to_v, BLOCK):
-            v = start + tl.arange(0, BLOCK)
-            tl.store(gradient_ptr + row * V + v, tl.zeros((BLOCK,), dtype=gradient_ptr.dtype.element_ty), mask=v < V)
+    base = student_ptr + row // T_s * student_stride_b + row % T_s * student_stride_t
+    to_ptr = gradient_ptr + row * V_head
+    if TARGETS:
+        of_loss, head_lse = tl.load(loss_upstream_ptr + row), tl.load(head_lse_ptr + row)
+        target = tl.load(targets_ptr + row)
     else:
-        first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
-        count_s = tl.load(student_first_ptr + chunk + 1) - first_s
-        count_t = tl.load(teacher_first_ptr + chunk + 1) - first_t
+        of_loss, head_lse, target = 0.0, 0.0, -1
+    if (chunk < 0) | ((of_kl == 0.0) & (of_l1 == 0.0)):
+        if of_loss == 0.0:
+            token_gradient_of_row(base, to_ptr, from_v, to_v, V_head, head_lse, target, of_loss, False, BLOCK)
+        else:
+            token_gradient_of_row(base, to_ptr, from_v, to_v, V_head, head_lse, target, of_loss, TARGETS, BLOCK)
+    else:
         total = of_kl * tl.load(kl_slope_ptr + chunk) + of_l1 * tl.load(l1_slope_ptr + chunk)
-        lse = tl.load(student_lse_ptr + row)
-        base = student_ptr + row // T_s * student_stride_b + row % T_s * student_stride_t
-        base_s, lse_s = first_position(
-            student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, T_s, student_stride_b, student_stride_t
-        )
-        base_t, lse_t = first_position(
-            teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, T_t, teacher_stride_b, teacher_stride_t
-        )
-        for start in range(from_v, to_v, BLOCK):
-            v = start + tl.arange(0, BLOCK)
-            inside = v < V
-            pair = tl.load(pair_ptr + v, mask=inside, other=-1)
-            sign = tl.load(signs_ptr + chunk * V + v, mask=inside, other=0).to(tl.float32)
-            x = tl.load(base + v, mask=inside, other=float("-inf")).to(tl.float32)
-            S = x * scale - lse
-            if count_s > 1:
-                S = mean_log_probs(
-                    student_ptr, student_order_ptr, student_lse_ptr, base_s, lse_s, first_s, count_s, v, inside,
-                    T_s, student_stride_b, student_stride_t, scale
-                )  # fmt: skip
-            L = mean_log_probs(
-                teacher_ptr, teacher_order_ptr, teacher_lse_ptr, base_t, lse_t, first_t, count_t, pair, pair >= 0,
-                T_t, teacher_stride_b, teacher_stride_t, scale
-            )  # fmt: skip
-            by_mean = of_kl * tl.where(pair >= 0, common_slope(S, L, REVERSE), 0.0)
-            by_mean += of_l1 * tl.where(sign != 0.0, sign * tl.exp(S), 0.0)
-            gradient = (by_mean - tl.exp(x * scale - lse) * total) * scale / (count_s.to(tl.float32) + EPS)
-            tl.store(gradient_ptr + row * V + v, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+        chunk_gradient_of_row(
+            base, to_ptr, from_v, to_v, chunk, tl.load(student_lse_ptr + row), of_kl, of_l1, total,
+            student_ptr, student_order_ptr, student_first_ptr, student_lse_ptr,
+            teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr, pair_ptr, signs_ptr,
+            head_lse, target, of_loss, T_s, T_t, V, V_head,
+            student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
+            REVERSE, TARGETS, HEAD, BLOCK
+        )  # fmt: skip

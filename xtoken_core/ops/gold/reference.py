@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
+from xtoken_core.ops.cross_entropy.reference import cross_entropy
 from xtoken_core.ops.numerics import ComparesLogits, kl_terms, upcast
 
 
@@ -29,6 +30,11 @@ class TokenPartition:
     common_teacher: Int[Tensor, " c"]
     uncommon_student: Int[Tensor, " u_s"]
     uncommon_teacher: Int[Tensor, " u_t"]
+
+    @property
+    def student_vocab_size(self) -> int:
+        """`V_s`."""
+        return self.common_student.shape[0] + self.uncommon_student.shape[0]
 
     def to(self, device: torch.device | str) -> TokenPartition:
         """Copy the partition to another device."""
@@ -74,6 +80,17 @@ class GoldResult(NamedTuple):
     mass: Float[Tensor, "B P"]
 
 
+class GoldCrossEntropyResult(NamedTuple):
+    """Results of `gold_cross_entropy`: the fields of `GoldResult`, and those of `cross_entropy` per position."""
+
+    kl_common: Float[Tensor, "B P"]
+    l1_uncommon: Float[Tensor, "B P"]
+    agrees: Bool[Tensor, "B P"]
+    mass: Float[Tensor, "B P"]
+    losses: Float[Tensor, "B T_s"]
+    hits: Bool[Tensor, "B T_s"]
+
+
 def gold(
     student_logits: Float[Tensor, "B T_s V_s"],
     teacher_logits: Float[Tensor, "B T_t V_t"],
@@ -115,6 +132,33 @@ def gold(
     )
 
 
+def gold_cross_entropy(
+    student_logits: Float[Tensor, "B T_s V_head"],
+    teacher_logits: Float[Tensor, "B T_t V_t"],
+    partition: TokenPartition,
+    student_chunk_id: Int[Tensor, "B T_s"],
+    teacher_chunk_id: Int[Tensor, "B T_t"],
+    targets: Int[Tensor, "B T_s"],
+    options: GoldOptions,
+) -> GoldCrossEntropyResult:
+    """Compute `gold` on the student's vocabulary and `cross_entropy` on its whole head, as one op with one gradient.
+
+    Args:
+        student_logits: The whole head; gold cuts it to the ids of the partition.
+        teacher_logits: As for `gold`.
+        partition: As for `gold`.
+        student_chunk_id: As for `gold`.
+        teacher_chunk_id: As for `gold`.
+        targets: The id that each position predicts, in `[0, V_head)`; where there is none any id, with no upstream
+            gradient.
+        options: As for `gold`.
+    """
+    whole = upcast(student_logits)  # both gradients are added before they are rounded
+    student = whole[..., : partition.student_vocab_size]
+    divergence = gold(student, teacher_logits, partition, student_chunk_id, teacher_chunk_id, options)
+    return GoldCrossEntropyResult(*divergence, *cross_entropy(whole, targets))
+
+
 def _sorted_l1(a: Float[Tensor, "B P u_s"], b: Float[Tensor, "B P u_t"], cut: int | None) -> Float[Tensor, "B P"]:
     n = min(a.shape[-1], b.shape[-1])
     if cut is None:  # the shorter list is compared with zeros, so all of the longer one counts
@@ -135,3 +179,9 @@ class NativeGoldOp(ComparesLogits):
     """Reference backend: float32 inside from the first operation on; the gradient in the logits' dtype."""
 
     forward = staticmethod(gold)
+
+
+class NativeGoldCrossEntropyOp(ComparesLogits):
+    """Reference backend: the two references, one after the other."""
+
+    forward = staticmethod(gold_cross_entropy)

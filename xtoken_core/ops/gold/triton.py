@@ -1,9 +1,9 @@
-"""The Triton backend of `gold`: rows are read where they are; only the uncommon tails are ever held in float32."""
+"""The Triton backends of `gold`: rows are read where they are; only the uncommon tails are ever held in float32."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -11,12 +11,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtoken_core.ops.chunks import ChunkPositions, chunk_positions
+from xtoken_core.ops.chunks import ChunkPositions
 from xtoken_core.ops.gold import kernels, select_kernels, tail_kernels
-from xtoken_core.ops.gold.reference import GoldOptions, GoldResult, TokenPartition, gold
+from xtoken_core.ops.gold.reference import (
+    GoldCrossEntropyResult,
+    GoldOptions,
+    GoldResult,
+    TokenPartition,
+    gold,
+    gold_cross_entropy,
+)
 from xtoken_core.ops.numerics import ComparesLogits
+from xtoken_core.ops.position_launch import positions_by_chunk
+from xtoken_core.ops.side_stream import join, second_stream
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
 
+BESIDE = True
+"""True if one side's rows and tails are read on a second stream, beside the other's."""
+ROW_LANES, ROW_WARPS = 512, 8
+"""Lanes over a row, of `kernels.ADJACENT` logits each."""
 BLOCK = 4096
 COMMON_BLOCK = 1024
 GRADIENT_BLOCK = 2048
@@ -53,59 +66,107 @@ class Side:
         B, T, V = self.logits.shape
         lse = torch.empty(B * T, dtype=torch.float32, device=self.logits.device)
         kernels.gold_lse_kernel[(B * T,)](
-            self.logits, self.positions.chunk, lse, T, V, *self.strides, scale, min(BLOCK, power_of_2(V)), num_warps=8
+            self.logits, self.positions.chunk, lse, T, V, *self.strides, scale, _lanes(V), num_warps=ROW_WARPS
         )
         return lse
 
+    def cut(self, vocab_size: int) -> Side:
+        """Return the same with the first `vocab_size` logits of every position."""
+        return Side(self.logits[..., :vocab_size], self.positions)
+
+
+class TokenValues(NamedTuple):
+    """Results of one reading of the student's whole head.
+
+    Attributes:
+        lse: `[B * T_s]` log-sum-exps of the vocabulary, at the temperature.
+        head_lse: `[B * T_s]`, of the whole head at temperature 1.
+        losses: `[B, T_s]` cross-entropy.
+        hits: `[B, T_s]`, True where the first guess was right.
+    """
+
+    lse: Tensor
+    head_lse: Tensor
+    losses: Tensor
+    hits: Tensor
+
+
+def _lanes(width: int) -> int:
+    return min(ROW_LANES, power_of_2(triton.cdiv(width, 8)))
+
+
+def _token_values(side: Side, targets: Tensor, vocab_size: int, scale: float) -> TokenValues:
+    B, T, V_head = side.logits.shape
+    device = side.logits.device
+    lse, head_lse, losses = torch.empty((3, B, T), dtype=torch.float32, device=device)
+    hits = torch.empty((B, T), dtype=torch.bool, device=device)
+    kernels.gold_student_kernel[(B * T,)](
+        side.logits, targets, lse, head_lse, losses, hits, T, vocab_size, V_head, *side.strides, scale, scale == 1.0,
+        _lanes(V_head), num_warps=ROW_WARPS,
+    )  # fmt: skip
+    return TokenValues(lse.view(-1), head_lse.view(-1), losses, hits)
+
 
 class TritonGold(torch.autograd.Function):
-    """Per-chunk gold with a gradient for the student's logits alone."""
+    """Per-chunk gold, and with targets per-position cross-entropy; one gradient, for the student's logits alone."""
 
     @staticmethod
     def forward(
-        ctx: Any, student_logits: Tensor, student: Side, teacher: Side, partition: TokenPartition, options: GoldOptions
+        ctx: Any,
+        student_logits: Tensor,
+        student: Side,
+        teacher: Side,
+        partition: TokenPartition,
+        options: GoldOptions,
+        targets: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return (kl_common, l1_uncommon, agrees, mass), each `[B, P]`."""
-        B, _, V = student_logits.shape
-        shape, device = (B, options.max_chunks), student_logits.device
+        """Return (kl_common, l1_uncommon, agrees, mass), each `[B, P]`, and with targets (losses, hits), `[B, T_s]`."""
+        V = partition.student_vocab_size
+        shape, device = (student_logits.shape[0], options.max_chunks), student_logits.device
         kl, mass, kl_slope, l1, l1_slope = torch.empty((5, *shape), dtype=torch.float32, device=device)
         agrees = torch.empty(shape, dtype=torch.bool, device=device)
-        signs = torch.zeros((B * options.max_chunks, V), dtype=torch.int8, device=device)
         scale = 1.0 / options.temperature
-        lse = student.log_sum_exp(scale), teacher.log_sum_exp(scale)
-        c = partition.common_student.shape[0]
-        kernels.gold_common_kernel[(kl.numel(),)](
-            student.logits, *student.positions[1:], lse[0], teacher.logits, *teacher.positions[1:], lse[1],
-            partition.common_student.int(), partition.common_teacher.int(), kl, mass, kl_slope, agrees, c,
-            student.logits.shape[1], teacher.logits.shape[1], *student.strides, *teacher.strides, scale,
-            options.reverse, min(COMMON_BLOCK, power_of_2(c)), num_warps=8,
-        )  # fmt: skip
-        _compare_tails(student, teacher, lse, partition, options, (mass, l1, l1_slope, signs))
+        with second_stream(device, beside=BESIDE):
+            teacher_lse = teacher.log_sum_exp(scale)
+            signs = torch.zeros((kl.numel(), V), dtype=torch.int8, device=device)
+        cut = student.cut(V)
+        tokens = None if targets is None else _token_values(student, targets, V, scale)
+        lse = cut.log_sum_exp(scale) if tokens is None else tokens.lse, teacher_lse
+        join(device, beside=BESIDE)
+        _compare_common(cut, teacher, lse, partition, options, (kl, mass, kl_slope, agrees))
+        _compare_tails(cut, teacher, lse, partition, options, (mass, l1, l1_slope, signs))
         ctx.positions, ctx.partition, ctx.options = (student.positions, teacher.positions), partition, options
-        ctx.save_for_backward(student.logits, teacher.logits, *lse, kl_slope, l1_slope, signs)
-        ctx.mark_non_differentiable(agrees, mass)
-        return kl, l1, agrees, mass
+        head_lse = None if tokens is None else tokens.head_lse
+        ctx.save_for_backward(student.logits, teacher.logits, *lse, kl_slope, l1_slope, signs, targets, head_lse)
+        if tokens is None:
+            ctx.mark_non_differentiable(agrees, mass)
+            return kl, l1, agrees, mass
+        ctx.mark_non_differentiable(agrees, mass, tokens.hits)
+        return kl, l1, agrees, mass, tokens.losses, tokens.hits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_kl: Tensor, grad_l1: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_kl: Tensor, grad_l1: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient in the dtype of the logits."""
-        *logits, student_lse, teacher_lse, kl_slope, l1_slope, signs = ctx.saved_tensors
+        *logits, student_lse, teacher_lse, kl_slope, l1_slope, signs, targets, head_lse = ctx.saved_tensors
         student, teacher = (Side(z, positions) for z, positions in zip(logits, ctx.positions, strict=True))
-        partition = ctx.partition
-        B, T, V = student.logits.shape
-        gradient = torch.empty((B, T, V), dtype=student.logits.dtype, device=student.logits.device)
+        partition, scale = ctx.partition, 1.0 / ctx.options.temperature
+        B, T, V_head = student.logits.shape
+        V = partition.student_vocab_size
+        of_losses = None if targets is None or others[2] is None else others[2].float().contiguous()
+        gradient = torch.empty((B, T, V_head), dtype=student.logits.dtype, device=student.logits.device)
         pair = torch.full((V,), -1, dtype=torch.int32, device=gradient.device)
         pair = pair.scatter(0, partition.common_student, partition.common_teacher.int())
-        block = min(GRADIENT_BLOCK, power_of_2(V))
+        block = min(GRADIENT_BLOCK, power_of_2(V_head))
         per = GRADIENT_BLOCKS * block
-        kernels.gold_bwd_kernel[(triton.cdiv(V, per) * B * T,)](
+        of_tokens = (student_lse,) * 3 if of_losses is None else (targets, head_lse, of_losses)
+        kernels.gold_bwd_kernel[(triton.cdiv(V_head, per) * B * T,)](
             student.logits, *student.positions, student_lse, teacher.logits, *teacher.positions[1:], teacher_lse,
-            pair, signs, grad_kl.float().contiguous(), grad_l1.float().contiguous(), kl_slope, l1_slope, gradient,
-            T, teacher.logits.shape[1], V, *student.strides, *teacher.strides, 1.0 / ctx.options.temperature,
-            ctx.options.reverse, per, block, num_warps=8,
+            pair, signs, grad_kl.float().contiguous(), grad_l1.float().contiguous(), kl_slope, l1_slope, *of_tokens,
+            gradient, T, teacher.logits.shape[1], V, V_head, *student.strides, *teacher.strides, scale,
+            ctx.options.reverse, of_losses is not None, V_head != V or scale != 1.0, per, block, num_warps=8,
         )  # fmt: skip
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -181,6 +242,24 @@ class Tail:
         return ids, sizes
 
 
+def _compare_common(
+    student: Side,
+    teacher: Side,
+    lse: tuple[Tensor, Tensor],
+    partition: TokenPartition,
+    options: GoldOptions,
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Fill in the divergence over the common pairs, the teacher's mass there, the slopes' sums and the best pairs."""
+    c = partition.common_student.shape[0]
+    kernels.gold_common_kernel[(results[0].numel(),)](
+        student.logits, *student.positions[1:], lse[0], teacher.logits, *teacher.positions[1:], lse[1],
+        partition.common_student.int(), partition.common_teacher.int(), *results, c,
+        student.logits.shape[1], teacher.logits.shape[1], *student.strides, *teacher.strides,
+        1.0 / options.temperature, options.reverse, min(COMMON_BLOCK, power_of_2(c)), num_warps=8,
+    )  # fmt: skip
+
+
 def _compare_tails(
     student: Side,
     teacher: Side,
@@ -203,8 +282,11 @@ def _compare_tails(
     for start in range(0, l1.numel(), slab):
         rows = min(slab, l1.numel() - start)
         if cut is not None and max(tail.width for tail in tails) <= MOST_COUNTED:
-            lists = tails[0].by_id(start, rows, scale, None), tails[1].by_id(start, rows, scale, mass)
-            _compare_counts(tails, lists, n_s, start, (l1, l1_slope, signs))
+            with second_stream(l1.device, beside=BESIDE):
+                of_student = tails[0].by_id(start, rows, scale, None)
+            of_teacher = tails[1].by_id(start, rows, scale, mass)
+            join(l1.device, beside=BESIDE)
+            _compare_counts(tails, (of_student, of_teacher), n_s, start, (l1, l1_slope, signs))
             continue
         a, places, ids = tails[0].descending(start, rows, scale, None)
         b, *_ = tails[1].descending(start, rows, scale, mass)
@@ -238,6 +320,28 @@ def _compare_counts(
     )  # fmt: skip
 
 
+def _compare(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    partition: TokenPartition,
+    chunk_ids: tuple[Tensor, Tensor],
+    targets: Tensor | None,
+    options: GoldOptions,
+) -> tuple[Tensor, ...]:
+    with launching_on(student_logits):
+        student, teacher = (
+            Side(z if z.stride(-1) == 1 else z.contiguous(), positions_by_chunk(ids, options.max_chunks))
+            for z, ids in zip((student_logits.detach(), teacher_logits.detach()), chunk_ids, strict=True)
+        )
+        result: tuple[Tensor, ...] = TritonGold.apply(student_logits, student, teacher, partition, options, targets)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return result
+
+
+def _beyond_the_kernels(student_logits: Tensor, options: GoldOptions) -> bool:
+    """Return True if there is nothing to launch or the arithmetic is float64."""
+    return not accumulates_in_float32(student_logits) or not student_logits.numel() * options.max_chunks
+
+
 class TritonGoldOp(ComparesLogits):
     """Triton backend: float32 inside, deterministic, no float32 copy of either vocabulary."""
 
@@ -251,11 +355,28 @@ class TritonGoldOp(ComparesLogits):
         options: GoldOptions,
     ) -> GoldResult:
         """Compute the same as the reference, which runs for float64 and batches without a chunk."""
-        if not accumulates_in_float32(student_logits) or not student_logits.numel() * options.max_chunks:
-            return gold(student_logits, teacher_logits, partition, student_chunk_id, teacher_chunk_id, options)
-        student, teacher = (
-            Side(z if z.stride(-1) == 1 else z.contiguous(), chunk_positions(ids, options.max_chunks))
-            for z, ids in ((student_logits.detach(), student_chunk_id), (teacher_logits.detach(), teacher_chunk_id))
-        )
-        with launching_on(student_logits):
-            return GoldResult(*TritonGold.apply(student_logits, student, teacher, partition, options))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        chunk_ids = student_chunk_id, teacher_chunk_id
+        if _beyond_the_kernels(student_logits, options):
+            return gold(student_logits, teacher_logits, partition, *chunk_ids, options)
+        return GoldResult(*_compare(student_logits, teacher_logits, partition, chunk_ids, None, options))
+
+
+class TritonGoldCrossEntropyOp(ComparesLogits):
+    """Triton backend: the student's log-sum-exps and cross-entropy from one reading, both gradients in one writing."""
+
+    def forward(
+        self,
+        student_logits: Float[Tensor, "B T_s V_head"],
+        teacher_logits: Float[Tensor, "B T_t V_t"],
+        partition: TokenPartition,
+        student_chunk_id: Int[Tensor, "B T_s"],
+        teacher_chunk_id: Int[Tensor, "B T_t"],
+        targets: Int[Tensor, "B T_s"],
+        options: GoldOptions,
+    ) -> GoldCrossEntropyResult:
+        """Compute the same as the reference, which runs for float64 and batches without a chunk."""
+        chunk_ids = student_chunk_id, teacher_chunk_id
+        if _beyond_the_kernels(student_logits, options):
+            return gold_cross_entropy(student_logits, teacher_logits, partition, *chunk_ids, targets, options)
+        targets = targets.long().contiguous()
+        return GoldCrossEntropyResult(*_compare(student_logits, teacher_logits, partition, chunk_ids, targets, options))

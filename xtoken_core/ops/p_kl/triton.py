@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from xtoken_core.ops.chunks import chunk_positions
 from xtoken_core.ops.numerics import ComparesLogits
+from xtoken_core.ops.p_kl import launch
 from xtoken_core.ops.p_kl.launch import Comparison
 from xtoken_core.ops.p_kl.reference import (
     PKLCrossEntropyResult,
@@ -20,6 +20,8 @@ from xtoken_core.ops.p_kl.reference import (
     p_kl,
     p_kl_cross_entropy,
 )
+from xtoken_core.ops.position_launch import positions_by_chunk
+from xtoken_core.ops.side_stream import join, second_stream
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on
 
@@ -33,10 +35,13 @@ class TritonPKL(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return (kl, agrees, mass), each `[B, P]`, with targets (losses, hits), `[B, T_s]`, and unnamed, `[B, P]`."""
         logits = student_logits if student_logits.stride(-1) == 1 else student_logits.contiguous()
+        with second_stream(inputs.device, beside=launch.TEACHER_BESIDE):
+            given = teacher_logits if teacher_logits.stride(-1) == 1 else teacher_logits.contiguous()
+            teacher = inputs.teacher_rows(given)
         slots = inputs.slots()
         student = inputs.student_rows(logits, slots.counts, targets)
-        teacher = teacher_logits if teacher_logits.stride(-1) == 1 else teacher_logits.contiguous()
-        chunks = inputs.chunks(student, inputs.teacher_rows(teacher))
+        join(inputs.device, beside=launch.TEACHER_BESIDE)
+        chunks = inputs.chunks(student, teacher)
         ctx.inputs, ctx.with_targets = inputs, targets is not None
         by_position = student.lse, student.head_lse, student.sums, chunks.products, student.projected
         ctx.save_for_backward(logits, *slots, *by_position, chunks.norm, chunks.inner, targets)
@@ -76,14 +81,10 @@ def _compare(
     options: PKLOptions,
     targets: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    inputs = Comparison(
-        projection,
-        columns.contiguous(),
-        chunk_positions(student_chunk_id, options.max_chunks),
-        chunk_positions(teacher_chunk_id, options.max_chunks),
-        options,
-    )
     with launching_on(student_logits):
+        student = positions_by_chunk(student_chunk_id, options.max_chunks)
+        teacher = positions_by_chunk(teacher_chunk_id, options.max_chunks)
+        inputs = Comparison(projection, columns.contiguous(), student, teacher, options)
         result: tuple[Tensor, ...] = TritonPKL.apply(student_logits, teacher_logits.detach(), inputs, targets)  # type: ignore[no-untyped-call]  # torch leaves it bare
     return result
 

@@ -1,0 +1,184 @@
+"""The kernels of the chain divergence from largest logits beside the reference, with several blocks of everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.test_chain_kernels import inputs as chain_inputs
+from tests.ops.test_chain_kernels import without_end_terms
+from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.unit.chain.test_edges import SPLIT, WHOLE
+from xtoken_core.ops.chain.reference import ChainOptions
+from xtoken_core.ops.chain_topk.reference import ChainTopKSettings, NativeChainTopKOp
+from xtoken_core.topk_logits import largest_logits
+from xtoken_core.transports.ring import TopKSettings
+
+pytest.importorskip("triton")
+from xtoken_core.ops.chain import launch as chain_launch
+from xtoken_core.ops.chain import layout
+from xtoken_core.ops.chain_topk import launch
+from xtoken_core.ops.chain_topk.triton import TritonChainTopKOp
+
+slow = pytest.mark.slow
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES = {
+    "STUDENT_LANES": 2, "GRADIENT_LANES": 2, "GRADIENT_TILES": 1, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2, "RULES": 4,
+    "ENTRIES": 2, "TOKENS": 2, "COMPARED": 32,
+}  # fmt: skip
+LIVE_SIZES = {"WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for module, sizes in ((launch, SIZES), (chain_launch, LIVE_SIZES), (layout, {"NODE_SEGMENT": 2})):
+        for name, size in sizes.items():
+            monkeypatch.setattr(module, name, size)
+
+
+def given(logits, sides, tables, P, settings, k):
+    """The op's arguments from both sides' logits."""
+    student, z_t = logits
+    teacher, V = sides[1], len(tables.teacher.root)
+    topk = TopKSettings(k, V, None, settings.temperature)
+    largest = largest_logits(z_t[..., :V], teacher.predicted, topk)
+    listed = largest.with_own(teacher.predicted, teacher.chunk >= 0)
+    lists = listed.log_probs(), listed.ids, listed.log_rest.exp(), largest.own_scaled()
+    return student, *lists, *sides, tables, settings
+
+
+def case(pair, device, k, dtype=torch.float32, **changed):
+    student, teacher, *sides, tables, P = chain_inputs(pair, device, dtype)
+    settings = ChainTopKSettings(P, student.shape[-1] - 1, **changed)
+    return given((student, teacher), sides, tables, P, settings, k)
+
+
+def results(op, arguments):
+    student, *rest = arguments
+    leaf = student.clone().requires_grad_()
+    actual = op(leaf, *rest)
+    generator = torch.Generator().manual_seed(5)
+    parts = *actual[:3], actual.losses
+    total = sum((part * torch.rand(part.shape, generator=generator).to(part)).sum() for part in parts)
+    return actual, torch.autograd.grad(total, leaf)[0]
+
+
+def check(arguments, reference=None):
+    """Compare values and gradient with those of the reference, of the same arguments if no others are given.
+
+    The reference computes in float64: with a rest class of little mass its own rounding in float32 exceeds the bounds.
+    """
+    dtype = arguments[0].dtype
+    actual, gradient = results(TritonChainTopKOp(), arguments)
+    wide = (x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in reference or arguments)
+    expected, truth = results(NativeChainTopKOp(), tuple(wide))
+    slack = 2.0 if dtype == torch.bfloat16 and arguments[0].device.type == "cpu" else 1.0
+    for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
+        assert_within(value, wanted, OUTPUT["chunk", dtype], name, slack=slack)
+    assert_within(gradient, truth, GRADIENT["chunk", dtype], "gradient", slack=slack)
+    return expected
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("pair", "k", "changed"),
+    [
+        pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
+        pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole"),
+        pytest.param((SPLIT, WHOLE), 2, {"least_mass": 0.5}, id="some_by_alm"),
+        pytest.param((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}, id="unconditioned", marks=slow),
+        pytest.param((SPLIT, WHOLE), 5, {"options": ChainOptions(True, False, True)}, id="no_end_terms", marks=slow),
+        pytest.param((WHOLE, WHOLE), 3, {}, id="one_tokenizer", marks=slow),
+        pytest.param((SPLIT, WHOLE), 1000, {}, id="all_are_listed", marks=slow),
+        pytest.param((WHOLE, SPLIT), 1, {"with_cross_entropy": True, "least_mass": 1.0}, id="alm", marks=slow),
+    ],
+)
+def test_values_and_gradient_are_the_references(device, pair, k, changed):
+    expected = check(case(pair, device, min(k, len(pair[1].vocab)), **changed))
+    assert pair[0] is pair[1] or (expected.inner + expected.end).count_nonzero()
+    if 0 < changed.get("least_mass", 0) < 1:
+        weak = expected.kept < changed["least_mass"]
+        assert weak.any() and not weak[expected.kept < 1].all()
+
+
+@slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_sizes_as_shipped(device, dtype):
+    check(case((SPLIT, WHOLE), device, 3, dtype))
+
+
+@slow
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+def test_missing_probability_is_finite(device):
+    student, teacher, *sides, tables, P = chain_inputs((WHOLE, SPLIT), device)
+    student[..., ::3], teacher[..., 1::3] = -torch.inf, -torch.inf
+    settings = ChainTopKSettings(P, student.shape[-1], with_cross_entropy=False)
+    arguments = given((student, teacher), sides, tables, P, settings, 6)
+    actual, expected = (op(*arguments) for op in (TritonChainTopKOp(), NativeChainTopKOp()))
+    for value, wanted in zip(actual[:4], expected[:4], strict=True):
+        assert value.isfinite().all()
+        assert_within(value, wanted, OUTPUT["chunk", torch.float32], "part")
+
+
+@slow
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_cross_entropy(device):
+    arguments = case((SPLIT, WHOLE), device, 3, with_cross_entropy=False)
+    gradients = []
+    for op in (TritonChainTopKOp(), NativeChainTopKOp()):
+        leaf = arguments[0].clone().requires_grad_()
+        actual = op(leaf, *arguments[1:])
+        assert actual.losses is None and actual.hits is None and not actual.kept.requires_grad
+        gradients.append(torch.autograd.grad(actual.start.sum() + 2 * actual.inner.sum() + actual.end.sum(), leaf)[0])
+    assert_within(*gradients, GRADIENT["chunk", torch.float32], "gradient")
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pair", [(SPLIT, WHOLE), (WHOLE, SPLIT)], ids=["teacher_is_whole", "student_is_whole"])
+def test_tokens_that_end_without_a_term_are_inside_their_nodes(device, pair):
+    """A tokenizer without end terms has members whose last piece reaches no node (see `Paths`)."""
+    *arguments, tables, settings = case(pair, device, len(pair[1].vocab))
+    check((*arguments, without_end_terms(tables), settings))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [16, 64, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_vocabularies_of_thousands(dtype, k):
+    from benchmarks.chain_tables import draw_tables, draw_text
+    from xtoken_core.losses.chain import side_tokens
+    from xtoken_core.losses.masks import whole_chunks
+
+    device = torch.device("cuda")
+    tables = draw_tables(9001, 12007)
+    text = draw_text(tables, 300)
+    ids, chunks = ([x.to(device) for x in each] for each in (text.ids, text.chunk_id))
+    usable = torch.ones(1, text.chunks, dtype=torch.bool, device=device)
+    sides = [side_tokens(i, c, usable & whole_chunks(c, text.chunks)) for i, c in zip(ids, chunks, strict=True)]
+    logits = [
+        (3 * torch.randn(1, 300, width, generator=torch.Generator().manual_seed(width))).to(device, dtype)
+        for width in (9001, 12007)
+    ]
+    tables = tables.to(device)
+    settings = ChainTopKSettings(text.chunks, 9001, least_mass=0.1)
+    arguments = given(logits, sides, tables, text.chunks, settings, k)
+    check(arguments)
+    op = TritonChainTopKOp()
+    op.prepare(tables)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runs = []
+        for _ in range(2):
+            leaf = logits[0].clone().requires_grad_()
+            actual = op(leaf, *arguments[1:])
+            total = actual.start.sum() + actual.inner.sum() + actual.end.sum() + actual.losses.sum()
+            runs.append((*actual, *torch.autograd.grad(total, leaf)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))

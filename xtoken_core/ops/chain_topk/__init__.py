@@ -1,0 +1,1 @@
+"""The chain-rule divergence from a teacher's largest logits."""

@@ -1,0 +1,170 @@
+"""The Triton kernels of a teacher's listed tokens at the starts of chunks: who can follow, by class, and the KL.
+
+A row's listed tokens are its *entries*, in the order of their classes. The first entry of a class stands for all of it:
+the *head* of the class. A class without a listed token that can follow has no head.
+"""
+# Triton has no types, and its kernels can carry none.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from xtoken_core.ops.chain.live_kernels import is_conditioned
+from xtoken_core.ops.chain.start_kernels import TINY, exp, floored_log, in_64_bits, is_live, row_of, xlogx
+
+KEPT = tl.constexpr(1)
+JOINED = tl.constexpr(2)
+"""States of pairs of tokens; see `xtoken_core.chain.word_splits`."""
+
+
+@triton.jit
+def excluded_by_rules(
+    position, before, point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr, tail_count_ptr, right_ptr, depth,
+    RULES: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Return which tokens the rules of the token before exclude, by the tokens' positions."""
+    excluded = tl.zeros((LANES,), dtype=tl.int32)
+    at = before.to(tl.int32)
+    start = tl.load(rule_start_ptr + at)
+    count = tl.load(rule_start_ptr + at + 1) - start
+    for _ in range(depth + 1):
+        for begin in range(0, count, RULES):
+            rule = begin + tl.arange(0, RULES)
+            there = rule < count
+            point = tl.load(point_ptr + start + rule, mask=there, other=-1)[:, None]
+            low = tl.load(low_ptr + start + rule, mask=there, other=0)[:, None]
+            high = tl.load(high_ptr + start + rule, mask=there, other=0)[:, None]
+            own = position[None, :]
+            inside = (point == own) | ((low <= own) & (own < high))
+            excluded = tl.maximum(excluded, tl.max(inside.to(tl.int32), axis=0))
+        known = tl.maximum(at, 0)
+        start = tl.load(tail_start_ptr + known)
+        count = tl.where(at >= 0, tl.load(tail_count_ptr + known), 0)
+        at = tl.where(at >= 0, tl.load(right_ptr + known), -1)
+    return excluded != 0
+
+
+@triton.jit
+def chain_entry_kernel(
+    id_ptr, log_prob_ptr, tail_ptr, chunk_ptr, t_row_ptr, before_ptr, token_ptr, at_cut_ptr, tail_of_ptr, head_ptr,
+    state_ptr, position_ptr, point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr, tail_count_ptr, right_ptr,
+    p_ptr, rest_ptr, heads, depth, V, K, CONDITIONING: tl.constexpr, RULES: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Store the teacher's probability of every entry of one start, -1 for one that cannot follow, and of the rest."""
+    event = tl.program_id(0)
+    if tl.load(chunk_ptr + event) >= 0:
+        row = tl.load(t_row_ptr + event).to(tl.int64)
+        j = tl.arange(0, LANES)
+        token = tl.load(id_ptr + row * K + j, mask=j < K, other=V)
+        live = token < V
+        known = tl.where(live, token, 0)
+        if is_conditioned(at_cut_ptr, event, CONDITIONING) != 0:
+            before = tl.load(before_ptr + event)
+            state_ptr += tl.load(tail_of_ptr + before).to(tl.int64) * heads
+            state = tl.load(state_ptr + tl.load(head_ptr + known)).to(tl.int32)
+            excluded = excluded_by_rules(
+                tl.load(position_ptr + known), before, point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr,
+                tail_count_ptr, right_ptr, depth, RULES, LANES
+            )  # fmt: skip
+            follows = (state == KEPT) | ((state == JOINED) & (excluded == 0))
+            own = token == tl.load(token_ptr + event).to(tl.int32)  # it can follow: it does
+            live = live & (follows | own)
+        mass = tl.where(live, exp(tl.load(log_prob_ptr + row * K + j, mask=live, other=float("-inf"))), 0.0)
+        tail = tl.load(tail_ptr + row)
+        total = tl.sum(mass, axis=0) + tail
+        divisor = tl.maximum(total, TINY)
+        tl.store(p_ptr + in_64_bits(event) * K + j, tl.where(live, mass / divisor, -1.0), mask=j < K)
+        tl.store(rest_ptr + event, tl.where(total < TINY, 1.0, tail / divisor))
+
+
+@triton.jit
+def tokens_of_classes(i, there, class_ptr, class_start_ptr):
+    """Return where the student's tokens of entries' classes begin, and how many there are; none if not `there`."""
+    cls = tl.load(class_ptr + i, mask=there, other=0)
+    first = tl.load(class_start_ptr + cls, mask=there, other=0)
+    return first, tl.load(class_start_ptr + cls + 1, mask=there, other=0) - first
+
+
+@triton.jit
+def chain_head_kernel(
+    class_ptr, p_ptr, chunk_ptr, t_row_ptr, class_start_ptr, class_token_ptr, heads_ptr, rest_bits_ptr, groups, W, K,
+    ENTRIES: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Store the teacher's probability of the classes of some entries at their heads, -1 at other entries.
+
+    The bits of the student's tokens of these classes are cleared.
+    """
+    event, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    if tl.load(chunk_ptr + event) >= 0:
+        class_ptr += tl.load(t_row_ptr + event).to(tl.int64) * K
+        p_ptr += in_64_bits(event) * K
+        heads_ptr += in_64_bits(event) * K
+        rest_bits_ptr += in_64_bits(event) * W
+        i = group * ENTRIES + tl.arange(0, ENTRIES)
+        cls = tl.load(class_ptr + i, mask=i < K, other=-2)
+        before = tl.load(class_ptr + i - 1, mask=(i > 0) & (i < K), other=-1)
+        total = tl.zeros((ENTRIES,), dtype=tl.float32)
+        some = tl.zeros((ENTRIES,), dtype=tl.int32)
+        for begin in range(0, K, LANES):
+            j = begin + tl.arange(0, LANES)
+            p = tl.load(p_ptr + j, mask=j < K, other=-1.0)[None, :]
+            of_class = (tl.load(class_ptr + j, mask=j < K, other=-3)[None, :] == cls[:, None]) & (p >= 0.0)
+            total += tl.sum(tl.where(of_class, p, 0.0), axis=1)
+            some = tl.maximum(some, tl.max(of_class.to(tl.int32), axis=1))
+        head = (i < K) & (cls != before) & (some != 0)
+        tl.store(heads_ptr + i, tl.where(head, total, -1.0), mask=i < K)
+        first, count = tokens_of_classes(i, head, class_ptr, class_start_ptr)
+        for begin in range(0, tl.max(count, axis=0), LANES):
+            at = begin + tl.arange(0, LANES)[None, :]
+            there = at < count[:, None]
+            x = tl.load(class_token_ptr + first[:, None] + at, mask=there, other=0)
+            tl.atomic_and(rest_bits_ptr + (x >> 5), ~((x * 0 + 1) << (x & 31)), mask=there, sem="relaxed")
+
+
+@triton.jit
+def chain_listed_start_kernel(
+    student_ptr, class_ptr, heads_ptr, rest_p_ptr, chunk_ptr, s_row_ptr, t_row_ptr, bits_ptr, s_lse_ptr, rest_lse_ptr,
+    rest_some_ptr, class_start_ptr, class_token_ptr, value_ptr, mass_ptr, ratio_ptr, rest_ratio_ptr, T_s, W, K,
+    stride_b, stride_t, scale, ENTRIES: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Compute the KL of one start over the classes with a head and the rest, and the ratios for the gradient."""
+    event = tl.program_id(0)
+    if tl.load(chunk_ptr + event) >= 0:
+        base = row_of(student_ptr, tl.load(s_row_ptr + event), T_s, stride_b, stride_t)
+        class_ptr += tl.load(t_row_ptr + event).to(tl.int64) * K
+        own = in_64_bits(event)
+        s_lse = tl.load(s_lse_ptr + event)
+        kl = tl.zeros((ENTRIES,), dtype=tl.float32)
+        mass = tl.zeros((ENTRIES,), dtype=tl.float32)
+        unclipped = tl.zeros((ENTRIES,), dtype=tl.float32)
+        for entry in range(0, K, ENTRIES):
+            i = entry + tl.arange(0, ENTRIES)
+            p = tl.load(heads_ptr + own * K + i, mask=i < K, other=-1.0)
+            first, count = tokens_of_classes(i, p >= 0.0, class_ptr, class_start_ptr)
+            total = tl.zeros((ENTRIES, LANES), dtype=tl.float32)
+            reached = tl.zeros((ENTRIES, LANES), dtype=tl.int32)
+            for begin in range(0, tl.max(count, axis=0), LANES):
+                at = begin + tl.arange(0, LANES)[None, :]
+                there = at < count[:, None]
+                x = tl.load(class_token_ptr + first[:, None] + at, mask=there, other=0)
+                live = there & is_live(bits_ptr + own * W, x, there)
+                total += exp(tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale - s_lse)
+                reached = reached | live.to(tl.int32)
+            q = tl.sum(total, axis=1)
+            p = tl.where((p >= 0.0) & (tl.max(reached, axis=1) != 0), p, 0.0)
+            kl += xlogx(p) - p * floored_log(q)
+            mass += p
+            p = tl.where(q >= TINY, p, 0.0)
+            unclipped += p
+            tl.store(ratio_ptr + own * K + i, p / tl.maximum(q, TINY), mask=i < K)
+        beyond = tl.load(rest_some_ptr + event) != 0
+        p = tl.where(beyond, tl.load(rest_p_ptr + event), 0.0)
+        q = tl.where(beyond, exp(tl.load(rest_lse_ptr + event) - s_lse), 0.0)
+        value = tl.sum(kl, axis=0) + xlogx(p) - p * floored_log(q)
+        whole = tl.sum(mass, axis=0) + p
+        p = tl.where(q >= TINY, p, 0.0)
+        tl.store(value_ptr + event, value - xlogx(whole))
+        tl.store(mass_ptr + event, tl.sum(unclipped, axis=0) + p)
+        tl.store(rest_ratio_ptr + event, p / tl.maximum(q, TINY))

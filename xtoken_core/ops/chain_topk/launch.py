@@ -1,0 +1,382 @@
+"""The launches behind the Triton backend of `chain_topk`: entries of lists, buffers, grids and the sizes of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.ops.chain import start_kernels
+from xtoken_core.ops.chain.events import SideTokens
+from xtoken_core.ops.chain.launch import Comparison, Rows
+from xtoken_core.ops.chain_topk import entry_kernels, gradient_kernels, node_kernels, student_kernels
+from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
+from xtoken_core.ops.side_stream import join, second_stream
+from xtoken_core.ops.triton_support import power_of_2
+
+RULES = 16
+"""Rules that are read at once, for all entries of a row."""
+ENTRIES, TOKENS = 16, 32
+"""Entries whose classes are read at once, and tokens of each."""
+STUDENT_LANES, GRADIENT_LANES = 512, 256
+"""Lanes over a row, of `start_kernels.ADJACENT` logits each."""
+GRADIENT_TILES = 8
+"""Tiles of a program that stores a gradient."""
+BLOCK, SLOTS, CHUNKS = 1024, 512, 32
+"""Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up."""
+COMPARED = 4096
+"""Most pairs of a slot and an entry that are compared at once."""
+LEAST_LANES = 16
+ENTRY_WARPS, HEAD_WARPS, START_WARPS, STUDENT_WARPS, NODE_WARPS, GRADIENT_WARPS = 4, 4, 4, 16, 8, 8
+NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 8, 16
+
+
+@dataclass(frozen=True)
+class StudentClasses:
+    """The student's tokens by class.
+
+    Attributes:
+        start: `[C + 2]` int32, where a class's tokens begin.
+        token: `[V_s]` int32, the tokens by class.
+    """
+
+    start: Tensor
+    token: Tensor
+
+    @classmethod
+    def of(cls, tables: ChainTables) -> StudentClasses:
+        """Sort the tokens."""
+        root = tables.student.root.long()
+        sizes = torch.bincount(root, minlength=tables.classes + 1)
+        start = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        return cls(start.int(), root.argsort(stable=True).int())
+
+
+def student_classes(tables: ChainTables) -> StudentClasses:
+    """Return the student's tokens by class, on the tables' device; built once per tables and kept with them."""
+    kept: StudentClasses | None = tables.__dict__.get("_student_classes")
+    if kept is None:
+        kept = StudentClasses.of(tables)
+        object.__setattr__(tables, "_student_classes", kept)
+    return kept
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The teacher's listed tokens at every position of the flattened `[B, T_t]`, in the order of their classes.
+
+    Attributes:
+        ids: `[R, K]` int32; `V_t` in an empty entry.
+        classes: `[R, K]` int32, ascending; `C + 1` in an empty entry.
+        log_probs: `[R, K]` float32; -inf in an empty entry.
+        tail: `[R]` float32, the mass of the tokens that are not listed.
+        part: `[R]` float32, an equal part of it for each of these.
+        own: `[R]` float32, the log-probability of the token that the position predicts.
+    """
+
+    ids: Tensor
+    classes: Tensor
+    log_probs: Tensor
+    tail: Tensor
+    part: Tensor
+    own: Tensor
+
+    @classmethod
+    def of(cls, log_probs: Tensor, ids: Tensor, tail: Tensor, own: Tensor, tables: ChainTables) -> Lists:
+        """Sort the entries; arguments as for the op."""
+        root = tables.teacher.root
+        V = len(root)
+        ids, log_probs = ids.flatten(0, 1), log_probs.flatten(0, 1)
+        known = (ids >= 0) & (ids < V)
+        classes = torch.where(known, root[ids.clamp(0, V - 1)], tables.classes + 1).int()
+        classes, order = classes.sort(dim=1, stable=True)
+        tail = tail.flatten().float()
+        return cls(
+            torch.where(known, ids, V).gather(1, order).int(),
+            classes,
+            log_probs.float().masked_fill(~known, -torch.inf).gather(1, order),
+            tail,
+            tail / (V - known.sum(1)).clamp(min=1),
+            own.flatten().float(),
+        )
+
+    @property
+    def size(self) -> int:
+        """`K`."""
+        return self.ids.shape[1]
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that hold a row's entries."""
+        return max(power_of_2(self.size), LEAST_LANES)
+
+    @property
+    def tile(self) -> int:
+        """Slots that are compared with a row's entries at once."""
+        return max(COMPARED // self.lanes, 1)
+
+
+class RowResults(NamedTuple):
+    """Values of the rows and starts that their gradient needs.
+
+    Attributes:
+        bits: `[E, W]` int32, the student's tokens that can follow.
+        rest_bits: `[E, W]` int32, those of them of whose class no token is listed.
+        heads: `[E, K]`, the teacher's probability of a class at its head; -1 at other entries.
+        ratio: `[E, K]`, at a head that over the student's.
+        rest_ratio: `[E]`, that of the classes without a head.
+        mass: `[E]`, the teacher's mass of the classes in which the student's is not below the floor.
+        head_lse: `[B * T_s]`, of the student's whole head at temperature 1.
+        vocab_lse: `[B * T_s]`, of its vocabulary.
+        top: `[B * T_s]`, the largest logit of a row's tokens of the tables.
+        total: `[B * T_s]`, its sum of `exp(logit - top)`.
+        s_lse: `[E]`, of the live tokens.
+    """
+
+    bits: Tensor
+    rest_bits: Tensor
+    heads: Tensor
+    ratio: Tensor
+    rest_ratio: Tensor
+    mass: Tensor
+    head_lse: Tensor
+    vocab_lse: Tensor
+    top: Tensor
+    total: Tensor
+    s_lse: Tensor
+
+
+class ListedNodes(NamedTuple):
+    """Values of nodes, and what their gradient needs, by event.
+
+    Attributes:
+        value: `[E]`, the KL.
+        listed: `[E]`, the fraction of the teacher's mass that its listed tokens have.
+        mass: `[E]`, the teacher's mass of the slots in which the student's is not below the floor.
+        level: `[E]`, inside the student's tokens `log sum exp` of the holder's, else `mass` less the ratio of the
+            classes that no slot names.
+        ratio: `[E, most_slots]`, the teacher's probability of a slot over the student's.
+    """
+
+    value: Tensor
+    listed: Tensor
+    mass: Tensor
+    level: Tensor
+    ratio: Tensor
+
+
+class Kept(NamedTuple):
+    """Values of a call that its gradient needs."""
+
+    rows: RowResults
+    inside: ListedNodes
+    beside: ListedNodes
+    classes: Tensor
+
+
+class Outputs(NamedTuple):
+    """Results of `ListedComparison.forward`.
+
+    Attributes:
+        parts: `[3, B * P]`.
+        listed: `[B * P]`, the least at a chunk's nodes.
+        likely: `[2, B * P]`, the student's and the teacher's log-likelihood of a chunk's tokens.
+        losses: `[B, T_s]` or None.
+        hits: `[B, T_s]` or None.
+    """
+
+    parts: Tensor
+    listed: Tensor
+    likely: Tensor
+    losses: Tensor | None
+    hits: Tensor | None
+
+
+class ListedComparison(Comparison):
+    """One call's events, and the launches over them; logits and lists pass through and are not kept."""
+
+    def __init__(self, tables: ChainTables, sides: tuple[SideTokens, SideTokens], settings: ChainTopKSettings) -> None:
+        """Find the events, without waiting for the device."""
+        super().__init__(tables, sides, settings.max_chunks, settings.options, settings.temperature)
+        self.settings = settings
+        self.by_class = student_classes(tables)
+        self.row_chunk = sides[0].chunk.contiguous()
+        self.targets = sides[0].predicted.long().contiguous()
+
+    def forward(self, logits: Tensor, given: Lists) -> tuple[Outputs, Kept]:
+        """Compute the parts of every chunk, and what the gradient needs."""
+        student = Rows(logits, len(self.tables.student.root))
+        E, K = len(self.starts.chunk), given.size
+        bits, _, _ = self.live_bits(self.plan.student.live, self.starts.teacher_before, self.starts.student_token)
+        rest_p, heads, rest_bits = self._heads(bits, given)
+        rows, likely, rest, losses, hits = self._rows(student, bits, rest_bits)
+        with second_stream(self.device):
+            inside = self._inside(student, given)
+            beside = self._beside(student, given, rows)
+        value, mass, rest_ratio = (self._float(E) for _ in range(3))
+        ratio = self._float(E, K)
+        starts = self.starts
+        entry_kernels.chain_listed_start_kernel[(E,)](
+            logits, given.classes, heads, rest_p, starts.chunk, starts.student_row, starts.teacher_row, bits,
+            rows["s_lse"], *rest, self.by_class.start, self.by_class.token, value, mass, ratio, rest_ratio,
+            student.positions, bits.shape[1], K, *student.strides, self.scale, ENTRIES=ENTRIES, LANES=TOKENS,
+            num_warps=START_WARPS,
+        )  # fmt: skip
+        join(self.device)
+        of_starts = RowResults(
+            bits=bits, rest_bits=rest_bits, heads=heads, ratio=ratio, rest_ratio=rest_ratio, mass=mass, **rows
+        )
+        outputs = Outputs(*self._parts(value, inside, beside, likely, given.own), losses, hits)
+        return outputs, Kept(of_starts, inside, beside, given.classes)
+
+    def _heads(self, bits: Tensor, given: Lists) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the probability of the rest, those of classes at their heads, and the bits of the rest's tokens."""
+        starts, live, E, K = self.starts, self.tables.teacher.live, len(self.starts.chunk), given.size
+        p, heads, rest_p = self._float(E, K), self._float(E, K), self._float(E)
+        entry_kernels.chain_entry_kernel[(E,)](
+            given.ids, given.log_probs, given.tail, starts.chunk, starts.teacher_row, starts.student_before,
+            starts.teacher_token, starts.at_cut, live.tail, live.head, live.state, live.position, live.point, live.low,
+            live.high, live.rule_start, live.tail_start, live.tail_count, live.right, p, rest_p, live.state.shape[1],
+            live.depth, len(self.tables.teacher.root), K, CONDITIONING=self.options.conditioning, RULES=RULES,
+            LANES=given.lanes, num_warps=ENTRY_WARPS,
+        )  # fmt: skip
+        rest_bits, groups = bits.clone(), triton.cdiv(K, ENTRIES)
+        entry_kernels.chain_head_kernel[(E * groups,)](
+            given.classes, p, starts.chunk, starts.teacher_row, self.by_class.start, self.by_class.token, heads,
+            rest_bits, groups, bits.shape[1], K, ENTRIES=ENTRIES, LANES=TOKENS, num_warps=HEAD_WARPS,
+        )  # fmt: skip
+        return rest_p, heads, rest_bits
+
+    def _rows(
+        self, student: Rows, bits: Tensor, rest_bits: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor, tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
+        """Read the student's rows.
+
+        Returns:
+            Values of `RowResults`, the log-likelihood of every position's token, `log sum exp` of each start's rest and
+            whether it has a token, losses and hits.
+        """
+        B, T_s, V_head = student.logits.shape
+        E, R, with_losses = len(self.starts.chunk), B * T_s, self.settings.with_cross_entropy
+        head_lse, vocab_lse, top, total, likely = (self._float(R) for _ in range(5))
+        s_lse, rest_lse = self._float(E), self._float(E)
+        some = torch.empty(E, dtype=torch.int32, device=self.device)
+        losses = self._float(B, T_s) if with_losses else None
+        hits = torch.empty((B, T_s), dtype=torch.bool, device=self.device) if with_losses else None
+        student_kernels.chain_listed_student_kernel[(R,)](
+            student.logits, self.targets, self.event_of_row, bits, rest_bits, losses, hits, head_lse, top, total,
+            vocab_lse, likely, s_lse, rest_lse, some, T_s, V_head, self.settings.student_vocab_size, student.width,
+            bits.shape[1], *student.strides, self.scale, CROSS_ENTROPY=with_losses, UNSCALED=self.scale == 1.0,
+            LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
+        )  # fmt: skip
+        rows = {"head_lse": head_lse, "vocab_lse": vocab_lse, "top": top, "total": total, "s_lse": s_lse}
+        return rows, likely, (rest_lse, some), losses, hits
+
+    def _inside(self, student: Rows, given: Lists) -> ListedNodes:
+        """Compute the nodes inside the student's tokens."""
+        inner, nodes = self.in_student, self.plan.student.nodes
+        nodal = self._nodes(len(inner.chunk), nodes.most_slots)
+        E, held = len(inner.chunk), nodes.held
+        if E:
+            programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
+            node_kernels.chain_listed_inside_kernel[(programs,)](
+                student.logits, given.classes, given.log_probs, given.tail, inner.chunk, inner.student_row,
+                inner.teacher_row, inner.node, nodes.slot_start, nodes.slot_class, held.segment_start, held.start,
+                held.token, self._float(programs, held.most_segments), held.most_segments, nodal.value, nodal.mass,
+                nodal.level, nodal.listed, nodal.ratio, nodes.most_slots, E, student.positions, *student.strides,
+                self.scale, given.size, SLOTS=SLOTS, TILE=given.tile, LANES=given.lanes, num_warps=NODE_WARPS,
+            )  # fmt: skip
+        return nodal
+
+    def _beside(self, student: Rows, given: Lists, rows: dict[str, Tensor]) -> ListedNodes:
+        """Compute the nodes inside the teacher's tokens."""
+        inner, nodes = self.in_teacher, self.plan.teacher.nodes
+        holder_row, fresh_row = inner.student_row, inner.teacher_row  # as `find_events` lays them out for both sides
+        nodal = self._nodes(len(inner.chunk), nodes.most_slots)
+        E, held, fresh = len(inner.chunk), nodes.held, nodes.fresh
+        if E:
+            programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
+            flags = torch.zeros((programs, self.plan.classes // 32 + 1), dtype=torch.int32, device=self.device)
+            node_kernels.chain_listed_beside_kernel[(programs,)](
+                student.logits, given.ids, given.log_probs, given.part, inner.chunk, fresh_row,
+                holder_row, inner.node, self.bounds[0].first, nodes.slot_start, nodes.slot_class,
+                held.segment_start, held.start, fresh.segment_start, fresh.start, fresh.token, nodes.spelling_start,
+                nodes.spelled_node, nodes.spelled_slot, self.plan.student.root, rows["top"], rows["total"], flags,
+                self._float(programs, fresh.most_segments), fresh.most_segments, nodal.value, nodal.mass, nodal.level,
+                nodal.listed, nodal.ratio, nodes.most_slots, E, student.positions, student.width,
+                len(self.tables.teacher.root), flags.shape[1], *student.strides, self.scale, given.size, BLOCK=BLOCK,
+                SLOTS=SLOTS, TILE=given.tile, LANES=given.lanes, num_warps=NODE_WARPS,
+            )  # fmt: skip
+        return nodal
+
+    def _nodes(self, events: int, most_slots: int) -> ListedNodes:
+        value, listed, mass, level = (self._float(events) for _ in range(4))
+        return ListedNodes(value, listed, mass, level, self._float(events, most_slots))
+
+    def _parts(
+        self, starts: Tensor, inside: ListedNodes, beside: ListedNodes, likely: Tensor, own: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first three of `Outputs`."""
+        chunks = self.shape[0] * self.shape[1]
+        parts, listed, of_chunks = self._float(3, chunks), self._float(chunks), self._float(2, chunks)
+        sides = (inside, self.in_student), (beside, self.in_teacher)
+        nodes = [(x.value, x.listed, inner.chunk, inner.at_end, len(inner.chunk)) for x, inner in sides]
+        node_kernels.chain_listed_part_kernel[(triton.cdiv(chunks, CHUNKS),)](
+            self.starts.chunk, starts, *nodes[0], *nodes[1], self.bounds[0].first, self.bounds[0].size,
+            self.bounds[1].first, self.bounds[1].size, likely, own, parts, listed, of_chunks, chunks, BLOCK=CHUNKS,
+            num_warps=4,
+        )  # fmt: skip
+        return parts, listed, of_chunks
+
+    def backward(
+        self, logits: Tensor, kept: Kept, of_losses: Tensor | None, of_parts: Tensor, of_likely: Tensor
+    ) -> Tensor:
+        """Return the gradient, `[B, T_s, V_head]`.
+
+        Args:
+            logits: The student's.
+            kept: From `forward`.
+            of_losses: `[B, T_s]` upstream gradient, or None.
+            of_parts: `[3, B * P]`, likewise.
+            of_likely: `[B * P]`, that of the student's log-likelihood of every chunk.
+        """
+        rows, inside, beside, classes = kept
+        student = Rows(logits, len(self.tables.student.root))
+        B, T_s, V_head = logits.shape
+        R, K = B * T_s, classes.shape[1]
+        gradient = torch.empty((B, T_s, V_head), dtype=logits.dtype, device=self.device)
+        row: tuple[Any, ...] = (
+            logits, gradient, self.event_of_row, rows.bits, self.targets, rows.head_lse, rows.top, rows.total,
+            rows.mass, rows.s_lse, rows.rest_ratio, rows.vocab_lse, of_losses, of_parts, of_likely, self.row_chunk,
+            self.in_teacher.chunk, self.in_teacher.at_end, of_parts.shape[1], beside.level, len(beside.level), T_s,
+            self.shape[1], V_head, self.settings.student_vocab_size, student.width, rows.bits.shape[1],
+            *student.strides, self.scale,
+        )  # fmt: skip
+        settings = {"CROSS_ENTROPY": of_losses is not None, "UNSCALED": self.scale == 1.0}
+        blocks = triton.cdiv(V_head, GRADIENT_TILES * GRADIENT_LANES * start_kernels.ADJACENT.value)
+        gradient_kernels.chain_listed_row_bwd_kernel[(R * blocks,)](
+            *row, blocks, **settings, TILES=GRADIENT_TILES, LANES=GRADIENT_LANES, num_warps=GRADIENT_WARPS
+        )
+        groups = triton.cdiv(K, ENTRIES)
+        gradient_kernels.chain_listed_class_bwd_kernel[(R * groups,)](
+            *row, self.starts.teacher_row, classes, rows.heads, rows.ratio, self.by_class.start, self.by_class.token,
+            K, groups, **settings, ENTRIES=ENTRIES, LANES=TOKENS, num_warps=HEAD_WARPS,
+        )  # fmt: skip
+        if len(inside.value) or len(beside.value):
+            own, other = self.plan.student.nodes, self.plan.teacher.nodes
+            programs = self._programs(NODE_GRADIENT_PROGRAMS_PER_PROCESSOR, R)
+            capacity = own.held.most_tokens, other.fresh.most_tokens
+            gradient_kernels.chain_listed_node_bwd_kernel[(programs,)](
+                *row, self.starts.teacher_row, classes, rows.ratio, rows.rest_bits, self.plan.student.root, K, R,
+                self.in_student.chunk, self.bounds[1].first, self.bounds[1].size, len(inside.value),
+                self.in_student.node, own.slot_start, own.held.node_start, own.held.token, inside.level, inside.mass,
+                inside.ratio, own.most_slots, self.in_student.at_end, own.spelling_start, own.spelled_node,
+                own.spelled_slot, self.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token,
+                other.fresh.slot, beside.mass, beside.ratio, other.most_slots, self._float(programs, sum(capacity)),
+                sum(capacity), capacity[0], **settings, STEPS=K.bit_length(), SLOTS=SLOTS, num_warps=NODE_WARPS,
+            )  # fmt: skip
+        return gradient

@@ -1,0 +1,298 @@
+"""The Triton kernels of nodes inside tokens of one side, where the teacher is known by its listed tokens."""
+# Triton has no types, and its kernels can carry none.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from xtoken_core.ops.chain.node_kernels import (
+    SMALL_REST,
+    add_nodes,
+    member_log_sum,
+    slot_sums,
+    store_segment_sums,
+    unnamed_sum,
+)
+from xtoken_core.ops.chain.start_kernels import TINY, exp, finite, floored_log, in_64_bits, row_of, xlogx
+
+
+@triton.jit
+def compare_named(
+    slot, slots, slot_class_ptr, segment_ptr, sums_ptr, classes, mass_of, ratio_ptr,
+    TILE: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Store the ratios of the slots of which a token is listed, -1 for others; return the sums of their terms.
+
+    Returns:
+        The KL without the mass's own term, the teacher's mass, that where the student's is not below the floor, which
+        entries have a slot, what the other slots have on the student's side, whether there is one, and whether one
+        is of tokens that end here.
+    """
+    kl = tl.zeros((TILE,), dtype=tl.float32)
+    mass = tl.zeros((TILE,), dtype=tl.float32)
+    kept = tl.zeros((TILE,), dtype=tl.float32)
+    others = tl.zeros((TILE,), dtype=tl.float32)
+    some = tl.zeros((TILE,), dtype=tl.int32)
+    ending = tl.zeros((TILE,), dtype=tl.int32)
+    named = tl.zeros((LANES,), dtype=tl.int32)
+    for begin in range(0, slots, TILE):
+        k = begin + tl.arange(0, TILE)
+        there = k < slots
+        cls = tl.load(slot_class_ptr + slot + k, mask=there, other=-1)
+        q = slot_sums(k, slot, slots, segment_ptr, sums_ptr)
+        of_slot = (cls[:, None] == classes[None, :]) & (cls >= 0)[:, None]
+        p = tl.sum(tl.where(of_slot, mass_of[None, :], 0.0), axis=1)
+        named = tl.maximum(named, tl.max(of_slot.to(tl.int32), axis=0))
+        open_ = there & (p == 0.0)  # tokens that end here have no class
+        others += tl.where(open_, q, 0.0)
+        some = tl.maximum(some, open_.to(tl.int32))
+        ending = tl.maximum(ending, (there & (cls < 0)).to(tl.int32))
+        kl += xlogx(p) - p * floored_log(q)
+        mass += p
+        p = tl.where(q >= TINY, p, 0.0)
+        kept += p
+        tl.store(ratio_ptr + k, tl.where(open_, -1.0, p / tl.maximum(q, TINY)), mask=there)
+    return (
+        tl.sum(kl, axis=0), tl.sum(mass, axis=0), tl.sum(kept, axis=0), named, tl.sum(others, axis=0),
+        tl.max(some, axis=0), tl.max(ending, axis=0)
+    )  # fmt: skip
+
+
+@triton.jit
+def replace_open(ratio_ptr, slots, ratio, SLOTS: tl.constexpr):
+    """Store the ratio of the slots that are taken together."""
+    for begin in range(0, slots, SLOTS):
+        k = begin + tl.arange(0, SLOTS)
+        stored_ratio = tl.load(ratio_ptr + k, mask=k < slots, other=0.0)
+        tl.store(ratio_ptr + k, tl.where(stored_ratio < 0.0, ratio, stored_ratio), mask=k < slots)
+
+
+@triton.jit
+def chain_listed_inside_kernel(
+    student_ptr, class_ptr, log_prob_ptr, tail_ptr, chunk_ptr, s_row_ptr, t_row_ptr, node_ptr, slot_start_ptr,
+    slot_class_ptr, segment_ptr, start_ptr, member_ptr, sums_ptr, capacity, value_ptr, mass_ptr, lse_ptr,
+    listed_ptr, ratio_ptr, most_slots, E, T_s, stride_b, stride_t, scale, K,
+    SLOTS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Compute the KL of one node inside a token of the student after the other."""
+    sums_ptr += tl.program_id(0).to(tl.int64) * capacity
+    j = tl.arange(0, LANES)
+    for event in range(tl.program_id(0), E, tl.num_programs(0)):
+        if tl.load(chunk_ptr + event) >= 0:
+            node, row = tl.load(node_ptr + event), tl.load(t_row_ptr + event).to(tl.int64)
+            slot = tl.load(slot_start_ptr + node)
+            slots = tl.load(slot_start_ptr + node + 1) - slot
+            base = row_of(student_ptr, tl.load(s_row_ptr + event), T_s, stride_b, stride_t)
+            first = tl.load(start_ptr + tl.load(segment_ptr + slot))
+            last = tl.load(start_ptr + tl.load(segment_ptr + slot + slots))
+            held_lse = member_log_sum(base, member_ptr, first, last, scale, SLOTS)
+            store_segment_sums(
+                base, segment_ptr, start_ptr, member_ptr, slot, slots, scale, held_lse, 1.0, sums_ptr, SLOTS
+            )
+            classes = tl.load(class_ptr + row * K + j, mask=j < K, other=-2)
+            listed = exp(tl.load(log_prob_ptr + row * K + j, mask=j < K, other=float("-inf")))
+            tail = tl.load(tail_ptr + row)
+            ratio = ratio_ptr + in_64_bits(event) * most_slots
+            tl.debug_barrier()
+            kl, mass, kept, named, others, some, ending = compare_named(
+                slot, slots, slot_class_ptr, segment_ptr, sums_ptr, classes, listed, ratio, TILE, LANES
+            )  # fmt: skip
+            tl.debug_barrier()
+            unnamed = tl.sum(tl.where(named != 0, 0.0, listed), axis=0)
+            p = tl.where(ending != 0, unnamed, 0.0) + tl.where(some != 0, tail, 0.0)
+            kl += xlogx(p) - p * floored_log(others)
+            mass += p
+            p = tl.where(others >= TINY, p, 0.0)
+            kept += p
+            replace_open(ratio, slots, p / tl.maximum(others, TINY), SLOTS)
+            tl.debug_barrier()
+            tl.store(value_ptr + event, kl - xlogx(mass))
+            tl.store(mass_ptr + event, kept)
+            tl.store(lse_ptr + event, held_lse)
+            tl.store(listed_ptr + event, 1.0 - tail)
+
+
+@triton.jit
+def entries_of_node(
+    id_ptr, log_prob_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr, rank, node, slot, V, K,
+    LANES: tl.constexpr
+):  # fmt: skip
+    """Return the slots of a row's entries that a node holds, -1 for others, and the logarithms of their mass."""
+    j = tl.arange(0, LANES)
+    token = tl.load(id_ptr + j, mask=j < K, other=V)
+    log_p = tl.load(log_prob_ptr + j, mask=j < K, other=float("-inf"))
+    known = (token < V) & (log_p > float("-inf"))
+    token = tl.where(known, token, 0)
+    spelled = tl.load(spelling_start_ptr + token) + rank
+    held = known & (spelled < tl.load(spelling_start_ptr + token + 1))
+    held = held & (tl.load(spelled_node_ptr + spelled, mask=held, other=-1) == node)
+    of_slot = tl.load(spelled_slot_ptr + spelled, mask=held, other=0) - slot
+    return tl.where(held, of_slot, -1), tl.where(held, log_p, float("-inf"))
+
+
+@triton.jit
+def held_sums(k, slot, slots, segment_ptr, start_ptr, of_slot, weight, of_unlisted):
+    """Return the teacher's weight of some of a node's slots: of its entries, and of the tokens that are not listed."""
+    first = tl.load(start_ptr + tl.load(segment_ptr + slot + k, mask=k < slots, other=0))
+    last = tl.load(start_ptr + tl.load(segment_ptr + slot + k + 1, mask=k < slots, other=0))
+    here = k[:, None] == of_slot[None, :]
+    unlisted = last - first - tl.sum(here.to(tl.int32), axis=1)
+    return tl.sum(tl.where(here, weight[None, :], 0.0), axis=1) + unlisted.to(tl.float32) * of_unlisted
+
+
+@triton.jit
+def compare_held(
+    slot, slots, slot_class_ptr, segment_ptr, start_ptr, fresh_segment_ptr, fresh_sums_ptr, of_slot, weight,
+    of_unlisted, ratio_ptr, TILE: tl.constexpr
+):  # fmt: skip
+    """Store the ratios of the slots that name a class; return the sums of their terms, and the other slot.
+
+    Returns:
+        The KL without the mass's own term, the teacher's mass, that where the student's is not below the floor, what
+        the classes have on the student's side, what the tokens that end here have on the teacher's, and their slot,
+        -1 = none.
+    """
+    kl = tl.zeros((TILE,), dtype=tl.float32)
+    mass = tl.zeros((TILE,), dtype=tl.float32)
+    kept = tl.zeros((TILE,), dtype=tl.float32)
+    named = tl.zeros((TILE,), dtype=tl.float32)
+    ending = tl.zeros((TILE,), dtype=tl.float32)
+    ends_at = tl.full((TILE,), -1, dtype=tl.int32)
+    for begin in range(0, slots, TILE):
+        k = begin + tl.arange(0, TILE)
+        there = k < slots
+        cls = tl.load(slot_class_ptr + slot + k, mask=there, other=0)
+        held = held_sums(k, slot, slots, segment_ptr, start_ptr, of_slot, weight, of_unlisted)
+        q = slot_sums(k, slot, slots, fresh_segment_ptr, fresh_sums_ptr)
+        named += q
+        ending += tl.where(there & (cls < 0), held, 0.0)
+        ends_at = tl.where(cls < 0, k, ends_at)
+        p = tl.where(there & (cls >= 0), held, 0.0)
+        kl += xlogx(p) - p * floored_log(q)
+        mass += p
+        p = tl.where(q >= TINY, p, 0.0)
+        kept += p
+        tl.store(ratio_ptr + k, p / tl.maximum(q, TINY), mask=there & (cls >= 0))
+    return (
+        tl.sum(kl, axis=0), tl.sum(mass, axis=0), tl.sum(kept, axis=0), tl.sum(named, axis=0), tl.sum(ending, axis=0),
+        tl.max(ends_at, axis=0)
+    )  # fmt: skip
+
+
+@triton.jit
+def chain_listed_beside_kernel(
+    student_ptr, id_ptr, log_prob_ptr, part_ptr, chunk_ptr, s_row_ptr, t_row_ptr, node_ptr, first_ptr, slot_start_ptr,
+    slot_class_ptr, segment_ptr, start_ptr, fresh_segment_ptr, fresh_start_ptr, fresh_token_ptr, spelling_start_ptr,
+    spelled_node_ptr, spelled_slot_ptr, root_ptr, top_ptr, total_ptr, flag_ptr, sums_ptr, capacity, value_ptr,
+    mass_ptr, level_ptr, listed_ptr, ratio_ptr, most_slots, E, T_s, V, V_t, flags, stride_b, stride_t, scale, K,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Compute the KL of one node inside a token of the teacher after the other."""
+    flag_ptr += tl.program_id(0).to(tl.int64) * flags
+    sums_ptr += tl.program_id(0).to(tl.int64) * capacity
+    for event in range(tl.program_id(0), E, tl.num_programs(0)):
+        chunk = tl.load(chunk_ptr + event)
+        if chunk >= 0:
+            node, row = tl.load(node_ptr + event), tl.load(s_row_ptr + event)
+            given = tl.load(t_row_ptr + event).to(tl.int64)
+            slot = tl.load(slot_start_ptr + node)
+            slots = tl.load(slot_start_ptr + node + 1) - slot
+            base = row_of(student_ptr, row, T_s, stride_b, stride_t)
+            top, total = tl.load(top_ptr + row), tl.load(total_ptr + row)
+            store_segment_sums(
+                base, fresh_segment_ptr, fresh_start_ptr, fresh_token_ptr, slot, slots, scale, top, 1.0 / total,
+                sums_ptr, SLOTS
+            )  # fmt: skip
+            of_slot, log_p = entries_of_node(
+                id_ptr + given * K, log_prob_ptr + given * K, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr,
+                event - tl.load(first_ptr + chunk), node, slot, V_t, K, LANES
+            )  # fmt: skip
+            first = tl.load(start_ptr + tl.load(segment_ptr + slot))
+            last = tl.load(start_ptr + tl.load(segment_ptr + slot + slots))
+            unlisted = (last - first - tl.sum((of_slot >= 0).to(tl.int32), axis=0)).to(tl.float32)
+            part = tl.load(part_ptr + given)
+            log_part = tl.where(unlisted > 0.0, floored_log(part), float("-inf"))
+            pivot = finite(tl.maximum(tl.max(log_p, axis=0), log_part))
+            norm = tl.sum(exp(log_p - pivot), axis=0) + unlisted * exp(log_part - pivot)
+            listed = tl.sum(exp(log_p), axis=0)
+            tl.store(listed_ptr + event, listed / tl.maximum(listed + unlisted * part, TINY))
+            ratio = ratio_ptr + in_64_bits(event) * most_slots
+            tl.debug_barrier()
+            kl, mass, kept, named, ending, ends_at = compare_held(
+                slot, slots, slot_class_ptr, segment_ptr, start_ptr, fresh_segment_ptr, sums_ptr, of_slot,
+                exp(log_p - pivot) / norm, exp(log_part - pivot) / norm, ratio, TILE
+            )  # fmt: skip
+            level = kept * 0.0
+            tl.debug_barrier()
+            if ends_at >= 0:
+                q = 1.0 - named
+                if q < SMALL_REST:
+                    q = unnamed_sum(
+                        base, root_ptr, flag_ptr, slot_class_ptr, slot, slots, V, scale, top, BLOCK, SLOTS
+                    ) / total  # fmt: skip
+                kl += xlogx(ending) - ending * floored_log(q)
+                mass += ending
+                p = tl.where(q >= TINY, ending, 0.0)
+                kept += p
+                level = p / tl.maximum(q, TINY)
+                tl.store(ratio + ends_at, level)
+            tl.store(value_ptr + event, kl - xlogx(mass))
+            tl.store(mass_ptr + event, kept)
+            tl.store(level_ptr + event, kept - level)
+
+
+@triton.jit
+def least_listed(listed_ptr, chunk_ptr, first_ptr, size_ptr, events, chunk, there, least):
+    """Return the least listed mass of one side's nodes of some chunks."""
+    first = tl.load(first_ptr + chunk, mask=there, other=0)
+    size = tl.load(size_ptr + chunk, mask=there, other=0)
+    for i in range(tl.max(size, axis=0)):
+        event = first + i
+        inside = there & (i < size) & (event < events)
+        own = inside & (tl.load(chunk_ptr + event, mask=inside, other=-1) == chunk)
+        least = tl.minimum(least, tl.load(listed_ptr + event, mask=own, other=1.0))
+    return least
+
+
+@triton.jit
+def sum_of_tokens(value_ptr, first_ptr, size_ptr, chunk, there, total):
+    """Add the values of one side's positions of some chunks."""
+    first = tl.load(first_ptr + chunk, mask=there, other=0)
+    size = tl.load(size_ptr + chunk, mask=there, other=0)
+    for i in range(tl.max(size, axis=0)):
+        total += tl.load(value_ptr + first + i, mask=there & (i < size), other=0.0)
+    return total
+
+
+@triton.jit
+def chain_listed_part_kernel(
+    chunk_ptr, start_ptr, s_value_ptr, s_listed_ptr, s_chunk_ptr, s_end_ptr, s_events, t_value_ptr, t_listed_ptr,
+    t_chunk_ptr, t_end_ptr, t_events, s_first_ptr, s_size_ptr, t_first_ptr, t_size_ptr, s_likely_ptr, t_likely_ptr,
+    parts_ptr, listed_ptr, likely_ptr, chunks, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Compute each chunk's parts, the least listed mass at its nodes, and both sides' likelihoods of its tokens."""
+    chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = chunk < chunks
+    starts = tl.load(chunk_ptr + chunk, mask=there, other=-1) >= 0
+    inner = tl.zeros((BLOCK,), dtype=tl.float32)
+    end = tl.zeros((BLOCK,), dtype=tl.float32)
+    inner, end = add_nodes(
+        s_value_ptr, s_chunk_ptr, s_end_ptr, t_first_ptr, t_size_ptr, s_events, chunk, there, inner, end
+    )
+    inner, end = add_nodes(
+        t_value_ptr, t_chunk_ptr, t_end_ptr, s_first_ptr, s_size_ptr, t_events, chunk, there, inner, end
+    )
+    least = tl.full((BLOCK,), 1.0, dtype=tl.float32)
+    least = least_listed(s_listed_ptr, s_chunk_ptr, t_first_ptr, t_size_ptr, s_events, chunk, there, least)
+    least = least_listed(t_listed_ptr, t_chunk_ptr, s_first_ptr, s_size_ptr, t_events, chunk, there, least)
+    likely = tl.zeros((BLOCK,), dtype=tl.float32)
+    tl.store(parts_ptr + chunk, tl.load(start_ptr + chunk, mask=starts, other=0.0), mask=there)
+    tl.store(parts_ptr + chunks + chunk, inner, mask=there)
+    tl.store(parts_ptr + 2 * chunks + chunk, end, mask=there)
+    tl.store(listed_ptr + chunk, least, mask=there)
+    own = sum_of_tokens(s_likely_ptr, s_first_ptr, s_size_ptr, chunk, there, likely)
+    tl.store(likely_ptr + chunk, own, mask=there)
+    own = sum_of_tokens(t_likely_ptr, t_first_ptr, t_size_ptr, chunk, there, likely)
+    tl.store(likely_ptr + chunks + chunk, own, mask=there)
