@@ -49,6 +49,7 @@ ALONE = (
 WHOLE_RUNS = (
     "tests/integration/test_rollouts.py",
     "tests/integration/test_signals.py",
+    "tests/integration/test_store.py",
     "tests/integration/test_training.py",
     "tests/integration/test_worker_kills.py",
 )

@@ -8,8 +8,10 @@ from benchmarks.gpu_tests import belongs_to
 from benchmarks.whole_losses import OPS_OF
 from xtoken_core.ops.registry import BACKENDS
 
+COUNTED = {"chain": ("chain", "chain_class_order"), "gold": ("gold", "h_kl"), "p_kl": ("p_kl", "p_kl_full_vocabulary")}
+"""By page, the losses of which `benchmarks.counters` reads hardware counters."""
 HIDDEN_TESTS = "test_losses_from_hidden_states"
-PAGE_OF = {"p_kl_cross_entropy": "p_kl"}
+PAGE_OF = {"p_kl_cross_entropy": "p_kl", "gold_cross_entropy": "gold"}
 """Ops that share another's page."""
 
 
@@ -31,3 +33,8 @@ def hidden_states(tests: dict[str, Any], bench: dict[str, Any]) -> dict[str, Any
     """Return the variables of the page about losses from hidden states."""
     outcomes = [outcome for name, outcome in tests["tests"].items() if name.startswith(HIDDEN_TESTS)]
     return {"tests": tests, "outcomes": outcomes, "bench": bench, "s": bench["shape"]}
+
+
+def counters(page: str, read: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of a page's hardware counters: those of its losses that have been read."""
+    return {"r": read, "losses": {name: read["losses"][name] for name in COUNTED[page] if name in read["losses"]}}

@@ -24,12 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.chain_tables import draw_tables, draw_text
 from benchmarks.gpu_tests import RESULTS, backend_passes, losses_pass, machine
 from benchmarks.whole_losses import CONFIGS, OPS_OF, whole_loss
+from xtoken_core.losses.chain import side_tokens
+from xtoken_core.losses.masks import whole_chunks
+from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
 from xtoken_core.ops.gold import GoldOptions, TokenPartition
 from xtoken_core.ops.p_kl import PKLOptions
 from xtoken_core.ops.registry import BACKENDS, load_backend
 from xtoken_core.ops.sparse_projection import ProjectionMatrix
+from xtoken_core.topk_logits import largest_logits
+from xtoken_core.transports.ring import TopKSettings
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,6 +51,7 @@ class Shape:
     moe_tokens: int = 65_536
     embedding_ids: int = 16_384
     embedding_width: int = 4096
+    listed: int = 64
 
 
 SMALL = Shape(64, 1024, 1536, 128, 512, 256, 64)
@@ -138,6 +145,31 @@ def make_gold(shape: Shape, device: torch.device) -> Workload:
     )
 
 
+def make_chain_topk(shape: Shape, device: torch.device) -> Workload:
+    """The `listed` largest logits of the teacher, tables and text as in `benchmarks.chain`."""
+    student, teacher, _ = logits(shape, device)
+    tables = draw_tables(shape.student_vocab, shape.teacher_vocab)
+    text = draw_text(tables, shape.tokens)
+    tables = tables.to(device)
+    usable = torch.ones(1, text.chunks, dtype=torch.bool, device=device)
+    ids, chunks = ([x.to(device) for x in each] for each in (text.ids, text.chunk_id))
+    sides = [side_tokens(i, c, usable & whole_chunks(c, text.chunks)) for i, c in zip(ids, chunks, strict=True)]
+    topk = TopKSettings(shape.listed, shape.teacher_vocab, None, 1.0)
+    largest = largest_logits(teacher, sides[1].predicted, topk)
+    listed = largest.with_own(sides[1].predicted, sides[1].chunk >= 0)
+    lists = listed.log_probs(), listed.ids, listed.log_rest.exp(), largest.own_scaled()
+    settings = ChainTopKSettings(text.chunks, shape.student_vocab)
+    least = 3 * nbytes(student) + sum(nbytes(x) for x in lists)
+    return Workload((student, *lists, *sides, tables, settings), student, least)
+
+
+def make_gold_cross_entropy(shape: Shape, device: torch.device) -> Workload:
+    """The same, and the cross-entropy of every position."""
+    load = make_gold(shape, device)
+    targets = torch.randint(shape.student_vocab, (1, shape.tokens), device=device)
+    return Workload((*load.arguments[:-1], targets, load.arguments[-1]), load.differentiable, load.least_bytes)
+
+
 def make_cross_entropy(shape: Shape, device: torch.device) -> Workload:
     """One sequence of student logits."""
     student, _, chunks = logits(shape, device)
@@ -201,6 +233,8 @@ WORKLOADS: dict[str, tuple[str, Callable[[Shape, torch.device], Workload]]] = {
         lambda s, d: make_p_kl_cross_entropy(s, d, s.teacher_vocab),
     ),
     "gold": ("gold", make_gold),
+    "chain_topk": ("chain_topk", make_chain_topk),
+    "gold_cross_entropy": ("gold_cross_entropy", make_gold_cross_entropy),
     "cross_entropy": ("cross_entropy", make_cross_entropy),
     "select_topk_columns": ("select_topk_columns", make_select),
     "chunk_mean": ("chunk_mean", make_chunk_mean),
@@ -250,6 +284,22 @@ def timed_by_graph(function: Callable[[], object], runs: int = 1) -> float:
     return time
 
 
+def waits_for_the_device(function: Callable[[], object]) -> bool:
+    """Return True if a call synchronises with the device.
+
+    That is asked before a capture: one that fails leaves PyTorch's generator of random numbers in the capture's state.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second that a copy of 4 GiB reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.int32, device=device)
@@ -288,13 +338,13 @@ def measure(name: str, backend: str, shape: Shape, device: torch.device, bandwid
     before = torch.cuda.memory_allocated()
     both()
     peak = (torch.cuda.max_memory_allocated() - before) // len(load.sets)
-    try:
-        timed_by = "graph"
-        forward_ms, both_ms = (timed_by_graph(function, len(load.sets)) for function in (forward, both))
-    except RuntimeError as error:
-        print(f"{name} {backend}: not captured ({str(error).splitlines()[0]})")
+    if waits_for_the_device(both):
+        print(f"{name} {backend}: waits for the device and cannot be captured")
         timed_by = "events"
         forward_ms, both_ms = (timed_by_events(function) / len(load.sets) for function in (forward, both))
+    else:
+        timed_by = "graph"
+        forward_ms, both_ms = (timed_by_graph(function, len(load.sets)) for function in (forward, both))
     share = load.least_bytes / bandwidth / both_ms * 1e3
     return Row(name, backend, True, timed_by, forward_ms, both_ms - forward_ms, peak, load.least_bytes, share)
 

@@ -176,6 +176,10 @@ def _comparison() -> dict[str, Any]:
     }
 
 
+def _counters(page: str) -> Callable[[], dict[str, Any]]:
+    return lambda: operators.counters(page, result("counters"))
+
+
 def _operator(page: str) -> Callable[[], dict[str, Any]]:
     return lambda: operators.variables(page, result("gpu_tests"), result("ops"))
 
@@ -212,6 +216,7 @@ PARTS = [
         },
     ),
     Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain")}),
+    *(Part("counters", OPERATORS / f"{page}.md", _counters(page)) for page in operators.COUNTED),
     *(
         Part("operator", page, _operator(page.stem))
         for page in sorted(OPERATORS.glob("*.md"))
