@@ -26,6 +26,7 @@ from typing import Any
 from experiments.jobs import SHORTEST_S
 from experiments.real import models, predictions, results, stages, summary, texts
 from experiments.real.methods import CONDITIONS, METHODS, SEEDS, WEIGHTS, Cell, cells
+from xtoken_core.errors import InputError
 
 RESULTS = Path(__file__).parent / "results"
 BEST = "best"
@@ -53,7 +54,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         return _run(arguments)
-    except (models.MissingSourceError, results.OtherTextError, results.UnknownRunError) as error:
+    except (models.MissingSourceError, results.OtherTextError, results.UnknownRunError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments.real.sources import MODELS, PackagedModel
+from services.common.models.gguf import check_merges
 
 
 class MissingSourceError(RuntimeError):
@@ -45,6 +46,9 @@ def convert(gguf: Path, directory: Path) -> None:
     Args:
         gguf: The quantised model.
         directory: Written whole, or not at all.
+
+    Raises:
+        InputError: The installed transformers does not read the file's tokenizer as it is.
     """
     import torch
     import transformers
@@ -53,6 +57,7 @@ def convert(gguf: Path, directory: Path) -> None:
     with tempfile.TemporaryDirectory(dir=_made(directory.parent)) as beside:
         target = Path(beside) / directory.name
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        check_merges(tokenizer, gguf)
         # Newer versions keep weights packed unless asked; older ones have no such class and always unpack.
         packing = getattr(transformers, "GgufConfig", None)
         options = {} if packing is None else {"quantization_config": packing(dequantize=True)}

@@ -24,6 +24,10 @@ from xtoken_core.errors import InputError
 from xtoken_core.user_cache import user_cache
 
 SUFFIX = ".gguf"
+SAMPLE = "These are words that many people know"
+"""Words that vocabularies of tens of thousands of tokens have."""
+SPACES = ("\u2581", "\u0120")
+"""A space before a word, as vocabularies write it: SentencePiece's, and byte-level BPE's."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -68,14 +72,44 @@ def gguf_model(name: str, file: Path) -> Path:
     return target
 
 
+def check_merges(tokenizer: Any, file: Path) -> None:
+    """Check that a converted tokenizer has kept its merges: words of its vocabulary are one token each.
+
+    transformers 5.17 reads Gemma 3's file without some or all of them, and nothing fails later; 5.23 reads it right.
+
+    Args:
+        tokenizer: As it was converted.
+        file: The GGUF file that it was read from.
+
+    Raises:
+        InputError: A word of the vocabulary is cut.
+    """
+    vocabulary = tokenizer.get_vocab()
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(SAMPLE, add_special_tokens=False)["input_ids"])
+    words = {f"{space}{word}" for word in SAMPLE.split()[1:] for space in SPACES}
+    if cut := sorted(word for word in words & vocabulary.keys() if word not in tokens):
+        import transformers
+
+        raise InputError(
+            f"transformers {transformers.__version__} reads the tokenizer of {file.name} without its merges, "
+            f"{cut[0]!r} is in the vocabulary and is cut: convert the file with transformers 5.23 or newer"
+        )
+
+
 def main(file: Path, directory: Path) -> None:
-    """Convert a file."""
+    """Convert a file.
+
+    Raises:
+        InputError: The installed transformers does not read the file's tokenizer as it is.
+    """
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-    AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    check_merges(tokenizer, file)
+    tokenizer.save_pretrained(directory)
     # Newer versions keep weights packed unless asked; older ones have no such class and always unpack.
     packing = getattr(transformers, "GgufConfig", None)
     unpacked = {} if packing is None else {"quantization_config": packing(dequantize=True)}
@@ -108,4 +142,7 @@ def drop_added_tokens(directory: Path, rows: int) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except InputError as error:
+        sys.exit(str(error))
