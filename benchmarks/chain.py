@@ -22,7 +22,8 @@ from torch import Tensor
 
 from benchmarks.chain_tables import DrawnText, draw_tables, draw_text
 from benchmarks.gpu_tests import machine
-from benchmarks.ops import Shape, copy_bandwidth, nbytes, timed_by_events, timed_by_graph
+from benchmarks.ops import Shape
+from benchmarks.timing import copy_bandwidth, nbytes, timed_by_events, timed_by_graph
 from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig

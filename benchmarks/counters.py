@@ -156,7 +156,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     from benchmarks.gpu_tests import machine
     from benchmarks.kernel_hash import kernel_hash
-    from benchmarks.ops import copy_bandwidth
+    from benchmarks.timing import copy_bandwidth
 
     copy = copy_bandwidth(torch.device("cuda"))
     torch.cuda.empty_cache()

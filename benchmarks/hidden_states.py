@@ -27,7 +27,7 @@ from benchmarks.chain_tables import draw_tables, draw_text
 from benchmarks.gpu_tests import RESULTS, machine
 from benchmarks.kernel_hash import kernel_hash
 from benchmarks.operators import HIDDEN_TESTS
-from benchmarks.ops import timed_by_events
+from benchmarks.timing import timed_by_events
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
 

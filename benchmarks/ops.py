@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.chain_tables import draw_tables, draw_text
 from benchmarks.gpu_tests import RESULTS, backend_passes, losses_pass, machine
+from benchmarks.timing import copy_bandwidth, nbytes, timed_by_events, timed_by_graph, waits_for_the_device
 from benchmarks.whole_losses import CONFIGS, OPS_OF, whole_loss
 from xtoken_core.losses.chain import side_tokens
 from xtoken_core.losses.masks import whole_chunks
@@ -88,11 +88,6 @@ class Workload:
     def sets(self) -> tuple[tuple[tuple, Tensor | None], ...]:
         """Every set of arguments with what is differentiated by."""
         return ((self.arguments, self.differentiable), *self.others)
-
-
-def nbytes(x: Tensor) -> int:
-    """The bytes of a tensor's values."""
-    return x.numel() * x.element_size()
 
 
 def projection_rows(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -250,61 +245,6 @@ TARGETS_MS = {
     "h_kl_loss": (6.0, 3.0),
 }
 """Forward and backward together, in milliseconds: what must be reached, and what is aimed at."""
-
-
-def timed_by_events(function: Callable[[], object], *, repeats: int = 20) -> float:
-    """The median of `repeats` runs after 3 that warm up, in milliseconds."""
-    times = []
-    for turn in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        if turn >= 3:
-            times.append(start.elapsed_time(end))
-    return median(times)
-
-
-def timed_by_graph(function: Callable[[], object], runs: int = 1) -> float:
-    """Return the times of replays of one captured call, as `timed_by_events` does, which holds `runs` runs."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = function()
-    time = timed_by_events(graph.replay) / runs
-    del graph, kept
-    torch.cuda.empty_cache()
-    return time
-
-
-def waits_for_the_device(function: Callable[[], object]) -> bool:
-    """Return True if a call synchronises with the device.
-
-    That is asked before a capture: one that fails leaves PyTorch's generator of random numbers in the capture's state.
-    """
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        function()
-    except RuntimeError:
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return False
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy of 4 GiB reads and writes."""
-    source = torch.empty(1 << 30, dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-    return 2 * nbytes(source) / timed_by_events(lambda: target.copy_(source)) * 1e3
 
 
 def measure(name: str, backend: str, shape: Shape, device: torch.device, bandwidth: float) -> Row:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_tests import RESULTS, machine
-from benchmarks.ops import timed_by_events
+from benchmarks.timing import timed_by_events
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
 
