@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-counters bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-counters bench-ideas bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -123,6 +123,10 @@ bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references bes
 
 bench-counters: $(STAMP)  ## hardware counters of the slowest kernels, by Nsight Compute on a GPU
 	$(BIN)/python -m benchmarks.counters
+
+bench-ideas: $(STAMP)  ## TMA, persistent programs and 8-bit logits beside the kernels that ship, on a Hopper GPU; two minutes
+	$(BIN)/python -m benchmarks.kernel_ideas
+	$(BIN)/python -m benchmarks.pages
 
 bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twenty minutes
 	$(BIN)/python -m benchmarks.control

@@ -52,11 +52,11 @@ class Row:
 
 
 def chain_loss(
-    tables: ChainTables, text: DrawnText, shape: Shape, device: torch.device
+    tables: ChainTables, text: DrawnText, shape: Shape, device: torch.device, *, ce_loss_scale: float = 1.0
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of both sides' logits that gives the loss of one sample."""
     loss = CrossTokenizerDistillationLoss(
-        LossConfig(mode="chain"),
+        LossConfig(mode="chain", ce_loss_scale=ce_loss_scale),
         student_vocab_size=shape.student_vocab,
         teachers=[LossTeacher(shape.teacher_vocab, tables=tables)],
         device=device,

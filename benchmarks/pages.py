@@ -21,6 +21,7 @@ import jinja2
 from benchmarks import bounds, operators
 from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.bounds import bounds_of
+from benchmarks.kernel_ideas import report as kernel_ideas
 from benchmarks.on_policy import report as on_policy
 from benchmarks.queue.bounds import queue_bounds
 from benchmarks.startup_gpu import on_gpu
@@ -180,6 +181,12 @@ def _counters(page: str) -> Callable[[], dict[str, Any]]:
     return lambda: operators.counters(page, result("counters"))
 
 
+def _kernel_ideas() -> dict[str, Any]:
+    names = ("kernel_ideas", "eight_bit_logits")
+    timed, real = (result(name) if exists(name) else None for name in names)
+    return kernel_ideas.variables(timed, real)
+
+
 def _operator(page: str) -> Callable[[], dict[str, Any]]:
     return lambda: operators.variables(page, result("gpu_tests"), result("ops"))
 
@@ -216,6 +223,7 @@ PARTS = [
         },
     ),
     Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain")}),
+    Part("kernel_ideas", OPERATORS / "chain.md", _kernel_ideas),
     *(Part("counters", OPERATORS / f"{page}.md", _counters(page)) for page in operators.COUNTED),
     *(
         Part("operator", page, _operator(page.stem))

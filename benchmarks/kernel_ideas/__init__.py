@@ -1,0 +1,1 @@
+"""Ideas for kernels on Hopper, each measured beside the kernel that ships."""
