@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,7 @@ def run_all(
     until: float,
     gpus: int = 1,
     least_s: float = SHORTEST_S,
+    on_end: Callable[[], None] = lambda: None,
 ) -> bool:
     """Make every run that is not finished; a stopped run resumes from its checkpoint.
 
@@ -55,6 +56,7 @@ def run_all(
         until: Time on the monotonic clock, in seconds, at which all runs are stopped.
         gpus: Number of GPUs; with several, each run has the one that the fewest runs use.
         least_s: Seconds before `until` in which no run is started any more.
+        on_end: Called after the end of every run.
 
     Returns:
         True if all of them are finished.
@@ -68,6 +70,7 @@ def run_all(
             if process.poll() is not None:
                 del living[job]
                 _print_outcome(state, job, process.returncode, time.monotonic() - began[job])
+                on_end()
         now = time.monotonic()
         if now >= until:
             _stop(list(living.values()))

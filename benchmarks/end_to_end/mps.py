@@ -32,3 +32,9 @@ def mps_daemon() -> Iterator[Mapping[str, str]]:
             yield shared
         finally:
             subprocess.run([CONTROL], input="quit\n", text=True, env=environment, check=False, timeout=60)
+
+
+def serves_this_process() -> bool:
+    """Return whether this process and those that it starts reach the GPU by an MPS daemon."""
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return (Path(pipes) / "control").exists()

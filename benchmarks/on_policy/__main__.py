@@ -18,12 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.end_to_end.mps import serves_this_process
 from benchmarks.gpu_tests import machine
 from xtoken_core.atomic import atomic_write
 
 PROMPT_CHARACTERS = 250
 RECORD_CHARACTERS = 400
 MODULE = "benchmarks.on_policy.trl_gold"
+PARTS = {"ours": 30.0, "trl": 30.0, "weights": 15.0, "generation": 20.0, "other_graphs": 30.0}
+"""What is measured, with the seconds that must be left for it to begin."""
 
 
 def main() -> None:
@@ -36,6 +39,7 @@ def main() -> None:
     parser.add_argument("--ours", type=int, nargs="*", default=[64, 256], help="other sizes of this package's steps")
     parser.add_argument("--trl", type=int, nargs="*", default=[64], help="other sizes of TRL's steps")
     parser.add_argument("--mode", default="chain", help="this package's loss")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="all if left out")
     parser.add_argument("--extended", action="store_true", help="TRL aligns by bytes: byte-level tokenizers alone")
     parser.add_argument("--steps", type=int, default=40, help="of this package's runs, the warm-up included")
     parser.add_argument("--trl-steps", type=int, default=4, help="of TRL's, beyond two of warm-up")
@@ -84,6 +88,7 @@ def measure(options: argparse.Namespace) -> None:
     began = time.monotonic()
     report: dict[str, Any] = {
         "machine": machine() if options.device == "cuda" else {},
+        "mps": serves_this_process(),
         **{name: getattr(options, name) for name in ("mode", "extended", "new_tokens", "context", "dtype")},
         "student": options.student.name,
         "teacher": options.teacher.name,
@@ -109,20 +114,29 @@ def stages(options: argparse.Namespace, left: Any) -> Iterator[tuple[str, list[d
         options: As `main` reads them.
         left: Returns the seconds that are left.
     """
-    first, *others = options.ours or [options.equal]
-    second, *further = options.trl or [options.equal]
-    plan = [("ours", first), ("trl", options.equal), ("ours", options.equal), ("trl", second), ("generation", 0)]
-    plan += [("weights", 0), *(("ours", size) for size in others), *(("trl", size) for size in further)]
-    plan += [("other_graphs", first)]
     done = set()
-    for part, size in plan:
-        if (part, size) in done or left() < 10:
+    for part, size in planned(options):
+        if (part, size) in done or left() < PARTS[part]:
             continue
         done.add((part, size))
         try:
             yield part, _stage(part, size, options, min(left(), options.part_seconds))
         except Exception as error:  # the other parts are measured all the same
             yield part, f"{size}: {error!r}"
+
+
+def planned(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return the parts in their order, those that the bounds are about first, each with its batch.
+
+    Args:
+        options: As `main` reads them.
+    """
+    first, *others = options.ours or [options.equal]
+    second, *further = options.trl or [options.equal]
+    plan = [("ours", first), ("trl", options.equal), ("ours", options.equal), ("trl", second)]
+    plan += [*(("trl", size) for size in further), *(("ours", size) for size in others)]
+    plan += [("weights", 0), ("generation", 0), ("other_graphs", first)]
+    return [each for each in plan if each[0] in options.parts]
 
 
 def _stage(part: str, size: int, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:

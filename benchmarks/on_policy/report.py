@@ -58,7 +58,7 @@ def bounds(result: dict[str, Any]) -> list[Bound]:
 
 def _name(side: str, row: dict[str, Any]) -> str:
     if side == "trl":
-        return "TRL"
+        return "TRL" if row.get("warm_up", 2) > 1 else "TRL, its second step alone"
     return "this package" if row.get("graphs", True) else "this package, without CUDA graphs"
 
 

@@ -20,6 +20,7 @@ import torch
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 WARM_UP = 2
+"""Steps that do not count; only the first of a run that is out of time before its third step."""
 Counts = dict[str, float]
 
 
@@ -164,27 +165,29 @@ def recorder(options: argparse.Namespace, clock: Clock, counts: list[Counts]) ->
 
 
 def result(steps: list[Counts], counts: list[dict[str, float]], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of all steps behind the warm-up.
+    """Return the figures of all steps behind the warm-up; those of the second step if there are only two.
 
     Args:
         steps: Per step its end and seconds of its parts.
         counts: Per step its completions.
         options: As `main` reads them.
     """
-    kept = steps[WARM_UP:]
+    warm_up = max(0, min(WARM_UP, len(steps) - 1))
+    kept = steps[warm_up:] if warm_up else []
     row: dict[str, Any] = {"batch": options.batch, "steps": len(kept), "new_tokens": options.new_tokens}
     if kept:
-        seconds = kept[-1]["time"] - steps[WARM_UP - 1]["time"]
-        tokens = sum(each["completion_tokens"] for each in counts[WARM_UP : len(steps)])
+        seconds = kept[-1]["time"] - steps[warm_up - 1]["time"]
+        tokens = sum(each["completion_tokens"] for each in counts[warm_up : len(steps)])
         parts = {name: sum(each.get(name, 0.0) for each in kept) for name in ("generation", "forward", "backward")}
         row |= {
+            "warm_up": warm_up,
             "seconds_per_step": seconds / len(kept),
             "completion_tokens_per_step": tokens / len(kept),
             "tokens_per_second": tokens / seconds,
             "generated_tokens_per_second": tokens / parts["generation"],
             "trained_tokens_per_second": tokens / (seconds - parts["generation"]),
             "seconds": {name: value / len(kept) for name, value in parts.items()},
-            "finished": sum(each["finished"] for each in counts[WARM_UP : len(steps)]) / len(kept),
+            "finished": sum(each["finished"] for each in counts[warm_up : len(steps)]) / len(kept),
         }
     if torch.cuda.is_available():
         row["peak_bytes"] = torch.cuda.max_memory_allocated()

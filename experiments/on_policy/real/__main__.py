@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.digits.stages import machine
-from experiments.jobs import finished, run_all
-from experiments.on_policy.real.methods import METHODS, SIZES, Cell, Size, job, models_of, run_name
+from experiments.jobs import SHORTEST_S, finished, run_all
+from experiments.on_policy.real.methods import ASKED_FOR, METHODS, SIZES, Cell, Size, job, models_of, run_name
 from experiments.on_policy.real.task import Files, write_files
 from xtoken_core.atomic import atomic_write
 
@@ -45,28 +45,45 @@ def main() -> int:
     rollout |= {"cuda_graphs": True} if arguments.cuda_graphs else {}
 
     def train(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> list[Cell]:
-        """Make the runs of cells; write the result with those of others that are done, and return these."""
-        jobs = [job(cell, size, device=arguments.device, rollout=rollout) for cell in cells]
-        run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
-        done = [cell for cell in (*others, *cells) if finished(state, run_name(cell, size))]
-        result = {
-            "machine": machine(),
-            "size": vars(size),
-            "rollout": rollout,
-            "teacher": teacher,
-            "runs": [{**vars(cell), **_measured(state / "runs" / run_name(cell, size))} for cell in done],
-        }
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        if done:
-            atomic_write(arguments.out / f"real-{size.name}.json", json.dumps(result, indent=1) + "\n")
+        """Make the runs of cells; return these and the others that are done, which the result is of after every run."""
+        done: list[Cell] = []
+
+        def write() -> None:
+            done[:] = [cell for cell in (*others, *cells) if finished(state, run_name(cell, size))]
+            result = {
+                "machine": machine(),
+                "size": vars(size),
+                "rollout": rollout,
+                "teacher": teacher,
+                "runs": [{**vars(cell), **_measured(state / "runs" / run_name(cell, size))} for cell in done],
+            }
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            if done:
+                atomic_write(arguments.out / f"real-{size.name}.json", json.dumps(result, indent=1) + "\n")
+
+        run_all(
+            state, [job(cell, size, device=arguments.device, rollout=rollout) for cell in cells],
+            side_by_side=arguments.side_by_side, until=until, least_s=arguments.least, on_end=write,
+        )  # fmt: skip
+        write()
         return done
 
-    first = [Cell(method, rate, size.seeds[0]) for rate in size.rates for method in METHODS]
+    first = cells_of_first_seed(size)
     train(first)
     best = _best_rates(state, first, size)
     others = [Cell(name, rate, seed) for seed in size.seeds[1:] for name, rate in best.items()]
     done = train(others, first)
     return 0 if len(done) == len(first) + len(others) else 3
+
+
+def cells_of_first_seed(size: Size) -> list[Cell]:
+    """Return every method at every learning rate, in the order in which they are run.
+
+    Args:
+        size: The experiment's size.
+    """
+    cells = [Cell(method, rate, size.seeds[0]) for rate in size.rates for method in METHODS]
+    return sorted(cells, key=lambda cell: cell.method not in ASKED_FOR)
 
 
 def _teacher(teacher: Path, files: Files, device: str) -> dict[str, float]:
@@ -117,6 +134,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cuda-graphs", action="store_true", help="of runs with completions, as rollout.cuda_graphs")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--side-by-side", type=int, default=4, help="runs at a time")
+    parser.add_argument("--least", type=float, default=SHORTEST_S, help="seconds before their end, none begins in")
     parser.add_argument("--seconds", type=float, default=500.0, help="when runs are stopped, to resume later")
     return parser.parse_args()
 

@@ -88,6 +88,8 @@ METHODS = {
     "on_policy": Method("chain, on-policy", 1.0),
     "mixture": Method("chain, half on-policy", 0.5),
 }
+ASKED_FOR = ("supervised", "off_policy", "on_policy")
+"""These are run first."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from experiments.on_policy.lengths import Lengths
 from experiments.on_policy.methods import METHODS, file_of, planned
 from experiments.on_policy.real import methods as real
 from experiments.on_policy.real import task
+from experiments.on_policy.real.__main__ import cells_of_first_seed
 from xtoken_core.config.spec import RunSpec
 
 
@@ -42,6 +43,15 @@ def test_run_files_of_verbs(name, size):
     assert [*spec.eval.tasks.by_name] == ["validation", "test"]
     other = real.job(real.Cell(name, 1e-4, 2), real.SIZES[size], rollout={"weights": "cuda_ipc"}).file
     assert ('weights = "cuda_ipc"' in other) == (fraction > 0)
+
+
+@pytest.mark.parametrize("size", real.SIZES)
+def test_rows_that_are_asked_for_are_run_first(size):
+    cells = cells_of_first_seed(real.SIZES[size])
+    count = len(real.ASKED_FOR) * len(real.SIZES[size].rates)
+    assert {cell.method for cell in cells[:count]} == set(real.ASKED_FOR)
+    assert {cell.method for cell in cells} == set(real.METHODS)
+    assert len({cell.rate for cell in cells[: len(real.ASKED_FOR)]}) == 1
 
 
 def test_verbs_of_the_test_are_in_no_prompt_of_the_training(tmp_path):

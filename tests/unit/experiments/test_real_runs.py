@@ -242,7 +242,11 @@ def test_runs_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "printer").write_text('#!/bin/sh\necho "gpu $CUDA_VISIBLE_DEVICES"; sleep 2\n')
     (tmp_path / "printer").chmod(0o755)
     wanted = [jobs.Job(name, "") for name in ("a", "b", "c")]
-    jobs.run_all(tmp_path, wanted, side_by_side=3, until=time.monotonic() + 300, gpus=2)
+    ended: list[None] = []
+    jobs.run_all(
+        tmp_path, wanted, side_by_side=3, until=time.monotonic() + 300, gpus=2, on_end=lambda: ended.append(None)
+    )
+    assert len(ended) == 3
     logs = [(tmp_path / f"{job.name}.log").read_text() for job in wanted]
     assert logs == ["gpu 0\n", "gpu 1\n", "gpu 0\n"]
 
