@@ -4,7 +4,7 @@
     quality   students of whole logits and of the 16, 64 and 256 largest, side by side
     second    time and GPU memory of a run with the living teacher, of builds of its stores, and of runs from these
     producer  time and memory of the teacher's micro-batch, by what is sent of it
-    collect   write the result file, print a table
+    collect   write the result file, print a table; with `--merge`, rows that are not in the state stay as they were
 
 Models and texts are those of `experiments.real`, whose stages `models` and `texts` make them in the state's directory.
 A stage leaves out what is done; `--seconds` stops its runs gracefully. The runs of `second` are made one after the
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -32,22 +33,24 @@ from experiments.jobs import Job, finished, run_all
 from experiments.real.methods import CONDITIONS, MICRO_BATCH_TOKENS, TEACHER_CONTEXT, Cell, job
 from experiments.real.stages import _build_projection, write_sample
 from experiments.stored_teacher.gpu_memory import GpuMemory
+from experiments.stored_teacher.merging import merged
 from xtoken_core.atomic import atomic_write
 
 CONDITION, RATE = "de-500k", 2e-4
 SIZES = (16, 64, 256)
+OUTPUTS = ("whole", *map(str, SIZES))
 METHODS = ("chain", "p_kl")
 EVALUATIONS = 3
 SECOND_EVALUATIONS = 1
 """Evaluations of a run of `second` after the one before its first step: it is about time and memory."""
 RESULT = Path(__file__).with_name("results") / "stored_teacher.json"
-STORED: dict[str, dict[str, Any]] = {"hidden": {"content": "hidden"}, "topk": {"content": "topk", "topk": 64}}
+STORED: dict[str, dict[str, Any]] = {"topk": {"content": "topk", "topk": 64}, "hidden": {"content": "hidden"}}
 LIVING: dict[str, dict[str, Any]] = {"logits": {}} | STORED
 MEMORY = re.compile(r"memory at most (\d+) bytes, (\d+) of them weights; ring (\d+) bytes")
 PRODUCER = "stored-producer.json"
 FIRST_STEPS = 5
 """Steps that are left out of medians: kernels are compiled in them."""
-LEAST_S = 20.0
+LEAST_S = 30.0
 """Seconds that a run of `second` needs at least: none is begun with less."""
 
 
@@ -61,22 +64,25 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=12, help="documents of a step of `quality`")
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--side-by-side", type=int, default=8, help="runs of `quality` at a time")
-    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS), help="losses of `quality`")
+    parser.add_argument("--outputs", nargs="*", choices=OUTPUTS, default=list(OUTPUTS), help="teacher's, of `quality`")
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--merge", action="store_true", help="`collect` keeps what the result file has besides")
     arguments = parser.parse_args()
     until = time.monotonic() + arguments.seconds
     state: Path = arguments.state.absolute()
     if arguments.stage == "prepare":
         prepare(state, arguments.methods)
     elif arguments.stage == "quality":
-        jobs = quality_jobs(arguments.methods, arguments.steps, arguments.device, arguments.samples)
+        made = quality_jobs(arguments.methods, arguments.steps, arguments.device, arguments.samples)
+        jobs = [job for job in made if job.name.rpartition("-")[2] in arguments.outputs]
         run_all(state, jobs, side_by_side=arguments.side_by_side, until=until)
     elif arguments.stage == "second":
         second(state, arguments.steps, arguments.device, until)
     elif arguments.stage == "producer":
         producer(state, arguments.device)
     else:
-        collect(state, arguments.out)
+        collect(state, arguments.out, merge=arguments.merge)
     return 0
 
 
@@ -137,30 +143,40 @@ def quality_jobs(methods: list[str], steps: int, device: str, samples: int) -> l
 def second(state: Path, steps: int, device: str, until: float) -> None:
     """Make, each alone, the run with the living teacher's logits, and for each content a store and the runs with it.
 
-    These are the run from the store, and that with a living teacher which sends what the store holds.
+    These are the run from the store, and, when all stores have been read, that with a living teacher which sends what
+    the store holds.
     """
-
-    def measured(kind: str, content: str, teacher: dict[str, Any]) -> None:
-        """Make a run, and keep its time and the GPU's memory."""
-        name = f"stored-{kind}-{content}"
-        job = run_file("chain", name, teacher, steps, device, evaluations=SECOND_EVALUATIONS)
-        if finished(state, job.name):
-            return
-        began = time.monotonic()
-        with GpuMemory() as memory:
-            if not run_all(state, [job], side_by_side=1, until=until, least_s=LEAST_S):
-                return
-        seen = {"run_seconds": round(time.monotonic() - began, 1)} | memory.summary()
-        atomic_write(state / f"{job.name}.measured.json", json.dumps(seen))
-
-    measured("living", "logits", LIVING["logits"])
+    _measured(state, "living", "logits", LIVING["logits"], steps, device, until)
     for content, settings in STORED.items():
         store = state / "stores" / content
         file = state / f"stored-build-{content}.toml"
         file.write_text(run_file("chain", file.stem, settings, steps, device).file, encoding="utf-8")
         if build(file, store, until):
-            measured("again", content, settings | {"store": str(store)})
-        measured("living", content, settings)
+            _measured(state, "again", content, settings | {"store": str(store)}, steps, device, until)
+    for content, settings in STORED.items():
+        _measured(state, "living", content, settings, steps, device, until)
+
+
+def _measured(
+    state: Path, kind: str, content: str, teacher: dict[str, Any], steps: int, device: str, until: float
+) -> None:
+    """Make a run of `second`, and keep its time, the GPU's memory, and the kernels that were compiled for it."""
+    job = run_file("chain", f"stored-{kind}-{content}", teacher, steps, device, evaluations=SECOND_EVALUATIONS)
+    if finished(state, job.name):
+        return
+    began, compiled = time.monotonic(), compiled_kernels()
+    with GpuMemory() as memory:
+        if not run_all(state, [job], side_by_side=1, until=until, least_s=LEAST_S):
+            return
+    seen = {"run_seconds": round(time.monotonic() - began, 1)} | memory.summary()
+    seen["kernels_compiled"] = compiled_kernels() - compiled
+    atomic_write(state / f"{job.name}.measured.json", json.dumps(seen))
+
+
+def compiled_kernels() -> int:
+    """Return the number of kernels in Triton's cache on disk."""
+    home = Path(os.environ.get("TRITON_HOME", Path.home()))
+    return sum(1 for _ in Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache")).glob("*/*.cubin"))
 
 
 def build(file: Path, store: Path, until: float) -> bool:
@@ -217,11 +233,20 @@ def producer(state: Path, device: str) -> None:
     atomic_write(state / PRODUCER, json.dumps(made | {"device": where.type, "machine": machine()}, indent=1))
 
 
-def collect(state: Path, out: Path) -> None:
-    """Write the result file of the finished runs, and of others up to their last evaluation."""
+def collect(state: Path, out: Path, *, merge: bool = False) -> None:
+    """Write the result file of the finished runs, and of others up to their last evaluation.
+
+    Args:
+        state: Directory of the runs.
+        out: The result file.
+        merge: Keep the rows that it has and the state has not, or not as far.
+
+    Raises:
+        OtherTextError: They begin at other bits per byte: they are of other texts or models.
+    """
     names = sorted(path.name for path in (state / "runs").glob("stored-*"))
     builds = sorted(state.glob("stored-build-*.json"))
-    result = {
+    result: dict[str, Any] = {
         "machine": machine(),
         "condition": CONDITION,
         "learning_rate": RATE,
@@ -231,6 +256,8 @@ def collect(state: Path, out: Path) -> None:
     }
     if (state / PRODUCER).is_file():
         result["producer"] = json.loads((state / PRODUCER).read_text(encoding="utf-8"))
+    if merge and out.is_file():
+        result = merged(json.loads(out.read_text(encoding="utf-8")), result)
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(out, json.dumps(result, indent=1) + "\n")
     for name, run in result["runs"].items():

@@ -55,13 +55,15 @@ def render(result: Mapping[str, Any]) -> str:
         lines += [
             "",
             "Time and memory, one run after the other and nothing beside them; `whole run` is from command to end, "
-            "kernels are compiled in it, and the GPU's memory is that of all processes:",
+            "kernels that Triton's cache lacks are compiled in it, and the GPU's memory is that of all processes:",
             "",
-            "| run | steps | held-out bits per byte | seconds per step | whole run, s | GPU's memory, GiB | "
-            "student's tensors | waiting for the store |",
-            "|---|---|---|---|---|---|---|---|",
+            "| run | steps | held-out bits per byte | seconds per step | whole run, s | kernels compiled | "
+            "GPU's memory, GiB | student's tensors | waiting for the store |",
+            "|---|---|---|---|---|---|---|---|---|",
             *second,
         ]
+    if saved := list(_saved(runs)):
+        lines += ["", f"A second run with the same teacher, beside the one with its whole logits: {'; '.join(saved)}."]
     if equal := list(_equal(runs)):
         lines += [
             "",
@@ -180,9 +182,23 @@ def _second(runs: Mapping[str, Any]) -> Iterator[str]:
         used = f"{(run['gpu_peak_bytes'] - run['gpu_before_bytes']) / GIB:.1f}" if "gpu_peak_bytes" in run else ""
         yield (
             f"| {CONTENTS[content]}, {title} | {run['steps']} | {_value(run, 'bits'):.4f} | "
-            f"{run['seconds_per_step']:.3f} | {run.get('run_seconds', '')} | {used} | "
-            f"{run['trainer_peak_bytes'] / GIB:.2f} | {waited} |"
+            f"{run['seconds_per_step']:.3f} | {run.get('run_seconds', '')} | {run.get('kernels_compiled', '')} | "
+            f"{used} | {run['trainer_peak_bytes'] / GIB:.2f} | {waited} |"
         )
+
+
+def _saved(runs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how much time and memory the run from each store takes beside the living teacher's."""
+    living = runs.get("stored-living-logits", {})
+    for content in STORED:
+        again = runs.get(f"stored-again-{content}", {})
+        if not all("run_seconds" in run and run["steps"] == living["steps"] for run in (living, again)):
+            continue
+        shown = f"from {CONTENTS[content]} {again['run_seconds']:.0f} s instead of {living['run_seconds']:.0f}"
+        if all("gpu_peak_bytes" in run for run in (living, again)):
+            used = [(run["gpu_peak_bytes"] - run["gpu_before_bytes"]) / GIB for run in (again, living)]
+            shown += f", {used[0]:.1f} GiB instead of {used[1]:.1f}"
+        yield shown
 
 
 def _equal(runs: Mapping[str, Any]) -> Iterator[str]:

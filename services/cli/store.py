@@ -49,6 +49,9 @@ def build(
         int | None, typer.Option("--teacher", min=0, help="The teacher's number.", show_default="the only one")
     ] = None,
     settings: SetOption = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every record that the run needs, and compute damaged ones again.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be computed, and start nothing.")
     ] = False,
@@ -78,7 +81,7 @@ def build(
     from services.supervisor.store_build import StoreBuild
 
     check_launch(spec)
-    result = run_to_end(StoreBuild(spec, target), as_json=as_json)
+    result = run_to_end(StoreBuild(spec, target, verify=verify), as_json=as_json)
     if result.error:
         typer.echo(f"error: {result.error}", err=True)
     if result.exit_code:

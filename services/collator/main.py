@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from services.common.processes.worker import QueueLink, Worker, worker_session
 from services.common.stores.teacher_stores import open_store
@@ -12,6 +13,7 @@ from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.queue.run.names import COLLATOR
+from xtoken_core.teacher_store.identity import StoreError
 from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore
 from xtoken_core.wire.messages import Block
 
@@ -57,10 +59,11 @@ class CollatorLoop:
         positions = range(block.first, block.first + block.count)
         numbers = [record_of(run, position) for position in positions]
         readable, tombstones, without_store = [], {}, {}
+        missing = self._missing(numbers)
         for position, record in zip(positions, self.index.read(numbers), strict=True):
             if isinstance(record, BadRecord):
                 tombstones[position] = f"{record.location}: {record.reason}"[:MAX_REASON]
-            elif reason := self._missing(record.number):
+            elif reason := missing.get(record.number):
                 without_store[position] = f"{self.index.location(record.number)}: {reason}"[:MAX_REASON]
             else:
                 readable.append((position, record))
@@ -78,11 +81,17 @@ class CollatorLoop:
         )
         self.worker.alive(1)
 
-    def _missing(self, record: int) -> str:
-        """Return why a record is skipped for what a store does not have of it; empty if it is not skipped."""
-        try:
-            for store in self.stores:
-                store.frame(record)
-        except MissingRecordError as error:
-            return str(error)
-        return ""
+    def _missing(self, records: Sequence[int]) -> dict[int, str]:
+        """Return the records that are skipped for what a store does not have of them, with the reason.
+
+        Raises:
+            StoreError: A store cannot be read.
+        """
+        missing: dict[int, str] = {}
+        for store in self.stores:
+            for record, frame in store.frames(records).items():
+                if isinstance(frame, MissingRecordError):
+                    missing.setdefault(record, str(frame))
+                elif isinstance(frame, StoreError):
+                    raise frame
+        return missing

@@ -236,19 +236,19 @@ class StoredTeachers:
         errors: dict[int, StoreError] = {}
         nbytes, filler = 0, np.zeros(identity.width, dtype=array.dtype)
         gaps = []
+        frames = store.frames(records)
         for sample, record, entry, (row, part) in zip(
             batch.ids, records, entries, _parts(counts, packed=batch.packed), strict=True
         ):
-            target = array[row, part]
+            target, frame = array[row, part], frames[record]
             try:
-                if entry is not None and entry.tokens == len(target):
-                    store.read_into(record, target)
-                    nbytes += entry.size
-                    filler = target[-1] if len(target) else filler
-                else:
-                    store.frame(record)  # raises the error of a record that is not there
-                    errors[sample] = StoreError(f"record {record} does not fit its row")
-                    gaps.append(target)
+                if isinstance(frame, StoreError):
+                    raise frame
+                if entry is None or entry.tokens != len(target):
+                    raise StoreError(f"record {record} does not fit its row")
+                store.unpack_into(record, frame, target)
+                nbytes += entry.size
+                filler = target[-1] if len(target) else filler
             except StoreError as error:
                 errors[sample] = error
                 gaps.append(target)

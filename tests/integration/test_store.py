@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import tomli_w
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -161,6 +164,13 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     assert not list((stored.output / "logs").glob("teacher*"))
     with pytest.raises(RefusedError, match="a control plane builds no store"):
         SpecValidator().validate(stored)
+    (tmp_path / "store" / again.entries[9].shard).unlink()
+    damage(tmp_path / "store", again.entries[0])
+    file = tmp_path / "again.toml"
+    file.write_text(tomli_w.dumps(spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)))
+    command = [sys.executable, "-m", "services.cli", "store", "build", file, "--out", tmp_path / "store", "--verify"]
+    subprocess.run(command, check=True, timeout=DEADLINE_S)
+    assert TeacherStore.open(str(tmp_path / "store")).damaged(range(24)) == {}
 
 
 @pytest.mark.slow

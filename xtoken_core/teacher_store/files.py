@@ -7,9 +7,10 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from xtoken_core.atomic import atomic_write
 from xtoken_core.errors import ConfigError, OutputError
@@ -20,6 +21,24 @@ MAX_JSON = 1 << 30
 """Largest JSON file of a store that is read."""
 MAPPED = 64
 """Shards that stay mapped."""
+
+
+class Part(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+        name: Name of the file.
+        start: Its first byte.
+        size: Its bytes.
+    """
+
+    name: str
+    start: int
+    size: int
+
+
+class MissingFileError(StoreError):
+    """A file of a store is not there, or is empty."""
 
 
 def is_address(store: str) -> bool:
@@ -53,11 +72,10 @@ class StoreFiles(ABC):
         """
 
     @abstractmethod
-    def read_range(self, name: str, start: int, size: int) -> bytes | memoryview:
-        """Return a part of a file; fewer bytes if the file ends before. Any thread may call it.
+    def read_parts(self, parts: Sequence[Part]) -> list[bytes | memoryview | StoreError]:
+        """Return parts of files, fewer bytes of one whose file ends before. Any thread may call it.
 
-        Raises:
-            StoreError: It cannot be read.
+        In the place of a part that cannot be read stands the error: `MissingFileError` if there is no such file.
         """
 
     @abstractmethod
@@ -98,9 +116,15 @@ class LocalFiles(StoreFiles):
         except OSError as error:
             raise StoreError(f"cannot read {self._directory / name}: {error.strerror}") from error
 
-    def read_range(self, name: str, start: int, size: int) -> bytes | memoryview:
-        """See `StoreFiles.read_range`."""
-        return memoryview(self._mapped(name))[start : start + size]
+    def read_parts(self, parts: Sequence[Part]) -> list[bytes | memoryview | StoreError]:
+        """See `StoreFiles.read_parts`."""
+        return [self._read_part(part) for part in parts]
+
+    def _read_part(self, part: Part) -> memoryview | StoreError:
+        try:
+            return memoryview(self._mapped(part.name))[part.start : part.start + part.size]
+        except StoreError as error:
+            return error
 
     def write(self, name: str, data: bytes) -> None:
         """See `StoreFiles.write`."""
@@ -126,9 +150,10 @@ class LocalFiles(StoreFiles):
                     opened = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
                 finally:
                     os.close(descriptor)
-            except (OSError, ValueError) as error:  # ValueError: an empty file
-                reason = getattr(error, "strerror", None) or error
-                raise StoreError(f"cannot read {self._directory / name}: {reason}") from error
+            except (FileNotFoundError, ValueError) as error:  # ValueError: an empty file
+                raise MissingFileError(f"{self._directory / name} is not there, or is empty") from error
+            except OSError as error:
+                raise StoreError(f"cannot read {self._directory / name}: {error.strerror}") from error
             self._maps[name] = opened
             if len(self._maps) > MAPPED:
                 self._maps.popitem(last=False)  # unmapped once the last view of it is gone
@@ -136,7 +161,7 @@ class LocalFiles(StoreFiles):
 
 
 class RemoteFiles(StoreFiles):
-    """A store at an address of `fsspec`; parts of shards are read by range.
+    """A store at an address of `fsspec`; parts of shards are read by range, many at a time where it can do that.
 
     Object stores show a file only when it is complete; on other file systems it is written under another name first.
     """
@@ -170,9 +195,20 @@ class RemoteFiles(StoreFiles):
         """See `StoreFiles.read`."""
         return bytes(self._try(lambda: self._files.cat_file(self._path(name)), name))
 
-    def read_range(self, name: str, start: int, size: int) -> bytes | memoryview:
-        """See `StoreFiles.read_range`."""
-        return bytes(self._try(lambda: self._files.cat_file(self._path(name), start=start, end=start + size), name))
+    def read_parts(self, parts: Sequence[Part]) -> list[bytes | memoryview | StoreError]:
+        """See `StoreFiles.read_parts`."""
+        paths = [self._path(part.name) for part in parts]
+        starts, ends = [part.start for part in parts], [part.start + part.size for part in parts]
+        read: list[Any] = self._try(lambda: self._files.cat_ranges(paths, starts, ends, on_error="return"))
+        return [self._part(part, found) for part, found in zip(parts, read, strict=True)]
+
+    def _part(self, part: Part, found: Any) -> bytes | StoreError:
+        """Return what was read of a part, or the error of one that was not."""
+        if isinstance(found, FileNotFoundError):
+            return MissingFileError(f"{self.name}/{part.name} is not there")
+        if isinstance(found, BaseException):
+            return StoreError(f"cannot read {self.name}/{part.name}: {found or type(found).__name__}")
+        return bytes(found)
 
     def write(self, name: str, data: bytes) -> None:
         """See `StoreFiles.write`."""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from xtoken_core.teacher_store import codec
 from xtoken_core.teacher_store.codec import Array
-from xtoken_core.teacher_store.files import StoreFiles, open_files
+from xtoken_core.teacher_store.files import MissingFileError, Part, StoreFiles, open_files
 from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
 from xtoken_core.teacher_store.shards import (
     FRAMES,
@@ -106,13 +106,27 @@ class TeacherStore:
         Raises:
             MissingRecordError: There is none, or it is damaged.
         """
-        entry = self.entries.get(record)
-        if entry is None:
-            raise MissingRecordError(f"record {record} of the text is not in the store {self.files.name}: {BUILD_IT}")
-        frame = self.files.read_range(entry.shard, entry.offset, entry.size)
-        if len(frame) != entry.size or zlib.crc32(frame) != entry.checksum:
-            raise self._damaged(record, entry, "its checksum does not match")
+        frame = self.frames([record])[record]
+        if isinstance(frame, StoreError):
+            raise frame
         return frame
+
+    def frames(self, records: Iterable[int]) -> dict[int, bytes | memoryview | StoreError]:
+        """Return records' frames by number, their checksums verified; all of them are requested together.
+
+        In the place of a frame that cannot be read stands the error: `MissingRecordError` as for `frame`.
+        """
+        entries = {record: self.entries.get(record) for record in records}
+        found = [(record, entry) for record, entry in entries.items() if entry is not None]
+        read = self.files.read_parts([Part(entry.shard, entry.offset, entry.size) for _, entry in found])
+        frames: dict[int, bytes | memoryview | StoreError] = {
+            record: MissingRecordError(f"record {record} of the text is not in the store {self.files.name}: {BUILD_IT}")
+            for record, entry in entries.items()
+            if entry is None
+        }
+        for (record, entry), frame in zip(found, read, strict=True):
+            frames[record] = self._verified(record, entry, frame)
+        return frames
 
     def read_into(self, record: int, out: Array) -> None:
         """Read a record's values into an array.
@@ -125,7 +139,19 @@ class TeacherStore:
         Raises:
             MissingRecordError: There is none, or it is damaged.
         """
-        frame = self.frame(record)
+        self.unpack_into(record, self.frame(record), out)
+
+    def unpack_into(self, record: int, frame: bytes | memoryview, out: Array) -> None:
+        """Write the values of a record's frame into an array.
+
+        Args:
+            record: Its number.
+            frame: From `frames`.
+            out: As for `read_into`.
+
+        Raises:
+            MissingRecordError: It is damaged.
+        """
         try:
             codec.unpack(frame, parts_of(out, self.identity))
         except StoreError as error:
@@ -195,10 +221,22 @@ class TeacherStore:
         """Tokens of all records."""
         return sum(entry.tokens for entry in self.entries.values())
 
+    def _verified(
+        self, record: int, entry: Entry, frame: bytes | memoryview | StoreError
+    ) -> bytes | memoryview | StoreError:
+        """Return a frame whose checksum matches, or an error."""
+        if isinstance(frame, MissingFileError):
+            return self._damaged(record, entry, "the file is not there, or is empty")
+        if isinstance(frame, StoreError):
+            return frame
+        if len(frame) != entry.size or zlib.crc32(frame) != entry.checksum:
+            return self._damaged(record, entry, "its checksum does not match")
+        return frame
+
     def _damaged(self, record: int, entry: Entry, reason: str) -> MissingRecordError:
         return MissingRecordError(
             f"record {record} of the text is damaged in the store: {self.files.name}/{entry.shard} at byte "
-            f"{entry.offset}: {reason}: remove {entry.shard.rpartition('.')[0]}{INDEX}, and {BUILD_IT}"
+            f"{entry.offset}: {reason}: {BUILD_IT} --verify"
         )
 
 

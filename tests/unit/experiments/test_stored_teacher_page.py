@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.real.results import OtherTextError
 from experiments.stored_teacher import page
 from experiments.stored_teacher.__main__ import SIZES, collect, quality_jobs
+from experiments.stored_teacher.merging import merged
 from experiments.stored_teacher.producer import measure, token_ids
 from tests.support.tiny_run import documents, make_assets, write_jsonl
 
@@ -99,3 +101,45 @@ def test_what_a_content_costs_is_measured_and_shown(tmp_path: Path) -> None:
     lines = [line for line in page.render(result).splitlines() if line.startswith("| 16 largest |")]
     assert len(lines) == 1
     assert lines[0].endswith(f"| {256 * 36 * 4 / (1 << 20):.1f} |")
+
+
+def of_machine(runs: dict[str, int], start: float = 1.5, **others: Any) -> dict[str, Any]:
+    """A result file of runs that were evaluated before their first step and at another one."""
+    made = {
+        name: {"curve": [{"step": 0, page.TEST: start}, {"step": last, page.TEST: 1.25}], "of": len(runs)}
+        for name, last in runs.items()
+    }
+    machine = {"gpus": ["A"], "cpus": 8, "torch": "2"}
+    return {"machine": machine, "condition": "c", "learning_rate": 1e-4, "runs": made, "not_finished": [],
+            "builds": {}} | others  # fmt: skip
+
+
+def test_a_result_keeps_what_another_machine_has_shown() -> None:
+    known = of_machine({"whole": 40, "64": 60, "16": 60}, not_finished=["whole"], builds={"topk": 1})
+    found = of_machine(
+        {"whole": 60, "64": 20}, not_finished=["64", "256"], builds={"hidden": 2}, producer={"forms": {}}
+    )
+    both = merged(known, found)
+    assert {name: run["of"] for name, run in both["runs"].items()} == {"16": 3, "64": 3, "whole": 2}
+    assert both["not_finished"] == ["256"]
+    assert both["builds"] == {"topk": 1, "hidden": 2}
+    assert both["producer"] == {"forms": {}}
+    assert merged(both, of_machine({}))["producer"] == {"forms": {}}
+    assert merged(both, of_machine({"16": 60}))["runs"]["16"]["of"] == 1
+
+
+@pytest.mark.parametrize("other", [{"start": 1.6}, {"condition": "d"}, {"learning_rate": 2e-4}])
+def test_a_result_of_other_texts_or_settings_is_not_merged(other: dict[str, Any]) -> None:
+    with pytest.raises(OtherTextError, match="nothing was merged"):
+        merged(of_machine({"whole": 60}), of_machine({"whole": 60}, **other))
+
+
+def test_what_a_second_run_saves_is_shown_of_runs_of_equal_length() -> None:
+    measured = {"run_seconds": 70.0, "gpu_before_bytes": 1 << 30, "gpu_peak_bytes": 15 << 30}
+    runs = {
+        "stored-living-logits": of_second([4.0, 2.0], "a") | measured,
+        "stored-again-topk": of_second([4.0, 2.0], "a") | measured | {"run_seconds": 40.0, "gpu_peak_bytes": 11 << 30},
+        "stored-again-hidden": of_second([4.0], "a") | measured,
+    }
+    shown = page.render({"machine": {"gpus": [], "torch": "2"}, "learning_rate": 1e-4, "runs": runs, "builds": {}})
+    assert "with its whole logits: from 64 largest logits 40 s instead of 70, 10.0 GiB instead of 14.0." in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import random
@@ -10,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped] # it has no stubs
 import numpy as np
 import pytest
+from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 
 from xtoken_core.teacher_store.codec import Array, pack
 from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
@@ -145,6 +148,67 @@ def write_without_end(store: str) -> None:
         add(writer, record)
         if writer.is_full:
             writer.flush()
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied"])
+def test_records_of_a_shard_that_is_gone_are_missing_and_dropped(address: str, damage: str) -> None:
+    store = write_store(address, range(5))
+    writer = ShardWriter(store.files, 1 << 20)
+    add(writer, 7)
+    writer.flush()
+    shard = store.entries[0].shard
+    if damage == "removed":
+        store.files.remove(shard)
+    else:
+        store.files.write(shard, b"")
+    opened = TeacherStore.open(address)
+    assert list(opened.damaged([0, 4, 7])) == [0, 4]
+    with pytest.raises(MissingRecordError, match=rf"record 4 of the text is damaged in the store: .*{shard}"):
+        opened.frame(4)
+    frames = opened.frames([7, 3, 9])
+    assert {record for record, frame in frames.items() if isinstance(frame, MissingRecordError)} == {3, 9}
+    assert bytes(frames[7]) == bytes(opened.frame(7))  # type: ignore[arg-type]
+    assert opened.drop_damaged(range(8)) == [0, 1, 2, 3, 4]
+    assert TeacherStore.open(address).missing(range(8)) == [0, 1, 2, 3, 4, 5, 6]
+
+
+class Slow(AsyncFileSystem):
+    """A file system that takes a while for each request, as those of a network do."""
+
+    protocol = "slow"
+    seconds = 0.05
+    fails = ""
+
+    async def _cat_file(self, path: str, start: int = 0, end: int | None = None, **_: Any) -> bytes:
+        await asyncio.sleep(self.seconds)
+        if self.fails and self.fails in path:
+            raise ConnectionError("the line is down")
+        return Path(path).read_bytes()[start:end]
+
+    async def _ls(self, path: str, detail: bool = True, **_: Any) -> list[dict[str, Any]]:
+        return [{"name": str(file), "type": "file", "size": file.stat().st_size} for file in Path(path).iterdir()]
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "type": "file", "size": Path(path).stat().st_size}
+
+
+def test_records_of_a_remote_store_are_requested_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("slow", Slow, clobber=True)
+    write_store(str(tmp_path), range(30))
+    store = TeacherStore.open(f"slow://{tmp_path}")
+    began = time.monotonic()
+    frames = store.frames(range(30))
+    assert time.monotonic() - began < 30 * Slow.seconds / 2
+    for record, frame in frames.items():
+        out = empty_values(IDENTITY, store.entries[record].tokens)
+        assert not isinstance(frame, StoreError)
+        store.unpack_into(record, frame, out)
+        np.testing.assert_array_equal(out, values_of(record))
+    monkeypatch.setattr(Slow, "fails", ".frames")
+    found = store.frames([3])[3]
+    assert isinstance(found, StoreError)
+    assert not isinstance(found, MissingRecordError)
+    assert "the line is down" in str(found)
 
 
 def test_damaged_records_are_dropped_for_a_build(tmp_path: Path) -> None:
