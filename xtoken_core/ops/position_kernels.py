@@ -16,7 +16,7 @@ def rows_of(chunk_id_ptr, i, T, P, N, C):
     return tl.where(i < N, tl.where(inside, i // T * P + chunk.to(tl.int32), C), 2147483647)
 
 
-@triton.jit(do_not_specialize=["T", "P", "N", "C"])
+@triton.jit(do_not_specialize=["T", "P", "N", "C"], do_not_specialize_on_alignment=["chunk_id_ptr"])
 def chunk_positions_kernel(
     chunk_id_ptr, chunk_ptr, order_ptr, first_ptr, T, P, N, C, ENTRIES: tl.constexpr, BLOCK: tl.constexpr
 ):

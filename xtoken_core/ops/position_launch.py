@@ -21,7 +21,7 @@ def positions_by_chunk(chunk_id: Tensor, max_chunks: int) -> ChunkPositions:
     positions, rows = B * T, B * max_chunks
     if positions + rows > MOST:
         return chunk_positions(chunk_id, max_chunks)
-    chunk, order = torch.empty((2, positions), dtype=torch.int64, device=chunk_id.device)
+    chunk, order = (torch.empty(positions, dtype=torch.int64, device=chunk_id.device) for _ in range(2))
     first = torch.empty(rows + 1, dtype=torch.int64, device=chunk_id.device)
     chunk_positions_kernel[(triton.cdiv(positions + rows + 1, ENTRIES),)](
         chunk_id.contiguous(), chunk, order, first, max(T, 1), max_chunks, positions, rows, ENTRIES, BLOCK

@@ -39,7 +39,7 @@ def row_log_sum_exp(base, V, scale, BLOCK: tl.constexpr):
     return lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def row_statistics_kernel(
     logits_ptr,
     targets_ptr,

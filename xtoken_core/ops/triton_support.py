@@ -37,6 +37,19 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def rounded_up(n: int, multiple: int = 16) -> int:
+    """Return the smallest multiple that is at least `n`."""
+    return -(-n // multiple) * multiple
+
+
+def row_strides(x: Tensor) -> tuple[int, int]:
+    """Return the strides of sample and position.
+
+    A single sample's is 0, whatever its length: kernels are compiled again for numbers that do not fit 32 bits.
+    """
+    return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)
+
+
 def accumulates_in_float32(x: Tensor) -> bool:
     """Return True if the reference accumulates in float32 for this dtype, as the kernels do."""
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16)

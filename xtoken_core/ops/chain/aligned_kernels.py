@@ -114,7 +114,7 @@ def sums_of_student(base, V, scale, LANES: tl.constexpr):
     return top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "T_s", "T_t"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_both_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_own_ptr, t_bits_ptr,
     losses_ptr, hits_ptr, head_lse_ptr, top_ptr, total_ptr, t_top_ptr, t_total_ptr, s_lse_ptr, t_lse_ptr, terms_ptr, E,

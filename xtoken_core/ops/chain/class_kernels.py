@@ -130,7 +130,7 @@ def compare_wide(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "T_s", "T_t"])
 def chain_class_kernel(
     student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr, t_lse_ptr,
     blocks_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, blocks, E, M, T_s, T_t, W_s, W_t,

@@ -8,7 +8,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "T", "P"], do_not_specialize_on_alignment=["chunk_ptr"])
 def chain_bounds_kernel(chunk_ptr, first_ptr, last_ptr, R, T, P, BLOCK: tl.constexpr):
     """Store the first and the last position of every chunk of one side; what no chunk has stays as it is."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -21,7 +21,17 @@ def chain_bounds_kernel(chunk_ptr, first_ptr, last_ptr, R, T, P, BLOCK: tl.const
     tl.store(last_ptr + group, row, mask=inside & (after != chunk))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["chunks"],
+    do_not_specialize_on_alignment=[
+        "s_predicted_ptr",
+        "t_predicted_ptr",
+        "s_read_ptr",
+        "t_read_ptr",
+        "s_read_chunk_ptr",
+        "t_read_chunk_ptr",
+    ],
+)
 def chain_event_kernel(
     s_first_ptr, s_last_ptr, t_first_ptr, t_last_ptr, s_predicted_ptr, t_predicted_ptr, s_read_ptr, t_read_ptr,
     s_read_chunk_ptr, t_read_chunk_ptr, chunk_ptr, s_row_ptr, t_row_ptr, s_token_ptr, t_token_ptr, s_before_ptr,
@@ -65,7 +75,10 @@ def spelled_so_far(predicted_ptr, piece_ptr, first, rank, start, end, valid):
     return kept
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["R", "T", "P"],
+    do_not_specialize_on_alignment=["chunk_ptr", "predicted_ptr", "holder_predicted_ptr"],
+)
 def chain_inner_kernel(
     chunk_ptr, predicted_ptr, holder_predicted_ptr, first_ptr, last_ptr, holder_first_ptr, holder_last_ptr,
     spelling_start_ptr, piece_ptr, spelled_node_ptr, bare_space_ptr, slot_start_ptr,

@@ -12,6 +12,7 @@ from xtoken_core.chain.tables import ChainTables, SideTable
 from xtoken_core.ops.chain import event_kernels
 from xtoken_core.ops.chain.events import Inner, SideTokens, Starts
 from xtoken_core.ops.chain.reference import ChainOptions
+from xtoken_core.ops.triton_support import rounded_up
 
 BLOCK = 64
 """Positions or chunks of a program."""
@@ -67,16 +68,17 @@ def find_events(
     student, teacher = (_contiguous(side) for side in sides)
     device, (B, T_s), T_t = student.chunk.device, student.chunk.shape, teacher.chunk.shape[1]
     chunks = B * max_chunks
-    unset = torch.full((4 * chunks + B * (T_s + T_t),), -1, dtype=torch.int32, device=device)
-    s_first, s_last, t_first, t_last, of_row, of_teacher_row = torch.split(unset, [chunks] * 4 + [B * T_s, B * T_t])
+    s_first, s_last, t_first, t_last, of_row, of_teacher_row = _vectors(
+        [chunks] * 4 + [B * T_s, B * T_t], torch.int32, device, -1
+    )
     for side, first, last in ((student, s_first, s_last), (teacher, t_first, t_last)):
         R, T = side.chunk.numel(), side.chunk.shape[1]
         event_kernels.chain_bounds_kernel[(triton.cdiv(R, BLOCK),)](
             side.chunk, first, last, R, T, max_chunks, BLOCK=BLOCK
         )
-    chunk, s_row, t_row, s_token, t_token, s_before, t_before, s_size, t_size = torch.empty(
-        (9, chunks), dtype=torch.int32, device=device
-    ).unbind()
+    chunk, s_row, t_row, s_token, t_token, s_before, t_before, s_size, t_size = _vectors(
+        [chunks] * 9, torch.int32, device
+    )
     at_cut = torch.empty(chunks, dtype=torch.uint8, device=device)
     event_kernels.chain_event_kernel[(triton.cdiv(chunks, BLOCK),)](
         s_first, s_last, t_first, t_last, student.predicted, teacher.predicted, student.read, teacher.read,
@@ -107,9 +109,8 @@ def _find_inner(
     R, T = other.chunk.numel(), other.chunk.shape[1]
     if not len(side.bare_space):  # no token can be distinguished on the way
         R = 0
-    events = torch.empty((4, R), dtype=torch.int32, device=other.chunk.device)
-    at_end = torch.empty(R, dtype=torch.uint8, device=events.device)
-    chunk, holder_row, fresh_row, node = events.unbind()
+    chunk, holder_row, fresh_row, node = _vectors([R] * 4, torch.int32, other.chunk.device)
+    at_end = torch.empty(R, dtype=torch.uint8, device=other.chunk.device)
     if R:
         event_kernels.chain_inner_kernel[(triton.cdiv(R, BLOCK),)](
             other.chunk, other.predicted, holder.predicted, bounds[1].first, bounds[1].last, bounds[0].first,
@@ -118,6 +119,15 @@ def _find_inner(
             END_TERMS=options.end_terms, BARE_SPACE=options.bare_space, LEARNS=learns, BLOCK=BLOCK,
         )  # fmt: skip
     return Inner(chunk, holder_row, fresh_row, node, at_end)
+
+
+def _vectors(sizes: list[int], dtype: torch.dtype, device: torch.device, value: int | None = None) -> list[Tensor]:
+    """Return vectors of one buffer. Each begins at a multiple of 16 entries: kernels are compiled by alignment."""
+    widths = [rounded_up(size) for size in sizes]
+    whole = torch.empty(sum(widths), dtype=dtype, device=device)
+    if value is not None:
+        whole.fill_(value)
+    return [part[:size] for part, size in zip(torch.split(whole, widths), sizes, strict=True)]
 
 
 def _contiguous(side: SideTokens) -> SideTokens:

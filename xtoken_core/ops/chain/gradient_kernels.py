@@ -149,7 +149,7 @@ def gradient_at(
     return gradient
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "reads", "T_s", "T_t", "first_row"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_row_bwd_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,

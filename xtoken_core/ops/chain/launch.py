@@ -27,6 +27,7 @@ from xtoken_core.ops.chain.layout import ChainLayout, SideLayout, chain_layout
 from xtoken_core.ops.chain.live_layout import Live
 from xtoken_core.ops.chain.reference import ChainOptions
 from xtoken_core.ops.side_stream import join, second_stream
+from xtoken_core.ops.triton_support import row_strides
 
 WORDS = 2048
 """Words of a live set that are copied at once."""
@@ -114,7 +115,7 @@ class Rows:
     @property
     def strides(self) -> tuple[int, int]:
         """Strides of sample and position."""
-        return self.logits.stride(0), self.logits.stride(1)
+        return row_strides(self.logits)
 
     @property
     def positions(self) -> int:

@@ -72,7 +72,7 @@ def chain_live_kernel(
         change_bits(own_ptr, plain_ptr, members_ptr, token, second, W_plain * 32, token >= 0, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def chain_clear_kernel(
     before_ptr, token_ptr, chunk_ptr, at_cut_ptr, own_ptr, plain_ptr, members_ptr, heavy_ptr, tail_ptr, joined_ptr,
     position_start_ptr, by_position_ptr, second_by_position_ptr, head_by_position_ptr, point_ptr, low_ptr, high_ptr,

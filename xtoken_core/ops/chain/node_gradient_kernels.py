@@ -116,7 +116,10 @@ def list_of_node(node_ptr, start_ptr, event, known):
     return node, first, tl.load(start_ptr + node + 1, mask=known, other=0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["E", "reads", "T_s", "T_t", "first_row", "R", "i_events"],
+    do_not_specialize_on_alignment=["targets_ptr"],
+)
 def chain_node_bwd_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,

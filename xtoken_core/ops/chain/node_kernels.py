@@ -147,7 +147,7 @@ def compare_slots(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "T_h", "T_f"])
 def chain_node_kernel(
     holder_ptr, fresh_ptr, chunk_ptr, holder_row_ptr, fresh_row_ptr, node_ptr, slot_start_ptr, slot_class_ptr,
     held_segment_ptr, held_start_ptr, held_ptr, fresh_segment_ptr, fresh_start_ptr, fresh_token_ptr,
@@ -224,7 +224,7 @@ def sums_of_blocks(terms_ptr, blocks, chunk, starts, chunks, BLOCK: tl.constexpr
     return tl.sum(value, axis=0), tl.sum(mass, axis=0), tl.sum(unclipped, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_events", "t_events", "chunks"])
 def chain_part_kernel(
     chunk_ptr, terms_ptr, blocks,
     s_value_ptr, s_chunk_ptr, s_end_ptr, s_first_ptr, s_size_ptr, s_events,

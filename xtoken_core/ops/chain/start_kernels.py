@@ -130,7 +130,7 @@ def live_log_sum(base, bits_ptr, V, scale, LANES: tl.constexpr):
     return tl.log(whole) + highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["reads", "T"])
 def chain_teacher_kernel(
     logits_ptr, event_ptr, read_ptr, reads, bits_ptr, top_ptr, total_ptr, lse_ptr, T, V, W, stride_b, stride_t, scale,
     NODES_ALONE: tl.constexpr, LANES: tl.constexpr
@@ -252,7 +252,7 @@ def store_cross_entropy(
     tl.store(hits_ptr + row, hit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "T_s", "T_t"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_student_kernel(
     student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr, t_lse_ptr,
     losses_ptr, hits_ptr, head_lse_ptr, top_ptr, total_ptr, s_lse_ptr, terms_ptr, E,

@@ -123,7 +123,7 @@ def chain_head_kernel(
             tl.atomic_and(rest_bits_ptr + (x >> 5), ~((x * 0 + 1) << (x & 31)), mask=there, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T_s"])
 def chain_listed_start_kernel(
     student_ptr, class_ptr, heads_ptr, rest_p_ptr, chunk_ptr, s_row_ptr, t_row_ptr, bits_ptr, s_lse_ptr, rest_lse_ptr,
     rest_some_ptr, class_start_ptr, class_token_ptr, value_ptr, mass_ptr, ratio_ptr, rest_ratio_ptr, T_s, W, K,

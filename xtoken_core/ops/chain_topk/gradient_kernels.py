@@ -81,7 +81,10 @@ def listed_gradient_at(
     return gradient
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["chunks", "reads", "T_s", "P"],
+    do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"],
+)
 def chain_listed_row_bwd_kernel(
     student_ptr, grad_ptr, event_ptr, bits_ptr, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr,
     rest_ratio_ptr, vocab_lse_ptr, of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr,
@@ -109,7 +112,10 @@ def chain_listed_row_bwd_kernel(
         tl.store(grad_ptr + in_64_bits(row) * V_head + x, gradient.to(grad_ptr.dtype.element_ty), mask=x < V_head)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["chunks", "reads", "T_s", "P"],
+    do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"],
+)
 def chain_listed_class_bwd_kernel(
     student_ptr, grad_ptr, event_ptr, bits_ptr, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr,
     rest_ratio_ptr, vocab_lse_ptr, of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr,
@@ -181,7 +187,10 @@ def store_listed_tokens(
         tl.store(own_ptr + x, gradient.to(own_ptr.dtype.element_ty), mask=at < last)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["chunks", "reads", "T_s", "P", "R", "i_events"],
+    do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"],
+)
 def chain_listed_node_bwd_kernel(
     student_ptr, grad_ptr, event_ptr, bits_ptr, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr,
     rest_ratio_ptr, vocab_lse_ptr, of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr,

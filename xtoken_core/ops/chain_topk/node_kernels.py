@@ -69,7 +69,7 @@ def replace_open(ratio_ptr, slots, ratio, SLOTS: tl.constexpr):
         tl.store(ratio_ptr + k, tl.where(stored_ratio < 0.0, ratio, stored_ratio), mask=k < slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "T_s"])
 def chain_listed_inside_kernel(
     student_ptr, class_ptr, log_prob_ptr, tail_ptr, chunk_ptr, s_row_ptr, t_row_ptr, node_ptr, slot_start_ptr,
     slot_class_ptr, segment_ptr, start_ptr, member_ptr, sums_ptr, capacity, value_ptr, mass_ptr, lse_ptr,
@@ -181,7 +181,7 @@ def compare_held(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "T_s"])
 def chain_listed_beside_kernel(
     student_ptr, id_ptr, log_prob_ptr, part_ptr, chunk_ptr, s_row_ptr, t_row_ptr, node_ptr, first_ptr, slot_start_ptr,
     slot_class_ptr, segment_ptr, start_ptr, fresh_segment_ptr, fresh_start_ptr, fresh_token_ptr, spelling_start_ptr,
@@ -266,7 +266,7 @@ def sum_of_tokens(value_ptr, first_ptr, size_ptr, chunk, there, total):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_events", "t_events", "chunks"])
 def chain_listed_part_kernel(
     chunk_ptr, start_ptr, s_value_ptr, s_listed_ptr, s_chunk_ptr, s_end_ptr, s_events, t_value_ptr, t_listed_ptr,
     t_chunk_ptr, t_end_ptr, t_events, s_first_ptr, s_size_ptr, t_first_ptr, t_size_ptr, s_likely_ptr, t_likely_ptr,

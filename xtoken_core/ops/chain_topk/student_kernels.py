@@ -43,7 +43,7 @@ def log_of_live(base, bits, V, scale, highest, part, LANES: tl.constexpr):
     return lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T_s"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_listed_student_kernel(
     student_ptr, targets_ptr, event_ptr, bits_ptr, rest_bits_ptr, losses_ptr, hits_ptr, head_lse_ptr, top_ptr,
     total_ptr, vocab_lse_ptr, likely_ptr, s_lse_ptr, rest_lse_ptr, rest_some_ptr, T_s, V_head, V_own, V, W,

@@ -8,7 +8,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def chunk_mean_kernel(
     x_ptr, order_ptr, first_ptr, means_ptr, sizes_ptr, T, V, stride_b, stride_t, eps, BLOCK: tl.constexpr
 ):

@@ -14,7 +14,7 @@ from xtoken_core.ops.chunk_mean.kernels import chunk_mean_bwd_kernel, chunk_mean
 from xtoken_core.ops.chunk_mean.reference import NativeChunkMeanOp
 from xtoken_core.ops.chunks import chunk_positions
 from xtoken_core.ops.numerics import EPSILON, upcast
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
 BLOCK = 1024
 """Columns that a program takes."""
@@ -35,7 +35,7 @@ class TritonChunkMean(torch.autograd.Function):
         sizes = torch.empty((B, max_chunks), dtype=torch.float32, device=x.device)
         block = min(BLOCK, power_of_2(V))
         chunk_mean_kernel[(B * max_chunks, triton.cdiv(V, block))](
-            x, positions.order, positions.first, means, sizes, T, V, x.stride(0), x.stride(1), EPSILON, block
+            x, positions.order, positions.first, means, sizes, T, V, *row_strides(x), EPSILON, block
         )
         ctx.shape, ctx.block = x.shape, block
         ctx.save_for_backward(positions.chunk, positions.first)

@@ -8,7 +8,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def cross_entropy_bwd_kernel(
     logits_ptr, targets_ptr, lse_ptr, upstream_ptr, grad_ptr, T, V, stride_b, stride_t, BLOCK: tl.constexpr
 ):

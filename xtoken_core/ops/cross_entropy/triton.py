@@ -14,7 +14,7 @@ from xtoken_core.ops.cross_entropy.kernels import cross_entropy_bwd_kernel
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
 from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.row_kernels import row_statistics_kernel
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
 BLOCK = 4096
 
@@ -35,9 +35,7 @@ class TritonCrossEntropy(torch.autograd.Function):
         best = torch.empty((B, T), dtype=torch.int64, device=logits.device)
         if B * T:
             block = min(BLOCK, power_of_2(V))
-            row_statistics_kernel[(B * T,)](
-                logits, targets, lse, own, best, T, V, logits.stride(0), logits.stride(1), block
-            )
+            row_statistics_kernel[(B * T,)](logits, targets, lse, own, best, T, V, *row_strides(logits), block)
         hits = best == targets
         ctx.save_for_backward(logits, targets, lse)
         ctx.mark_non_differentiable(hits)
@@ -60,8 +58,7 @@ class TritonCrossEntropy(torch.autograd.Function):
                 gradient,
                 T,
                 V,
-                logits.stride(0),
-                logits.stride(1),
+                *row_strides(logits),
                 block,
             )
         return gradient, None, None

@@ -41,7 +41,7 @@ def embedding_bwd_pieces_kernel(
             tl.store(partial_ptr + slot * H + columns, total, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def embedding_bwd_runs_kernel(
     ids_ptr,
     starts_ptr,

@@ -24,7 +24,7 @@ from xtoken_core.ops.gold.reference import (
 from xtoken_core.ops.numerics import ComparesLogits
 from xtoken_core.ops.position_launch import positions_by_chunk
 from xtoken_core.ops.side_stream import join, second_stream
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
 BESIDE = True
 """True if one side's rows and tails are read on a second stream, beside the other's."""
@@ -59,7 +59,7 @@ class Side:
     @property
     def strides(self) -> tuple[int, int]:
         """From sample to sample and from position to position."""
-        return self.logits.stride(0), self.logits.stride(1)
+        return row_strides(self.logits)
 
     def log_sum_exp(self, scale: float) -> Tensor:
         """Compute the log-sum-exp of every position, `[B * T]`; positions without a chunk are left uninitialised."""
@@ -98,7 +98,7 @@ def _lanes(width: int) -> int:
 def _token_values(side: Side, targets: Tensor, vocab_size: int, scale: float) -> TokenValues:
     B, T, V_head = side.logits.shape
     device = side.logits.device
-    lse, head_lse, losses = torch.empty((3, B, T), dtype=torch.float32, device=device)
+    lse, head_lse, losses = (torch.empty((B, T), dtype=torch.float32, device=device) for _ in range(3))
     hits = torch.empty((B, T), dtype=torch.bool, device=device)
     kernels.gold_student_kernel[(B * T,)](
         side.logits, targets, lse, head_lse, losses, hits, T, vocab_size, V_head, *side.strides, scale, scale == 1.0,
@@ -123,7 +123,7 @@ class TritonGold(torch.autograd.Function):
         """Return (kl_common, l1_uncommon, agrees, mass), each `[B, P]`, and with targets (losses, hits), `[B, T_s]`."""
         V = partition.student_vocab_size
         shape, device = (student_logits.shape[0], options.max_chunks), student_logits.device
-        kl, mass, kl_slope, l1, l1_slope = torch.empty((5, *shape), dtype=torch.float32, device=device)
+        kl, mass, kl_slope, l1, l1_slope = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5))
         agrees = torch.empty(shape, dtype=torch.bool, device=device)
         scale = 1.0 / options.temperature
         with second_stream(device, beside=BESIDE):

@@ -17,7 +17,7 @@ from xtoken_core.ops.p_kl import chunk_kernels, kernels
 from xtoken_core.ops.p_kl.reference import PKLOptions
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.ops.tile_kernels import sum_kernel
-from xtoken_core.ops.triton_support import power_of_2
+from xtoken_core.ops.triton_support import power_of_2, row_strides
 
 TEACHER_BESIDE = True
 """True if the teacher's rows are read on a second stream, beside the student's."""
@@ -189,7 +189,7 @@ class Comparison:
         parts = triton.cdiv(V_head, columns)
         sums = self._float(2, parts, width)
         of_head = self._float(2, parts, width) if head else sums
-        strides = logits.stride(0), logits.stride(1), width
+        strides = *row_strides(logits), width
         kernels.p_kl_student_kernel[(parts, width // rows)](
             logits, counts, transposed, *sums, *of_head, B * T, T, from_row, self.V, V_head, *strides, self.scale,
             head, rows, columns, PADDING, num_warps=8,
@@ -225,7 +225,7 @@ class Comparison:
         sums, lse, unnamed = self._float(3, parts, width), self._float(width), self._float(B, T)
         kernels.p_kl_teacher_kernel[(parts, width // rows)](
             logits, compared, self.columns, self.projection.offsets, gathered, *sums, B * T, T, self.K,
-            logits.stride(0), logits.stride(1), width, self.scale, rows, columns, PADDING, num_warps=8,
+            *row_strides(logits), width, self.scale, rows, columns, PADDING, num_warps=8,
         )  # fmt: skip
         kernels.p_kl_teacher_rows_kernel[(width // ROWS,)](*sums, lse, unnamed, B * T, parts, width, PARTS, ROWS)
         return TeacherRows(gathered, lse, unnamed)
@@ -254,7 +254,7 @@ class Comparison:
         )
         chunk_mean_kernel[(self.C, 1)](
             teacher.unnamed, self.teacher.order, self.teacher.first, unnamed, self._float(*shape),
-            teacher.unnamed.shape[1], 1, teacher.unnamed.shape[1], 1, EPSILON, 1,
+            teacher.unnamed.numel(), 1, 0, 1, EPSILON, 1,
         )  # fmt: skip
         return ChunkResults(kl, agrees, mass, unnamed, norm, inner, products)
 
@@ -296,7 +296,7 @@ class Comparison:
         kernels.p_kl_student_bwd_kernel[(triton.cdiv(V_head, columns), width // rows)](
             logits, lse, slopes, factor, inner, dot, *slots,
             lse if targets is None else targets, head_lse, lse if of_losses is None else of_losses, out,
-            B * T, T, self.V, V_head, self.K, logits.stride(0), logits.stride(1), self.scale,
+            B * T, T, self.V, V_head, self.K, *row_strides(logits), self.scale,
             targets is not None, head, self._eager_slots(), rows, columns, PADDING, num_warps=GRADIENT_WARPS,
         )  # fmt: skip
         return out

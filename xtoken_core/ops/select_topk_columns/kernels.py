@@ -65,7 +65,7 @@ def border_of(counts_ptr, wanted, BYTES: tl.constexpr):
     return border, wanted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def column_keys_kernel(partial_ptr, keys_ptr, counts_ptr, parts, V, BLOCK: tl.constexpr):
     """Compute a block of keys from parts of the columns' maxima, and count their first bytes."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

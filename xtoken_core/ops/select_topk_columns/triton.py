@@ -16,7 +16,7 @@ from xtoken_core.ops.select_topk_columns.kernels import (
     count_digits_kernel,
 )
 from xtoken_core.ops.select_topk_columns.reference import select_topk_columns
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, row_strides
 
 COLUMN_BLOCK = 1024
 ROW_BLOCK = 128
@@ -40,7 +40,7 @@ def column_maxima(logits: Float[Tensor, "B T V"]) -> Float[Tensor, "parts V"]:
     parts = triton.cdiv(B * T, ROW_BLOCK)
     partial = torch.empty((parts, V), dtype=torch.float32, device=logits.device)
     column_maxima_kernel[(parts, triton.cdiv(V, COLUMN_BLOCK))](
-        logits, partial, B * T, T, V, logits.stride(0), logits.stride(1), ROW_BLOCK, ROWS_AT_ONCE, COLUMN_BLOCK
+        logits, partial, B * T, T, V, *row_strides(logits), ROW_BLOCK, ROWS_AT_ONCE, COLUMN_BLOCK
     )
     return partial
 
@@ -56,7 +56,7 @@ def largest_by_border(partial: Float[Tensor, "parts V"], k: int) -> Int[Tensor, 
     device, blocks = partial.device, triton.cdiv(V, KEY_BLOCK)
     keys = torch.empty(V, dtype=torch.int32, device=device)
     counts = torch.zeros((BYTES, DIGITS.value), dtype=torch.int32, device=device)
-    above, equal = torch.empty((2, blocks), dtype=torch.int32, device=device)
+    above, equal = (torch.empty(blocks, dtype=torch.int32, device=device) for _ in range(2))
     columns = torch.empty(k, dtype=torch.int64, device=device)
     column_keys_kernel[(blocks,)](partial, keys, counts, parts, V, KEY_BLOCK)
     for byte in range(1, BYTES):

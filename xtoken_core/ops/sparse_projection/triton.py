@@ -14,7 +14,7 @@ from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.sparse_projection.kernels import sparse_projection_bwd_kernel, sparse_projection_kernel
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.ops.sparse_projection.reference import NativeSparseProjectionOp
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, rounded_up
 
 BLOCK = 1024
 """Rows that a program takes."""
@@ -26,30 +26,36 @@ class TritonSparseProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Float[Tensor, "N V_s"], projection: ProjectionMatrix) -> Float[Tensor, "N V_t"]:
         """Compute the same as the reference; the result is a view of `[V_t, N]`."""
-        lines = x.t().contiguous()  # [V_s, N]
-        N, W = x.shape[0], projection
+        lines, W = _lines(x), projection  # [V_s, N]
+        N = lines.shape[1]
         out = torch.empty((W.teacher_vocab_size, N), dtype=x.dtype, device=x.device)
-        block = min(BLOCK, power_of_2(N))
-        sparse_projection_kernel[(W.teacher_vocab_size, triton.cdiv(N, block))](
-            lines, W.offsets, W.sources, W.weights, out, N, block
+        sparse_projection_kernel[(W.teacher_vocab_size, triton.cdiv(N, BLOCK))](
+            lines, W.offsets, W.sources, W.weights, out, N, BLOCK
         )
         ctx.projection = projection
-        return out.t()
+        return out[:, : x.shape[0]].t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Float[Tensor, "N V_t"]) -> tuple[Float[Tensor, "N V_s"], None]:
         """Compute `grad_out W^T`, in the dtype of `x`."""
-        lines = grad_out.t().contiguous()  # [V_t, N]
-        N, W = grad_out.shape[0], ctx.projection
+        lines, W = _lines(grad_out), ctx.projection  # [V_t, N]
+        N = lines.shape[1]
         slots, V_s = W.slot_targets.shape
         gradient = torch.empty((V_s, N), dtype=grad_out.dtype, device=grad_out.device)
-        block = min(BLOCK, power_of_2(N))
         with launching_on(gradient):
-            sparse_projection_bwd_kernel[(V_s, triton.cdiv(N, block))](
-                lines, W.slot_targets, W.slot_weights, gradient, N, V_s, slots, block
+            sparse_projection_bwd_kernel[(V_s, triton.cdiv(N, BLOCK))](
+                lines, W.slot_targets, W.slot_weights, gradient, N, V_s, slots, BLOCK
             )
-        return gradient.t(), None
+        return gradient[:, : grad_out.shape[0]].t(), None
+
+
+def _lines(rows: Tensor) -> Tensor:
+    """Return the columns of rows as lines of one length for 16 numbers of rows: kernels are compiled by it."""
+    N, V = rows.shape
+    lines = rows.new_zeros((V, rounded_up(N)))
+    lines[:, :N] = rows.t()
+    return lines
 
 
 class TritonSparseProjectionOp(nn.Module):

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from xtoken_core.ops.numerics import ComparesLogits
 from xtoken_core.ops.token_kl.kernels import token_kl_bwd_kernel, token_kl_kernel
 from xtoken_core.ops.token_kl.reference import TokenKLOptions, TokenKLResult, token_kl
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
 BLOCK, GRADIENT_BLOCK = 2048, 4096
 WARPS = 8
@@ -30,12 +30,12 @@ class TritonTokenKL(torch.autograd.Function):
         """Return (kl, agrees, losses, hits), each `[B, T]`."""
         logits, teacher = (each if each.stride(-1) == 1 else each.contiguous() for each in (student, teacher))
         B, T, V_head = logits.shape
-        kl, losses, *lse = torch.empty((5, B, T), dtype=torch.float32, device=logits.device)
-        agrees, hits = torch.empty((2, B, T), dtype=torch.bool, device=logits.device)
+        kl, losses, *lse = (torch.empty((B, T), dtype=torch.float32, device=logits.device) for _ in range(5))
+        agrees, hits = (torch.empty((B, T), dtype=torch.bool, device=logits.device) for _ in range(2))
         scale = 1.0 / options.temperature
         token_kl_kernel[(B * T,)](
             logits, teacher, targets, kl, agrees, losses, hits, *lse, T, options.vocab_size, V_head,
-            logits.stride(0), logits.stride(1), teacher.stride(0), teacher.stride(1), scale, options.reverse,
+            *row_strides(logits), *row_strides(teacher), scale, options.reverse,
             scale == 1.0, min(BLOCK, power_of_2(V_head)), num_warps=WARPS,
         )  # fmt: skip
         ctx.options = options
@@ -57,7 +57,7 @@ class TritonTokenKL(torch.autograd.Function):
         block = min(GRADIENT_BLOCK, power_of_2(V_head))
         token_kl_bwd_kernel[(B * T, triton.cdiv(V_head, block))](
             logits, teacher, targets, kl, *lse, of_kl.float().contiguous(), of_losses.float().contiguous(), gradient,
-            T, options.vocab_size, V_head, logits.stride(0), logits.stride(1), teacher.stride(0), teacher.stride(1),
+            T, options.vocab_size, V_head, *row_strides(logits), *row_strides(teacher),
             1.0 / options.temperature, options.reverse, block, num_warps=WARPS,
         )  # fmt: skip
         if in_place:
