@@ -10,7 +10,7 @@ import torch
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
-from xtoken_core.chain import class_layout
+from xtoken_core.chain import class_columns, class_layout
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
@@ -20,7 +20,7 @@ from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeC
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("xtoken_core.ops.chain.launch")
-from xtoken_core.ops.chain import layout  # noqa: E402
+from xtoken_core.ops.chain import class_columns_launch, layout  # noqa: E402
 from xtoken_core.ops.chain.layout import chain_layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
@@ -35,9 +35,25 @@ NARROW_AND_WIDE = {"HEIGHTS": (1, 2, 2), "LENGTHS": (2, 2, 2, 2), "TILE": 4}
 MEDIUM = {"HEIGHTS": (1, 1, 1), "LENGTHS": (2, 4, 4, 4), "TILE": 4}
 
 
+COLUMNS = {"CLASS_KERNEL": "columns", "WIDTHS": {1: 2, 2: 3}, "LANES": 32, "TASK_ROWS": 9}
+
+
+@pytest.fixture(params=["tiles", "shapes", "columns"])
+def kernel(request, monkeypatch):
+    """A kernel that compares classes; the tables of a test are built with it."""
+    if request.param != "tiles":
+        monkeypatch.setattr(class_columns, "CLASS_KERNEL", "columns")
+    if request.param == "columns":
+        monkeypatch.setattr(class_columns, "SHAPES", ())
+    return request.param
+
+
 @pytest.fixture
-def small(monkeypatch):
-    for module, sizes in ((launch, SIZES), (layout, {"NODE_SEGMENT": 2}), (class_layout, NARROW_AND_WIDE)):
+def small(kernel, monkeypatch):
+    columns = COLUMNS if kernel != "tiles" else {}
+    events = {"EVENTS": 2, "COLUMN_WARPS": 1}
+    sizes_of = (launch, SIZES), (layout, {"NODE_SEGMENT": 2}), (class_layout, NARROW_AND_WIDE)
+    for module, sizes in (*sizes_of, (class_columns, columns), (class_columns_launch, events)):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
 
@@ -138,6 +154,7 @@ def test_tokens_whose_end_has_no_term_have_a_gradient(device):
 
 
 @slow
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_sizes_as_shipped(device, dtype):
@@ -159,6 +176,7 @@ def test_missing_probability_is_finite(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_vocabularies_of_thousands(dtype):
     from benchmarks.chain_tables import draw_tables, draw_text

@@ -14,6 +14,7 @@ from xtoken_core.chain import class_layout
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.ops.chain import (
     aligned_kernels,
+    class_columns_launch,
     class_kernels,
     gradient_kernels,
     live_kernels,
@@ -255,7 +256,12 @@ class Comparison:
         """
         plan, starts, blocks = self.plan, self.starts, len(self.plan.blocks)
         E, M = kept.ratio.shape
-        if blocks:
+        if plan.columns is not None:
+            class_columns_launch.compare_columns(
+                plan, starts, (student.logits, teacher.logits), bits, kept.ratio, (kept.student_lse, kept.teacher_lse),
+                terms, self.scale,
+            )  # fmt: skip
+        elif blocks:
             heights = {f"H_{k}": size for k, size in enumerate(class_layout.HEIGHTS)}
             lengths = {f"L_{k}": size for k, size in enumerate(class_layout.LENGTHS)}
             class_kernels.chain_class_kernel[(triton.cdiv(E, CLASS_EVENTS) * blocks,)](
