@@ -8,7 +8,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from triton.language.extra import libdevice  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_kernels import TINY, exp, row_of
+from xtoken_core.ops.chain.start_kernels import LOG2_E, TINY, row_of
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -16,23 +16,22 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def log_2(x, FAST: tl.constexpr):
     """Return the logarithm to base 2 of normal numbers; `FAST`: by the one instruction that there is for it."""
-    if FAST:
-        found = libdevice.fast_log2f(x)
-    else:
-        found = tl.log2(x)
-    return found
+    return libdevice.fast_log2f(x) if FAST else tl.log2(x)
 
 
 @triton.jit
 def row_sums(
     base, bits, lse, scale, token_ptr, at, total, reached, lane, CACHE: tl.constexpr
 ):  # fmt: skip
-    """Add a row of a block's probabilities, and the bits of its tokens, to those of the rows before, by start."""
+    """Add a row of a block's probabilities, and the bits of its tokens, to those of the rows before, by start.
+
+    `scale` and `lse` are those of powers of 2.
+    """
     x = tl.load(token_ptr + at + lane)
     word = tl.load(bits + ((at >> 5) + (lane >> 5))[None, :])
     live = (word & (1 << (lane & 31))[None, :]) != 0
     z = tl.load(base + x[None, :], mask=live, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
-    return total + exp(z * scale - lse), reached | word
+    return total + tl.exp2(z * scale - lse), reached | word
 
 
 @triton.jit
@@ -80,8 +79,9 @@ def chain_class_columns_kernel(
     if tl.max(known.to(tl.int32), axis=0) > 0:
         s_base = row_of(student_ptr, tl.load(student_row_ptr + event, mask=known, other=0), T_s, s_stride_b, s_stride_t)
         t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + event, mask=known, other=0), T_t, t_stride_b, t_stride_t)
-        s_lse = tl.load(s_lse_ptr + event, mask=known, other=0.0)
-        t_lse = tl.load(t_lse_ptr + event, mask=known, other=0.0)
+        s_lse = tl.load(s_lse_ptr + event, mask=known, other=0.0) * LOG2_E
+        t_lse = tl.load(t_lse_ptr + event, mask=known, other=0.0) * LOG2_E
+        scale *= LOG2_E
         wide = event.to(tl.int64)
         s_bits, t_bits = s_bits_ptr + tl.where(known, wide, 0) * W_s, t_bits_ptr + tl.where(known, wide, 0) * W_t
         ratios = ratio_ptr + wide * M

@@ -9,6 +9,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from xtoken_core.ops.chain.start_kernels import (
     ADJACENT,
+    LOG2_E,
     LOG_TINY,
     bits_of,
     columns_of,
@@ -49,11 +50,13 @@ def node_of_row(row, of_parts_ptr, chunk_ptr, at_end_ptr, E, level_ptr, reads, t
 
 
 @triton.jit
-def part_of_loss(x, z, of_loss, target, head_lse):
-    """Return the gradient of a row's cross-entropy."""
+def part_of_loss(x, z, of_loss, target, head_lse, TARGET: tl.constexpr = True):
+    """Return the gradient of a row's cross-entropy; `TARGET`: with the target's own term."""
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if of_loss != 0.0:
-        gradient = (exp(z - head_lse) - (x == target).to(tl.float32)) * of_loss
+        gradient = exp(z - head_lse) * of_loss
+        if TARGET:
+            gradient = gradient - tl.where(x == target, of_loss, 0.0)
     return gradient
 
 
@@ -67,12 +70,17 @@ def part_of_node(x, z, factor, top, V, scale):
 
 
 @triton.jit
-def part_of_both(x, z, of_loss, target, head_lse, factor, top, V):
-    """Return the gradient of a row's cross-entropy and of the node that reads it, at temperature 1: one exponential."""
+def part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET: tl.constexpr = True):
+    """Return the gradient of a row's cross-entropy and of the node that reads it, at temperature 1: one exponential.
+
+    `TARGET`: with the target's own term.
+    """
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if (of_loss != 0.0) | (factor != 0.0):
         inside = of_loss + factor * exp(head_lse - top)
-        gradient = exp(z - head_lse) * tl.where(x < V, inside, of_loss) - tl.where(x == target, of_loss, 0.0)
+        gradient = tl.exp2(z * LOG2_E - head_lse * LOG2_E) * tl.where(x < V, inside, of_loss)
+        if TARGET:
+            gradient = gradient - tl.where(x == target, of_loss, 0.0)
     return gradient
 
 
@@ -98,11 +106,11 @@ def part_of_start(
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if of_start != 0.0:
         y = tl.load(partner_ptr + x, mask=x < V, other=0).to(tl.int32)  # all of them: wide loads
-        log_q = z * scale - s_lse
-        q = tl.where(live, exp(log_q), 0.0)
-        both = both & (log_q >= LOG_TINY)
-        log_p = plain_logits(t_base, x, y, V, both, ALIGNED, CACHE) * scale
-        p = exp(log_p - t_lse)
+        log_q = z * (scale * LOG2_E) - s_lse * LOG2_E
+        q = tl.where(live, tl.exp2(log_q), 0.0)
+        both = both & (log_q >= LOG_TINY * LOG2_E)
+        log_p = plain_logits(t_base, x, y, V, both, ALIGNED, CACHE) * (scale * LOG2_E)
+        p = tl.exp2(log_p - t_lse * LOG2_E)
         if ALIGNED:
             ratio = tl.load(ratios_ptr - 1 + y, mask=live & (y > 0), other=0.0).to(tl.float32)
         else:
@@ -131,9 +139,12 @@ def parts_of_row(
 @triton.jit
 def gradient_at(
     x, there, live, both, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS: tl.constexpr,
-    UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, CACHE: tl.constexpr
+    UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, CACHE: tl.constexpr, TARGET: tl.constexpr = True
 ):  # fmt: skip
-    """Return the gradient of some of a row's logits in float32, all that is computed element by element."""
+    """Return the gradient of some of a row's logits in float32, all that is computed element by element.
+
+    `TARGET`: with the target's own term.
+    """
     of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse = parts
     z = tl.load(base + x, mask=there, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
     gradient = part_of_start(
@@ -141,11 +152,11 @@ def gradient_at(
         ALIGNED, CACHE
     )  # fmt: skip
     if TARGETS and UNSCALED:
-        gradient += part_of_both(x, z, of_loss, target, head_lse, factor, top, V)
+        gradient += part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET)
     else:
         gradient += part_of_node(x, z, factor, top, V, scale)
         if TARGETS:
-            gradient += part_of_loss(x, z, of_loss, target, head_lse)
+            gradient += part_of_loss(x, z, of_loss, target, head_lse, TARGET)
     return gradient
 
 
@@ -169,6 +180,7 @@ def chain_row_bwd_kernel(
         t_lse_ptr, of_losses_ptr, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_t, t_stride_b,
         t_stride_t, scale, TARGETS
     )  # fmt: skip
+    of_loss, target, _ = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
     compared = tl.where(event >= 0, V, 0)
     for begin in range(first, tl.minimum(first + TILES * LANES * ADJACENT, V_head), LANES * ADJACENT):
         x = columns_of(begin, LANES)
@@ -177,7 +189,9 @@ def chain_row_bwd_kernel(
         both = bits_of(word & live_words(t_bits_ptr + own * W, begin, compared, LANES), x, compared)
         gradient = gradient_at(
             x, x < V_head, live, both, base, parts, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED,
-            ALIGNED, CACHE
+            ALIGNED, CACHE, False
         )  # fmt: skip
+        if (target >= begin) & (target < begin + LANES * ADJACENT):  # -1 without targets
+            gradient = gradient - tl.where(x == target, of_loss, 0.0)
         to_ptr = grad_ptr + in_64_bits(row) * V_head + x
         tl.store(to_ptr, gradient.to(grad_ptr.dtype.element_ty), mask=x < V_head)

@@ -35,7 +35,7 @@ def in_64_bits(i):
 @triton.jit
 def row_of(logits_ptr, row, T, stride_b, stride_t):
     """Return the first logit of a position of the flattened batch; a division in 32 bits is a fifth of one in 64."""
-    row = row.to(tl.int32)
+    row = in_64_bits(row).to(tl.int32)
     return logits_ptr + in_64_bits(row // T) * stride_b + in_64_bits(row % T) * stride_t
 
 
