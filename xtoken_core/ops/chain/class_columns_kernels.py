@@ -63,7 +63,7 @@ def class_sum(values, WIDTH: tl.constexpr, EVENTS: tl.constexpr, LANES: tl.const
     return values
 
 
-@triton.jit(do_not_specialize=["first_task", "tasks"])
+@triton.jit(do_not_specialize=["first_task", "tasks", "E", "T_s", "T_t"])
 def chain_class_columns_kernel(
     student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr, t_lse_ptr,
     tasks_ptr, table_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, first_task, tasks, E, M, T_s, T_t, W_s, W_t,

@@ -11,7 +11,7 @@ from xtoken_core.chain import class_columns
 from xtoken_core.ops.chain.class_columns_kernels import chain_class_columns_kernel
 from xtoken_core.ops.chain.events import Starts
 from xtoken_core.ops.chain.layout import ChainLayout
-from xtoken_core.ops.triton_support import interpreting
+from xtoken_core.ops.triton_support import interpreting, row_strides
 
 EVENTS = 4
 """Starts at which a program compares a task's classes."""
@@ -50,7 +50,7 @@ def compare_columns(
         chain_class_columns_kernel[(triton.cdiv(E, EVENTS) * (last - first),)](
             *logits, starts.chunk, starts.student_row, starts.teacher_row, *bits, *lse, plan.blocks, plan.columns.table,
             plan.student.members, plan.teacher.members, ratio, terms, first, last - first, E, M, logits[0].shape[1],
-            logits[1].shape[1], bits[0].shape[1], bits[1].shape[1], *(x.stride(k) for x in logits for k in (0, 1)),
+            logits[1].shape[1], bits[0].shape[1], bits[1].shape[1], *row_strides(logits[0]), *row_strides(logits[1]),
             scale, WIDTH=width, STUDENT_ROWS=s_rows, TEACHER_ROWS=t_rows, EVENTS=EVENTS, LANES=class_columns.LANES,
             FAST=fast, CACHE=COLUMN_CACHE if plan.aligned else "", num_warps=COLUMN_WARPS,
         )  # fmt: skip
