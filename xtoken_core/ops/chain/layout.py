@@ -165,10 +165,10 @@ def _build(tables: ChainTables) -> ChainLayout:
     given = as_int32(np.maximum(-partner, 0) if aligned else partner, device)
     if aligned and M <= MOST_IN_16_BITS:
         given = given.short()
-    columns = None
+    in_columns = None
     if isinstance(classes, ColumnLayout):
-        columns = Columns(as_int32(classes.table, device), classes.launches)
-    return ChainLayout(layouts[0], layouts[1], given, aligned, as_int32(classes.blocks, device), columns, M, C)
+        in_columns = Columns(as_int32(classes.table, device), classes.launches)
+    return ChainLayout(layouts[0], layouts[1], given, aligned, as_int32(classes.blocks, device), in_columns, M, C)
 
 
 def _by_class(root: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
