@@ -19,7 +19,12 @@ def variables(page: str, tests: dict[str, Any], bench: dict[str, Any]) -> dict[s
     """Return the variables of one operator's page: its tests' outcomes and its rows of the benchmark."""
     ops = [op for op in BACKENDS if PAGE_OF.get(op, op) == page]
     losses = [name for name, used in OPS_OF.items() if used[0] == page]
-    named = {*losses, *ops, *(f"{op}_full_vocabulary" for op in ops)}
+    named = {
+        *losses,
+        *ops,
+        *(f"{op}_full_vocabulary" for op in ops),
+        *(f"{op}_k{k}" for op in ops for k in (16, 64, 256)),
+    }
     outcomes = [
         outcome
         for name, outcome in tests["tests"].items()

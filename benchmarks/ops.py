@@ -193,6 +193,13 @@ def make_select(shape: Shape, device: torch.device) -> Workload:
     return Workload((teacher, shape.vocab_topk), None, nbytes(teacher))
 
 
+def make_largest_logits(shape: Shape, device: torch.device, k: int) -> Workload:
+    """The largest logits of one sequence of the teacher's."""
+    _, teacher, chunks = logits(shape, device)
+    least = nbytes(teacher) + shape.tokens * k * 12
+    return Workload((teacher, chunks % shape.teacher_vocab, k, shape.teacher_vocab), None, least)
+
+
 def make_multihot(shape: Shape, device: torch.device) -> Workload:
     """Top 8 of 128 experts, int64 indices, float32 probabilities, eight sets."""
     sets = []
@@ -232,6 +239,10 @@ WORKLOADS: dict[str, tuple[str, Callable[[Shape, torch.device], Workload]]] = {
     "gold_cross_entropy": ("gold_cross_entropy", make_gold_cross_entropy),
     "cross_entropy": ("cross_entropy", make_cross_entropy),
     "select_topk_columns": ("select_topk_columns", make_select),
+    **{
+        f"largest_logits_k{k}": ("largest_logits", lambda s, d, k=k: make_largest_logits(s, d, k))  # type: ignore[misc]
+        for k in (16, 64, 256)
+    },
     "chunk_mean": ("chunk_mean", make_chunk_mean),
     "sparse_projection": ("sparse_projection", make_sparse_projection),
     "indices_to_multihot": ("indices_to_multihot", make_multihot),

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from xtoken_core.ops.registry import get_op
 from xtoken_core.transports.ring import TopKSettings
 
 
@@ -116,62 +117,16 @@ class TopKLogits:
         return maximum.scatter_reduce(0, self.columns.flatten(), self.values.flatten(), "amax")[:-1]
 
 
-GROUP = 64
-"""Adjacent tokens whose largest logit and sum are computed first: only groups with one of the largest are searched."""
-
-
 def largest_logits(logits: Float[Tensor, "B T V_m"], targets: Int[Tensor, "B T"], settings: TopKSettings) -> TopKLogits:
-    """Select the largest logits of every position.
-
-    The k largest lie in the k groups of tokens with the largest maxima, so that the whole row is read for maxima and
-    sums alone.
+    """Select the largest logits of every position, by the op `largest_logits` of their device.
 
     Args:
         logits: At least `V` wide; any floating dtype, float32 inside, float64 stays.
         targets: The token that each position predicts; any id where it predicts none.
         settings: What to select.
     """
-    V, T = settings.vocab_size, settings.temperature
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    groups = logits[..., : V - V % GROUP].view(*logits.shape[:2], V // GROUP, GROUP)
-    maxima = groups.amax(-1)
-    chosen = maxima.topk(min(settings.k, maxima.shape[-1]), sorted=False).indices
-    in_chosen = groups.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, GROUP)).flatten(-2)
-    candidates = torch.cat([in_chosen, logits[..., V - V % GROUP : V]], -1).to(dtype)
-    token = torch.arange(V, device=logits.device)
-    first, last = token[:GROUP], token[V - V % GROUP :].expand(*chosen.shape[:2], -1)
-    tokens = torch.cat([(chosen.unsqueeze(-1) * GROUP + first[: groups.shape[-1]]).flatten(-2), last], -1)
-    values, at = candidates.topk(min(settings.k, V), dim=-1)
-
-    def log_sums(temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log-normaliser and the logarithm of each group's part of it before normalising."""
-        of_group = _group_log_sums(groups, maxima.to(dtype), temperature)
-        beyond = candidates[..., in_chosen.shape[-1] :] / temperature
-        return torch.cat([of_group, beyond], -1).logsumexp(-1), of_group
-
-    log_z, of_group = log_sums(1.0)
-    log_z_scaled, of_group = (log_z, of_group) if T == 1.0 else log_sums(T)
-    kept = torch.ones_like(at, dtype=torch.bool)
-    if settings.mass is not None:
-        masses = torch.exp(values / T - log_z_scaled.unsqueeze(-1))
-        kept = masses.cumsum(-1) - masses < settings.mass  # 0 before the most likely token, which is always kept
-    # Summed over the other tokens themselves: as a difference from 1 a small rest would lose its digits.
-    others = (candidates / T).scatter(-1, at, torch.where(kept, -torch.inf, values / T))
-    log_rest = torch.cat([of_group.scatter(-1, chosen, -torch.inf), others], -1).logsumexp(-1) - log_z_scaled
-    own = logits.gather(-1, targets.clamp(0, V - 1).unsqueeze(-1)).squeeze(-1).to(dtype) - log_z
-    values, ids = values.masked_fill(~kept, -torch.inf), tokens.gather(-1, at).masked_fill(~kept, -1)
-    return TopKLogits(ids, values, log_z, log_z_scaled, log_rest, own, V, T)
-
-
-def _group_log_sums(
-    groups: Float[Tensor, "B T G n"], maxima: Float[Tensor, "B T G"], temperature: float
-) -> Float[Tensor, "B T G"]:
-    """Return the logarithm of the sum of `exp(logit / temperature)` over each group."""
-    shift = torch.where(torch.isfinite(maxima), maxima, 0.0)
-    parts = groups.to(maxima.dtype, copy=True).sub_(shift.unsqueeze(-1))
-    if temperature != 1.0:
-        parts.div_(temperature)
-    return parts.exp_().sum(-1).log() + shift / temperature
+    selected = get_op("largest_logits", logits.device)(logits, targets, *settings)
+    return TopKLogits(*selected, settings.vocab_size, settings.temperature)
 
 
 def write_topk(source: TopKLogits, out: Float[Tensor, "B T W"]) -> None:

@@ -27,6 +27,8 @@ WIDTH_BUCKET = 128
 """Widths of a compiled model are rounded up to a multiple of this, so that few shapes are compiled."""
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at a time where only their maxima are needed."""
+WIDTH_MULTIPLE = 64
+"""Rows of logits of which the largest are taken are as wide as this allows, so that they are aligned."""
 
 
 class TeacherModel:
@@ -169,7 +171,8 @@ class TeacherModel:
             row: The layout of a packed row; None: each row is a sample.
         """
         if self.plain_head:
-            source, head = self.hidden(tokens, row).flatten(0, 1), self.head[: settings.vocab_size].t()
+            width = -(-settings.vocab_size // WIDTH_MULTIPLE) * WIDTH_MULTIPLE  # the head has no more than it has
+            source, head = self.hidden(tokens, row).flatten(0, 1), self.head[:width].t()
         else:
             source, head = self.model(**self._inputs(tokens, row)).logits.flatten(0, 1), None
         targets = predicted_ids(self._on_device(tokens)).flatten()

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Not the kernels: Triton compiles their source and cannot read a wrapped function.
-OPS = ("embedding", "indices_to_multihot", "sparse_projection", "select_topk_columns", "chunk_mean")
+OPS = ("embedding", "indices_to_multihot", "sparse_projection", "select_topk_columns", "largest_logits", "chunk_mean")
 MODULES = [
     f"xtoken_core.ops.{op}.{part}" for op in (*OPS, "cross_entropy", "p_kl", "gold") for part in ("reference", "triton")
 ]

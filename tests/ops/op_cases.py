@@ -270,6 +270,21 @@ def _chain_topk(k: int, least_mass: float, T: float = 1.0, conditioning: bool = 
     return OpCase(make, batched, pad, lambda out: out[:B, :T_T], "student_logits")
 
 
+def _largest_logits(k: int, T: float = 1.0) -> OpCase:
+    """A head that is wider than the vocabulary."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
+        logits = extend(rand(B, T_T, V_T + 100, dtype=dtype, device=device, seed=1), 3, 2, 9.0)
+        targets = ids(B, T_T, high=V_T, device=device, seed=10)
+        settings = {"k": k, "vocab_size": V_T + 100, "mass": None, "temperature": T}
+        return {"logits": logits, "targets": targets} | settings
+
+    def pad(inputs: Inputs) -> Inputs:
+        return inputs | {name: extend(extend(inputs[name], 4, 1, 1), 2, 0, 0) for name in ("logits", "targets")}
+
+    return OpCase(make, ("logits", "targets"), pad, lambda out: out[:B, :T_T])
+
+
 CASES: dict[str, dict[str, OpCase]] = {
     "embedding": {
         "": OpCase(
@@ -333,6 +348,7 @@ CASES: dict[str, dict[str, OpCase]] = {
             "logits",
         )
     },
+    "largest_logits": {"": _largest_logits(30), "T2": _largest_logits(100, 2.0)},
     "token_kl": {"": _token_kl(), "reverse_T2": _token_kl(reverse=True, temperature=2.0)},
     "p_kl": {
         "": _chunked(_p_kl()),

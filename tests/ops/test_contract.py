@@ -12,7 +12,16 @@ from xtoken_core.ops.registry import BACKENDS, load_backend
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPE_IDS = ["fp32", "bf16", "fp16"]
-SLOW_TO_INTERPRET = ("p_kl", "p_kl_cross_entropy", "gold", "gold_cross_entropy", "chain", "chain_topk", "token_kl")
+SLOW_TO_INTERPRET = (
+    "p_kl",
+    "p_kl_cross_entropy",
+    "gold",
+    "gold_cross_entropy",
+    "chain",
+    "chain_topk",
+    "token_kl",
+    "largest_logits",
+)
 ADDS_IN_ANY_ORDER = {("chain", "reference", "cuda"), ("chain_topk", "reference", "cuda")}
 """Backends that add by atomic operations: sums are the same up to rounding only."""
 
@@ -105,6 +114,8 @@ def check_against_the_reference(name, case, short, device, dtype):
         assert_within(actual, expected, OUTPUT[key], "output", slack=slack)
     for actual, expected in zip(outputs(op, inputs, fp32=True), outputs(truth, inputs, fp32=True), strict=True):
         assert_within(actual, expected, OUTPUT[FAMILY[name], torch.float32], "output in float32")
+    if case.differentiable is None:
+        return
     own = gradient(op, inputs, case.differentiable)
     assert own.dtype == dtype
     upcast = inputs | {case.differentiable: inputs[case.differentiable].float()}
@@ -116,7 +127,10 @@ def check_against_the_reference(name, case, short, device, dtype):
 def test_inputs_are_not_mutated(name, case, short, device):
     op, inputs = backend_of(name, short, device), case.make(torch.float32, device)
     before = {n: x.clone() for n, x in inputs.items() if isinstance(x, torch.Tensor)}
-    gradient(op, inputs, case.differentiable)
+    if case.differentiable is None:
+        outputs(op, inputs)
+    else:
+        gradient(op, inputs, case.differentiable)
     assert all(torch.equal(inputs[n], x) for n, x in before.items())
 
 
@@ -125,6 +139,8 @@ def test_two_runs_give_the_same_bits(name, case, short, device):
     op, inputs = backend_of(name, short, device), case.make(torch.float32, device)
     for first, second in zip(outputs(op, inputs), outputs(op, inputs), strict=True):
         same(first, second, name, short, device)
+    if case.differentiable is None:
+        return
     runs = [gradient(op, inputs, case.differentiable) for _ in range(2)]
     same(*runs, name, short, device)
 
@@ -135,6 +151,7 @@ def test_two_runs_give_the_same_bits(name, case, short, device):
         pytest.param(name, case, id="-".join(filter(None, (name, variant))))
         for name, cases in CASES.items()
         for variant, case in cases.items()
+        if case.differentiable is not None
     ],
 )
 def test_the_references_gradient_passes_gradcheck_in_float64(name, case):

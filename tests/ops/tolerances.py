@@ -17,6 +17,7 @@ FAMILY = {
     "select_topk_columns": "move",
     "sparse_projection": "row",
     "cross_entropy": "row",
+    "largest_logits": "row",
     "token_kl": "row",
     "chunk_mean": "chunk",
     "p_kl": "chunk",

@@ -28,6 +28,7 @@ class OpBackend(Enum):
     PYTORCH_NATIVE_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.reference:NativeIndicesToMultihotOp"
     PYTORCH_NATIVE_SPARSE_PROJECTION = "xtoken_core.ops.sparse_projection.reference:NativeSparseProjectionOp"
     PYTORCH_NATIVE_SELECT_TOPK_COLUMNS = "xtoken_core.ops.select_topk_columns.reference:NativeSelectTopkColumnsOp"
+    PYTORCH_NATIVE_LARGEST_LOGITS = "xtoken_core.ops.largest_logits.reference:NativeLargestLogitsOp"
     PYTORCH_NATIVE_CHUNK_MEAN = "xtoken_core.ops.chunk_mean.reference:NativeChunkMeanOp"
     PYTORCH_NATIVE_CROSS_ENTROPY = "xtoken_core.ops.cross_entropy.reference:NativeCrossEntropyOp"
     PYTORCH_NATIVE_P_KL = "xtoken_core.ops.p_kl.reference:NativePKLOp"
@@ -44,6 +45,7 @@ class OpBackend(Enum):
     TRITON_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.triton:TritonIndicesToMultihotOp"
     TRITON_SPARSE_PROJECTION = "xtoken_core.ops.sparse_projection.triton:TritonSparseProjectionOp"
     TRITON_SELECT_TOPK_COLUMNS = "xtoken_core.ops.select_topk_columns.triton:TritonSelectTopkColumnsOp"
+    TRITON_LARGEST_LOGITS = "xtoken_core.ops.largest_logits.triton:TritonLargestLogitsOp"
     TRITON_CHUNK_MEAN = "xtoken_core.ops.chunk_mean.triton:TritonChunkMeanOp"
     TRITON_CROSS_ENTROPY = "xtoken_core.ops.cross_entropy.triton:TritonCrossEntropyOp"
     TRITON_P_KL = "xtoken_core.ops.p_kl.triton:TritonPKLOp"
@@ -68,6 +70,10 @@ BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
     "select_topk_columns": {
         "reference": OpBackend.PYTORCH_NATIVE_SELECT_TOPK_COLUMNS,
         "triton": OpBackend.TRITON_SELECT_TOPK_COLUMNS,
+    },
+    "largest_logits": {
+        "reference": OpBackend.PYTORCH_NATIVE_LARGEST_LOGITS,
+        "triton": OpBackend.TRITON_LARGEST_LOGITS,
     },
     "chunk_mean": {"reference": OpBackend.PYTORCH_NATIVE_CHUNK_MEAN, "triton": OpBackend.TRITON_CHUNK_MEAN},
     "cross_entropy": {

@@ -9,6 +9,14 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 LOWEST = tl.constexpr(-3.0e38)
 """Below every logit but -inf, from which it can be subtracted."""
+NAN = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def ordered_bits(x):
+    """Return integers in the order of float32 values: -0.0 equals 0.0, NaN is the largest."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, NAN, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
 
 @triton.jit

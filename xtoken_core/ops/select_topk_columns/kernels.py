@@ -11,9 +11,10 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from xtoken_core.ops.row_kernels import ordered_bits
+
 DIGITS = tl.constexpr(256)
 """Values of a byte."""
-NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit(do_not_specialize=["R", "T"])
@@ -73,8 +74,7 @@ def column_keys_kernel(partial_ptr, keys_ptr, counts_ptr, parts, V, BLOCK: tl.co
     for part in range(parts):
         x = tl.load(partial_ptr + tl.cast(part, tl.int64) * V + i, mask=i < V, other=float("-inf"))
         best = tl.where((x > best) | (x != x), x, best)
-    bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    key = tl.where(best != best, NAN, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    key = ordered_bits(best)
     tl.store(keys_ptr + i, key, mask=i < V)
     add_histogram(counts_ptr, (key >> 24) + DIGITS // 2, i < V)
 
