@@ -14,7 +14,7 @@ from xtoken_core.ops.largest_logits.kernels import (
     select_tokens_kernel,
 )
 from xtoken_core.ops.largest_logits.reference import GROUP, LargestLogits, largest_logits
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
 TILE_GROUPS, TILE_WARPS = 64, 4
 """Groups of one program of the pass over whole rows."""
@@ -38,7 +38,7 @@ def _largest(logits: Tensor, targets: Tensor, k: int, V: int, mass: float | None
     """Compute the same as the reference, in four launches; the rows are read once, the chosen groups twice."""
     B, T, V_m = logits.shape
     logits, targets = logits if logits.stride(-1) == 1 else logits.contiguous(), targets.contiguous()
-    scaled, scale, strides = temperature != 1.0, 1.0 / temperature, logits.stride()[:2]
+    scaled, scale, strides = temperature != 1.0, 1.0 / temperature, row_strides(logits)
     width = min(V_m, triton.cdiv(V, ALIGNED) * ALIGNED)
     tiles, wanted = triton.cdiv(V, GROUP * TILE_GROUPS), min(k, triton.cdiv(V, GROUP))
     K, lanes = max(power_of_2(k), FEWEST_SLOTS), power_of_2(triton.cdiv(V, GROUP))
