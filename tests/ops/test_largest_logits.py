@@ -98,6 +98,14 @@ def test_what_is_not_finite_is_as_in_the_reference(short, device, value, mass):
 
 
 @every_backend
+def test_float64_has_the_order_of_float32(short):
+    logits, targets = rows(1, 2, 150).round(), torch.zeros(1, 2, dtype=torch.long)
+    found, wide = (backend(short)(x, targets, 20, 140) for x in (logits, logits.double()))
+    assert wide.values.dtype == torch.float64
+    assert torch.equal(found.ids, wide.ids)
+
+
+@every_backend
 def test_zeros_of_either_sign_are_equal(short):
     logits = torch.full((1, 1, 70), -1.0)
     logits[..., [2, 66]], logits[..., [1, 65]] = 0.0, -0.0

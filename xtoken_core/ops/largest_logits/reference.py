@@ -89,7 +89,7 @@ def largest_logits(
 def _first_largest(x: Float[Tensor, "B T n"], k: int) -> Int[Tensor, "B T k"]:
     """Return the indices of the k largest values, descending, of equal ones the first; NaN is the largest."""
     if x.dtype == torch.float64:
-        return x.sort(-1, descending=True, stable=True).indices[..., :k]
+        return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     # `topk` takes any of equal values: as integers in the order of the floats, with the index below, none are equal.
     bits = (x.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill(x.isnan(), 0x7FFFFFFF).long()
