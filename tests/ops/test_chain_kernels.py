@@ -20,17 +20,18 @@ from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeC
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("xtoken_core.ops.chain.launch")
-from xtoken_core.ops.chain import class_columns_launch, layout  # noqa: E402
+from xtoken_core.ops.chain import class_columns_launch, gradient_launch, layout  # noqa: E402
 from xtoken_core.ops.chain.layout import chain_layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
 slow = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {
-    "TEACHER_LANES": 2, "BOTH_LANES": 2, "STUDENT_LANES": 2, "GRADIENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
+    "TEACHER_LANES": 2, "BOTH_LANES": 2, "STUDENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
     "TERMS": 2,
-    "WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2, "GRADIENT_PARTS": 2,
+    "WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2,
 }  # fmt: skip
+GRADIENT_SIZES = {"GRADIENT_LANES": 2, "GRADIENT_PARTS": 2}
 NARROW_AND_WIDE = {"HEIGHTS": (1, 2, 2), "LENGTHS": (2, 2, 2, 2), "TILE": 4}
 MEDIUM = {"HEIGHTS": (1, 1, 1), "LENGTHS": (2, 4, 4, 4), "TILE": 4}
 
@@ -52,8 +53,9 @@ def kernel(request, monkeypatch):
 def small(kernel, monkeypatch):
     columns = COLUMNS if kernel != "tiles" else {}
     events = {"EVENTS": 2, "COLUMN_WARPS": 1}
-    sizes_of = (launch, SIZES), (layout, {"NODE_SEGMENT": 2}), (class_layout, NARROW_AND_WIDE)
-    for module, sizes in (*sizes_of, (class_columns, columns), (class_columns_launch, events)):
+    sizes_of = (launch, SIZES), (gradient_launch, GRADIENT_SIZES), (layout, {"NODE_SEGMENT": 2})
+    others = (class_layout, NARROW_AND_WIDE), (class_columns, columns), (class_columns_launch, events)
+    for module, sizes in (*sizes_of, *others):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
 
@@ -91,18 +93,23 @@ def in_order(given):
     return student, teacher[..., order], of_student, tokens, renumbered, P
 
 
-def results(op, given, options, temperature, upcast=False):
+def results(op, given, options, temperature, upcast=False, overwrite=False):
     student, teacher, *sides, tables, P = given
     leaf = (student.float() if upcast else student).clone().requires_grad_()
-    found = op(leaf, teacher.float() if upcast else teacher, *sides, tables, ChainSettings(P, options, temperature))
+    settings = ChainSettings(P, options, temperature, overwrite=overwrite)
+    if overwrite:
+        settings = replace(settings, found=op.ahead(*sides, tables, settings))
+    found = op(leaf, teacher.float() if upcast else teacher, *sides, tables, settings)
     generator = torch.Generator().manual_seed(5)
     total = sum((part * torch.rand(part.shape, generator=generator).to(part)).sum() for part in found[:4])
-    return found, torch.autograd.grad(total, leaf)[0]
+    gradient = torch.autograd.grad(total, leaf)[0]
+    assert (gradient.data_ptr() == leaf.data_ptr()) == overwrite
+    return found, gradient
 
 
-def check(given, options, temperature=1.0):
+def check(given, options, temperature=1.0, overwrite=False):
     dtype = given[0].dtype
-    found, gradient = results(TritonChainOp(), given, options, temperature)
+    found, gradient = results(TritonChainOp(), given, options, temperature, overwrite=overwrite)
     expected, truth = results(NativeChainOp(), given, options, temperature, upcast=True)
     slack = 2.0 if dtype == torch.bfloat16 and given[0].device.type == "cpu" else 1.0
     for name, actual, wanted in zip(found._fields, found, expected, strict=True):
@@ -124,6 +131,17 @@ def check(given, options, temperature=1.0):
 )
 def test_values_and_gradient_are_the_references(device, pair, options, temperature):
     check(inputs(pair, device), options, temperature)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("pair", "temperature"),
+    [((WHOLE, SPLIT), 1.0), pytest.param((SPLIT, WHOLE), 2.0, marks=slow)],
+    ids=["student_is_whole", "teacher_is_whole"],
+)
+def test_gradient_over_the_logits_of_events_found_ahead(device, pair, temperature):
+    check(inputs(pair, device), ChainOptions(), temperature, overwrite=True)
 
 
 @pytest.mark.usefixtures("small")
@@ -195,6 +213,8 @@ def test_vocabularies_of_thousands(dtype):
     given = *logits, *sides, tables, text.chunks
     check(given, ChainOptions())
     check(in_order(given), ChainOptions())
+    check(given, ChainOptions(), overwrite=True)
+    check(in_order(given), ChainOptions(), overwrite=True)
     TritonChainOp().prepare(tables)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -15,6 +15,7 @@ from xtoken_core.ops.chain.start_kernels import (
     columns_of,
     exp,
     in_64_bits,
+    live_of,
     live_words,
     plain_logits,
     row_of,
@@ -166,10 +167,10 @@ def chain_row_bwd_kernel(
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
     of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    grad_ptr, V_head, first_row, blocks, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    CACHE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr
+    grad_ptr, V_head, stored_ptr, W_head, first_row, blocks, TARGETS: tl.constexpr, UNSCALED: tl.constexpr,
+    ALIGNED: tl.constexpr, CACHE: tl.constexpr, IN_PLACE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """Store some adjacent tiles of a student row's gradient."""
+    """Store some adjacent tiles of a student row's gradient; over its logits, what is stored there already stays."""
     row = first_row + tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * (TILES * LANES * ADJACENT)
     event = tl.load(event_ptr + row)
@@ -194,4 +195,8 @@ def chain_row_bwd_kernel(
         if (target >= begin) & (target < begin + LANES * ADJACENT):  # -1 without targets
             gradient = gradient - tl.where(x == target, of_loss, 0.0)
         to_ptr = grad_ptr + in_64_bits(row) * V_head + x
-        tl.store(to_ptr, gradient.to(grad_ptr.dtype.element_ty), mask=x < V_head)
+        rounded = gradient.to(grad_ptr.dtype.element_ty)
+        if IN_PLACE:
+            stored = live_of(stored_ptr + in_64_bits(row) * W_head, begin, x, V_head, LANES)
+            rounded = tl.where(stored, tl.load(to_ptr, mask=x < V_head, other=0.0), rounded)
+        tl.store(to_ptr, rounded, mask=x < V_head)

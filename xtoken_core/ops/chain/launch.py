@@ -16,9 +16,7 @@ from xtoken_core.ops.chain import (
     aligned_kernels,
     class_columns_launch,
     class_kernels,
-    gradient_kernels,
     live_kernels,
-    node_gradient_kernels,
     node_kernels,
     start_kernels,
 )
@@ -38,26 +36,26 @@ RULES, TOKENS = 8, 128
 """Rules, and tokens of a rule's interval, that are read at once."""
 POINTS, AT_POINT = 32, 32
 """Rules, and tokens at a rule's point, that are read at once."""
-TEACHER_LANES, STUDENT_LANES, GRADIENT_LANES = 1024, 512, 256
+TEACHER_LANES, STUDENT_LANES = 1024, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
 READS_BOTH = True
 """True if a program reads a chunk's first rows on both sides where the teacher's are in class order."""
 BOTH_LANES, BOTH_WARPS = 512, 16
 CLASS_EVENTS = 4
 """Starts at which a program compares a block of classes."""
-CLASS_CACHE, GRADIENT_CACHE = "", ""
+CLASS_CACHE = ""
 """How rows that are read in sequence pass the cache: ".cg" = not through a processor's own."""
-GRADIENT_TILES = 8
-"""Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
-GRADIENT_PARTS = 4
-"""Parts of the rows: beside each but the first one the gradients of the nodes of the one before are computed."""
 BLOCK, SLOTS, CHUNKS, TERMS = 1024, 512, 32, 16
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up, and
 blocks of classes whose terms it reads at once."""
-LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, GRADIENT_WARPS, NODE_WARPS = 4, 8, 16, 4, 8, 8
+LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, NODE_WARPS = 4, 8, 16, 4, 8
 CLEAR_WARPS = 4
-NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 8, 16
+NODE_PROGRAMS_PER_PROCESSOR = 8
 INTERPRETED_PROGRAMS = 3
+
+
+LiveBits = tuple[Tensor, Tensor, Tensor]
+"""Live sets by token, of plain classes, of members."""
 
 
 class StartResults(NamedTuple):
@@ -153,6 +151,11 @@ class Comparison:
         self.bounds, self.starts = events.sides, events.starts
         self.in_student, self.in_teacher = events.in_student, events.in_teacher
         self.event_of_row, self.event_of_teacher_row = events.event_of_row, events.event_of_teacher_row
+        self._live: tuple[LiveBits, LiveBits] | None = None
+
+    def find_live(self) -> None:
+        """Find both sides' live sets, which depend on no logits, ahead of `start_values`."""
+        self._live = self._student_live(), self._teacher_live()
 
     def _float(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -160,7 +163,7 @@ class Comparison:
     def _programs(self, per_processor: int, most: int) -> int:
         return max(1, min(processors(self.device) * per_processor, most))
 
-    def live_bits(self, live: Live, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def live_bits(self, live: Live, before: Tensor, token: Tensor) -> LiveBits:
         """Return the live sets of the starts' events, `[E, words]` int32: by token, of plain classes, of members."""
         E, table = len(before), live.table
         own, plain, members = (torch.empty((E, W), dtype=torch.int32, device=self.device) for W in live.words)
@@ -191,9 +194,11 @@ class Comparison:
         plan, starts = self.plan, self.starts
         B, T_s = student.logits.shape[:2]
         E, M, R_s = len(starts.chunk), plan.others, B * T_s
+        found, self._live = self._live, None
         with second_stream(self.device):
-            (t_own, t_bits, t_members), (t_top, t_total, t_lse) = self.teacher_values(teacher)
-        s_bits, _, s_members = self.live_bits(plan.student.live, starts.teacher_before, starts.student_token)
+            t_own, t_bits, t_members = found[1] if found else self._teacher_live()
+            t_top, t_total, t_lse = self.teacher_values(teacher, t_own)
+        s_bits, _, s_members = found[0] if found else self._student_live()
         join(self.device)
         head_lse, top, total = (self._float(R_s) for _ in range(3))
         s_lse, terms = self._float(E), self._float(1 + len(plan.blocks), 3, E)
@@ -215,22 +220,28 @@ class Comparison:
                 self.scale, TARGETS=targets is not None, UNSCALED=self.scale == 1.0, ALIGNED=plan.aligned,
                 LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
             )  # fmt: skip
+        del t_own, found  # so that less is held beside the ratios
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
         kept = StartResults(s_bits, t_bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse)
         return kept, (s_members, t_members), terms, losses, hits
 
-    def teacher_values(self, teacher: Rows) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the teacher's live bits, and the sums of its rows and live tokens; some are still to be filled in."""
-        starts, R_t = self.starts, self.shape[0] * teacher.positions
-        bits = self.live_bits(self.plan.teacher.live, starts.student_before, starts.teacher_token)
-        t_top, t_total, t_lse = self._float(R_t), self._float(R_t), self._float(len(starts.chunk))
+    def teacher_values(self, teacher: Rows, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sums of the teacher's rows and of live tokens; some are still to be filled in."""
+        R_t = self.shape[0] * teacher.positions
+        t_top, t_total, t_lse = self._float(R_t), self._float(R_t), self._float(len(self.starts.chunk))
         start_kernels.chain_teacher_kernel[(R_t,)](
-            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), bits[0],
-            t_top, t_total, t_lse, teacher.positions, teacher.width, bits[0].shape[1], *teacher.strides, self.scale,
+            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), live,
+            t_top, t_total, t_lse, teacher.positions, teacher.width, live.shape[1], *teacher.strides, self.scale,
             NODES_ALONE=self.reads_both, LANES=TEACHER_LANES, num_warps=TEACHER_WARPS,
         )  # fmt: skip
-        return bits, (t_top, t_total, t_lse)
+        return t_top, t_total, t_lse
+
+    def _student_live(self) -> LiveBits:
+        return self.live_bits(self.plan.student.live, self.starts.teacher_before, self.starts.student_token)
+
+    def _teacher_live(self) -> LiveBits:
+        return self.live_bits(self.plan.teacher.live, self.starts.student_before, self.starts.teacher_token)
 
     def compare(
         self, student: Rows, teacher: Rows, kept: StartResults, bits: tuple[Tensor, Tensor], terms: Tensor
@@ -313,67 +324,6 @@ class Comparison:
             chunks, BLOCK=CHUNKS, TERMS=TERMS, num_warps=4,
         )  # fmt: skip
         return parts, mass
-
-    def gradient(
-        self,
-        student: Rows,
-        teacher: Rows,
-        targets: Tensor | None,
-        kept: tuple[StartResults, Tensor, NodeResults, NodeResults],
-        of_losses: Tensor | None,
-        of_parts: Tensor,
-    ) -> Tensor:
-        """Return the gradient, `[B, T_s, V_head]`.
-
-        Args:
-            student: Logits.
-            teacher: Logits.
-            targets: `[B, T_s]`, or None.
-            kept: Values of starts, their masses, values of nodes inside the student's and the teacher's tokens.
-            of_losses: `[B, T_s]` upstream gradient, or None.
-            of_parts: `[3, B * P]`, likewise.
-        """
-        starts, mass, inside, beside = kept
-        plan = self.plan
-        B, T_s, V_head = student.logits.shape
-        gradient = torch.empty((B, T_s, V_head), dtype=student.logits.dtype, device=self.device)
-        row = (
-            student.logits, teacher.logits, targets, self.event_of_row, self.starts.teacher_row, starts.student_bits,
-            starts.teacher_bits, plan.partner, starts.ratio, starts.head_lse, starts.top, starts.total, mass,
-            starts.student_lse, starts.teacher_lse, of_losses, of_parts, self.in_teacher.chunk,
-            self.in_teacher.at_end, of_parts.shape[1], beside.level,
-            len(beside.level), T_s, teacher.positions, student.width, plan.others,
-            starts.student_bits.shape[1], *student.strides,
-            *teacher.strides, self.scale, gradient, V_head,
-        )  # fmt: skip
-        blocks = triton.cdiv(V_head, GRADIENT_TILES * GRADIENT_LANES * start_kernels.ADJACENT.value)
-        settings = {"TARGETS": of_losses is not None, "UNSCALED": self.scale == 1.0, "ALIGNED": plan.aligned}
-        own, other = plan.student.nodes, plan.teacher.nodes
-        capacity = own.held.most_tokens, other.fresh.most_tokens
-        nodes = (
-            self.in_student.chunk, self.bounds[1].first, self.bounds[1].size, len(inside.value), self.in_student.node,
-            own.slot_start, own.held.node_start, own.held.token, inside.held_lse, inside.mass, inside.ratio,
-            own.most_slots, self.in_student.at_end, own.spelling_start, own.spelled_node, own.spelled_slot,
-            self.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token, other.fresh.slot,
-            beside.mass, beside.ratio, other.most_slots,
-        )  # fmt: skip
-        step = triton.cdiv(B * T_s, GRADIENT_PARTS)
-        for first in range(0, B * T_s, step):
-            last = min(first + step, B * T_s)
-            gradient_kernels.chain_row_bwd_kernel[((last - first) * blocks,)](
-                *row, first, blocks, **settings, CACHE=GRADIENT_CACHE, TILES=GRADIENT_TILES, LANES=GRADIENT_LANES,
-                num_warps=GRADIENT_WARPS,
-            )  # fmt: skip
-            if len(inside.value) or len(beside.value):
-                with second_stream(self.device):
-                    programs = self._programs(NODE_GRADIENT_PROGRAMS_PER_PROCESSOR, last - first)
-                    node_gradient_kernels.chain_node_bwd_kernel[(programs,)](
-                        *row, first, last, *nodes, self._float(programs, sum(capacity)), sum(capacity), capacity[0],
-                        **settings, SLOTS=SLOTS, num_warps=NODE_WARPS,
-                    )  # fmt: skip
-        if len(inside.value) or len(beside.value):
-            join(self.device)
-        return gradient
 
     def _roles(self, student: Rows, teacher: Rows, learns: bool) -> tuple[Inner, Rows, Rows, SideLayout, SideLayout]:
         if learns:

@@ -83,9 +83,13 @@ def clear_sums(sum_ptr, count, SLOTS: tl.constexpr):
 @triton.jit
 def store_list(
     list_ptr, first, last, sum_ptr, own_ptr, event, base, parts, s_bits_ptr, t_bits_ptr, partner_ptr, ratios_ptr, V,
-    scale, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, SLOTS: tl.constexpr
+    scale, stored_ptr, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
+    SLOTS: tl.constexpr
 ):  # fmt: skip
-    """Store the gradient of a list of a row's tokens: what is the same for the row, and what was added up."""
+    """Store the gradient of a list of a row's tokens: what is the same for the row, and what was added up.
+
+    In place, a token that is stored already stays as it is, and the others are marked.
+    """
     compared = tl.where(event >= 0, last, first)
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
@@ -96,7 +100,12 @@ def store_list(
             ALIGNED, ""
         )  # fmt: skip
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
-        tl.store(own_ptr + x, gradient.to(own_ptr.dtype.element_ty), mask=at < last)
+        there = at < last
+        if IN_PLACE:
+            bit = (x * 0 + 1) << (x & 31)
+            before = tl.atomic_or(stored_ptr + (x >> 5), bit, mask=there, sem="relaxed")
+            there = there & ((before & bit) == 0)
+        tl.store(own_ptr + x, gradient.to(own_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -125,12 +134,12 @@ def chain_node_bwd_kernel(
     partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
     of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
     s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    grad_ptr, V_head, first_row, R,
+    grad_ptr, V_head, stored_ptr, W_head, first_row, R,
     i_chunk_ptr, i_first_ptr, i_size_ptr, i_events, i_node_ptr, i_slot_start_ptr, i_list_start_ptr, i_list_ptr,
     i_held_lse_ptr, i_mass_ptr, i_ratio_ptr, i_slots, i_end_ptr, spelling_start_ptr, spelled_node_ptr,
     spelled_slot_ptr, o_node_ptr, o_slot_start_ptr, o_list_start_ptr, o_list_ptr, o_slot_ptr, o_mass_ptr, o_ratio_ptr,
     o_slots, sums_ptr, capacity, i_capacity, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    SLOTS: tl.constexpr
+    IN_PLACE: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
     inside_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * capacity
@@ -169,13 +178,25 @@ def chain_node_bwd_kernel(
                     base, i_node_ptr, i_slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr,
                     ratios_ptr, i_mass_ptr, i_held_lse_ptr, i_end_ptr, of_start_ptr, E, scale, SLOTS
                 )  # fmt: skip
-        store_list(
-            i_list_ptr, first, last, inside_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
-            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED, ALIGNED, SLOTS
-        )  # fmt: skip
-        tl.debug_barrier()  # what is in both lists is stored again, with all its parts
+        # What is in both lists has all its parts in the second one only, so that is what stays.
+        if not IN_PLACE:
+            store_list(
+                i_list_ptr, first, last, inside_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
+                t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, stored_ptr, TARGETS, UNSCALED,
+                ALIGNED, False, SLOTS
+            )  # fmt: skip
+            tl.debug_barrier()
+        marks_ptr = stored_ptr + row * W_head
         store_list(
             o_list_ptr, o_first, o_last, named_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
-            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED, ALIGNED, SLOTS
+            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, marks_ptr, TARGETS, UNSCALED, ALIGNED,
+            IN_PLACE, SLOTS
         )  # fmt: skip
+        if IN_PLACE:
+            tl.debug_barrier()
+            store_list(
+                i_list_ptr, first, last, inside_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
+                t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, marks_ptr, TARGETS, UNSCALED,
+                ALIGNED, True, SLOTS
+            )  # fmt: skip
         tl.debug_barrier()

@@ -11,11 +11,15 @@ from torch.autograd.function import once_differentiable
 
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.ops.chain.events import SideTokens
+from xtoken_core.ops.chain.gradient_launch import Gradient, Kept
 from xtoken_core.ops.chain.launch import Comparison, NodeResults, Rows, StartResults
 from xtoken_core.ops.chain.layout import chain_layout
 from xtoken_core.ops.chain.reference import ChainResult, ChainSettings, chain
 from xtoken_core.ops.numerics import ComparesLogits
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on
+
+OVERWRITES = True
+"""True if the gradient takes the memory of the student's logits where the call allows it."""
 
 
 class TritonChain(torch.autograd.Function):
@@ -23,7 +27,12 @@ class TritonChain(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, student_logits: Tensor, teacher_logits: Tensor, inputs: Comparison, targets: Tensor | None
+        ctx: Any,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        inputs: Comparison,
+        targets: Tensor | None,
+        overwrite: bool,
     ) -> tuple[Tensor, ...]:
         """Return the parts `[3, B, P]`, and with targets (losses, hits), each `[B, T_s]`."""
         logits = student_logits if student_logits.stride(-1) == 1 else student_logits.contiguous()
@@ -34,7 +43,7 @@ class TritonChain(torch.autograd.Function):
         inside, beside = inputs.compare(student, teacher, starts, members, terms)
         flat, mass = inputs.parts(terms, inside.value, beside.value)
         parts = flat.view(3, B, P)
-        ctx.inputs, ctx.with_targets = inputs, targets is not None
+        ctx.inputs, ctx.with_targets, ctx.overwrite = inputs, targets is not None, overwrite
         ctx.save_for_backward(logits, given, targets, mass, *starts, *inside, *beside)
         if losses is None or hits is None:
             return (parts,)
@@ -43,20 +52,25 @@ class TritonChain(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_parts: Tensor, *others: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, of_parts: Tensor, *others: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         """Return the gradient in the dtype of the logits."""
         logits, given, targets, mass, *saved = ctx.saved_tensors
         inputs: Comparison = ctx.inputs
         of_losses = others[0].float().contiguous() if ctx.with_targets and others[0] is not None else None
         n, m = len(StartResults._fields), len(NodeResults._fields)
-        kept = StartResults(*saved[:n]), mass, NodeResults(*saved[n : n + m]), NodeResults(*saved[n + m :])
-        of_parts = of_parts.float().reshape(3, -1).contiguous()
-        gradient = inputs.gradient(*_rows(inputs, logits, given), targets, kept, of_losses, of_parts)
-        return gradient, None, None, None
+        kept = Kept(StartResults(*saved[:n]), mass, NodeResults(*saved[n : n + m]), NodeResults(*saved[n + m :]))
+        upstream = of_losses, of_parts.float().reshape(3, -1).contiguous()
+        rows = _rows(inputs, logits, given)
+        gradient = Gradient(inputs, *rows, targets, kept, upstream, overwrite=ctx.overwrite).compute()
+        return gradient, None, None, None, None
 
 
 def _rows(inputs: Comparison, student: Tensor, teacher: Tensor) -> tuple[Rows, Rows]:
     return Rows(student, len(inputs.tables.student.root)), Rows(teacher, len(inputs.tables.teacher.root))
+
+
+def _comparison(sides: tuple[SideTokens, SideTokens], tables: ChainTables, settings: ChainSettings) -> Comparison:
+    return Comparison(tables, sides, settings.max_chunks, settings.options, settings.temperature)
 
 
 class TritonChainOp(ComparesLogits):
@@ -69,6 +83,17 @@ class TritonChainOp(ComparesLogits):
         """Derive from the tables what a call needs, so that no call waits for the device."""
         tables.read_sizes()
         chain_layout(tables)
+
+    def ahead(
+        self, student: SideTokens, teacher: SideTokens, tables: ChainTables, settings: ChainSettings
+    ) -> Comparison | None:
+        """Find events and live sets, for `ChainSettings.found`; None: there is nothing to find."""
+        if not student.chunk.numel() * teacher.chunk.numel() * settings.max_chunks:
+            return None
+        with launching_on(student.chunk):
+            found = _comparison((student, teacher), tables, settings)
+            found.find_live()
+        return found
 
     def forward(
         self,
@@ -86,7 +111,8 @@ class TritonChainOp(ComparesLogits):
             return chain(student_logits, teacher_logits, student, teacher, tables, settings)
         with launching_on(student_logits):
             sides = student, teacher
-            inputs = Comparison(tables, sides, settings.max_chunks, settings.options, settings.temperature)
+            inputs = settings.found or _comparison(sides, tables, settings)
             targets = student.predicted.long().contiguous() if settings.with_cross_entropy else None
-            outputs = TritonChain.apply(student_logits, teacher_logits.detach(), inputs, targets)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            overwrite = settings.overwrite and OVERWRITES
+            outputs = TritonChain.apply(student_logits, teacher_logits.detach(), inputs, targets, overwrite)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return ChainResult(*outputs[0].unbind(), *outputs[1:])
