@@ -30,7 +30,7 @@ from benchmarks.ops import Shape
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.ops.chain import launch, layout
+from xtoken_core.ops.chain import gradient_launch, launch, layout
 from xtoken_core.ops.registry import ENVIRONMENT
 
 NAMES = (
@@ -129,7 +129,7 @@ def measure_row(sizes: tuple[int, ...], names: list[str], shape: Shape, turns: T
     torch.set_num_threads(1)
     named = dict(zip(NAMES, sizes, strict=True))
     for name, size in named.items():
-        setattr(next(m for m in (class_layout, layout, launch) if hasattr(m, name)), name, size)
+        setattr(next(m for m in (class_layout, layout, launch, gradient_launch) if hasattr(m, name)), name, size)
     row: dict[str, Any] = {"sizes": named}
     calls = {}
     try:

@@ -14,6 +14,7 @@ from xtoken_core.chain import class_columns, class_layout
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
+from xtoken_core.losses import chunked_head, distillation, head_gradients
 from xtoken_core.losses.chain import side_tokens
 from xtoken_core.losses.masks import whole_chunks
 from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeChainOp
@@ -21,6 +22,7 @@ from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeC
 pytest.importorskip("triton")
 launch = pytest.importorskip("xtoken_core.ops.chain.launch")
 from xtoken_core.ops.chain import class_columns_launch, gradient_launch, layout  # noqa: E402
+from xtoken_core.ops.chain import triton as triton_backend  # noqa: E402
 from xtoken_core.ops.chain.layout import chain_layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
@@ -228,3 +230,23 @@ def test_vocabularies_of_thousands(dtype):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ordered", [False, True], ids=["vocabulary", "class_order"])
+def test_from_hidden_states_in_every_order_of_launches(ordered, monkeypatch):
+    from benchmarks.hidden_states import CONFIGS, SMALL, Workload
+
+    load = Workload(SMALL, CONFIGS["chain"][0], torch.device("cuda"), None, maxima=False, ordered=ordered)
+    leaves = [x.detach().float().requires_grad_() for x in (load.hidden, load.weight)]
+    teacher = load.teacher.hidden.float() @ load.teacher.weight.float().t()
+    expected, _ = load.loss(load.batch, leaves[0] @ leaves[1].t(), [teacher])
+    wanted = expected.detach(), *torch.autograd.grad(expected, leaves)
+    for changed in (False, True):
+        monkeypatch.setattr(chunked_head, "FINDS_AHEAD", not changed)
+        monkeypatch.setattr(distillation, "MULTIPLIES_FIRST", not changed)
+        monkeypatch.setattr(head_gradients, "PRODUCTS_BESIDE", changed)
+        for overwrites in (True, False):
+            monkeypatch.setattr(triton_backend, "OVERWRITES", overwrites)
+            for own, truth in zip(load.step(), wanted, strict=True):
+                assert (own.float() - truth).norm() <= 1e-2 * truth.norm()

@@ -185,7 +185,7 @@ class CrossTokenizerDistillationLoss:
         if isinstance(student_logits, HeadProjection):
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
             rows = HeadRows(student_logits.detach())
-            if MULTIPLIES_FIRST:
+            if MULTIPLIES_FIRST and len(given.rows):
                 rows.begin(given.rows[0])
         with torch.no_grad():
             weights = self._weights(batch, frozen, selection, global_selected_chunks)

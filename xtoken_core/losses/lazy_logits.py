@@ -129,7 +129,7 @@ class HeadRows:
     def other_memory(self) -> HeadRows:
         """Return the same rows, whose logits go to memory of their own."""
         other = copy(self)
-        other.buffer = self.buffer.new_empty(0)
+        other.buffer, other._begun = self.buffer.new_empty(0), None
         return other
 
     def states(self, rows: Int[Tensor, " R"]) -> Float[Tensor, "R H"]:
