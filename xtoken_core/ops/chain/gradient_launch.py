@@ -72,7 +72,7 @@ class Gradient:
         self.inputs, self.kept, self.rows, self.width = inputs, kept, B * T_s, V_head
         self.has_nodes = bool(len(kept.inside.value) or len(kept.beside.value))
         in_place = overwrite and student.logits.is_contiguous()
-        self.gradient = student.logits if in_place else student.logits.new_empty(student.logits.shape)
+        self.gradient = student.logits.detach() if in_place else student.logits.new_empty(student.logits.shape)
         self.nodes_first = in_place and self.has_nodes
         words = triton.cdiv(V_head, 32)
         # Another tensor takes its place where nothing is marked.
