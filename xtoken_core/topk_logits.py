@@ -125,8 +125,12 @@ def largest_logits(logits: Float[Tensor, "B T V_m"], targets: Int[Tensor, "B T"]
         targets: The token that each position predicts; any id where it predicts none.
         settings: What to select.
     """
-    selected = get_op("largest_logits", logits.device)(logits, targets, *settings)
-    return TopKLogits(*selected, settings.vocab_size, settings.temperature)
+    ids, values, log_z, log_z_scaled, log_rest, own = get_op("largest_logits", logits.device)(
+        logits, targets, *settings
+    )
+    return TopKLogits(
+        ids, values, log_z, log_z_scaled, log_rest, own, settings.vocab_size, settings.temperature
+    )  # fmt: skip
 
 
 def write_topk(source: TopKLogits, out: Float[Tensor, "B T W"]) -> None:

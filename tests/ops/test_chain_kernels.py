@@ -10,19 +10,17 @@ import torch
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
-from xtoken_core.chain import class_columns, class_layout
+from xtoken_core.chain import class_layout
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.losses import chunked_head, distillation, head_gradients
 from xtoken_core.losses.chain import side_tokens
 from xtoken_core.losses.masks import whole_chunks
 from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeChainOp
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("xtoken_core.ops.chain.launch")
-from xtoken_core.ops.chain import class_columns_launch, gradient_launch, layout  # noqa: E402
-from xtoken_core.ops.chain import triton as triton_backend  # noqa: E402
+from xtoken_core.ops.chain import gradient_launch, layout  # noqa: E402
 from xtoken_core.ops.chain.layout import chain_layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
@@ -38,26 +36,10 @@ NARROW_AND_WIDE = {"HEIGHTS": (1, 2, 2), "LENGTHS": (2, 2, 2, 2), "TILE": 4}
 MEDIUM = {"HEIGHTS": (1, 1, 1), "LENGTHS": (2, 4, 4, 4), "TILE": 4}
 
 
-COLUMNS = {"CLASS_KERNEL": "columns", "WIDTHS": {1: 2, 2: 3}, "LANES": 32, "TASK_ROWS": 9}
-
-
-@pytest.fixture(params=["tiles", "shapes", "columns"])
-def kernel(request, monkeypatch):
-    """A kernel that compares classes; the tables of a test are built with it."""
-    if request.param != "tiles":
-        monkeypatch.setattr(class_columns, "CLASS_KERNEL", "columns")
-    if request.param == "columns":
-        monkeypatch.setattr(class_columns, "SHAPES", ())
-    return request.param
-
-
 @pytest.fixture
-def small(kernel, monkeypatch):
-    columns = COLUMNS if kernel != "tiles" else {}
-    events = {"EVENTS": 2, "COLUMN_WARPS": 1}
+def small(monkeypatch):
     sizes_of = (launch, SIZES), (gradient_launch, GRADIENT_SIZES), (layout, {"NODE_SEGMENT": 2})
-    others = (class_layout, NARROW_AND_WIDE), (class_columns, columns), (class_columns_launch, events)
-    for module, sizes in (*sizes_of, *others):
+    for module, sizes in (*sizes_of, (class_layout, NARROW_AND_WIDE)):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
 
@@ -99,8 +81,6 @@ def results(op, given, options, temperature, upcast=False, overwrite=False):
     student, teacher, *sides, tables, P = given
     leaf = (student.float() if upcast else student).clone().requires_grad_()
     settings = ChainSettings(P, options, temperature, overwrite=overwrite)
-    if overwrite:
-        settings = replace(settings, found=op.ahead(*sides, tables, settings))
     found = op(leaf, teacher.float() if upcast else teacher, *sides, tables, settings)
     generator = torch.Generator().manual_seed(5)
     total = sum((part * torch.rand(part.shape, generator=generator).to(part)).sum() for part in found[:4])
@@ -142,7 +122,7 @@ def test_values_and_gradient_are_the_references(device, pair, options, temperatu
     [((WHOLE, SPLIT), 1.0), pytest.param((SPLIT, WHOLE), 2.0, marks=slow)],
     ids=["student_is_whole", "teacher_is_whole"],
 )
-def test_gradient_over_the_logits_of_events_found_ahead(device, pair, temperature):
+def test_gradient_takes_the_memory_of_the_logits(device, pair, temperature):
     check(inputs(pair, device), ChainOptions(), temperature, overwrite=True)
 
 
@@ -174,7 +154,6 @@ def test_tokens_whose_end_has_no_term_have_a_gradient(device):
 
 
 @slow
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_sizes_as_shipped(device, dtype):
@@ -196,7 +175,6 @@ def test_missing_probability_is_finite(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_vocabularies_of_thousands(dtype):
     from benchmarks.chain_tables import draw_tables, draw_text
@@ -234,7 +212,7 @@ def test_vocabularies_of_thousands(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ordered", [False, True], ids=["vocabulary", "class_order"])
-def test_from_hidden_states_in_every_order_of_launches(ordered, monkeypatch):
+def test_from_hidden_states(ordered):
     from benchmarks.hidden_states import CONFIGS, SMALL, Workload
 
     load = Workload(SMALL, CONFIGS["chain"][0], torch.device("cuda"), None, maxima=False, ordered=ordered)
@@ -242,11 +220,5 @@ def test_from_hidden_states_in_every_order_of_launches(ordered, monkeypatch):
     teacher = load.teacher.hidden.float() @ load.teacher.weight.float().t()
     expected, _ = load.loss(load.batch, leaves[0] @ leaves[1].t(), [teacher])
     wanted = expected.detach(), *torch.autograd.grad(expected, leaves)
-    for changed in (False, True):
-        monkeypatch.setattr(chunked_head, "FINDS_AHEAD", not changed)
-        monkeypatch.setattr(distillation, "MULTIPLIES_FIRST", not changed)
-        monkeypatch.setattr(head_gradients, "PRODUCTS_BESIDE", changed)
-        for overwrites in (True, False):
-            monkeypatch.setattr(triton_backend, "OVERWRITES", overwrites)
-            for own, truth in zip(load.step(), wanted, strict=True):
-                assert (own.float() - truth).norm() <= 1e-2 * truth.norm()
+    for own, truth in zip(load.step(), wanted, strict=True):
+        assert (own.float() - truth).norm() <= 1e-2 * truth.norm()

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from xtoken_core.chain.class_columns import compared_layout
+from xtoken_core.chain.class_layout import class_layout
 from xtoken_core.chain.tables import ChainTables
 
 
@@ -25,7 +25,7 @@ def class_order(tables: ChainTables) -> Int[Tensor, " V_t"]:
         tables: On the CPU.
     """
     roots = [side.root.numpy().astype(np.int64) for side in (tables.student, tables.teacher)]
-    layout = compared_layout(roots[0], roots[1], tables.classes)
+    layout = class_layout(roots[0], roots[1], tables.classes)
     tokens = [np.flatnonzero(layout.plain[root]) for root in roots]
     column, token = (each[np.argsort(root[each])] for root, each in zip(roots, tokens, strict=True))
     V = len(roots[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -107,14 +107,6 @@ class Loss(ABC):
     @abstractmethod
     def pairing(self, batch: Mapping[str, Tensor]) -> Pairing:
         """Return which student positions are compared with which teacher positions."""
-
-    def ahead(self, pairing: Pairing) -> Any:
-        """Return what `evaluate` can use that depends on no logits, for `EvalOptions.found`; None: nothing.
-
-        Args:
-            pairing: As for `evaluate`.
-        """
-        return None
 
     @abstractmethod
     def evaluate(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -110,13 +109,6 @@ class ChainLoss(ChunkLoss):
             )
         return generated
 
-    def ahead(self, pairing: Pairing) -> Any:
-        """Return the events and live sets, which depend on the tokens alone; None: the backend has no use for them."""
-        return self.op.ahead(*_sides(pairing), self.tables, self._settings(pairing))
-
-    def _settings(self, pairing: Pairing) -> ChainSettings:
-        return ChainSettings(pairing.max_chunks, self.options, self.config.temperature, generated=self._form(pairing))
-
     def evaluate(
         self,
         pairing: Pairing,
@@ -131,11 +123,13 @@ class ChainLoss(ChunkLoss):
             ValueError: The pairing lacks the tokens that positions have read, or those that the teacher's predict.
         """
         sides = _sides(pairing)
-        settings = replace(
-            self._settings(pairing),
+        settings = ChainSettings(
+            pairing.max_chunks,
+            self.options,
+            self.config.temperature,
             with_cross_entropy=options.with_tokens,
+            generated=self._form(pairing),
             overwrite=options.overwrite,
-            found=options.found,
         )
         result: ChainResult = self.op(student_logits, teacher_logits, *sides, self.tables, settings)
         tokens = None if result.losses is None or result.hits is None else (result.losses, result.hits)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,37 +11,22 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtoken_core.losses import head_gradients
 from xtoken_core.losses.common import Divergence, EvalOptions, Pairing, ReadTokens
-from xtoken_core.losses.head_gradients import Gradients, GradientSums, Products
 from xtoken_core.losses.lazy_logits import HeadProjection, HeadRows
 from xtoken_core.losses.masks import next_token_targets
 from xtoken_core.losses.objective import ComparedTeacher, Metrics, Objective, Values, first_with_cross_entropy
 from xtoken_core.losses.token_blocks import TeacherBlocks, TokenBlocks
 from xtoken_core.ops import get_op
-from xtoken_core.ops.side_stream import event_of_current, join, second_stream
-from xtoken_core.topk_logits import TopKLogits
 
-FINDS_AHEAD = True
-"""True if what a loss can find in a block's tokens is found on a second stream, beside the products of its logits."""
+HALF = (torch.bfloat16, torch.float16)
 
 
-class Begun(NamedTuple):
-    """What a block's comparison reads.
+class Gradients(NamedTuple):
+    """The gradients of a head's operands; None where none is wanted."""
 
-    Attributes:
-        states: The student's hidden states, `[R, H]`.
-        logits: The student's logits, `[1, R, V]`.
-        of_teacher: The first teacher's; None without teachers.
-        pairings: By teacher: which positions belong together.
-        found: By teacher: what its loss has found in these.
-    """
-
-    states: Tensor
-    logits: Tensor
-    of_teacher: Tensor | TopKLogits | None
-    pairings: list[Pairing]
-    found: list[Any]
+    hidden: Float[Tensor, "B T H"] | None
+    weight: Float[Tensor, "V H"] | None
+    bias: Float[Tensor, " V"] | None
 
 
 class ChunkedHead:
@@ -56,7 +40,6 @@ class ChunkedHead:
         blocks: TokenBlocks,
         *,
         trains_on_kd: bool,
-        rows: HeadRows | None = None,
     ) -> None:
         """Keep the operands; nothing is computed yet.
 
@@ -66,10 +49,9 @@ class ChunkedHead:
             teachers: The teachers it is compared with.
             blocks: Positions of every block, on the device of the head.
             trains_on_kd: True if gradients go through the divergences.
-            rows: The student's rows if the product of the first block has begun.
         """
         self.student, self.teachers, self.blocks, self.trains_on_kd = student, teachers, blocks, trains_on_kd
-        self.rows = rows or HeadRows(student.detach())
+        self.rows = HeadRows(student.detach())
         self.teacher_rows = [teacher.rows() for teacher in teachers]
         self.targets = next_token_targets(batch)
         self.with_tokens = first_with_cross_entropy(teachers) if trains_on_kd else None
@@ -92,8 +74,13 @@ class ChunkedHead:
         # The weight of each chunk and token in the loss is the gradient of the reduction by its inputs. A linear
         # reduction has the same one everywhere, so it is taken at zero and the blocks are multiplied only once.
         with torch.no_grad():
-            start = None if linear else self.values()
-            values, gradients = self.values_and_gradients(lambda: _weights(objective, start or self.zeros()))
+            start = self.zeros() if linear else self.values()
+        leaves = [x.requires_grad_() for x in start.differentiable]
+        with torch.enable_grad():
+            loss, _ = objective(start)
+        upstream = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            values, gradients = self.values_and_gradients(upstream)
             loss, metrics = objective(values)
         result: Tensor = WithGradients.apply(*head.operands, loss, gradients)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return result, metrics
@@ -111,75 +98,40 @@ class ChunkedHead:
 
     def values(self) -> Values:
         """Compute every divergence and cross-entropy, without gradients."""
-        blocks = []
-        for n, rows in enumerate(self.blocks.rows):
-            blocks.append(self._block(n, self._begin(n, partial(self.rows.multiplied, rows)), overwrite=False))
+        blocks = [self._block(n, self.rows(rows), overwrite=False) for n, rows in enumerate(self.blocks.rows)]
         return self._assemble(blocks)
 
-    def values_and_gradients(self, upstream: Callable[[], Sequence[Tensor]]) -> tuple[Values, Gradients]:
+    def values_and_gradients(self, upstream: Sequence[Tensor]) -> tuple[Values, Gradients]:
         """Compute the values, and the gradients of the sum of `upstream` times the differentiable ones.
 
         Args:
-            upstream: Returns one tensor for each of `Values.differentiable`, in their shapes. It is called while the
-                device multiplies the first block's logits, so that it does not wait for many small launches.
+            upstream: One tensor for each of `Values.differentiable`, in their shapes.
         """
         head = self.student
         wanted = [x is not None and x.requires_grad for x in head.operands]
         sums = GradientSums(self.rows, head, wanted)
         # With a single reader its gradient may take the memory of the block's logits.
         only = len(self.teachers) == 1 and self.with_tokens is not None
-        products = Products(sums, self.rows, beside=head_gradients.PRODUCTS_BESIDE)
-        blocks, weights = [], None
+        blocks = []
         for n, rows in enumerate(self.blocks.rows):
-            begun = self._begin(n, partial(products.multiplied, n, rows))
-            products.launch()
-            weights = upstream() if weights is None else weights
-            logits = begun.logits.requires_grad_()
+            states = self.rows.states(rows)
+            logits = self.rows.of(states).requires_grad_()  # [1, R, V], the same memory for every block
             with torch.enable_grad():
-                values = self._block(n, begun, overwrite=only)
-            products.add(self._gradient(n, logits, values, weights), begun.states, rows)
+                values = self._block(n, logits, overwrite=only)
+            sums.add(self._gradient(n, logits, values, upstream), states, rows)
             blocks.append(_detached(values))
-            # The graph holds tensors as large as the logits, and the next block needs that memory.
-            del values, begun, logits
-        return self._assemble(blocks), products.result()
+            del values  # its graph holds tensors as large as the logits, and the next block needs that memory
+        return self._assemble(blocks), sums.result()
 
-    def _begin(self, n: int, multiply: Callable[[], tuple[Tensor, Tensor]]) -> Begun:
-        """Launch the products of a block's logits, and beside them what its tokens alone are enough for.
-
-        Args:
-            n: The block.
-            multiply: Returns the student's hidden states and logits.
-        """
-        device, rows, sides = self.student.device, self.blocks.rows[n], self._sides()
-        before = event_of_current(device)
-        states, logits = multiply()
-        of_teacher = self.teacher_rows[0][0](sides[0][1].rows[n]) if sides else None
-        with second_stream(device, beside=FINDS_AHEAD, after=before):
-            targets = _at(self.targets, rows)
-            pairings = [_pairing(t, side, n, rows, targets) for t, side in sides]
-            ahead = [FINDS_AHEAD and not isinstance(t.logits, TopKLogits) for t in self.teachers]
-            triples = zip(self.teachers, pairings, ahead, strict=True)
-            found = [t.loss.ahead(pairing) if wanted else None for t, pairing, wanted in triples]
-        join(device, beside=FINDS_AHEAD)
-        return Begun(states, logits, of_teacher, pairings, found)
-
-    def _block(self, n: int, begun: Begun, *, overwrite: bool) -> Values:
-        """Compute the values of one block: chunks as the block numbers them, positions in its order.
-
-        Args:
-            n: The block.
-            begun: The result of `_begin`.
-            overwrite: True if the student's logits may be overwritten by their gradient.
-        """
-        logits = begun.logits
+    def _block(self, n: int, logits: Tensor, *, overwrite: bool) -> Values:
+        """Compute the values of one block: chunks as the block numbers them, positions in its order."""
         targets = _at(self.targets, self.blocks.rows[n])
         divergences, tokens = [], None
-        each = zip(self._sides(), self.teacher_rows, begun.pairings, begun.found, strict=True)
-        for k, ((teacher, side), (rows, gathered), pairing, found) in enumerate(each):
+        for (teacher, side), (rows, gathered) in zip(self._sides(), self.teacher_rows, strict=True):
             with nullcontext() if self.trains_on_kd else torch.no_grad():
-                given = rows(side.rows[n]) if k or begun.of_teacher is None else begun.of_teacher
-                options = EvalOptions(gathered, overwrite, teacher is self.with_tokens, found)
-                divergence = teacher.loss.compare(pairing, logits, given, teacher.columns, options)
+                options = EvalOptions(gathered, overwrite, with_tokens=teacher is self.with_tokens)
+                pairing = _pairing(teacher, side, n, self.blocks.rows[n], targets)
+                divergence = teacher.loss.compare(pairing, logits, rows(side.rows[n]), teacher.columns, options)
             tokens = tokens or divergence.tokens
             divergences.append(divergence)
         losses, hits = tokens or get_op("cross_entropy", logits.device)(logits, targets, overwrite=logits.requires_grad)
@@ -234,6 +186,68 @@ class ChunkedHead:
         return Values(tuple(divergences), _scattered(losses, rows, (B, T)), _scattered(hits, rows, (B, T)))
 
 
+class GradientSums:
+    """The gradients of a head's operands, summed block by block in their order; the weight's and bias's in float32."""
+
+    def __init__(self, rows: HeadRows, head: HeadProjection, wanted: Sequence[bool]) -> None:
+        """Allocate the sums.
+
+        Args:
+            rows: The head's rows, for the weight in the dtype in which it is multiplied.
+            head: The operands.
+            wanted: True for each of hidden states, weight and bias that requires a gradient.
+        """
+        self.head, self.multiplier = head, rows.weight
+        exact = torch.float32 if head.dtype in HALF else head.dtype
+        H, V = head.weight.shape[1], head.weight.shape[0]
+        device = head.device
+        self.hidden = head.hidden.new_zeros(head.hidden.shape[:2].numel() + 1, H) if wanted[0] else None
+        self.weight = torch.empty(V, H, dtype=exact, device=device) if wanted[1] else None
+        self.bias = torch.zeros(V, dtype=exact, device=device) if wanted[2] else None
+        self.blocks = 0
+
+    def add(self, gradient: Float[Tensor, "R V"], states: Float[Tensor, "R H"], rows: Tensor) -> None:
+        """Add one block.
+
+        Args:
+            gradient: The gradient of its logits.
+            states: Its hidden states.
+            rows: `[R]` int64 indices of its positions in the flattened batch; beyond it: padding.
+        """
+        if self.hidden is not None:
+            # A position is in one block only, so a copy is enough; padding rows all write the extra last row.
+            indices = rows.clamp(max=self.hidden.shape[0] - 1)
+            self.hidden.index_copy_(0, indices, gradient @ self.multiplier)
+        if self.weight is not None:
+            add_product(self.weight, gradient.t(), states, onto=self.blocks > 0)
+        if self.bias is not None:
+            self.bias += gradient.sum(0, dtype=self.bias.dtype)
+        self.blocks += 1
+
+    def result(self) -> Gradients:
+        """Return the sums."""
+        hidden = None if self.hidden is None else self.hidden[:-1].view(self.head.hidden.shape)
+        return Gradients(hidden, self.weight, self.bias)
+
+
+def add_product(
+    total: Float[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], *, onto: bool = True
+) -> None:
+    """Compute `total += a @ b` (or `total = a @ b`) in place, accumulated in the dtype of `total`.
+
+    Args:
+        total: float32 for half-precision factors, else in their dtype.
+        a: First factor.
+        b: Second factor.
+        onto: False to overwrite `total`, which may be uninitialised.
+    """
+    beta = int(onto)
+    if a.is_cuda and a.dtype != total.dtype:  # one product with float32 output, without copies of the factors
+        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
+
+
 class WithGradients(torch.autograd.Function):
     """A scalar with precomputed gradients: backward scales them in place, so it can run only once."""
 
@@ -266,14 +280,6 @@ class WithGradients(torch.autograd.Function):
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     factor = factor.to(torch.promote_types(x.dtype, torch.float32))
     return x.mul_(factor) if x.dtype == dtype else torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
-
-
-def _weights(objective: Objective, start: Values) -> tuple[Tensor, ...]:
-    """Return the gradient of the loss by each differentiable value, at these values."""
-    with torch.enable_grad():
-        leaves = [x.requires_grad_() for x in start.differentiable]
-        loss, _ = objective(start)
-        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
 
 def _gradient(outputs: Sequence[Tensor], logits: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -188,13 +188,11 @@ class EvalOptions:
         gathered: True if the teacher's logits are those of the compared tokens only.
         overwrite: True if the student's logits may be overwritten by their gradient.
         with_tokens: True if the student's cross-entropy is to be returned too (losses `with_cross_entropy` only).
-        found: The result of the loss's `ahead` for the same pairing; None: the evaluation finds it.
     """
 
     gathered: bool = False
     overwrite: bool = False
     with_tokens: bool = False
-    found: Any = None
 
 
 class Divergence(NamedTuple):

@@ -17,7 +17,7 @@ from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.chunked_head import ChunkedHead
 from xtoken_core.losses.common import LossTeacher, NumberedBatch, Scalar
-from xtoken_core.losses.lazy_logits import HeadProjection, HeadRows, Logits, MeanLogits, WholeLogits
+from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, WholeLogits
 from xtoken_core.losses.masks import student_tokens
 from xtoken_core.losses.objective import (
     ComparedTeacher,
@@ -51,9 +51,6 @@ from xtoken_core.ops.side_stream import join, second_stream
 
 COLUMNS_BESIDE = True
 """True if the compared columns of teachers' logits are chosen on a second stream, beside masks and alignment."""
-MULTIPLIES_FIRST = True
-"""True if the product of the first block's logits is launched first: many small launches follow it, for which the
-device would wait otherwise."""
 RATIOS = ("kl_loss_scale", "weight_")
 """Prefixes of the metrics that are averaged over a step, not added."""
 
@@ -182,18 +179,14 @@ class CrossTokenizerDistillationLoss:
         batch = NumberedBatch(batch)
         frozen = [logits.detach() for logits in teacher_logits]
         denominators = self._denominators(global_valid_toks, global_valid_chunks)
-        if isinstance(student_logits, HeadProjection):
-            given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
-            rows = HeadRows(student_logits.detach())
-            if MULTIPLIES_FIRST and len(given.rows):
-                rows.begin(given.rows[0])
         with torch.no_grad():
             weights = self._weights(batch, frozen, selection, global_selected_chunks)
             settings = self.config, self.losses, batch, denominators, weights, self.token_kinds
             objective = Objective(*settings, self.observer)
             compared = self._compared(batch, frozen)
         if isinstance(student_logits, HeadProjection):
-            head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=self.trains_on_kd, rows=rows)
+            given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
+            head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=self.trains_on_kd)
             linear = not self.config.dynamic_loss_scaling and self.config.importance_cap is None
             return head.loss(objective, linear=linear)
         return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=self.trains_on_kd))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,26 +110,6 @@ class HeadRows:
             self.weight, self.bias = self.weight[:width], None if self.bias is None else self.bias[:width]
         self.hidden = head.hidden.flatten(0, 1)
         self.buffer = head.hidden.new_empty(0)
-        self._begun: tuple[Tensor, Tensor] | None = None
-
-    def begin(self, rows: Int[Tensor, " R"]) -> None:
-        """Compute the logits of these positions for the next call of `multiplied`, which has to be for the same."""
-        with torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
-            self._begun = self.multiplied(rows)
-
-    def multiplied(self, rows: Int[Tensor, " R"]) -> tuple[Float[Tensor, "R H"], Float[Tensor, "1 R W"]]:
-        """Return the hidden states and logits of these positions; the next call overwrites the logits."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            return begun
-        states = self.states(rows)
-        return states, self.of(states)
-
-    def other_memory(self) -> HeadRows:
-        """Return the same rows, whose logits go to memory of their own."""
-        other = copy(self)
-        other.buffer, other._begun = self.buffer.new_empty(0), None
-        return other
 
     def states(self, rows: Int[Tensor, " R"]) -> Float[Tensor, "R H"]:
         """Return the hidden states of these positions; padding gets those of the last one."""

@@ -8,61 +8,34 @@ from functools import cache
 
 import torch
 
-PRIORITY = 0
-"""Priority of the second stream; -1: its programs are the first to get a free processor."""
-
 
 @cache
-def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-
-@cache
-def _third_stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 @contextmanager
-def second_stream(
-    device: torch.device, *, beside: bool = True, after: torch.cuda.Event | None = None
-) -> Iterator[None]:
+def second_stream(device: torch.device, *, beside: bool = True) -> Iterator[None]:
     """Launch on a second stream, after all that is queued; `join` before anything reads the results.
 
     Unless `beside`, and on the CPU, launch as without it.
 
     Tensors that are created here belong to the second stream. They can be freed at any time: the stream waits for the
     current one before it is used again.
-
-    Args:
-        device: The device.
-        beside: False to launch on the current stream.
-        after: What to wait for instead of all that is queued; none of the stream's tensors may be freed in between.
     """
     if device.type != "cuda" or not beside:
         yield
         return
-    stream = _stream(device, PRIORITY)
-    if after is None:
-        stream.wait_stream(torch.cuda.current_stream(device))
-    else:
-        stream.wait_event(after)
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
-
-
-def event_of_current(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind what has been launched on the current stream so far; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it bare
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def join(device: torch.device, *, beside: bool = True) -> None:
     """Make the current stream wait for what was launched beside it; `beside` as for `second_stream`."""
     if device.type == "cuda" and beside:
-        torch.cuda.current_stream(device).wait_stream(_stream(device, PRIORITY))
+        torch.cuda.current_stream(device).wait_stream(_stream(device))
 
 
 def event_of_second(device: torch.device) -> torch.cuda.Event | None:
@@ -70,7 +43,7 @@ def event_of_second(device: torch.device) -> torch.cuda.Event | None:
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it bare
-    event.record(_stream(device, PRIORITY))
+    event.record(_stream(device))
     return event
 
 
@@ -78,24 +51,3 @@ def wait_for(device: torch.device, event: torch.cuda.Event | None) -> None:
     """Make the current stream wait for an event."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
-
-
-@contextmanager
-def launching_beside(device: torch.device) -> Iterator[None]:
-    """Launch long work on a third stream, after all that is queued; `wait_beside` before anything reads its results.
-
-    What it reads must be held until then.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    stream = _third_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-def wait_beside(device: torch.device) -> None:
-    """Make the current stream wait for what was launched on the third one."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_third_stream(device))

@@ -12,13 +12,7 @@ from tests.unit.losses.test_vectors import CASES, batch_of, loss_of
 from xtoken_core import schema
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import InputError
-from xtoken_core.losses import (
-    CrossTokenizerDistillationLoss,
-    HeadProjection,
-    chunked_head,
-    distillation,
-    head_gradients,
-)
+from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
 from xtoken_core.losses import teacher_scores as scores_module
 from xtoken_core.losses import token_blocks as blocks_module
 from xtoken_core.losses.token_blocks import blocks_of_samples
@@ -94,15 +88,6 @@ def check(case, config, *, bias=False, teacher_heads=True, rtol=1e-9, **argument
 @pytest.mark.parametrize("by_samples", [False, True], ids=["packed", "whole_samples"])
 def test_one_teacher(config, by_samples):
     check(make_case(**MASKED), config, by_samples=by_samples, bias=True)
-
-
-@pytest.mark.parametrize("name", ["p_kl_topk", "p_kl_reverse_dynamic", "gold_cut"])
-@pytest.mark.parametrize("changed", [True, False])
-def test_the_order_of_launches_changes_nothing(name, changed, monkeypatch):
-    monkeypatch.setattr(chunked_head, "FINDS_AHEAD", not changed)
-    monkeypatch.setattr(distillation, "MULTIPLIES_FIRST", not changed)
-    monkeypatch.setattr(head_gradients, "PRODUCTS_BESIDE", changed)
-    check(make_case(**MASKED), CONFIGS[name], bias=True)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

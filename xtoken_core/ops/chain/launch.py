@@ -14,7 +14,6 @@ from xtoken_core.chain import class_layout
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.ops.chain import (
     aligned_kernels,
-    class_columns_launch,
     class_kernels,
     live_kernels,
     node_kernels,
@@ -151,11 +150,6 @@ class Comparison:
         self.bounds, self.starts = events.sides, events.starts
         self.in_student, self.in_teacher = events.in_student, events.in_teacher
         self.event_of_row, self.event_of_teacher_row = events.event_of_row, events.event_of_teacher_row
-        self._live: tuple[LiveBits, LiveBits] | None = None
-
-    def find_live(self) -> None:
-        """Find both sides' live sets, which depend on no logits, ahead of `start_values`."""
-        self._live = self._student_live(), self._teacher_live()
 
     def _float(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -194,11 +188,10 @@ class Comparison:
         plan, starts = self.plan, self.starts
         B, T_s = student.logits.shape[:2]
         E, M, R_s = len(starts.chunk), plan.others, B * T_s
-        found, self._live = self._live, None
         with second_stream(self.device):
-            t_own, t_bits, t_members = found[1] if found else self._teacher_live()
+            t_own, t_bits, t_members = self._teacher_live()
             t_top, t_total, t_lse = self.teacher_values(teacher, t_own)
-        s_bits, _, s_members = found[0] if found else self._student_live()
+        s_bits, _, s_members = self._student_live()
         join(self.device)
         head_lse, top, total = (self._float(R_s) for _ in range(3))
         s_lse, terms = self._float(E), self._float(1 + len(plan.blocks), 3, E)
@@ -220,7 +213,7 @@ class Comparison:
                 self.scale, TARGETS=targets is not None, UNSCALED=self.scale == 1.0, ALIGNED=plan.aligned,
                 LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
             )  # fmt: skip
-        del t_own, found  # so that less is held beside the ratios
+        del t_own  # so that less is held beside the ratios
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
         kept = StartResults(s_bits, t_bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse)
@@ -267,12 +260,7 @@ class Comparison:
         """
         plan, starts, blocks = self.plan, self.starts, len(self.plan.blocks)
         E, M = kept.ratio.shape
-        if plan.columns is not None:
-            class_columns_launch.compare_columns(
-                plan, starts, (student.logits, teacher.logits), bits, kept.ratio, (kept.student_lse, kept.teacher_lse),
-                terms, self.scale,
-            )  # fmt: skip
-        elif blocks:
+        if blocks:
             heights = {f"H_{k}": size for k, size in enumerate(class_layout.HEIGHTS)}
             lengths = {f"L_{k}": size for k, size in enumerate(class_layout.LENGTHS)}
             class_kernels.chain_class_kernel[(triton.cdiv(E, CLASS_EVENTS) * blocks,)](

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xtoken_core.chain.class_columns import ColumnLayout, compared_layout
+from xtoken_core.chain.class_layout import class_layout
 from xtoken_core.chain.tables import ChainTables, SideTable
 from xtoken_core.ops.chain.live_layout import Live, as_int32, live_layout
 
@@ -90,19 +90,6 @@ class SideLayout:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Classes in columns, as in `class_columns`.
-
-    Attributes:
-        table: `[blocks, 6]` int32.
-        launches: Of each its width, both sides' rows, its first task and the one behind its last.
-    """
-
-    table: Tensor
-    launches: tuple[tuple[int, int, int, int, int], ...]
-
-
-@dataclass(frozen=True)
 class ChainLayout:
     """Both sides.
 
@@ -112,8 +99,7 @@ class ChainLayout:
         partner: `[V_s]` int32, the teacher's token of a plain class; `-1 - m` in another. In class order `m + 1`, 0 in
             a plain class, int16 if all fit.
         aligned: True if the teacher's token of every plain class has the id of the student's, as in class order.
-        blocks: `[blocks, 7]` int32, as in `class_layout`, or with `columns` `[tasks, 2]`.
-        columns: The columns of classes that are compared in them.
+        blocks: `[blocks, 7]` int32, as in `class_layout`.
         others: `M`, how many classes are not plain.
         classes: `C`.
     """
@@ -123,7 +109,6 @@ class ChainLayout:
     partner: Tensor
     aligned: bool
     blocks: Tensor
-    columns: Columns | None
     others: int
     classes: int
 
@@ -142,7 +127,7 @@ def _build(tables: ChainTables) -> ChainLayout:
     sides = tables.student, tables.teacher
     C = tables.classes
     roots = [side.root.cpu().numpy().astype(np.int64) for side in sides]
-    classes = compared_layout(roots[0], roots[1], C)
+    classes = class_layout(roots[0], roots[1], C)
     plain, M = classes.plain, int(classes.number.max()) + 1
     partner = -1 - classes.number
     partner[roots[1][plain[roots[1]]]] = np.flatnonzero(plain[roots[1]])
@@ -165,10 +150,7 @@ def _build(tables: ChainTables) -> ChainLayout:
     given = as_int32(np.maximum(-partner, 0) if aligned else partner, device)
     if aligned and M <= MOST_IN_16_BITS:
         given = given.short()
-    in_columns = None
-    if isinstance(classes, ColumnLayout):
-        in_columns = Columns(as_int32(classes.table, device), classes.launches)
-    return ChainLayout(layouts[0], layouts[1], given, aligned, as_int32(classes.blocks, device), in_columns, M, C)
+    return ChainLayout(layouts[0], layouts[1], given, aligned, as_int32(classes.blocks, device), M, C)
 
 
 def _by_class(root: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -67,7 +67,6 @@ class ChainSettings:
         generated: The form on text that the student has generated, which only the reference computes; None: all text
             is given.
         overwrite: True if a backend may overwrite the student's logits with their gradient.
-        found: The result of the backend's `ahead` for the same tokens; None: it is found by the call.
     """
 
     max_chunks: int
@@ -76,7 +75,6 @@ class ChainSettings:
     with_cross_entropy: bool = True
     generated: Generated | None = None
     overwrite: bool = False
-    found: Any = None
 
 
 class ChainResult(NamedTuple):
@@ -139,9 +137,6 @@ class NativeChainOp(ComparesLogits):
     """True if divergence and cross-entropy share one reading of the student's rows and one gradient."""
 
     forward = staticmethod(chain)
-
-    def ahead(self, student: SideTokens, teacher: SideTokens, tables: ChainTables, settings: ChainSettings) -> None:
-        """Find nothing: this backend finds the events with the values."""
 
     def prepare(self, tables: ChainTables) -> None:
         """Derive from the tables what a call needs, so that no call waits for the device."""

@@ -18,9 +18,6 @@ from xtoken_core.ops.chain.reference import ChainResult, ChainSettings, chain
 from xtoken_core.ops.numerics import ComparesLogits
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on
 
-OVERWRITES = True
-"""True if the gradient takes the memory of the student's logits where the call allows it."""
-
 
 class TritonChain(torch.autograd.Function):
     """Per-chunk parts of the divergence, and with targets per-position cross-entropy; one gradient of both."""
@@ -69,10 +66,6 @@ def _rows(inputs: Comparison, student: Tensor, teacher: Tensor) -> tuple[Rows, R
     return Rows(student, len(inputs.tables.student.root)), Rows(teacher, len(inputs.tables.teacher.root))
 
 
-def _comparison(sides: tuple[SideTokens, SideTokens], tables: ChainTables, settings: ChainSettings) -> Comparison:
-    return Comparison(tables, sides, settings.max_chunks, settings.options, settings.temperature)
-
-
 class TritonChainOp(ComparesLogits):
     """Triton backend: float32 inside, deterministic, nothing of the size of all classes but for the rows in work."""
 
@@ -83,17 +76,6 @@ class TritonChainOp(ComparesLogits):
         """Derive from the tables what a call needs, so that no call waits for the device."""
         tables.read_sizes()
         chain_layout(tables)
-
-    def ahead(
-        self, student: SideTokens, teacher: SideTokens, tables: ChainTables, settings: ChainSettings
-    ) -> Comparison | None:
-        """Find events and live sets, for `ChainSettings.found`; None: there is nothing to find."""
-        if not student.chunk.numel() * teacher.chunk.numel() * settings.max_chunks:
-            return None
-        with launching_on(student.chunk):
-            found = _comparison((student, teacher), tables, settings)
-            found.find_live()
-        return found
 
     def forward(
         self,
@@ -111,8 +93,8 @@ class TritonChainOp(ComparesLogits):
             return chain(student_logits, teacher_logits, student, teacher, tables, settings)
         with launching_on(student_logits):
             sides = student, teacher
-            inputs = settings.found or _comparison(sides, tables, settings)
+            inputs = Comparison(tables, sides, settings.max_chunks, settings.options, settings.temperature)
             targets = student.predicted.long().contiguous() if settings.with_cross_entropy else None
-            overwrite = settings.overwrite and OVERWRITES
-            outputs = TritonChain.apply(student_logits, teacher_logits.detach(), inputs, targets, overwrite)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            given = student_logits, teacher_logits.detach(), inputs, targets, settings.overwrite
+            outputs = TritonChain.apply(*given)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return ChainResult(*outputs[0].unbind(), *outputs[1:])
