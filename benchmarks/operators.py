@@ -40,6 +40,14 @@ def hidden_states(tests: dict[str, Any], bench: dict[str, Any]) -> dict[str, Any
     return {"tests": tests, "outcomes": outcomes, "bench": bench, "s": bench["shape"]}
 
 
-def counters(page: str, read: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables of a page's hardware counters: those of its losses that have been read."""
-    return {"r": read, "losses": {name: read["losses"][name] for name in COUNTED[page] if name in read["losses"]}}
+def counters(page: str, read: dict[str, Any], tests: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of a page's hardware counters: those of its losses that have been read.
+
+    Args:
+        page: The page's name.
+        read: The counters.
+        tests: The outcomes of the GPU tests, which are of the kernels as they are.
+    """
+    earlier = read["kernel_hash"] != tests["kernel_hash"]
+    losses = {name: read["losses"][name] for name in COUNTED[page] if name in read["losses"]}
+    return {"r": read, "earlier": earlier, "losses": losses}

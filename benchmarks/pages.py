@@ -178,7 +178,7 @@ def _comparison() -> dict[str, Any]:
 
 
 def _counters(page: str) -> Callable[[], dict[str, Any]]:
-    return lambda: operators.counters(page, result("counters"))
+    return lambda: operators.counters(page, result("counters"), result("gpu_tests"))
 
 
 def _kernel_ideas() -> dict[str, Any]:

@@ -23,7 +23,7 @@ SLOW_TO_INTERPRET = (
     "largest_logits",
 )
 ADDS_IN_ANY_ORDER = {(name, "reference", "cuda") for name in ("chain", "chain_topk", "largest_logits")}
-"""Backends that add by atomic operations: sums are the same up to rounding only."""
+"""Backends whose order of sums depends on the batch: they add by atomic operations, or use `torch.logsumexp`."""
 
 
 def _parameters():

@@ -167,7 +167,8 @@ def page_of(result: dict | None, real: dict | None = None) -> str:
 
 def test_the_page_says_what_is_faster_and_what_failed() -> None:
     page = page_of(timed())
-    assert '- chain_student: the fastest is "TMA", 0.75 of the time by pointers: worth taking over.' in page
+    assert '- chain_student: the fastest is "TMA", 0.75 of the time by pointers and 0.73 of that of the kernel' in page
+    assert "that ships: worth taking over." in page
     assert "| TMA, persistent | fails |" in page and "`CompilationError: no`" in page
     assert "| row | 1 | 0.300 | 0.150 |" in page and "| group | 1 | fails | wrong values |" in page
     assert "| drawn, standard deviation 1 | row | 2.0200 | +1.00% | 0.99900 | 0.0500 |" in page
@@ -177,7 +178,16 @@ def test_the_page_says_what_is_faster_and_what_failed() -> None:
 def test_an_idea_that_gains_less_than_a_twentieth_is_dropped() -> None:
     result = timed()
     result["kernels"]["chain_student"]["rows"][1]["ms"] = 0.39
-    assert "0.97 of the time by pointers: dropped" in page_of(result)
+    assert "0.97 of the time by pointers and 0.95 of that of the kernel that ships: dropped" in page_of(result)
+
+
+def test_an_idea_that_is_slower_than_the_kernel_that_ships_is_dropped_unless_that_does_more() -> None:
+    result = timed()
+    kernel = result["kernels"]["chain_student"]
+    kernel["shipped_ms"] = {"ships": 0.3}
+    assert "1.00 of that of the kernel that ships: dropped" in page_of(result)
+    kernel["also"] = "live sets"
+    assert "1.00 of that of the kernel that ships, which does more (live sets): worth taking over" in page_of(result)
 
 
 def test_the_page_without_a_run_says_so() -> None:
