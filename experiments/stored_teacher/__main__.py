@@ -48,6 +48,8 @@ STORED: dict[str, dict[str, Any]] = {"topk": {"content": "topk", "topk": 64}, "h
 LIVING: dict[str, dict[str, Any]] = {"logits": {}} | STORED
 MEMORY = re.compile(r"memory at most (\d+) bytes, (\d+) of them weights; ring (\d+) bytes")
 PRODUCER = "stored-producer.json"
+STEP_SECONDS = ("seconds", "loss_seconds", "backward_seconds")
+"""Measures of `steps.jsonl` that are kept of every step: a run that was ended early is compared with its like."""
 FIRST_STEPS = 5
 """Steps that are left out of medians: kernels are compiled in them."""
 LEAST_S = 30.0
@@ -212,7 +214,7 @@ def build(file: Path, store: Path, until: float) -> bool:
         "write_bytes_per_second": sum(line["store_bytes"] for line in lines) / sum(line["seconds"] for line in lines),
         "median_tokens_per_second": median(line["tokens_per_second"] for line in lines),
     }
-    atomic_write(built, json.dumps(summary | own | memory.summary(), indent=1))
+    atomic_write(built, json.dumps(summary | own | {"store": store.name} | memory.summary(), indent=1))
     print(f"{store.name}: {summary['bytes']} bytes after {own['seconds']} s", flush=True)
     return True
 
@@ -250,7 +252,7 @@ def collect(state: Path, out: Path, *, merge: bool = False) -> None:
         "machine": machine(),
         "condition": CONDITION,
         "learning_rate": RATE,
-        "runs": {name: record(state, name) for name in names if finished(state, name) or _evaluated(state, name)},
+        "runs": {name: record(state, name) for name in names if finished(state, name) or _far(state, name)},
         "not_finished": [name for name in names if not finished(state, name)],
         "builds": {file.stem.rpartition("-")[2]: json.loads(file.read_text()) for file in builds},
     }
@@ -282,6 +284,9 @@ def record(state: Path, name: str) -> dict[str, Any]:
         "trainer_peak_bytes": max((line.get("memory_peak_bytes") or 0 for line in steps), default=0),
         "curve": curve,
     }
+    for measure in STEP_SECONDS:
+        if all(line.get(measure) is not None for line in steps):
+            made[f"step_{measure}"] = [round(line[measure], 4) for line in steps]
     if "store_wait_seconds" in steps[-1]:
         waited, total = (sum(line[key] for line in later) for key in ("store_wait_seconds", "seconds"))
         made |= {
@@ -299,9 +304,14 @@ def record(state: Path, name: str) -> dict[str, Any]:
     return made | (json.loads(measured.read_text()) if measured.is_file() else {})
 
 
-def _evaluated(state: Path, name: str) -> bool:
-    """Return True if a run has been evaluated after its first step."""
-    return any(row["step"] for row in _lines(state / "runs" / name / "eval.jsonl"))
+def _far(state: Path, name: str) -> bool:
+    """Return True if a run has been evaluated after its first step, or, of `second`, has steps to be timed."""
+    directory = state / "runs" / name
+    if any(row["step"] for row in _lines(directory / "eval.jsonl")):
+        return True
+    return (
+        name.startswith(("stored-again", "stored-living")) and len(_lines(directory / "steps.jsonl")) > 2 * FIRST_STEPS
+    )
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -7,12 +7,13 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from experiments.digits.predictions import holds
-from experiments.stored_teacher.__main__ import LIVING, METHODS, RESULT, SIZES, STORED
+from experiments.stored_teacher.__main__ import FIRST_STEPS, LIVING, METHODS, RESULT, SIZES, STORED
 from tests.ops.tolerances import OUTPUT
 from xtoken_core.atomic import atomic_write
 
@@ -30,6 +31,13 @@ KIT = {
     "normalized": "the same, `normalize_t`",
 }
 TEST = "bits_per_byte_handbook-de.test"
+EARLIER = ", before chain had kernels for listed tokens"
+"""Of the rows under `earlier` in the result file: the runs of `second` as they were first made."""
+STEP_PARTS = {
+    "step_seconds": "the whole step",
+    "step_loss_seconds": "the loss's forward pass",
+    "step_backward_seconds": "the backward pass, the student's with it,",
+}
 GIB, MIB = 1 << 30, 1 << 20
 BOUND = OUTPUT["chunk", torch.bfloat16][0]
 """Relative deviation that the tolerance table allows."""
@@ -51,7 +59,8 @@ def render(result: Mapping[str, Any]) -> str:
         "",
         *_quality(runs),
     ]
-    if second := list(_second(runs)):
+    earlier = result.get("earlier", {})
+    if second := [*_second(earlier, EARLIER), *_second(runs)]:
         lines += [
             "",
             "Time and memory, one run after the other and nothing beside them; `whole run` is from command to end, "
@@ -62,8 +71,11 @@ def render(result: Mapping[str, Any]) -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *second,
         ]
-    if saved := list(_saved(runs)):
-        lines += ["", f"A second run with the same teacher, beside the one with its whole logits: {'; '.join(saved)}."]
+    for made, when in ((earlier, EARLIER), (runs, "")):
+        if saved := list(_saved(made)):
+            beside = f"A second run with the same teacher, beside the one with its whole logits{when}"
+            lines += ["", f"{beside}: {'; '.join(saved)}."]
+    lines += _same_steps(runs)
     if equal := list(_equal(runs)):
         lines += [
             "",
@@ -91,7 +103,7 @@ def render(result: Mapping[str, Any]) -> str:
             f"{build['write_tokens_per_second']:,.0f} | "
             f"{build['median_tokens_per_second']:,.0f} |"
         )
-    return "\n".join([*lines, "", *_predictions(runs)])
+    return "\n".join([*lines, "", *_predictions({**runs, **earlier})])
 
 
 def render_sizes(result: Mapping[str, Any]) -> str:
@@ -144,9 +156,9 @@ def _quality(runs: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "| loss | teacher's output | steps | loss at the end | "
         + "".join(f"after {step} | " for step in at)
-        + ("above whole logits, at the last of both |")
+        + ("above whole logits, at the last of both | student's tensors, GiB |")
     )
-    yield "|---|---|---|---|" + "---|" * len(at) + "---|"
+    yield "|---|---|---|---|" + "---|" * len(at) + "---|---|"
     for method in METHODS:
         name = f"stored-{method.replace('_', '-')}"
         whole = runs.get(f"{name}-whole")
@@ -157,7 +169,8 @@ def _quality(runs: Mapping[str, Any]) -> Iterator[str]:
             above = "" if whole is None or run is whole else f"{_bits_above(run, whole):+.4f}"
             bits = "".join(f"{_bits(run)[step]:.4f} | " if step in _bits(run) else "| " for step in at)
             output = "whole logits" if size == "whole" else f"{size} largest"
-            yield f"| {TITLES[method]} | {output} | {run['steps']} | {run['loss']:.4f} | {bits}{above} |"
+            tensors = f"{run['trainer_peak_bytes'] / GIB:.2f}" if "trainer_peak_bytes" in run else ""
+            yield (f"| {TITLES[method]} | {output} | {run['steps']} | {run['loss']:.4f} | {bits}{above} | {tensors} |")
 
 
 def _bits(run: Mapping[str, Any]) -> dict[int, float]:
@@ -171,7 +184,7 @@ def _bits_above(run: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     return _bits(run)[step] - _bits(other)[step]
 
 
-def _second(runs: Mapping[str, Any]) -> Iterator[str]:
+def _second(runs: Mapping[str, Any], when: str = "") -> Iterator[str]:
     titles = [("living", content, "teacher beside it") for content in LIVING]
     titles += [("again", content, "from the store") for content in STORED]
     for kind, content, title in titles:
@@ -180,8 +193,9 @@ def _second(runs: Mapping[str, Any]) -> Iterator[str]:
             continue
         waited = f"{run['store_wait_fraction']:.2%}" if "store_wait_fraction" in run else ""
         used = f"{(run['gpu_peak_bytes'] - run['gpu_before_bytes']) / GIB:.1f}" if "gpu_peak_bytes" in run else ""
+        bits = f"{_value(run, 'bits'):.4f}" if run["curve"][-1]["step"] else ""
         yield (
-            f"| {CONTENTS[content]}, {title} | {run['steps']} | {_value(run, 'bits'):.4f} | "
+            f"| {CONTENTS[content]}, {title}{when} | {run['steps']} | {bits} | "
             f"{run['seconds_per_step']:.3f} | {run.get('run_seconds', '')} | {run.get('kernels_compiled', '')} | "
             f"{used} | {run['trainer_peak_bytes'] / GIB:.2f} | {waited} |"
         )
@@ -201,11 +215,31 @@ def _saved(runs: Mapping[str, Any]) -> Iterator[str]:
         yield shown
 
 
+def _same_steps(runs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a paragraph on each store's run that was ended early, beside the living teacher's over the same steps."""
+    living = runs.get("stored-living-logits", {})
+    for content in STORED:
+        again = runs.get(f"stored-again-{content}", {})
+        if not all("step_seconds" in run for run in (living, again)) or again["steps"] >= living["steps"]:
+            continue
+        of = slice(FIRST_STEPS, again["steps"])
+        shown = [
+            f"{title} {median(again[key][of]):.3f} s and {median(living[key][of]):.3f} s"
+            for key, title in STEP_PARTS.items()
+            if key in again and key in living
+        ]
+        yield ""
+        yield (
+            f"The run from the store of {CONTENTS[content]} was ended after {again['steps']} steps. Medians of its "
+            f"steps from number {FIRST_STEPS} on, and of the same steps with the living teacher: {'; '.join(shown)}."
+        )
+
+
 def _equal(runs: Mapping[str, Any]) -> Iterator[str]:
     """Yield a row for each content: the run from the store beside that with the living teacher."""
     for content in STORED:
         living, again = (runs.get(f"stored-{kind}-{content}") for kind in ("living", "again"))
-        if living is None or again is None or "ids_sha256" not in again:
+        if living is None or again is None or "ids_sha256" not in again or again["steps"] != living["steps"]:
             continue
         apart = [abs(stored / given - 1) for stored, given in zip(again["losses"], living["losses"], strict=True)]
         same = "yes" if again["ids_sha256"] == living["ids_sha256"] else "**no**"
@@ -219,24 +253,29 @@ def _equal(runs: Mapping[str, Any]) -> Iterator[str]:
 def _producer(made: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of what a micro-batch costs the teacher, by content."""
     forms = made["forms"]
-    alone = forms["forward pass alone"]["seconds"]
+    alone = forms["forward pass alone"]["seconds_least"]
     yield (
         f"What a content costs the teacher, without a queue and a student: a micro-batch of {made['rows']} rows of "
-        f"{made['length']} tokens, median of its passes. `sorted` selects by `torch.topk` over whole rows, not by "
-        "groups of 64 tokens:"
+        f"{made['length']} tokens, median and least of its passes. The host's delays are in the medians, also in that "
+        "of the forward pass alone, which came first; differences are those of the least times. `sorted` selects by "
+        "`torch.topk` over whole rows:"
     )
     yield ""
-    yield "| content | ms | above the forward pass | tokens a second | memory of the pass, MiB | its slot, MiB |"
-    yield "|---|---|---|---|---|---|"
+    yield (
+        "| content | ms, median | least | above the forward pass | tokens a second, median | memory of the pass, MiB | "
+        "its slot, MiB |"
+    )
+    yield "|---|---|---|---|---|---|---|"
     for name, form in forms.items():
         kind, _, k = name.partition(" ")
         title = f"{k} largest" + (", sorted" if kind == "sorted" else "") if k.isdigit() else CONTENTS.get(name, name)
-        above = f"{1e3 * (form['seconds'] - alone):.2f}" if form is not forms["forward pass alone"] else ""
+        least = form["seconds_least"]
+        above = f"{1e3 * (least - alone):.2f}" if form is not forms["forward pass alone"] else ""
         memory = f"{form['peak_bytes'] / MIB:.0f}" if "peak_bytes" in form else ""
         slot = f"{form['slot_bytes'] / MIB:.1f}" if form["slot_bytes"] else ""
         yield (
-            f"| {title} | {1e3 * form['seconds']:.2f} | {above} | {made['tokens'] / form['seconds']:,.0f} | "
-            f"{memory} | {slot} |"
+            f"| {title} | {1e3 * form['seconds']:.2f} | {1e3 * least:.2f} | {above} | "
+            f"{made['tokens'] / form['seconds']:,.0f} | {memory} | {slot} |"
         )
 
 

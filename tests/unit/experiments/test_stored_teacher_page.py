@@ -143,3 +143,16 @@ def test_what_a_second_run_saves_is_shown_of_runs_of_equal_length() -> None:
     }
     shown = page.render({"machine": {"gpus": [], "torch": "2"}, "learning_rate": 1e-4, "runs": runs, "builds": {}})
     assert "with its whole logits: from 64 largest logits 40 s instead of 70, 10.0 GiB instead of 14.0." in shown
+
+
+def test_a_run_from_a_store_that_was_ended_early_is_compared_over_its_steps() -> None:
+    living = of_second([2.0] * 9, "a") | {"step_seconds": [9.0] * 5 + [0.5, 0.7, 8.0, 8.0]}
+    again = of_second([2.0] * 7, "b") | {
+        "step_seconds": [9.0] * 5 + [0.25, 0.35],
+        "curve": [{"step": 0, page.TEST: 1.5}],
+    }
+    runs = {"stored-living-logits": living, "stored-again-hidden": again}
+    shown = page.render({"machine": {"gpus": [], "torch": "2"}, "learning_rate": 1e-4, "runs": runs, "builds": {}})
+    assert "| hidden states, from the store | 7 |  | 0.500 |" in shown
+    assert "hidden states was ended after 7 steps." in shown
+    assert "with the living teacher: the whole step 0.300 s and 0.600 s." in shown
