@@ -200,15 +200,15 @@ class RemoteFiles(StoreFiles):
         paths = [self._path(part.name) for part in parts]
         starts, ends = [part.start for part in parts], [part.start + part.size for part in parts]
         read: list[Any] = self._try(lambda: self._files.cat_ranges(paths, starts, ends, on_error="return"))
-        return [self._part(part, found) for part, found in zip(parts, read, strict=True)]
+        return [self._part(part, data) for part, data in zip(parts, read, strict=True)]
 
-    def _part(self, part: Part, found: Any) -> bytes | StoreError:
+    def _part(self, part: Part, data: Any) -> bytes | StoreError:
         """Return what was read of a part, or the error of one that was not."""
-        if isinstance(found, FileNotFoundError):
+        if isinstance(data, FileNotFoundError):
             return MissingFileError(f"{self.name}/{part.name} is not there")
-        if isinstance(found, BaseException):
-            return StoreError(f"cannot read {self.name}/{part.name}: {found or type(found).__name__}")
-        return bytes(found)
+        if isinstance(data, BaseException):
+            return StoreError(f"cannot read {self.name}/{part.name}: {data or type(data).__name__}")
+        return bytes(data)
 
     def write(self, name: str, data: bytes) -> None:
         """See `StoreFiles.write`."""

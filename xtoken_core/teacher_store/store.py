@@ -117,14 +117,14 @@ class TeacherStore:
         In the place of a frame that cannot be read stands the error: `MissingRecordError` as for `frame`.
         """
         entries = {record: self.entries.get(record) for record in records}
-        found = [(record, entry) for record, entry in entries.items() if entry is not None]
-        read = self.files.read_parts([Part(entry.shard, entry.offset, entry.size) for _, entry in found])
+        known = [(record, entry) for record, entry in entries.items() if entry is not None]
+        read = self.files.read_parts([Part(entry.shard, entry.offset, entry.size) for _, entry in known])
         frames: dict[int, bytes | memoryview | StoreError] = {
             record: MissingRecordError(f"record {record} of the text is not in the store {self.files.name}: {BUILD_IT}")
             for record, entry in entries.items()
             if entry is None
         }
-        for (record, entry), frame in zip(found, read, strict=True):
+        for (record, entry), frame in zip(known, read, strict=True):
             frames[record] = self._verified(record, entry, frame)
         return frames
 
