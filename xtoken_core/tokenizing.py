@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,8 @@ from xtoken_core.alignment.tables import TokenTable, token_table
 
 _SENTINELS = ("\n", ":", "x", "。")
 """Prefixes of a continuation: a tokenizer adds its dummy space to them and not to it."""
+MESSAGE_PARTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""What a message says beside its content. A template may leave it out of earlier answers, but has to know it."""
 
 
 class ConversationError(ValueError):
@@ -165,9 +168,16 @@ class TextTokenizer:
             return 0
         return len(before) if text.startswith(before) else 0
 
+    def _reads(self, part: str) -> bool:
+        """Return True if the chat template asks for a part of a message."""
+        return re.search(rf"[.'\"]{part}\b", str(self.tokenizer.chat_template)) is not None
+
     def _apply(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         from jinja2 import TemplateError
 
+        for part in MESSAGE_PARTS:
+            if any(message.get(part) for message in messages) and not self._reads(part):
+                raise ConversationError(f"the {self.name}'s chat template does not show `{part}` of a message")
         try:
             return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options))
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:

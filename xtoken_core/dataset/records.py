@@ -152,6 +152,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise UnusableRecordError(f"message {number} is not an object with role and content")
         kept = {key: item for key, item in message.items() if item is not None}
+        if kept.get("tool_calls"):
+            kept.setdefault("content", "")  # a call needs no words
         for part in ("role", "content"):
             if part not in kept:
                 raise UnusableRecordError(f"message {number} has no {part}")

@@ -27,8 +27,12 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
             {"messages": CHAT},
             {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
         ),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
+            {"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
+        ),
     ],
-    ids=["text", "prompt", "null-is-missing", "field-first", "messages"],
+    ids=["text", "prompt", "null-is-missing", "field-first", "messages", "call-without-words"],
 )
 def test_usable_records(record: dict, value: dict) -> None:
     assert parse_json_line(json.dumps(record), "text") == value

@@ -1,6 +1,9 @@
 """Rows of completions: the ids as sampled, the completion alone aligned and counted, no target of cross-entropy."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from tests.support.vocabularies import fast, tekken
@@ -9,6 +12,7 @@ from xtoken_core.collate import CollatedRows, loss_counts
 from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses.cross_entropy import mean_over_tokens
+from xtoken_core.tokenizing import ConversationError, TextTokenizer
 
 STUDENT, TEACHER = tekken(2000), tekken(8000)
 PROMPT, TEXT = "The quick brown", " fox jumps over"
@@ -107,3 +111,25 @@ def test_a_prompt_that_a_chat_template_does_not_take_is_refused() -> None:
     )
     assert rows.records == []
     assert "has no chat template" in rows.refused[0]
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+THOUGHT = {"role": "assistant", "content": "so", "reasoning_content": "one and one"}
+
+
+@pytest.mark.parametrize(("message", "shown"), [(CALL, "add"), (THOUGHT, "one and one")], ids=["call", "thought"])
+def test_calls_and_thoughts_of_a_prompt_are_kept_or_refused(message: dict[str, Any], shown: str) -> None:
+    templated = fast(STUDENT.backend_tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    side = TextTokenizer(templated, "student")
+    prompt = {"messages": [{"role": "user", "content": "1+1"}, message, {"role": "user", "content": "again"}]}
+    templated.chat_template = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+        "{{ m['reasoning_content'] or '' }}{{ m.content }}{% endfor %}"
+    )
+    assert shown in templated.decode(side.prompt(prompt))
+    templated.chat_template = "{% if enable_thinking %}.{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (part,) = message.keys() - {"role", "content"}
+    with pytest.raises(ConversationError, match=f"the student's chat template does not show `{part}` of a message"):
+        side.prompt(prompt)
+    with pytest.raises(ConversationError, match=part):
+        side.render(prompt["messages"])
