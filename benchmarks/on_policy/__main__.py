@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -191,7 +192,19 @@ def _trl(options: argparse.Namespace, batch: int, seconds: float) -> dict[str, A
     row: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if not row.get("steps"):
         raise RuntimeError("TRL took no step behind its warm-up:\n" + log.read_text()[-1500:])
+    if row["steps"] < options.trl_steps:
+        row["ended"] = why_ended(log.read_text(encoding="utf-8"))
     return row
+
+
+def why_ended(log: str) -> str:
+    """Return the last line of a log that names an exception; without one the time was over.
+
+    Args:
+        log: What a process printed.
+    """
+    named = re.findall(r"^[\w.]+(?:Error|Exception): .*", log, re.MULTILINE)
+    return named[-1].strip() if named else "out of time"
 
 
 if __name__ == "__main__":

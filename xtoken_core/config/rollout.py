@@ -46,7 +46,7 @@ class RolloutSpec(ServedSpec):
     device memory, for those that see its GPU (without a GPU as `shared_memory`); or as a file in the run's output
     directory, for workers on other machines that see it."""
     cuda_graphs: bool = False
-    """Sample by CUDA graphs, with keys and values in memory of a fixed size; on a GPU, where it has not yet run."""
+    """Sample by CUDA graphs, with keys and values in memory of a fixed size; on a CPU it changes nothing."""
     workers: Count = 1
     """Rollout workers; worker r uses GPU r modulo their number."""
 

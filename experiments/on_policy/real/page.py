@@ -14,6 +14,7 @@ from experiments.on_policy.real.methods import METHODS, SIZES, Cell, job
 from experiments.on_policy.tables import bounds_of, plural, row_of, spread
 
 PREDICTIONS = Path(__file__).with_name("predictions.toml")
+HEADS = ("test, best step", "test, last step", "validation, last step")
 COLUMNS = ("completion_tokens", "finished", "entropy", "data_wait", "teacher_wait", "rollout_wait")
 FULL = SIZES["full"]
 ALONE, TEACHER = "alone", "teacher"
@@ -41,7 +42,7 @@ def render_size(result: Mapping[str, Any]) -> str:
         f"{size['test']} prompts of the test; {machine}. A completion is right if its line is the "
         "infinitive; the likeliest token is taken." + (f" These runs have {own} too." if own else "")
     )
-    return "\n".join([head, "", *_accuracy(result, runs), "", *_predictions(result, runs)])
+    return "\n".join([head, "", *_accuracy(result, runs), "", *_notes(result, runs), "", *_predictions(result, runs)])
 
 
 def render_file() -> str:
@@ -60,19 +61,26 @@ def chosen(runs: Sequence[Mapping[str, Any]]) -> Runs:
     return found
 
 
+def best_step(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the evaluation of a run that was best on validation, the first of several."""
+    best: Mapping[str, Any] = max(run["curve"], key=lambda row: row["validation"])
+    return best
+
+
 def _accuracy(result: Mapping[str, Any], runs: Runs) -> Iterator[str]:
-    heads = ("", "seeds", "learning rate", "validation", "test", "student tokens", *COLUMNS)
+    heads = ("", "seeds", "learning rate", *HEADS, "student tokens", *COLUMNS)
     yield from (row_of(heads), "|---" * len(heads) + "|")
-    filler = [""] * (2 + len(COLUMNS) - 1)
-    teacher, alone = result["teacher"], _alone(result)
-    yield row_of(["teacher", "", "", f"{teacher['validation']:.1%}", f"{teacher['test']:.1%}", *filler])
-    yield row_of(["student alone", "", "", f"{alone['validation']:.1%}", f"{alone['test']:.1%}", *filler])
+    filler = [""] * (1 + len(COLUMNS))
+    for name, measured in (("teacher", result["teacher"]), ("student alone", _alone(result))):
+        cells = [f"{measured[split]:.1%}" for split in ("test", "validation")]
+        yield row_of([name, "", "", cells[0], *cells, *filler])
     for name, own in runs.items():
         if not own:
-            yield row_of([METHODS[name].title, "0", "not complete", *filler, "", ""])
+            yield row_of([METHODS[name].title, "0", "not complete", "", "", "", *filler])
             continue
         cells = [METHODS[name].title, str(len(own)), f"{own[0]['rate']:g}"]
-        cells += [spread([run["curve"][-1][split] for run in own]) for split in ("validation", "test")]
+        cells.append(spread([best_step(run)["test"] for run in own]))
+        cells += [spread([run["curve"][-1][split] for run in own]) for split in ("test", "validation")]
         cells.append(f"{fmean(run['tokens'] for run in own):,.0f}")
         for column in COLUMNS:
             values = [run["means"][column] for run in own if run["means"][column] is not None]
@@ -86,17 +94,46 @@ def _alone(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return first
 
 
+def _notes(result: Mapping[str, Any], runs: Runs) -> Iterator[str]:
+    """Yield how steps are chosen, how exact the figures are, and two comparisons by seed and step."""
+    size = result["size"]
+    yield (
+        f"The best step is that of a run's {size['evaluations']} evaluations with the most right answers on "
+        "validation, the first of several. All seeds have the same first weights and the same prompts: "
+        f"{size['validation']} of validation and {size['test']} of the test, where the standard error of a fraction "
+        "of one half is "
+        f"{50 / size['test'] ** 0.5:.1f} points."
+    )
+    one, other = ({run["seed"]: run for run in runs[name]} for name in ("on_policy", "off_policy"))
+    both = sorted(one.keys() & other.keys())
+    if both:
+        best = ", ".join(f"{100 * (best_step(one[s])['test'] - best_step(other[s])['test']):+.1f}" for s in both)
+        last = ", ".join(f"{100 * (_last(one[s]) - _last(other[s])):+.1f}" for s in both)
+        yield f"On-policy less off-policy, by seed: {best} points at the best step, {last} at the last."
+    if curves := [run["curve"] for run in runs["supervised"]]:
+        means = [f"{fmean(row['validation'] for row in rows):.1%}" for rows in zip(*curves, strict=True)]
+        steps = ", ".join(str(row["step"]) for row in curves[0])
+        yield f"Supervised training is right on validation after {steps} steps in {', '.join(means)}."
+
+
+def _last(run: Mapping[str, Any]) -> float:
+    value: float = run["curve"][-1]["test"]
+    return value
+
+
 def _predictions(result: Mapping[str, Any], runs: Runs) -> Iterator[str]:
-    values = {name: [run["curve"][-1]["test"] for run in own] for name, own in runs.items()}
-    values |= {ALONE: [_alone(result)["test"]], TEACHER: [result["teacher"]["test"]]}
-    yield from (row_of(("prediction", "predicted", "measured", "")), "|---|---|---|---|")
+    """Yield the predictions; one holds if it does at the best and at the last step."""
+    fixed = {ALONE: [(_alone(result)["test"],) * 2], TEACHER: [(result["teacher"]["test"],) * 2]}
+    values = fixed | {name: [(best_step(run)["test"], _last(run)) for run in own] for name, own in runs.items()}
+    yield from (row_of(("prediction", "predicted", "best step", "last step", "")), "|---" * 5 + "|")
     for prediction in tomllib.loads(PREDICTIONS.read_text(encoding="utf-8"))["prediction"]:
         low, high = prediction.get("low"), prediction.get("high")
         one, other = values[prediction["method"]], values[prediction["less"]]
         if not one or not other:
-            yield row_of([prediction["says"], bounds_of(low, high), "not run", ""])
+            yield row_of([prediction["says"], bounds_of(low, high), "not run", "", ""])
             continue
-        mean = fmean(one) - fmean(other)
-        verdict = "as predicted" if holds(mean, low, high) else "**not**"
+        means = [fmean(a) - fmean(b) for a, b in zip(zip(*one, strict=True), zip(*other, strict=True), strict=True)]
+        verdict = "as predicted" if all(holds(mean, low, high) for mean in means) else "**not**"
         seeds = plural(max(len(one), len(other)), "seed")
-        yield row_of([prediction["says"], bounds_of(low, high), f"{mean:+.3f} ({seeds})", verdict])
+        cells = [f"{mean:+.3f}" for mean in means]
+        yield row_of([prediction["says"], bounds_of(low, high), cells[0], f"{cells[1]} ({seeds})", verdict])

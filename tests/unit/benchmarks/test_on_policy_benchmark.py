@@ -30,12 +30,17 @@ def test_rates_count_the_steps_behind_the_warm_up() -> None:
 
 def test_both_sides_are_compared_at_equal_and_at_their_best_batches() -> None:
     def side(**rates: float) -> list[dict[str, float]]:
-        return [{"batch": int(name[1:]), "tokens_per_second": rate} for name, rate in rates.items()]
+        return [
+            {"batch": int(name[1:]), "tokens_per_second": rate, "generated_tokens_per_second": 2 * rate}
+            for name, rate in rates.items()
+        ]
 
     assert report.variables({}) == {"r": None}
     made = report.variables({"ours": side(b16=130, b64=500), "trl": side(b16=100, b64=150, b128=90)})
     assert made["ratios"] == [(16, pytest.approx(1.3)), (64, pytest.approx(500 / 150))]
     assert made["best_ratio"] == pytest.approx(500 / 150)
+    assert made["over_generation"] == pytest.approx(500 / 300)
+    assert made["ended"] == []
     assert made["holds"]
     assert [(name, row["batch"]) for name, row in made["rows"]] == [
         ("this package", 16), ("this package", 64), ("TRL", 16), ("TRL", 64), ("TRL", 128),
@@ -47,7 +52,10 @@ def test_bounds_are_those_of_the_least_ratio() -> None:
     assert [bound.verdict for bound in report.bounds({})] == ["not run", "not run"]
     sides = {
         "ours": [{"batch": 16, "tokens_per_second": 119}, {"batch": 64, "tokens_per_second": 300}],
-        "trl": [{"batch": 16, "tokens_per_second": 100}, {"batch": 64, "tokens_per_second": 150}],
+        "trl": [
+            {"batch": 16, "tokens_per_second": 100, "generated_tokens_per_second": 110},
+            {"batch": 64, "tokens_per_second": 150, "generated_tokens_per_second": 160},
+        ],
     }
     assert [bound.verdict for bound in report.bounds(sides)] == ["holds", "fails"]
 
@@ -64,6 +72,15 @@ def test_a_slow_run_of_trl_has_figures_from_its_second_step(count: int, warm_up:
     assert row["generated_tokens_per_second"] == pytest.approx(400 / seconds)
     sides = {"ours": [{"batch": 4, "tokens_per_second": 9.0}], "trl": [row]}
     assert report.variables(sides)["rows"][1][0] == ("TRL" if count > 2 else "TRL, its second step alone")
+
+
+def test_a_run_of_trl_that_ended_early_says_why() -> None:
+    log = "{'loss': 1.0}\nTraceback\n  File\ntorch.AcceleratorError: CUDA error: assert\nSearch\n"
+    assert both.why_ended(log) == "torch.AcceleratorError: CUDA error: assert"
+    assert both.why_ended("{'loss': 1.0}\n") == "out of time"
+    row = {"batch": 4, "tokens_per_second": 1.0, "generated_tokens_per_second": 2.0, "ended": "out of time"}
+    sides = {"ours": [{"batch": 4, "tokens_per_second": 9.0}], "trl": [row]}
+    assert report.variables(sides)["ended"] == [row]
 
 
 def test_a_run_of_trl_with_one_step_has_no_figures() -> None:
