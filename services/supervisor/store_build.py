@@ -19,8 +19,9 @@ from services.supervisor.run_record import RunResult, RunState
 from services.supervisor.supervised_run import LauncherFactory, StoppedEarly
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.teacher_store.files import open_files
 from xtoken_core.teacher_store.identity import identity_of
-from xtoken_core.teacher_store.shards import remove_unfinished
+from xtoken_core.teacher_store.shards import remove_damaged_indices, remove_unfinished
 from xtoken_core.teacher_store.store import TeacherStore
 
 log = logging.getLogger("xtoken.supervisor")
@@ -46,8 +47,10 @@ class StoreBuild(LocalRun):
         recovered: Mapping[str, RecoveredGroup], step: int,
     ) -> RunResult | None:  # fmt: skip
         try:
-            opened = TeacherStore.create(self.store, identity_of(resolved, 0))
             # The lock on the build's directory keeps out any other build of this store.
+            for name in remove_damaged_indices(open_files(self.store)) if self._verify else ():
+                log.warning("the index %s of the store %s is damaged: its records are computed again", name, self.store)
+            opened = TeacherStore.create(self.store, identity_of(resolved, 0))
             for name in remove_unfinished(opened.files):
                 log.warning("removed %s, which a killed build has left behind", name)
             self._drop_damaged(opened, resolved)

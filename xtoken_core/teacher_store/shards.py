@@ -67,6 +67,10 @@ class Entry:
     digest: str
 
 
+class DamagedIndexError(StoreError):
+    """The index of a shard is damaged."""
+
+
 def digest_of(ids: bytes | memoryview) -> str:
     """Return the digest of a record's token ids, int64 in memory order."""
     return hashlib.blake2b(ids, digest_size=8).hexdigest()
@@ -139,7 +143,8 @@ def read_index(files: StoreFiles, name: str) -> tuple[dict[int, Entry], dict[int
         name: Name of the index.
 
     Raises:
-        StoreError: It is damaged.
+        DamagedIndexError: It is damaged.
+        StoreError: It cannot be read.
     """
     head, _, body = files.read(name).partition(b"\n")
     try:
@@ -152,9 +157,9 @@ def read_index(files: StoreFiles, name: str) -> tuple[dict[int, Entry], dict[int
         entries = {record: Entry(shard, *rest) for record, *rest in rows}
         return entries, {int(record): why for record, why in index.skipped.items()}
     except (ValueError, msgspec.MsgspecError) as error:
-        raise StoreError(
-            f"the index {files.name}/{name} is damaged ({error}): remove it, and xtoken store build computes its "
-            "records again"
+        raise DamagedIndexError(
+            f"the index {files.name}/{name} is damaged ({error}): xtoken store build --verify removes it, and computes "
+            "its records again"
         ) from error
 
 
@@ -185,6 +190,27 @@ def drop_records(files: StoreFiles, name: str, records: Set[int]) -> None:
             getattr(index, f"{column}s").append(getattr(entry, column))
         index.tokens.append(entry.tokens)
     files.write(name, _sealed(index))
+
+
+def remove_damaged_indices(files: StoreFiles) -> list[str]:
+    """Remove indices that are damaged, so that a build computes their records again; return their names.
+
+    Args:
+        files: The store. No other process may be reading or writing it.
+
+    Raises:
+        StoreError: One cannot be read.
+    """
+    damaged = []
+    for name in files.names():
+        if name.startswith(PREFIX) and name.endswith(INDEX):
+            try:
+                read_index(files, name)
+            except DamagedIndexError:
+                damaged.append(name)
+    for name in damaged:
+        files.remove(name)
+    return damaged
 
 
 def remove_unfinished(files: StoreFiles) -> list[str]:

@@ -18,7 +18,7 @@ from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 
 from xtoken_core.teacher_store.codec import Array, pack
 from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
-from xtoken_core.teacher_store.shards import ShardWriter, remove_unfinished
+from xtoken_core.teacher_store.shards import ShardWriter, remove_damaged_indices, remove_unfinished
 from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore, empty_values, parts_of
 
 BASE: dict[str, Any] = {
@@ -170,6 +170,21 @@ def test_records_of_a_shard_that_is_gone_are_missing_and_dropped(address: str, d
     assert bytes(frames[7]) == bytes(opened.frame(7))  # type: ignore[arg-type]
     assert opened.drop_damaged(range(8)) == [0, 1, 2, 3, 4]
     assert TeacherStore.open(address).missing(range(8)) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_index_is_removed_for_a_build(address: str) -> None:
+    store = write_store(address, range(5))
+    writer = ShardWriter(store.files, 1 << 20)
+    add(writer, 7)
+    writer.flush()
+    names = [name for name in store.files.names() if name.startswith("shard-") and name.endswith(".json")]
+    index = next(name for name in names if name[:-5] == store.entries[0].shard.rpartition(".")[0])
+    store.files.write(index, store.files.read(index)[:-2])
+    with pytest.raises(StoreError, match=rf"the index .*{index} is damaged"):
+        TeacherStore.open(address)
+    assert remove_damaged_indices(store.files) == [index]
+    assert TeacherStore.open(address).missing([0, 4, 7]) == [0, 4]
+    assert remove_unfinished(store.files) == [store.entries[0].shard]
 
 
 class Slow(AsyncFileSystem):
