@@ -24,7 +24,7 @@ NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 16
 
 
 class Kept(NamedTuple):
-    """What the gradient reads of the values.
+    """Values that the gradient reads.
 
     Attributes:
         starts: Values of rows and starts.

@@ -51,11 +51,11 @@ def group_statistics_kernel(
         x = tl.where(columns < V, x, -INF)
     top = tl.max(x, axis=1)
     away = x - tl.where(tl.abs(top) < INF, top, 0.0)[:, None]
-    places = row * groups + group
-    tl.store(maxima_ptr + places, top)
-    tl.store(sums_ptr + places, tl.sum(tl.exp(away), axis=1))
+    group_at = row * groups + group
+    tl.store(maxima_ptr + group_at, top)
+    tl.store(sums_ptr + group_at, tl.sum(tl.exp(away), axis=1))
     if SCALED:
-        tl.store(scaled_ptr + places, tl.sum(tl.exp(away * scale), axis=1))
+        tl.store(scaled_ptr + group_at, tl.sum(tl.exp(away * scale), axis=1))
 
 
 @triton.jit
@@ -202,12 +202,12 @@ def select_tokens_kernel(
 
 @triton.jit(do_not_specialize=["k"])
 def order_tokens_kernel(
-    picked_ptr, log_z_scaled_ptr, top_ptr, total_ptr, ids_ptr, values_ptr, log_rest_ptr, k, share, scale,
+    picked_ptr, log_z_scaled_ptr, top_ptr, total_ptr, ids_ptr, values_ptr, log_rest_ptr, k, wanted_mass, scale,
     MASS: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
     """Store one row's selected tokens, largest first, and the logarithm of the mass of all others.
 
-    With MASS only as many tokens are kept as reach the share `share` of the mass.
+    With MASS only as many tokens are kept as reach the fraction `wanted_mass` of the mass.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, K)
@@ -220,7 +220,7 @@ def order_tokens_kernel(
     top, total = tl.load(top_ptr + row), tl.load(total_ptr + row)
     if MASS:
         mass = tl.where(slot < k, tl.exp(value * scale - log_z), 0.0)
-        kept = tl.cumsum(mass, axis=0) - mass < share
+        kept = tl.cumsum(mass, axis=0) - mass < wanted_mass
         top, total = with_tokens(top, total, value, (slot < k) & (kept == 0), scale)
         value, ids = tl.where(kept, value, -INF), tl.where(kept, ids, -1)
     tl.store(values_ptr + row * k + slot, value, mask=slot < k)

@@ -13,7 +13,7 @@ GROUP = 64
 
 
 class LargestLogits(NamedTuple):
-    """What a teacher sends of every position; float32, or float64 of float64 logits.
+    """Largest logits, normalisers and the own log-probability of every position; float32, or float64 of float64 logits.
 
     Attributes:
         ids: The tokens with the largest logits, largest first; -1 beyond the fraction of the mass that was asked for.
