@@ -89,21 +89,25 @@ def render(result: Mapping[str, Any]) -> str:
         ]
     if made := result.get("producer"):
         lines += ["", *_producer(made)]
-    if result["builds"]:
-        lines += [
-            "",
-            "| store of | documents | tokens | bytes a token | start to end, s | µs a token | tokens a second | "
-            "median step's |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-    for content, build in result["builds"].items():
-        lines.append(
+    if builds := result["builds"]:
+        lines += ["", *_builds(builds)]
+    return "\n".join([*lines, "", *_predictions({**runs, **earlier})])
+
+
+def _builds(builds: Mapping[str, Any]) -> list[str]:
+    """Return the table of stores' sizes and of how long they took to build."""
+    return [
+        "| store of | documents | tokens | bytes a token | start to end, s | µs a token | tokens a second | "
+        "median step's |",
+        "|---|---|---|---|---|---|---|---|",
+        *(
             f"| {CONTENTS[content]} | {build['records']} | {build['tokens']:,} | {build['bytes_per_token']:.0f} | "
             f"{build['seconds']:.0f} | {1e6 * build['seconds'] / build['tokens']:.0f} | "
             f"{build['write_tokens_per_second']:,.0f} | "
             f"{build['median_tokens_per_second']:,.0f} |"
-        )
-    return "\n".join([*lines, "", *_predictions({**runs, **earlier})])
+            for content, build in builds.items()
+        ),
+    ]
 
 
 def render_sizes(result: Mapping[str, Any]) -> str:
