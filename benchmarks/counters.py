@@ -3,8 +3,10 @@
     python -m benchmarks.counters [--out FILE] [--only chain gold h_kl p_kl_full_vocabulary]
 
 Each loss runs forward and backward once under `ncu`, at the shape of `benchmarks.ops`, after a call that compiles its
-kernels. The kernels of one name are counted together. Their times are longer than in a run, since `ncu` repeats each
-kernel alone, with caches flushed; the bandwidth of a copy, which is beside them, is measured without it.
+kernels. Its counters are written before the next loss begins, beside those that the result file has of other losses,
+each with the hash of the kernels that they were read of. The kernels of one name are counted together. Their times are
+longer than in a run, since `ncu` repeats each kernel alone, with caches flushed; the bandwidth of a copy, which is
+beside them, is measured without it.
 """
 
 from __future__ import annotations
@@ -13,13 +15,19 @@ import argparse
 import ast
 import csv
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from xtoken_core.atomic import atomic_write
 
 ROOT = Path(__file__).parents[1]
 LOSSES = ("chain", "chain_class_order", "gold", "h_kl", "p_kl", "p_kl_full_vocabulary")
@@ -119,23 +127,47 @@ def call(name: str) -> None:
     torch.cuda.profiler.stop()
 
 
-def counted(name: str, ncu: str, copy: float, log: Path) -> list[dict[str, Any]]:
+def counted(name: str, ncu: str, copy: float, log: Path, timeout_s: float) -> list[dict[str, Any]]:
     """Run a loss under `ncu`.
 
     Raises:
-        RuntimeError: `ncu` failed, or counted nothing.
+        RuntimeError: `ncu` failed, counted nothing, or was not done in time.
     """
     command = [ncu, "--csv", "--page", "details", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", "--kernel-name", f"regex:^({'|'.join(kernel_names())})$"]
     for section in SECTIONS:
         command += ["--section", section]
     command += [sys.executable, "-m", "benchmarks.counters", "--call", name]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    log.write_text(done.stdout + done.stderr, encoding="utf-8")
-    launches = parsed_rows(done.stdout)
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        printed, _ = child.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)  # the loss is a child of ncu
+        printed, _ = child.communicate()
+        log.write_text(printed, encoding="utf-8")
+        raise RuntimeError(f"ncu was not done after {timeout_s:g} s: {printed[-600:]}") from None
+    log.write_text(printed, encoding="utf-8")
+    launches = parsed_rows(printed)
     if not launches:
-        raise RuntimeError(f"ncu counted nothing (status {done.returncode}): {(done.stdout + done.stderr)[-600:]}")
+        raise RuntimeError(f"ncu counted nothing (status {child.returncode}): {printed[-600:]}")
     return slowest(launches.values(), copy)
+
+
+def merged(before: dict[str, Any], now: dict[str, Any], name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a report with a loss's rows beside those that it has of other losses, GPU and versions being the same.
+
+    Args:
+        before: The report so far; empty without one.
+        now: GPU and versions, the hash of the kernels and the bandwidth of a copy.
+        name: The loss.
+        rows: Its kernels.
+    """
+    own = {"kernel_hash": now["kernel_hash"], "copy_bytes_per_second": now["copy_bytes_per_second"]}
+    machine = {field: value for field, value in now.items() if field not in own}
+    kept = before["losses"] if all(before.get(field) == value for field, value in machine.items()) else {}
+    return {**machine, "losses": {**kept, name: {**own, "kernels": rows}}}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -143,6 +175,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "counters.json")
     parser.add_argument("--only", nargs="+", choices=LOSSES, default=["chain", "gold", "h_kl", "p_kl_full_vocabulary"])
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one loss")
     parser.add_argument("--call", choices=LOSSES, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.call:
@@ -160,18 +193,23 @@ def main(words: Sequence[str] | None = None) -> int:
 
     copy = copy_bandwidth(torch.device("cuda"))
     torch.cuda.empty_cache()
-    report = {**machine(), "kernel_hash": kernel_hash(), "copy_bytes_per_second": copy, "losses": {}}
+    now = {**machine(), "kernel_hash": kernel_hash(), "copy_bytes_per_second": copy}
+    report = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     failed = False
     for name in arguments.only:
+        began = time.monotonic()
         try:
-            report["losses"][name] = counted(name, ncu, copy, arguments.out.with_name(f"ncu_{name}.txt"))
+            log = Path(tempfile.gettempdir()) / f"ncu_{name}.txt"
+            rows = counted(name, ncu, copy, log, arguments.timeout)
         except RuntimeError as error:
             failed = True
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        for row in report["losses"][name]:
+        report = merged(report, now, name, rows)
+        atomic_write(arguments.out, json.dumps(report, indent=1) + "\n")
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+        for row in rows:
             print(
                 name,
                 {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()},

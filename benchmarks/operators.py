@@ -48,6 +48,7 @@ def counters(page: str, read: dict[str, Any], tests: dict[str, Any]) -> dict[str
         read: The counters.
         tests: The outcomes of the GPU tests, which are of the kernels as they are.
     """
-    earlier = read["kernel_hash"] != tests["kernel_hash"]
     losses = {name: read["losses"][name] for name in COUNTED[page] if name in read["losses"]}
-    return {"r": read, "earlier": earlier, "losses": losses}
+    earlier = {name: of["kernel_hash"] for name, of in losses.items() if of["kernel_hash"] != tests["kernel_hash"]}
+    copies = [of["copy_bytes_per_second"] / 1e12 for of in losses.values()]
+    return {"r": read, "earlier": earlier, "losses": losses, "copies": copies}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
-from benchmarks.counters import kernel_names, parsed_rows, slowest
+from benchmarks.counters import counted, kernel_names, merged, parsed_rows, slowest
 
 HEAD = '==PROF== Connected\n"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"\n'
 
@@ -36,3 +39,23 @@ def test_every_kernel_of_the_package_is_named():
     names = kernel_names()
     assert {"chain_class_kernel", "gold_tail_kernel", "p_kl_teacher_kernel", "token_kl_kernel"} <= set(names)
     assert all(name.endswith("_kernel") for name in names)
+
+
+def test_a_loss_is_added_to_those_read_before_on_the_same_gpu():
+    first = {"gpu": "a GPU", "torch": "2.11", "kernel_hash": "one", "copy_bytes_per_second": 4e12}
+    report = merged({}, first, "gold", [{"kernel": "a_kernel"}])
+    report = merged(report, {**first, "kernel_hash": "two"}, "chain", [{"kernel": "b_kernel"}])
+    assert {name: of["kernel_hash"] for name, of in report["losses"].items()} == {"gold": "one", "chain": "two"}
+    assert report["losses"]["gold"]["kernels"] == [{"kernel": "a_kernel"}]
+    assert set(merged(report, {**first, "gpu": "another"}, "chain", [])["losses"]) == {"chain"}
+
+
+def test_a_profiler_that_hangs_is_killed_and_what_it_printed_is_kept(tmp_path: Path):
+    ncu = tmp_path / "ncu"
+    ncu.write_text("#!/bin/sh\necho ==PROF== connected\nsleep 60 & wait\n", encoding="utf-8")
+    ncu.chmod(0o755)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"not done after 1 s: ==PROF== connected"):
+        counted("gold", str(ncu), 4e12, tmp_path / "log.txt", 1.0)
+    assert time.monotonic() - began < 20
+    assert "connected" in (tmp_path / "log.txt").read_text(encoding="utf-8")
