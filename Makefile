@@ -123,6 +123,7 @@ bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references bes
 
 bench-counters: $(STAMP)  ## hardware counters of the slowest kernels, by Nsight Compute on a GPU
 	$(BIN)/python -m benchmarks.counters
+	$(BIN)/python -m benchmarks.pages
 
 bench-ideas: $(STAMP)  ## TMA, persistent programs and 8-bit logits beside the kernels that ship, on a Hopper GPU; two minutes
 	$(BIN)/python -m benchmarks.kernel_ideas
@@ -135,8 +136,8 @@ bench-control: $(STAMP)  ## the control plane: its list, a run's first step, tra
 bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop and one with TRL's loss
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end.json --public-loss
-	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_chain.json --no-serial \
-		--variants chain_wide chain_hidden_wide chain_fp8_wide
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_chain.json --no-serial --steps 20 --warmup 5 \
+		--variants chain_wide chain_fp8_wide chain_hidden_wide
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_lengths.json --samples 16 --steps 16 --warmup 6 --no-serial \
 		--variants fixed_lengths text_padded text_packed chat_padded chat_packed
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_small.json --samples 128 --steps 10 --warmup 4 --no-serial \

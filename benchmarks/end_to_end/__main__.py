@@ -1,9 +1,11 @@
 """A whole run at real model sizes, beside the plain serial loop: `python -m benchmarks.end_to_end` (`make bench-e2e`).
 
 Random weights of Llama-3.2-1B's and Qwen3-4B's shapes, real vocabularies, documents of 2,048 tokens or of lengths drawn
-from a distribution by `--seed`. Every variant runs
-in processes of its own, one after the other; the plain loop runs once per loss, before the first variant that is
-compared with it. With `--go-on` several calls on one machine make one result file, which keeps the settings of each.
+from a distribution by `--seed`. Every variant runs in processes of its own, one after the other; the plain loop runs
+once per loss, before the first variant that is compared with it. `--prepare` only makes what runs read, and needs no
+GPU. A variant's figures are in the result file from its fifth step after the warm-up on. With `--go-on` several calls
+make one file, which keeps the settings of each: what it has is not measured again, but for a variant that was cut
+short. They may be on several machines of a kind; figures are compared only with those of the same one.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,50 +39,67 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 PUBLIC_STEPS = {"steps": 5, "warmup": 1}
 """TRL's loss takes seconds for what the others do in milliseconds."""
-HIDDEN = ("serial", "public", "checkpointing", "out", "work")
+HIDDEN = ("serial", "public", "checkpointing", "out", "work", "prepare")
 """Arguments that are no settings of a call."""
 
 
 def main() -> int:
     """Measure the chosen variants, write JSON after every part."""
     arguments = parsed()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a run that is under way is ended too
     if arguments.serial:
         print(json.dumps(_serial(arguments)))
         return 0
     if arguments.public_loss and importlib.util.find_spec("trl") is None:
         raise SystemExit("--public-loss needs TRL: pip install -e '.[bench]', or leave it out")
-    from benchmarks.end_to_end.assets import PAIRS, make_assets
+    from benchmarks.end_to_end.assets import PAIRS
+    from benchmarks.end_to_end.prepare import prepared
 
     pair, *others = {VARIANTS[name].pair for name in arguments.variants}
     if others:
         raise SystemExit("--variants: a result file is of one pair of models: name those of the small models alone")
-    call = _call(arguments)
-    report = opened(arguments.out, call, _machine(), PAIRS[pair].vocabularies, go_on=arguments.go_on)
-    assets = make_assets(
-        arguments.work,
-        small=arguments.small,
-        documents=_most_samples(arguments) * max(arguments.steps + arguments.warmup, sum(PUBLIC_STEPS.values())),
-        characters=6 * arguments.context,
-        pair=pair,
-    )
+    documents = _most_samples(arguments) * max(arguments.steps + arguments.warmup, sum(PUBLIC_STEPS.values()))
+    chosen = [VARIANTS[name] for name in arguments.variants]
+    if arguments.prepare:
+        prepared(arguments, chosen, documents)
+        return 0
+    machine = _machine()
+    call = {**_call(arguments), "digest": machine["digest"]}
+    report = opened(arguments.out, call, machine, PAIRS[pair].vocabularies, go_on=arguments.go_on)
+    assets = prepared(arguments, chosen, documents)
     for name in arguments.variants:
         variant = VARIANTS[name]
         for loop, public in _loops(variant, arguments):
-            if loop not in report["serial"]:
+            if report["serial"].get(loop, {}).get("digest", report["machine"].get("digest")) != call["digest"]:
                 began = time.monotonic()
-                report["serial"][loop] = _serial_process(arguments, variant, public=public)
+                found = _serial_process(arguments, variant, public=public)
+                report["serial"][loop] = {**found, "digest": call["digest"]}
                 write(report, arguments.out)
                 _say(f"serial loop, {loop}", report["serial"][loop], began)
-        if measured(report["variants"].get(name, {})):
+        earlier = report["variants"].get(name, {})
+        if measured(earlier, steps=arguments.steps):
+            print(f"{name}: measured before", flush=True)
             continue
         began = time.monotonic()
-        found = _measure(variant, name, assets, arguments)
-        report["variants"][name] = {**asdict(variant), "serial": variant.loop, **found}
-        call["variants"].append(name)
-        write(report, arguments.out)
+        print(f"{name}: {arguments.steps} steps after {arguments.warmup}", flush=True)
+        enter = partial(enter_figures, report, earlier, call, arguments.out, name)
+        enter(_measure(variant, name, assets, arguments, enter))
         _say(name, report["variants"][name], began)
     print(f"written: {arguments.out}", flush=True)
     return 0
+
+
+def enter_figures(
+    report: dict[str, Any], earlier: dict[str, Any], call: dict[str, Any], out: Path, name: str, found: dict[str, Any]
+) -> None:
+    """Put a variant's figures into the report and write it, unless an earlier call has figures of more steps."""
+    variant = VARIANTS[name]
+    if measured(earlier) and earlier.get("steps", 0) > found.get("steps", 0):
+        report["variants"][name] = earlier
+    else:
+        report["variants"][name] = {**asdict(variant), "serial": variant.loop, "digest": call["digest"], **found}
+        call["variants"] += [name] if name not in call["variants"] else []
+    write(report, out)
 
 
 def _most_samples(arguments: argparse.Namespace) -> int:
@@ -93,7 +114,13 @@ def _loops(variant: Variant, arguments: argparse.Namespace) -> Iterator[tuple[st
         yield f"{variant.loss} public", True
 
 
-def _measure(variant: Variant, name: str, assets: Assets, arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure(
+    variant: Variant,
+    name: str,
+    assets: Assets,
+    arguments: argparse.Namespace,
+    enter: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     from benchmarks.end_to_end.assets import with_lengths
     from benchmarks.end_to_end.pipeline import pipeline
 
@@ -111,9 +138,11 @@ def _measure(variant: Variant, name: str, assets: Assets, arguments: argparse.Na
                 warmup=arguments.warmup,
                 timeout_s=arguments.timeout,
                 env=env,
+                partial=enter,
             )
     except RuntimeError as error:
-        return {"failed": str(error)}
+        print(error, flush=True)
+        return {"failed": str(error).partition("\n")[0].rstrip(":")}
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -133,13 +162,15 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--public-loss", action="store_true", help="beside gold, a serial loop with TRL's loss too")
     parser.add_argument("--public", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--go-on", action="store_true", help="add what the result file lacks; same machine, versions and settings"
+        "--go-on", action="store_true", help="add what the result file lacks; same GPUs, versions and settings"
     )
+    parser.add_argument("--prepare", action="store_true", help="make models, text and tables, and measure nothing")
     parser.add_argument("--also", default="", help="what else the machine does meanwhile, for the page")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one variant")
     parser.add_argument("--serial", choices=LOSSES, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
-    arguments.work = arguments.work or Path("runs", "end-to-end-small" if arguments.small else "end-to-end")
+    work = arguments.work or Path("runs", "end-to-end-small" if arguments.small else "end-to-end")
+    arguments.work = work.absolute()  # paths in a run file are relative to the file
     arguments.out = arguments.out or arguments.work / "end_to_end.json"
     return arguments
 

@@ -148,7 +148,14 @@ def make_tokenizers(directory: Path, pair: Pair = PAIRS[""]) -> None:
 
 
 def make_assets(
-    directory: Path, *, small: bool, documents: int, characters: int, layers: int | None = None, pair: str = ""
+    directory: Path,
+    *,
+    small: bool,
+    documents: int,
+    characters: int,
+    layers: int | None = None,
+    pair: str = "",
+    projected: bool = True,
 ) -> Assets:
     """Everything a comparison reads, made once per directory.
 
@@ -159,6 +166,7 @@ def make_assets(
         characters: Of each.
         layers: Of both models, if not as many as the real ones have.
         pair: Which models, by their key in `PAIRS`.
+        projected: Make the projection too.
     """
     models, directory = PAIRS[pair], directory / pair
     assets = Assets(
@@ -174,7 +182,7 @@ def make_assets(
         if not (place / "config.json").exists():
             cut = {"num_hidden_layers": layers} if layers else {}
             _make_model(place, {**COMMON, **shape, **(SMALL if small else {}), **cut}, seed)
-    if not assets.projection.exists():
+    if projected and not assets.projection.exists():
         tokenizers = [AutoTokenizer.from_pretrained(place) for place in (assets.student, assets.teacher)]
         rows = models.student["vocab_size"]
         write_projection(build_projection(*tokenizers, student_rows=rows), assets.projection)

@@ -58,6 +58,11 @@ def label_of(variant: dict[str, Any]) -> str:
     return loss_of(variant["serial"]) + "".join(words for words, applies in parts.items() if applies)
 
 
+def machines_of(result: dict[str, Any]) -> int:
+    """Return how many machines of a kind a result file's calls were on."""
+    return len({call.get("digest", result["machine"].get("digest")) for call in result["calls"]})
+
+
 def bytes_above_state(variant: dict[str, Any]) -> int | None:
     """Return the bytes that a GPU's processes took beyond weights, gradients and moments; None if not measured."""
     parts = ("peak_bytes_above_state", "teacher_bytes_above_weights", "ring_bytes")

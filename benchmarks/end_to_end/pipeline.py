@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.end_to_end.assets import Assets
+from benchmarks.end_to_end.timeline import PARTS, Timeline
 from xtoken_core.config.loss import PROJECTING_MODES, LossConfig
 
 TEACHER_MEMORY = re.compile(r"memory at most (\d+) bytes, (\d+) of them weights; ring (\d+) bytes")
 """What a teacher on a GPU logs when its ring closes."""
+LEAST_STEPS = 5
+"""Steps after the warm-up that make a figure where a run is cut short."""
+POLL_S = 0.2
+FINISH_S = 60.0
+"""The run is ended so long after its last step: it then writes a checkpoint and the model, which no figure needs."""
+TAIL = 24
+"""Lines of each log that an error has."""
+FRAMES = ("/typer/", "<frozen runpy>", "Extension modules:")
+DUMPS = {"PYTHONFAULTHANDLER": "1"}
+"""Makes a process that is aborted write its stacks."""
 
 
 def pipeline(
@@ -29,63 +42,120 @@ def pipeline(
     warmup: int,
     timeout_s: float,
     env: Mapping[str, str] | None = None,
+    partial: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run a RunSpec to its end and read its own records.
+    """Run a RunSpec to its end and read its own records; its time line is printed.
 
     Args:
         assets: What it reads.
         spec: The run, as plain values, without models, text and output.
         directory: Its output, emptied first.
         warmup: Steps at the beginning that do not count.
-        timeout_s: The whole run is ended after so long.
+        timeout_s: The whole run is ended after so long; steps that it has done by then count.
         env: Variables that its processes have beyond this one's.
+        partial: Takes the figures of the steps so far, now and then while it runs.
 
     Returns:
         Unpadded student tokens per wall second after the warm-up; medians of every number in `steps.jsonl`; seconds
-        from the command to the first step's end; and rank 0's peaks of memory in bytes: the trainer's above parameters,
-        gradients and moments, which all are bfloat16, its teacher's above its weights, and the ring's.
+        from the command to the first step's end and to events before; and rank 0's peaks of memory in bytes: the
+        trainer's above parameters, gradients and moments, which all are bfloat16, its teacher's above its weights, and
+        the ring's.
 
     Raises:
         RuntimeError: The run failed; its last lines are in the text.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    file = directory / "run.toml"
+    file, log = directory / "run.toml", directory / "xtoken-run.log"
     file.write_text(_toml(complete(spec, assets, directory / "out")), encoding="utf-8")
-    began = time.time()
-    log = directory / "xtoken-run.log"
+    timeline, told = Timeline(directory / "out", log, lambda line: print(line, flush=True)), 0
+
+    def figures() -> dict[str, Any]:
+        return _figures(timeline, warmup, ranks=spec["workers"].get("ranks", 1), student=assets.student)
+
+    def follow() -> bool:
+        nonlocal told
+        timeline.poll()
+        if len(timeline.rows) - warmup >= told + LEAST_STEPS:
+            told = len(timeline.rows) - warmup
+            partial(figures())
+        return len(timeline.rows) >= spec["train"]["max_steps"]
+
     with log.open("w", encoding="utf-8") as out:
         command = [sys.executable, "-m", "services.cli", "run", str(file)]
-        code = _run(command, out, timeout_s, {**os.environ, **(env or {})})
-    rows = [json.loads(line) for line in _lines(directory / "out" / "steps.jsonl")]
+        code = _run(command, out, timeout_s, {**os.environ, **DUMPS, **(env or {})}, directory, follow)
+    timeline.poll()
     for weights in ("checkpoints", "model"):  # ten gigabytes, and no reader
         shutil.rmtree(directory / "out" / weights, ignore_errors=True)
-    if code != 0 or len(rows) <= warmup:
-        raise RuntimeError(f"xtoken run ended with {code} after {len(rows)} steps:\n" + _tail(directory))
-    kept = rows[warmup:]
+    least = {0: 1, None: LEAST_STEPS}  # killed: the steps before count
+    if code not in least or len(timeline.rows) < warmup + least[code]:
+        outcome = f"was not done after {timeout_s:g} s," if code is None else f"ended with {code}"
+        events = ", ".join(f"{name} after {s:g} s" for name, s in timeline.events.items()) or "nothing"
+        raise RuntimeError(f"xtoken run {outcome} after {len(timeline.rows)} steps ({events}):\n" + _tail(directory))
+    return {**figures(), **_teacher_memory(directory / "out" / "logs")}
+
+
+def _figures(timeline: Timeline, warmup: int, *, ranks: int, student: Path) -> dict[str, Any]:
+    """Return the figures of the steps after the warm-up, as many as there are."""
+    rows, kept = timeline.rows, timeline.rows[warmup:]
     numbers = {name for row in kept for name, value in row.items() if isinstance(value, float)}
-    ranks = spec["workers"].get("ranks", 1)
-    state = 4 * sum(file.stat().st_size for file in assets.student.glob("*.safetensors")) // ranks
+    state = 4 * sum(file.stat().st_size for file in student.glob("*.safetensors")) // ranks
+    before = rows[warmup - 1]["time"] if warmup else rows[0]["time"] - rows[0]["seconds"]
     return {
-        "tokens_per_second": sum(row["tokens"] for row in kept) / (kept[-1]["time"] - rows[warmup - 1]["time"]),
-        "command_to_first_step_s": rows[0]["time"] - began,
+        "tokens_per_second": sum(row["tokens"] for row in kept) / (kept[-1]["time"] - before),
+        "command_to_first_step_s": timeline.events["first step"],
+        "events_s": dict(timeline.events),
+        "first_step_s": {name: rows[0][name] for name in ("seconds", *PARTS) if name in rows[0]},
         "median": {name: statistics.median(row[name] for row in kept if name in row) for name in sorted(numbers)},
+        "slowest_step_s": max(row["seconds"] for row in kept),
         "peak_bytes_above_state": max(row["memory_peak_bytes"] for row in kept) - state,
-        **_teacher_memory(directory / "out" / "logs"),
         "steps": len(kept),
         "losses": [row["loss"] for row in rows],
     }
 
 
-def _run(command: list[str], out: IO[str], timeout_s: float, env: Mapping[str, str]) -> int:
-    """The exit status; a run that is out of time is killed with all its workers."""
+def _run(
+    command: list[str],
+    out: IO[str],
+    timeout_s: float,
+    env: Mapping[str, str],
+    directory: Path,
+    follow: Callable[[], bool],
+) -> int | None:
+    """Return a run's exit status; None: it was out of time and is killed, its workers' stacks are in their logs.
+
+    Args:
+        command: Its command.
+        out: Takes what it prints.
+        timeout_s: It is ended after so long.
+        env: Its environment.
+        directory: Where its output is.
+        follow: Called several times a second; returns whether its steps are done.
+    """
     process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=dict(env))
+    until = time.monotonic() + timeout_s
+    done = False
     try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired as error:
+        while (code := process.poll()) is None and time.monotonic() < until:
+            if follow() and not done:
+                done, until = True, min(until, time.monotonic() + FINISH_S)
+            time.sleep(POLL_S)
+        if code is None and not done:
+            _dump_stacks(directory / "out" / "run.json")
+        return code
+    finally:
         process.kill()  # its guard ends what it has started
         process.wait()
-        raise RuntimeError(f"xtoken run was not done after {timeout_s:g} s") from error
+
+
+def _dump_stacks(record: Path) -> None:
+    """Let the workers of a run write the stacks of their threads into their logs, which ends them."""
+    with contextlib.suppress(OSError, ValueError):
+        workers = json.loads(record.read_text(encoding="utf-8")).get("workers", {})
+        for pid in [worker["pid"] for worker in workers.values() if worker.get("pid")]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+        time.sleep(1.0)
 
 
 def _teacher_memory(logs: Path) -> dict[str, int]:
@@ -127,6 +197,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _tail(directory: Path) -> str:
-    """The ends of the command's output and of its workers' logs."""
+    """The ends of the command's output and of its workers' logs, without the frames of a command line's parser."""
     logs = [directory / "xtoken-run.log", *sorted((directory / "out").rglob("*.log"))]
-    return "\n".join(f"{path.name}:\n" + "\n".join(_lines(path)[-12:]) for path in logs)
+    kept = {log.name: [line for line in _lines(log) if not any(word in line for word in FRAMES)] for log in logs}
+    return "\n".join(f"{name}:\n" + "\n".join(lines[-TAIL:]) for name, lines in kept.items())

@@ -10,6 +10,8 @@ from typing import Any
 
 SAME = ("samples", "context", "steps", "warmup", "small")
 """Settings that all calls of a file have in common."""
+OWN = "digest"
+"""Field of a machine that may differ between calls: it distinguishes machines of a kind."""
 
 
 def opened(
@@ -25,7 +27,7 @@ def opened(
         go_on: Add to the file, if there is one.
 
     Raises:
-        SystemExit: The file is of another machine, of other versions or of other settings.
+        SystemExit: The file is of other GPUs, of other versions or of other settings.
     """
     fresh = {"machine": machine, "vocabularies": vocabularies, "calls": [call], "serial": {}, "variants": {}}
     if not go_on or not out.exists():
@@ -44,7 +46,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     pairs += [("", *({name: report["calls"][0].get(name) for name in SAME} for report in (before, now)))]
     for part, old, new in pairs:
         for name in {**old, **new}:
-            if old.get(name) != new.get(name):
+            if name != OWN and old.get(name) != new.get(name):
                 yield f"{part} {name} {old.get(name)}, not {new.get(name)}".strip()
 
 
@@ -58,7 +60,10 @@ def write(report: dict[str, Any], out: Path) -> None:
 
 
 def compare(report: dict[str, Any]) -> None:
-    """Enter beside every variant what it is compared with: rates as ratios, losses as differences by step."""
+    """Enter beside every variant what it is compared with: rates as ratios, losses as differences by step.
+
+    Only figures of the same machine are compared.
+    """
     for variant in report["variants"].values():
         if not measured(variant):
             continue
@@ -69,10 +74,11 @@ def compare(report: dict[str, Any]) -> None:
             "times_fixed": report["variants"].get(variant.get("fixed", ""), {}),
         }
         for name, other in others.items():
-            if measured(other):
+            variant.pop(name, None)
+            if measured(other) and _digest(report, other) == _digest(report, variant):
                 variant[name] = variant["tokens_per_second"] / other["tokens_per_second"]
         if "times_beside" in variant:
-            pairs = zip(variant["losses"], others["times_beside"]["losses"], strict=True)
+            pairs = zip(variant["losses"], others["times_beside"]["losses"], strict=False)  # one may be cut short
             differences = [abs(ours - theirs) for ours, theirs in pairs]
             variant["loss_difference"] = {
                 "first": differences[0],
@@ -81,6 +87,11 @@ def compare(report: dict[str, Any]) -> None:
             }
 
 
-def measured(found: dict[str, Any]) -> bool:
-    """Return whether a variant or a loop was measured: it may have failed or be missing."""
-    return "tokens_per_second" in found
+def _digest(report: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return the digest of the machine that something was measured on."""
+    return str(found.get(OWN, report["machine"].get(OWN, "")))
+
+
+def measured(found: dict[str, Any], *, steps: int = 0) -> bool:
+    """Return whether a variant or a loop was measured, over so many steps or more; it may have failed or be missing."""
+    return "tokens_per_second" in found and found.get("steps", steps) >= steps

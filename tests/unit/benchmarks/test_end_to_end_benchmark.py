@@ -6,6 +6,8 @@ import copy
 import json
 import re
 import shlex
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import pages
 from benchmarks.bounds import Bound
 from benchmarks.end_to_end import labels
-from benchmarks.end_to_end.__main__ import parsed
-from benchmarks.end_to_end.assets import QWEN3_45B, SMALL
+from benchmarks.end_to_end import pipeline as pipeline_module
+from benchmarks.end_to_end.__main__ import enter_figures, parsed
+from benchmarks.end_to_end.assets import QWEN3_45B, SMALL, Assets
 from benchmarks.end_to_end.bounds import bounds_of
 from benchmarks.end_to_end.large_model import write_model
-from benchmarks.end_to_end.report import SAME, compare, opened, write
+from benchmarks.end_to_end.report import SAME, compare, measured, opened, write
+from benchmarks.end_to_end.timeline import Timeline
 from benchmarks.end_to_end.variants import VARIANTS, run_spec
 
 MACHINE = {"gpus": ["a GPU"], "digest": "0123", "torch": "2.11.0"}
@@ -131,7 +135,6 @@ def test_every_call_that_makes_a_file_keeps_its_settings(tmp_path: Path) -> None
         ({"context": 1024}, {}, "context 2048, not 1024"),
         ({"warmup": 0}, {}, "warmup 1, not 0"),
         ({"small": True}, {}, "small False, not True"),
-        ({}, {"digest": "4567"}, "machine digest 0123, not 4567"),
         ({}, {"torch": "2.12.0"}, "machine torch 2.11.0, not 2.12.0"),
         ({}, {"gpus": ["another"]}, r"machine gpus \['a GPU'\], not \['another'\]"),
     ],
@@ -146,6 +149,103 @@ def test_nothing_is_added_to_a_file_of_something_else(
         opened(out, {**CALL, **call}, {**MACHINE, **machine}, TOKENS, go_on=True)
     assert "\n" not in str(refused.value)
     assert out.read_bytes() == before
+
+
+def test_figures_of_another_machine_of_the_kind_are_added_and_not_compared(tmp_path: Path) -> None:
+    out = tmp_path / "end_to_end.json"
+    report = opened(out, {**CALL, "digest": "0123"}, MACHINE, TOKENS, go_on=True)
+    report["variants"]["chain_wide"] = rate(20.0, [1.0, 2.0], digest="0123")
+    write(report, out)
+    report = opened(out, {**CALL, "digest": "4567"}, {**MACHINE, "digest": "4567"}, TOKENS, go_on=True)
+    assert labels.machines_of(report) == 2
+    fp8 = rate(30.0, [1.0, 2.0], beside="chain_wide", digest="4567")
+    report["variants"]["chain_fp8_wide"] = fp8
+    write(report, out)
+    assert "times_beside" not in fp8
+    report["variants"]["chain_wide"] = rate(20.0, [1.0, 2.0], digest="4567")
+    write(report, out)
+    assert fp8["times_beside"] == 1.5
+
+
+def test_figures_of_more_steps_are_kept_and_a_run_cut_short_counts(tmp_path: Path) -> None:
+    out, call = tmp_path / "end_to_end.json", {**CALL, "digest": "0123"}
+    report = opened(out, call, MACHINE, TOKENS, go_on=True)
+    figures = {"tokens_per_second": 20.0, "losses": [1.0], "steps": 5}
+    enter_figures(report, {}, call, out, "chain_wide", figures)
+    found = json.loads(out.read_text(encoding="utf-8"))["variants"]["chain_wide"]
+    assert (found["steps"], found["digest"], found["wide"]) == (5, "0123", True)
+    assert measured(found) and not measured(found, steps=20)
+    enter_figures(report, found, call, out, "chain_wide", {"failed": "no memory"})
+    assert report["variants"]["chain_wide"] == found
+    enter_figures(report, found, call, out, "chain_wide", {**figures, "steps": 20})
+    assert report["variants"]["chain_wide"]["steps"] == 20
+    assert call["variants"] == ["chain_wide"]
+
+
+def test_a_time_line_says_what_a_run_does_and_keeps_when(tmp_path: Path) -> None:
+    output, console, said = tmp_path / "out", tmp_path / "console.log", []
+    timeline = Timeline(output, console, said.append)
+    timeline.poll()
+    (output / "logs").mkdir(parents=True)
+    console.write_text("run: starting, building tables: 10%\n", encoding="utf-8")
+    timeline.poll()
+    console.write_text("run: starting, building tables: 20%\n", encoding="utf-8")
+    (output / "resolved.json").write_text("{}", encoding="utf-8")
+    (output / "logs" / "teacher-0-0.1.log").write_text("teacher loaded from there\n", encoding="utf-8")
+    timeline.poll()
+    row = {"step": 0, "time": time.time(), "seconds": 2.0, "loss_seconds": 1.5}
+    (output / "steps.jsonl").write_text(json.dumps(row) + '\n{"step": 1', encoding="utf-8")
+    timeline.poll()
+    assert list(timeline.events) == ["files checked", "teacher loaded", "first step"]
+    assert len(timeline.rows) == 1, "a line that is being written is read when it is whole"
+    words = [line.partition(" s  ")[2] for line in said]
+    assert words[0] == "starting, building tables: 10%"
+    assert words[1:] == [
+        "== files checked",
+        "== teacher loaded",
+        "== first step",
+        "step 1: 2.000 s (loss_seconds 1.500)",
+    ]
+
+
+def pretended(directory: Path, rows: int, seconds: float) -> list[str]:
+    """Return a command that writes the records of some steps, then runs on."""
+    code = f"""
+import json, pathlib, sys, time
+out = pathlib.Path({str(directory)!r}) / "out"
+out.mkdir()
+row = {{"seconds": 0.5, "tokens": 100, "loss": 1.0, "memory_peak_bytes": 0}}
+lines = [json.dumps({{**row, "step": i, "time": time.time() + i * 0.5}}) for i in range({rows})]
+(out / "steps.jsonl").write_text("".join(line + chr(10) for line in lines))
+time.sleep({seconds})
+"""
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize(("rows", "told"), [(2, "after 2 steps"), (9, "")])
+def test_a_run_out_of_time_counts_the_steps_that_it_has_done(
+    rows: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "run"
+    run = pipeline_module._run
+    monkeypatch.setattr(pipeline_module, "_run", lambda _, *rest: run(pretended(place, rows, 60), *rest))
+    assets = Assets(tmp_path / "student", tmp_path / "teacher", tmp_path / "p.safetensors", tmp_path / "text.jsonl")
+    spec = run_spec(VARIANTS["chain_wide"], parsed(["--steps", "20", "--warmup", "2"]))
+    found: list[dict[str, Any]] = []
+
+    def measure() -> dict[str, Any]:
+        return pipeline_module.pipeline(
+            assets, spec, directory=place, warmup=2, timeout_s=3.0, partial=lambda figures: found.append(figures)
+        )
+
+    if told:
+        with pytest.raises(RuntimeError, match=f"not done after 3 s, {told}"):
+            measure()
+        assert not found
+    else:
+        figures = measure()
+        assert (figures["steps"], figures["tokens_per_second"]) == (7, pytest.approx(200.0, rel=0.01))
+        assert [part["steps"] for part in found] == [7]
 
 
 def test_nothing_is_added_to_a_file_that_does_not_say_its_calls(tmp_path: Path) -> None:
