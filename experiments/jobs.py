@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,11 +26,14 @@ class Job:
         name: The run's name; it writes to `runs/NAME` of the state's directory.
         file: Text of its run file, which lies in the state's directory.
         options: More options of `xtoken run`.
+        discards: Directories of the run that are removed once it has finished: a checkpoint has three values in float32
+            for each weight.
     """
 
     name: str
     file: str
     options: tuple[str, ...] = ()
+    discards: tuple[str, ...] = ()
 
 
 def finished(state: Path, name: str) -> bool:
@@ -69,6 +73,7 @@ def run_all(
         for job, process in list(living.items()):
             if process.poll() is not None:
                 del living[job]
+                _discard(state, job)
                 _print_outcome(state, job, process.returncode, time.monotonic() - began[job])
                 on_end()
         now = time.monotonic()
@@ -102,6 +107,13 @@ def _start(state: Path, job: Job, device: int | None) -> subprocess.Popen[bytes]
             env=environment,
             cwd=Path(__file__).parents[1],
         )
+
+
+def _discard(state: Path, job: Job) -> None:
+    """Remove what nobody reads of a finished run."""
+    if finished(state, job.name):
+        for name in job.discards:
+            shutil.rmtree(state / "runs" / job.name / name, ignore_errors=True)
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -9,6 +9,8 @@
     split     cut a file into pieces: split FILE DIRECTORY [--bytes N]
     join      put pieces together again: join DIRECTORY FILE
 
+A method's first weights run at every learning rate, its other weights at the one that the result file shows to be best
+with the first. A run ends after two evaluations in a row that were no better on validation (`--patience`).
 Every stage leaves out what is done; rows of the result file stay when the directories of their runs are gone.
 `--seconds` stops the runs gracefully; they resume when the stage is called again, on this machine or on another one
 that was given the state's directory. Nothing that is fetched belongs into a repository.
@@ -25,7 +27,7 @@ from typing import Any
 
 from experiments.jobs import SHORTEST_S
 from experiments.real import models, predictions, results, stages, summary, texts
-from experiments.real.methods import CONDITIONS, METHODS, SEEDS, WEIGHTS, Cell, cells
+from experiments.real.methods import CONDITIONS, METHODS, PATIENCE, SEEDS, WEIGHTS, Cell, cells
 from xtoken_core.errors import InputError
 
 RESULTS = Path(__file__).parent / "results"
@@ -78,6 +80,10 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--least", type=float, default=SHORTEST_S, help="seconds before that time in which no run is started"
     )
+    parser.add_argument(
+        "--patience", type=int, default=PATIENCE,
+        help="evaluations in a row that are no better than a run's best one, after which it ends; 0: never",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS / "real.json", help="the result file")
 
 
@@ -86,7 +92,7 @@ def _planned(arguments: argparse.Namespace) -> list[Cell]:
         return results.named(arguments.list.read_text(encoding="utf-8").split())
     best = arguments.weights == [BEST]
     chosen = (arguments.conditions, arguments.methods, [] if best else arguments.weights, arguments.seeds)
-    planned = list(cells(*map(tuple, chosen)))
+    planned = results.tried(cells(*map(tuple, chosen)), results.read_result(arguments.out)["runs"])
     return stages.best_weights(arguments.state, planned, arguments.out) if best else planned
 
 
@@ -105,6 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
         done = stages.runs(
             arguments.state, _planned(arguments), side_by_side=arguments.side_by_side, until=until,
             device=arguments.device, steps=arguments.steps, gpus=arguments.gpus, least_s=arguments.least,
+            patience=arguments.patience,
         )  # fmt: skip
         return 0 if done else 3
     elif arguments.stage == "collect":

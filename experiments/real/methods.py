@@ -20,6 +20,14 @@ WEIGHTS = {"even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0), "light": 
 """Weights of the KD term and of the cross-entropy."""
 
 
+MICRO_BATCH_TOKENS = 4608
+"""Of a teacher's logits at 262,144 tokens, 2.4 GB a slot in bfloat16: several runs fit one GPU."""
+HALF_STEP_TOKENS = 6912
+"""Two micro-batches of German a step instead of three, where a teacher sends hidden states."""
+WHOLE_STEP_TOKENS = 13_312
+"""One micro-batch of German a step (11,800 tokens, 99% of the steps below this), without a teacher."""
+
+
 def _named(*names: str) -> dict[str, tuple[float, float]]:
     return {name: WEIGHTS[name] for name in names}
 
@@ -37,6 +45,10 @@ class Method:
         teachers: How often the teacher is listed: once for each of `teacher_modes`; 0 trains without it.
         teacher: Another teacher than the condition's, below `models`.
         samples: Trains on what the condition's teacher writes, not on the condition's text.
+        micro_batch_tokens: `train.micro_batch_tokens`: with fewer micro-batches a step takes less time and more memory.
+            The loss is the same but for rounding, since it divides by a step's counts; P-KL chooses its columns
+            micro-batch by micro-batch, so that its number belongs to the method.
+        hidden: Teachers send hidden states instead of logits: a ring of megabytes instead of gigabytes.
     """
 
     title: str
@@ -47,46 +59,80 @@ class Method:
     teachers: int = 1
     teacher: str = ""
     samples: bool = False
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    hidden: bool = False
+
+    @property
+    def first_weight(self) -> str:
+        """The weights that are tried at every learning rate; the others are at the rate that was best with these."""
+        return next(iter(self.weights))
+
+    @property
+    def reads_tables(self) -> bool:
+        """True if the loss, or that of one teacher, reads chain tables."""
+        return "chain" in (self.loss.get("mode"), *self.loss.get("teacher_modes", ()))
 
 
 CHAIN = {"mode": "chain", "chain_bare_space": False}
 """Without the nodes at a single space, as all of these runs were planned; the library's default has them."""
 
-_CUSTOM = {"mode": "custom"}
 _LIGHT = _named("even", "light", "strong")
 """For losses that lost to cross-entropy, or hardly gained, with `even`: less of the KD term, not less of the other."""
 
+
+def _alm(title: str, temperature: float) -> Method:
+    settings = {"mode": "alm", "alm_temperature": temperature}
+    return Method(title, settings, projects=True, micro_batch_tokens=HALF_STEP_TOKENS, hidden=True)
+
+
+def _chain(title: str, **settings: Any) -> Method:
+    return Method(title, CHAIN | settings, micro_batch_tokens=HALF_STEP_TOKENS, hidden=True)
+
+
+def _custom(title: str, name: str) -> Method:
+    return Method(title, {"mode": "custom"}, _LIGHT, custom=f"experiments.losses.{name}")
+
+
 METHODS = {
-    "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}, teachers=0),
+    "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}, teachers=0, micro_batch_tokens=WHOLE_STEP_TOKENS),
     "p_kl": Method("P-KL", {"mode": "p_kl"}, projects=True),
-    "gold": Method("gold", {"mode": "gold"}, _LIGHT, projects=True),
+    "gold": Method("gold", {"mode": "gold"}, _LIGHT, projects=True, micro_batch_tokens=HALF_STEP_TOKENS, hidden=True),
     "uld": Method("ULD", {"mode": "uld"}, _LIGHT, projects=True),
-    "alm1": Method("ALM, tau 1", {"mode": "alm", "alm_temperature": 1.0}, projects=True),
-    "alm100": Method("ALM, tau 100", {"mode": "alm", "alm_temperature": 100.0}, projects=True),
-    "chain": Method("chain", CHAIN),
+    "alm1": _alm("ALM, tau 1", 1.0),
+    "alm100": _alm("ALM, tau 100", 100.0),
+    "chain": _chain("chain"),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
         CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},
         projects=True,
         teachers=2,
+        hidden=True,
     ),
-    "chain_bare_space": Method("chain with the bare space", CHAIN | {"chain_bare_space": True}),
-    "chain_unconditioned": Method("chain, not conditioned", CHAIN | {"chain_conditioning": False}),
-    "chain_no_end": Method("chain without end terms", CHAIN | {"chain_end_terms": False}),
-    "chain_uncorrected": Method(
-        "chain without corrections",
-        CHAIN | {"chain_conditioning": False, "chain_end_terms": False, "chain_bare_space": True},
+    "chain_bare_space": _chain("chain with the bare space", chain_bare_space=True),
+    "chain_unconditioned": _chain("chain, not conditioned", chain_conditioning=False),
+    "chain_no_end": _chain("chain without end terms", chain_end_terms=False),
+    "chain_uncorrected": _chain(
+        "chain without corrections", chain_conditioning=False, chain_end_terms=False, chain_bare_space=True
     ),
-    "bpm": Method("BPM", _CUSTOM, _LIGHT, custom="experiments.losses.bpm:BPMLoss"),
-    "escd": Method("ESCD", _CUSTOM, _LIGHT, custom="experiments.losses.escd:ESCDLoss"),
-    "simct": Method("SimCT", _CUSTOM, _LIGHT, custom="experiments.losses.simct:SimCTLoss"),
-    "x_token_v6": Method("X-Token v6", _CUSTOM, _LIGHT, custom="experiments.losses.x_token_v6:XTokenV6Loss"),
-    "gold_bayesian": Method(
-        "GOLD, bayesian merge", _CUSTOM, _LIGHT, custom="experiments.losses.gold_bayesian:GoldBayesianLoss"
+    "bpm": _custom("BPM", "bpm:BPMLoss"),
+    "escd": _custom("ESCD", "escd:ESCDLoss"),
+    "simct": _custom("SimCT", "simct:SimCTLoss"),
+    "x_token_v6": _custom("X-Token v6", "x_token_v6:XTokenV6Loss"),
+    "gold_bayesian": _custom("GOLD, bayesian merge", "gold_bayesian:GoldBayesianLoss"),
+    "strict_top": _custom("strict 1:1, top 16", "strict_top:StrictTopLoss"),
+    "same": Method(
+        "teacher with the student's tokenizer",
+        {"vocab_topk": "none"},
+        teacher=CONTINUED,
+        micro_batch_tokens=HALF_STEP_TOKENS,
     ),
-    "strict_top": Method("strict 1:1, top 16", _CUSTOM, _LIGHT, custom="experiments.losses.strict_top:StrictTopLoss"),
-    "same": Method("teacher with the student's tokenizer", {"vocab_topk": "none"}, teacher=CONTINUED),
-    "samples": Method("cross-entropy, teacher's samples", weights={"ce": (0.0, 1.0)}, teachers=0, samples=True),
+    "samples": Method(
+        "cross-entropy, teacher's samples",
+        weights={"ce": (0.0, 1.0)},
+        teachers=0,
+        samples=True,
+        micro_batch_tokens=WHOLE_STEP_TOKENS,
+    ),
 }
 
 
@@ -143,10 +189,10 @@ CONDITIONS = {
 
 SAMPLES_PER_STEP = 24
 STUDENT_CONTEXT, TEACHER_CONTEXT = 768, 512
-MICRO_BATCH_TOKENS = 4608
-"""Of a teacher's logits at 262,144 tokens, 2.4 GB a slot in bfloat16: several runs fit one GPU."""
 EVALUATIONS = 6
 """Evaluations of a run after the one before its first step."""
+PATIENCE = 2
+"""A run ends after so many evaluations in a row that were no better on validation than its best one."""
 EVAL_BYTES = 80_000
 SEEDS = (0, 1, 2)
 
@@ -191,13 +237,14 @@ def cells(
                         yield from (Cell(condition, method, weight, rate, seed) for rate in CONDITIONS[condition].rates)
 
 
-def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
+def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience: int = PATIENCE) -> Job:
     """Return the run of a cell.
 
     Args:
         cell: The cell.
         device: `workers.device` of the run.
         steps: Optimiser steps instead of the condition's.
+        patience: `eval.patience` of the run; 0: it goes on to its last step.
     """
     condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
     steps = steps or condition.steps
@@ -209,6 +256,8 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
         "context_length": STUDENT_CONTEXT if method.teacher else TEACHER_CONTEXT,
         "dtype": dtype,
     }
+    if method.hidden:
+        teacher["content"] = "hidden"
     if method.projects:
         teacher["projection"] = projection_file(condition)
     evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]
@@ -223,6 +272,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
                 "also": evaluated,
                 "every": max(1, steps // EVALUATIONS),
                 "max_bytes": EVAL_BYTES,
+                "patience": patience or "none",
             },
         ),
         *(("eval.tasks", _tasks(condition)) for _ in condition.tasks[:1]),
@@ -232,7 +282,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
             {
                 "samples_per_step": SAMPLES_PER_STEP,
                 "max_steps": steps,
-                "micro_batch_tokens": MICRO_BATCH_TOKENS,
+                "micro_batch_tokens": method.micro_batch_tokens,
                 "learning_rate": cell.rate,
                 "min_learning_rate": cell.rate / 10,
                 "warmup_steps": max(1, steps // 20),
@@ -247,7 +297,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None) -> Job:
     for name, table in tables:
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     options = ("--loss", method.custom) if method.custom else ()
-    return Job(cell.name, "\n".join(lines) + "\n", options)
+    return Job(cell.name, "\n".join(lines) + "\n", options, discards=("checkpoints", "model"))
 
 
 def _tasks(condition: Condition) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def page(result: dict[str, Any]) -> str:
         untried=[titles[name] for name in methods.METHODS if name not in {run["method"] for run in result["runs"]}],
         pair=(methods.SMOLLM2, methods.GEMMA3),
         runs=len(result["runs"]),
+        ended=sum("stopped_at" in run for run in result["runs"]),
+        micro_batch=methods.MICRO_BATCH_TOKENS,
         weights=methods.WEIGHTS,
         samples=methods.SAMPLES_PER_STEP,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.machines import joined_machines
 from experiments.real.methods import CONDITIONS, METHODS, SEEDS, Cell, cells
-from experiments.real.summary import Choice, choices, outcomes
+from experiments.real.summary import VALIDATION, Choice, choices, outcomes
 from xtoken_core.atomic import atomic_write
 
 SAME_START = 0.005
@@ -66,8 +66,9 @@ def merged(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]
 def missing(rows: Sequence[Mapping[str, Any]], planned: Iterable[Cell]) -> list[Cell]:
     """Return the planned runs that have no row.
 
-    Of the first data seed these are all planned ones and the rest of every sweep that was begun; of other seeds, those
-    of a condition that was planned on them, with the weights and the rate that were best on the first one.
+    Of the first data seed these are the sweeps that were planned or begun, each method's first weights at all learning
+    rates and the others at one (`rates_of`); of other seeds, those of a condition that was planned on them, with the
+    weights and the rate that were best on the first one.
 
     Args:
         rows: Runs of a result file.
@@ -76,7 +77,7 @@ def missing(rows: Sequence[Mapping[str, Any]], planned: Iterable[Cell]) -> list[
     done = {cell_of(row) for row in rows}
     cells_known = done | set(planned)
     swept = {(cell.condition, cell.method, cell.weight) for cell in cells_known if cell.seed == SEEDS[0]}
-    first = {Cell(*each, rate, SEEDS[0]) for each in swept for rate in CONDITIONS[each[0]].rates} - done
+    first = {Cell(*each, rate, SEEDS[0]) for each in swept for rate in rates_of(*each, rows)} - done
     best = choices(outcomes({"runs": rows, "not_run": list(map(vars, first))}))
     seeds = {(cell.condition, cell.seed) for cell in cells_known if cell.seed != SEEDS[0]}
     others = {
@@ -86,6 +87,40 @@ def missing(rows: Sequence[Mapping[str, Any]], planned: Iterable[Cell]) -> list[
         if planned_on == condition
     }
     return [*_in_order(first), *_in_order(others - done)]
+
+
+def rates_of(condition: str, method: str, weight: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """Return the learning rates at which weights are tried on the first data seed.
+
+    These are all of the condition for the first weights of a method. Others have the rate that is best with the first
+    on validation, among those that have run; the condition's largest if none has.
+
+    Args:
+        condition: The condition.
+        method: The method.
+        weight: Name of its weights.
+        rows: Runs of a result file.
+    """
+    rates, first = CONDITIONS[condition].rates, METHODS[method].first_weight
+    if weight == first:
+        return rates
+    found = [
+        (evaluation[VALIDATION], row["rate"])
+        for row in rows
+        if (row["condition"], row["method"], row["weight"], row["seed"]) == (condition, method, first, SEEDS[0])
+        for evaluation in row["curve"]
+    ]
+    return (min(found)[1] if found else rates[-1],)
+
+
+def tried(some: Iterable[Cell], rows: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    """Return those of some runs whose learning rate is tried with their weights.
+
+    Args:
+        some: Runs.
+        rows: Runs of a result file.
+    """
+    return [cell for cell in some if cell.rate in rates_of(cell.condition, cell.method, cell.weight, rows)]
 
 
 def cell_of(row: Mapping[str, Any]) -> Cell:

@@ -18,6 +18,7 @@ from experiments.real.methods import (
     CONTINUED,
     EVAL_BYTES,
     METHODS,
+    PATIENCE,
     SEEDS,
     TEACHER_CONTEXT,
     Cell,
@@ -44,6 +45,7 @@ def runs(
     steps: int | None,
     gpus: int = 1,
     least_s: float = SHORTEST_S,
+    patience: int = PATIENCE,
 ) -> bool:
     """Make the runs that are not finished; return True if all are.
 
@@ -56,6 +58,7 @@ def runs(
         steps: Optimiser steps of every run instead of its condition's.
         gpus: Number of GPUs that the runs are spread over.
         least_s: Seconds before `until` in which no run is started any more.
+        patience: Evaluations in a row without a better one after which a run ends; 0: it goes on to its last step.
 
     Raises:
         MissingSourceError: A model or text has not been made.
@@ -67,6 +70,8 @@ def runs(
                 raise MissingSourceError(f"there is no {file}: run the stage `models` first")
         if any(METHODS[cell.method].projects for cell in planned if cell.condition == name):
             _build_projection(state, condition)
+        if any(METHODS[cell.method].reads_tables for cell in planned if cell.condition == name):
+            _build_tables(state, condition)
     if any(CONDITIONS[cell.condition].tasks for cell in planned):
         write_tasks(state / "texts")
     for cell in planned:
@@ -74,7 +79,7 @@ def runs(
         if not own.is_dir():
             raise MissingSourceError(f"there is no {own}: run the stage `controls` first")
         write_sample(state / "texts", cell)
-    jobs = [job(cell, device=device, steps=steps) for cell in planned]
+    jobs = [job(cell, device=device, steps=steps, patience=patience) for cell in planned]
     return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus, least_s=least_s)
 
 
@@ -209,7 +214,7 @@ def _rows(state: Path, planned: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _run_record(directory: Path) -> dict[str, Any]:
-    """Return a run's evaluations, and the medians of its metrics."""
+    """Return a run's evaluations, the medians of its metrics, and the step after which it ended early."""
     steps = [json.loads(line) for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     evals = [json.loads(line) for line in (directory / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
     kept = [
@@ -221,7 +226,15 @@ def _run_record(directory: Path) -> dict[str, Any]:
         values = sorted(row[name] for row in steps if row.get(name) is not None)
         if values:
             metrics[name] = values[len(values) // 2]
-    return {"steps": len(steps), "tokens": sum(row["tokens"] for row in steps), "metrics": metrics, "curve": kept}
+    tokens = sum(row["tokens"] for row in steps)
+    record = {"steps": len(steps), "tokens": tokens, "metrics": metrics, "curve": kept}
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    if "stopped_early" in summary:
+        record["stopped_at"] = summary["steps"]
+    settings = directory / "spec.json"
+    if settings.is_file():
+        record["micro_batch_tokens"] = json.loads(settings.read_text(encoding="utf-8"))["train"]["micro_batch_tokens"]
+    return record
 
 
 def _build_projection(state: Path, condition: Condition) -> None:
@@ -233,6 +246,17 @@ def _build_projection(state: Path, condition: Condition) -> None:
         student, teacher = (state / "models" / name for name in (condition.student, condition.teacher))
         pair = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
         write_projection(build_projection(*pair), file)
+
+
+def _build_tables(state: Path, condition: Condition) -> None:
+    """Build the chain tables where runs read them: runs that start together would each build them."""
+    from services.common.tables.build_pair_file import build_pair_file
+    from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+    from xtoken_core.projection.pair_cache import PairCache
+
+    student, teacher = (state / "models" / name for name in (condition.student, condition.teacher))
+    prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
+    PairCache().file("chain", prints, lambda path: build_pair_file("chain", student, teacher, path))
 
 
 def _measure_teacher(state: Path, condition: Condition, model_name: str, device: str) -> dict[str, float]:

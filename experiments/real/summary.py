@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from experiments.real.methods import METHODS, MICRO_BATCH_TOKENS
+
 VALIDATION = "bits_per_byte"
 BASELINE, CHAIN = "ce", "chain"
 FIRST_SEED = 0
@@ -43,14 +45,16 @@ class Outcome:
 def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
     """Return the best of every method, weights, condition and seed; ties go to the earlier run and step.
 
-    The learning rate is chosen on the first data seed, from a whole sweep: without one a method is left out. On other
-    seeds that rate alone counts.
+    The learning rate is chosen on the first data seed, from a whole sweep with the method's first weights: without one
+    a method is left out. Its other weights need one rate, the best with the first. On other seeds the chosen rate alone
+    counts.
     """
     partial = {tuple(cell[key] for key in _GROUP) for cell in result.get("not_run", ())}
     groups: dict[tuple[str, str, str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for run in result["runs"]:
         key = run["condition"], run["method"], run["weight"], run["seed"]
-        if key not in partial:
+        first = *key[:2], METHODS[run["method"]].first_weight, FIRST_SEED
+        if not partial.intersection((key, first)):
             groups[key].append(run)
     best: list[Outcome] = []
     rates: dict[tuple[str, str, str], float] = {}
@@ -183,7 +187,8 @@ class Row:
         closed: Fraction of the gap from cross-entropy to the teacher that is closed; None without the teacher
             and where cross-entropy alone passes it.
         others: Mean bits per byte on the other test sets.
-        memory: GPU memory at the peak of the median step, in bytes, the largest of the runs; None: not reported.
+        memory: GPU memory at the peak of the median step, in bytes, the largest of the runs, by the tokens of their
+            micro-batches.
     """
 
     method: str
@@ -197,7 +202,7 @@ class Row:
     first_gain: float | None
     closed: float | None
     others: Mapping[str, float]
-    memory: float | None
+    memory: Mapping[int, float]
 
 
 def table(result: Mapping[str, Any], condition: str) -> list[Row]:
@@ -210,12 +215,13 @@ def table(result: Mapping[str, Any], condition: str) -> list[Row]:
     for outcome in found:
         groups[outcome.method, outcome.weight].append(outcome)
     tried = Counter(outcome.method for outcome in found if outcome.seed == FIRST_SEED)
-    memory: dict[tuple[str, str], float] = {}
+    memory: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for run in result["runs"]:
         peak = run.get("metrics", {}).get("memory_peak_bytes")
         if run["condition"] == condition and peak is not None:
-            memory[run["method"], run["weight"]] = max(peak, memory.get((run["method"], run["weight"]), 0.0))
-    rows = [_row(*key, tried[key[0]], group, own, baseline, teacher, memory.get(key)) for key, group in groups.items()]
+            known, tokens = memory[run["method"], run["weight"]], run.get("micro_batch_tokens", MICRO_BATCH_TOKENS)
+            known[tokens] = max(peak, known.get(tokens, 0.0))
+    rows = [_row(*key, tried[key[0]], group, own, baseline, teacher, memory[key]) for key, group in groups.items()]
     return sorted(rows, key=lambda row: row.test)
 
 
@@ -227,7 +233,7 @@ def _row(
     own: str,
     baseline: Mapping[int, float],
     teacher: float | None,
-    memory: float | None,
+    memory: Mapping[int, float],
 ) -> Row:
     test = [outcome.bits[own] for outcome in group]
     by_seed = {
@@ -284,10 +290,16 @@ def markdown(result: Mapping[str, Any], condition: str, titles: Mapping[str, str
             str(row.seeds),
             f"{row.test:.3f} ± {row.deviation:.3f}",
         ]
-        memory = "" if row.memory is None else f"{row.memory / 2**30:.1f}"
+        memory = _memory(row.memory)
         others = [f"{row.others[name]:.3f}" for name in names]
         lines.append(f"| {' | '.join([*cells, gain, first, closed, *others, memory])} |")
     return "\n".join(lines) + "\n"
+
+
+def _memory(by_tokens: Mapping[int, float]) -> str:
+    """Return peaks in GiB, those of other micro-batches than the usual ones with their tokens."""
+    peaks = sorted((tokens != MICRO_BATCH_TOKENS, tokens, peak / 2**30) for tokens, peak in by_tokens.items())
+    return ", ".join(f"{peak:.1f} at {tokens:,}" if other else f"{peak:.1f}" for other, tokens, peak in peaks)
 
 
 def accuracies(result: Mapping[str, Any], condition: str, titles: Mapping[str, str]) -> str:

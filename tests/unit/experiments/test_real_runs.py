@@ -202,7 +202,7 @@ def test_rows_of_other_texts_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_sweep_that_was_begun_is_listed_as_not_run_and_no_outcome() -> None:
-    one = Cell("de-500k", "gold", "light", RATES[1], 0)
+    one = Cell("de-500k", "gold", "even", RATES[1], 0)
     row = {**vars(one), "curve": curve((0, 1.5, 1.5))}
     found = {"machine": {}, "conditions": {"de-500k": None}, "teachers": {}, "runs": [row], "not_run": []}
     known = results.merged(found, {**found, "runs": []})
