@@ -48,7 +48,8 @@ class Method:
         micro_batch_tokens: `train.micro_batch_tokens`: with fewer micro-batches a step takes less time and more memory.
             The loss is the same but for rounding, since it divides by a step's counts; P-KL chooses its columns
             micro-batch by micro-batch, so that its number belongs to the method.
-        hidden: Teachers send hidden states instead of logits: a ring of megabytes instead of gigabytes.
+        hidden: Teachers send hidden states, which the student's process multiplies out to the same logits: a ring of
+            megabytes instead of gigabytes. Not for P-KL, which then multiplies out its columns only.
     """
 
     title: str
@@ -61,6 +62,10 @@ class Method:
     samples: bool = False
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
     hidden: bool = False
+
+    def micro_batch_of(self, condition: Condition) -> int:
+        """Return the tokens of a micro-batch; with a student of Gemma's vocabulary the usual ones."""
+        return MICRO_BATCH_TOKENS if condition.student == GEMMA3 else self.micro_batch_tokens
 
     @property
     def first_weight(self) -> str:
@@ -90,14 +95,14 @@ def _chain(title: str, **settings: Any) -> Method:
 
 
 def _custom(title: str, name: str) -> Method:
-    return Method(title, {"mode": "custom"}, _LIGHT, custom=f"experiments.losses.{name}")
+    return Method(title, {"mode": "custom"}, _LIGHT, custom=f"experiments.losses.{name}", hidden=True)
 
 
 METHODS = {
     "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}, teachers=0, micro_batch_tokens=WHOLE_STEP_TOKENS),
     "p_kl": Method("P-KL", {"mode": "p_kl"}, projects=True),
     "gold": Method("gold", {"mode": "gold"}, _LIGHT, projects=True, micro_batch_tokens=HALF_STEP_TOKENS, hidden=True),
-    "uld": Method("ULD", {"mode": "uld"}, _LIGHT, projects=True),
+    "uld": Method("ULD", {"mode": "uld"}, _LIGHT, projects=True, hidden=True),
     "alm1": _alm("ALM, tau 1", 1.0),
     "alm100": _alm("ALM, tau 100", 100.0),
     "chain": _chain("chain"),
@@ -282,7 +287,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
             {
                 "samples_per_step": SAMPLES_PER_STEP,
                 "max_steps": steps,
-                "micro_batch_tokens": method.micro_batch_tokens,
+                "micro_batch_tokens": method.micro_batch_of(condition),
                 "learning_rate": cell.rate,
                 "min_learning_rate": cell.rate / 10,
                 "warmup_steps": max(1, steps // 20),
