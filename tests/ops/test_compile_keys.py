@@ -164,6 +164,12 @@ def sparse_projection(x: Drawn):
     return (TritonSparseProjectionOp()(x.student[..., :V_S].float(), projection()),)
 
 
+def sparse_projection_of_columns(x: Drawn):
+    begin = x.number % 4
+    columns = torch.zeros(V_S * x.B * x.T_s + begin)[begin:].view(V_S, x.B * x.T_s)
+    return (TritonSparseProjectionOp()(columns.t().requires_grad_(), projection()),)
+
+
 def embedding(x: Drawn):
     ids = x.ids(x.T_s, V_S).flatten()
     return (embedding_backward(ids, torch.zeros(len(ids), 64), V_S),)
@@ -171,7 +177,8 @@ def embedding(x: Drawn):
 
 OPS = [
     chain, chain_in_class_order, chain_topk, gold, gold_cross_entropy, gold_picked, p_kl, p_kl_cross_entropy, token_kl,
-    cross_entropy, chunk_mean, select_topk_columns, sparse_projection, embedding,
+    cross_entropy, chunk_mean, select_topk_columns, sparse_projection,
+    sparse_projection_of_columns, embedding,
 ]  # fmt: skip
 
 

@@ -154,6 +154,21 @@ def test_sparse_projection(monkeypatch, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [32, 21])
+def test_sparse_projection_of_rows_that_lie_as_columns(device, rows):
+    """Lines of a multiple of 16 are read where they are, others are copied; the values are the same."""
+    case = CASES["sparse_projection"][""].make(torch.float32, torch.device(device))
+    x = torch.rand(rows, case["x"].shape[-1], generator=torch.Generator().manual_seed(1)).to(device)
+    columns = x.t().contiguous().t()
+    lines = importlib.import_module("xtoken_core.ops.sparse_projection.triton")._lines(columns)
+    assert (lines.data_ptr() == columns.data_ptr()) == (rows % 16 == 0) and lines.stride(0) % 16 == 0
+    assert torch.equal(lines[:, :rows], x.t()) and not lines[:, rows:].any()
+    op = load_backend(BACKENDS["sparse_projection"]["triton"])
+    found = [gradient(op, case | {"x": given}, "x") for given in (columns, x)]
+    assert torch.equal(op(columns, case["projection"]), op(x, case["projection"])) and torch.equal(*found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_select_topk_columns(monkeypatch, device):
     shrink(monkeypatch, "select_topk_columns", ROW_BLOCK=4, COLUMN_BLOCK=8)
     logits = torch.randn(3, 5, 37, generator=torch.Generator().manual_seed(0)).to(device)

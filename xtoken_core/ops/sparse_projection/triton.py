@@ -51,11 +51,18 @@ class TritonSparseProjection(torch.autograd.Function):
 
 
 def _lines(rows: Tensor) -> Tensor:
-    """Return the columns of rows as lines of one length for 16 numbers of rows: kernels are compiled by it."""
+    """Return the columns of rows as lines of a multiple of 16, as they lie or as a copy.
+
+    Alignment by 16 is part of what kernels are compiled by; a copy's further rows are 0.
+    """
     N, V = rows.shape
-    lines = rows.new_zeros((V, rounded_up(N)))
-    lines[:, :N] = rows.t()
-    return lines
+    lines = rows.t()
+    if N % 16 == 0 and lines.is_contiguous() and lines.data_ptr() % 16 == 0:
+        return lines
+    copy = rows.new_empty((V, rounded_up(N)))
+    copy[:, :N] = lines
+    copy[:, N:] = 0
+    return copy
 
 
 class TritonSparseProjectionOp(nn.Module):
