@@ -35,42 +35,38 @@ def lanes_log_sum_exp(total, running):
 
 
 @triton.jit
-def row_log_sum_exp(base, V, scale, BLOCK: tl.constexpr):
-    """Compute `log sum exp(scale * x)` of the V values at `base`, lane by lane and then across."""
-    columns = tl.arange(0, BLOCK)
-    running = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, V, BLOCK):
-        x = tl.load(base + start + columns, mask=start + columns < V, other=float("-inf")).to(tl.float32) * scale
-        total, running = added_exp(total, running, x)
-    lse, _ = lanes_log_sum_exp(total, running)
-    return lse
+def added_tile(total, running, guess, x, columns, V):
+    """Return the lanes' sums, maxima and the maxima's columns after one more tile; columns from V on are `-inf`."""
+    x = tl.where(columns < V, x.to(tl.float32), float("-inf"))
+    guess = tl.where(x > running, columns, guess)
+    total, running = added_exp(total, running, x)
+    return total, running, guess
 
 
 @triton.jit(do_not_specialize=["T"])
 def row_statistics_kernel(
-    logits_ptr,
-    targets_ptr,
-    lse_ptr,
-    target_logit_ptr,
-    best_ptr,
-    T,
-    V,
-    stride_b,
-    stride_t,
-    BLOCK: tl.constexpr,
-):
-    """Compute one row's `log sum exp x`, its target's logit and the lowest id of its maximum."""
+    logits_ptr, matrix, targets_ptr, lse_ptr, target_logit_ptr, best_ptr, T, V, stride_b, stride_t,
+    STAGES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Compute one row's `log sum exp x`, its target's logit and the lowest id of its maximum.
+
+    With STAGES the row is read by TMA, from `matrix`: all logits in rows of WIDTH (`row_matrix`).
+    """
     row = tl.program_id(0).to(tl.int64)
-    base = logits_ptr + row // T * stride_b + row % T * stride_t
+    offset = row // T * stride_b + row % T * stride_t
+    base = logits_ptr + offset
     columns = tl.arange(0, BLOCK)
     running = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     guess = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, V, BLOCK):
-        x = tl.load(base + start + columns, mask=start + columns < V, other=float("-inf")).to(tl.float32)
-        guess = tl.where(x > running, start + columns, guess)
-        total, running = added_exp(total, running, x)
+    if STAGES > 0:
+        for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+            x = tl.reshape(matrix.load([((offset + start) // WIDTH).to(tl.int32), 0]), (BLOCK,))
+            total, running, guess = added_tile(total, running, guess, x, start + columns, V)
+    else:
+        for start in range(0, V, BLOCK):
+            x = tl.load(base + start + columns, mask=start + columns < V, other=float("-inf"))
+            total, running, guess = added_tile(total, running, guess, x, start + columns, V)
     lse, top = lanes_log_sum_exp(total, running)
     tl.store(lse_ptr + row, lse)
     tl.store(best_ptr + row, tl.min(tl.where(running == top, guess, V), axis=0).to(tl.int64))

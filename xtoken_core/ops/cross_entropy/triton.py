@@ -14,9 +14,12 @@ from xtoken_core.ops.cross_entropy.kernels import cross_entropy_bwd_kernel
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
 from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.row_kernels import row_statistics_kernel
+from xtoken_core.ops.tensor_maps import WIDTH, row_matrix
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
 BLOCK = 4096
+STAGES = 3
+"""Tiles of a row on their way at once, where it is read by TMA."""
 
 
 class TritonCrossEntropy(torch.autograd.Function):
@@ -35,7 +38,11 @@ class TritonCrossEntropy(torch.autograd.Function):
         best = torch.empty((B, T), dtype=torch.int64, device=logits.device)
         if B * T:
             block = min(BLOCK, power_of_2(V))
-            row_statistics_kernel[(B * T,)](logits, targets, lse, own, best, T, V, *row_strides(logits), block)
+            matrix = row_matrix(logits, block)
+            row_statistics_kernel[(B * T,)](
+                logits, matrix, targets, lse, own, best, T, V, *row_strides(logits),
+                0 if matrix is None else STAGES, WIDTH, block,
+            )  # fmt: skip
         hits = best == targets
         ctx.save_for_backward(logits, targets, lse)
         ctx.mark_non_differentiable(hits)
