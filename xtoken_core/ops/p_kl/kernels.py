@@ -42,43 +42,58 @@ def p_kl_slots_kernel(
 
 @triton.jit(do_not_specialize=["R", "T", "from_row"])
 def p_kl_student_kernel(
-    logits_ptr, counts_ptr, transposed_ptr, top_ptr, total_ptr, head_top_ptr, head_total_ptr,
-    R, T, from_row, V, V_head, stride_b, stride_t, width, scale,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
+    logits_ptr, matrix, counts_ptr, transposed_ptr, top_ptr, total_ptr, head_top_ptr, head_total_ptr,
+    R, T, from_row, V, V_head, stride_b, stride_t, width, scale, HEAD: tl.constexpr, TMA: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """Reduce a tile of student logits to its sums; copy the ids that project into K, positions contiguous."""
-    part = tl.program_id(0).to(tl.int64)
+    """Reduce TILES tiles of student logits to their sums; copy the ids that project into K, positions contiguous.
+
+    With TMA tiles are read from `matrix`, a descriptor of the rows.
+    """
     tile = tl.program_id(1).to(tl.int64)
     local = tile * ROWS + tl.arange(0, ROWS)
     rows = from_row + local
-    v = part * COLUMNS + tl.arange(0, COLUMNS)
     base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
-    inside = (rows < R)[:, None] & (v < V_head)[None, :]
-    raw = tl.load(base[:, None] + v[None, :], mask=inside, other=float("-inf"))
-    needed = tl.load(counts_ptr + v, mask=v < V, other=0) > 0
-    if tl.max(needed.to(tl.int32), axis=0) > 0:
-        places = tl.arange(0, ROWS)[:, None] + v[None, :] * LINE
-        tl.store(transposed_ptr + tile_of_lines(tile, V, ROWS, LINE) + places, raw, mask=needed[None, :])
-    x = raw.to(tl.float32)
-    if HEAD:
-        store_tile_sums(x, head_top_ptr, head_total_ptr, part * width + local)
-    z = tl.where((v < V)[None, :], x, float("-inf")) * scale
-    store_tile_sums(z, top_ptr, total_ptr, part * width + local)
+    for i in tl.range(0, TILES, num_stages=STAGES):
+        part = tl.program_id(0) * TILES + i
+        if not TMA:
+            part = part.to(tl.int64)  # with TMA 32 bits take fewer registers, without they take more
+        v = part * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (rows < R)[:, None] & (v < V_head)[None, :]
+        if TMA:
+            raw = matrix.load([(from_row + tile * ROWS).to(tl.int32), part * COLUMNS])
+            raw = tl.where(inside, raw, float("-inf"))
+        else:
+            raw = tl.load(base[:, None] + v[None, :], mask=inside, other=float("-inf"))
+        needed = tl.load(counts_ptr + v, mask=v < V, other=0) > 0
+        if tl.max(needed.to(tl.int32), axis=0) > 0:
+            places = tl.arange(0, ROWS)[:, None] + v[None, :] * LINE
+            tl.store(transposed_ptr + tile_of_lines(tile, V, ROWS, LINE) + places, raw, mask=needed[None, :])
+        x = raw.to(tl.float32)
+        if HEAD:
+            store_tile_sums(x, head_top_ptr, head_total_ptr, part.to(tl.int64) * width + local)
+        z = tl.where((v < V)[None, :], x, float("-inf")) * scale
+        store_tile_sums(z, top_ptr, total_ptr, part.to(tl.int64) * width + local)
 
 
 @triton.jit(do_not_specialize=["R", "T", "from_row"])
 def p_kl_student_rows_kernel(
     logits_ptr, targets_ptr, top_ptr, total_ptr, head_top_ptr, head_total_ptr,
     lse_ptr, head_lse_ptr, losses_ptr, hits_ptr, R, T, from_row, V_head, parts, stride_b, stride_t, width,
-    TARGETS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    TARGETS: tl.constexpr, HEAD: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Compute each student position's log-sum-exp; with targets the whole head's cross-entropy and first guess."""
+    """Compute each student position's log-sum-exp; with targets the whole head's cross-entropy and first guess.
+
+    Without HEAD the head's sums are those of the first log-sum-exp.
+    """
     local = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rows = from_row + local
-    _, lse = combined_log_sum_exp(top_ptr, total_ptr, local, parts, width, PARTS, ROWS)
+    top, lse = combined_log_sum_exp(top_ptr, total_ptr, local, parts, width, PARTS, ROWS)
     tl.store(lse_ptr + rows, lse)
     if TARGETS:
-        top, head_lse = combined_log_sum_exp(head_top_ptr, head_total_ptr, local, parts, width, PARTS, ROWS)
+        head_lse = lse
+        if HEAD:
+            top, head_lse = combined_log_sum_exp(head_top_ptr, head_total_ptr, local, parts, width, PARTS, ROWS)
         lanes = tl.arange(0, PARTS).to(tl.int64)
         tile = tl.full((PARTS, ROWS), 2147483647, dtype=tl.int64)
         for start in range(0, parts, PARTS):
