@@ -7,7 +7,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core.ops import get_op
-from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
 from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.p_kl import PKLOptions
 from xtoken_core.ops.p_kl.reference import compared_chunks, teacher_log_probs
@@ -40,9 +39,12 @@ def p_kl_with_rest(
     Returns:
         `kl`, `agrees` and `mass` of `PKLResult`.
     """
-    probabilities = torch.softmax(upcast(student_logits) / options.temperature, dim=-1)
-    q, _ = chunk_average_log_probs(probabilities, student_chunk_id, options.max_chunks)  # [B, P, V_s]
+    logits = upcast(student_logits)
+    probabilities = torch.softmax(logits if options.temperature == 1.0 else logits / options.temperature, dim=-1)
+    chunk_mean = get_op("chunk_mean", logits.device)
+    q: Tensor = chunk_mean(probabilities, student_chunk_id, options.max_chunks)[0]  # [B, P, V_s]
     projected: Tensor = get_op("sparse_projection", q.device)(q, projection)  # [B, P, V_t]
+    del logits, probabilities, q  # what the backward needs of them is kept there
     Q = projected.index_select(-1, columns)
     if len(columns) < teacher.vocab_size:
         others = projected.index_fill(-1, columns, 0.0).sum(-1, keepdim=True)
