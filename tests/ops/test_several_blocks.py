@@ -179,33 +179,6 @@ def test_rows_read_by_tma_have_the_bits_of_rows_read_by_pointers(monkeypatch, de
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tiles", [1, 2])
-def test_p_kl_reads_students_by_tma_with_the_bits_of_pointers(monkeypatch, device, tiles):
-    tensor_maps = importlib.import_module("xtoken_core.ops.tensor_maps")
-    if tensor_maps.TensorDescriptor is None or (
-        device == "cuda" and not tensor_maps.reads_by_tma(torch.device("cuda"))
-    ):
-        pytest.skip("no descriptors here")
-    generator = torch.Generator().manual_seed(6)
-    student = torch.randn(2, 5, 208, generator=generator).bfloat16().to(device)
-    teacher = torch.randn(2, 4, 96, generator=generator).bfloat16().to(device)
-    entries = torch.randint(96, (200, 2), generator=generator), torch.rand(200, 2, generator=generator)
-    projection = ProjectionMatrix.from_topk(*entries, student_vocab_size=200, teacher_vocab_size=96).to(device)
-    chunks = [torch.arange(T, device=device).expand(2, T) // 2 for T in (5, 4)]
-    given = student, teacher, projection, torch.arange(0, 96, 3, device=device), *chunks, student[..., 0].long().abs()
-    op, options = load_backend(BACKENDS["p_kl_cross_entropy"]["triton"]), PKLOptions(2)
-    shrink(monkeypatch, "p_kl", where="launch", STUDENT_TILE=(64, 64))
-    expected = op(*given, options)
-    monkeypatch.setattr(tensor_maps, "reads_by_tma", lambda device: True)
-    made = []
-    make = tensor_maps.TensorDescriptor
-    monkeypatch.setattr(tensor_maps, "TensorDescriptor", lambda *given: made.append(1) or make(*given))
-    shrink(monkeypatch, "p_kl", where="launch", STUDENT_TMA=True, STUDENT_TILES=tiles, STUDENT_STAGES=tiles)
-    actual = op(*given, options)
-    assert made and torch.equal(actual.kl, expected.kl) and torch.equal(actual.losses, expected.losses)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_sparse_projection(monkeypatch, device):
     shrink(monkeypatch, "sparse_projection", BLOCK=4)
     check("sparse_projection", CASES["sparse_projection"][""].make(torch.float32, torch.device(device)), "x")

@@ -48,24 +48,6 @@ def row_matrix(logits: Tensor, block: int) -> Any | None:
     return TensorDescriptor(logits, [rows, WIDTH], [WIDTH, 1], [block // WIDTH, WIDTH])
 
 
-def tile_matrix(logits: Tensor, rows: int, columns: int) -> Any | None:
-    """Return a descriptor of all positions' logits in tiles of some rows and columns, if there is one.
-
-    Samples must follow each other at the distance of positions.
-
-    Args:
-        logits: `[B, T, V]`, not empty, with a contiguous last dimension.
-        rows: A power of two.
-        columns: A power of two, at least 8.
-    """
-    B, T, V = logits.shape
-    of_sample, of_position = row_strides(logits)
-    regular = (B == 1 or of_sample == T * of_position) and of_position % 8 == 0 and columns % 8 == 0
-    if not regular or not _readable(logits):
-        return None
-    return TensorDescriptor(logits, [B * T, V], [of_position, 1], [rows, columns])
-
-
 def _readable(logits: Tensor) -> bool:
     aligned = logits.element_size() == 2 and logits.data_ptr() % 16 == 0
     return ENABLED and aligned and reads_by_tma(logits.device)

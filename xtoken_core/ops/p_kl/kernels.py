@@ -42,38 +42,28 @@ def p_kl_slots_kernel(
 
 @triton.jit(do_not_specialize=["R", "T", "from_row"])
 def p_kl_student_kernel(
-    logits_ptr, matrix, counts_ptr, transposed_ptr, top_ptr, total_ptr, head_top_ptr, head_total_ptr,
-    R, T, from_row, V, V_head, stride_b, stride_t, width, scale, HEAD: tl.constexpr, TMA: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
+    logits_ptr, counts_ptr, transposed_ptr, top_ptr, total_ptr, head_top_ptr, head_total_ptr,
+    R, T, from_row, V, V_head, stride_b, stride_t, width, scale,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """Reduce TILES tiles of student logits to their sums; copy the ids that project into K, positions contiguous.
-
-    With TMA tiles are read from `matrix`, a descriptor of the rows.
-    """
+    """Reduce a tile of student logits to its sums; copy the ids that project into K, positions contiguous."""
+    part = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1).to(tl.int64)
     local = tile * ROWS + tl.arange(0, ROWS)
     rows = from_row + local
+    v = part * COLUMNS + tl.arange(0, COLUMNS)
     base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
-    for i in tl.range(0, TILES, num_stages=STAGES):
-        part = tl.program_id(0) * TILES + i
-        if not TMA:
-            part = part.to(tl.int64)  # with TMA 32 bits take fewer registers, without they take more
-        v = part * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (rows < R)[:, None] & (v < V_head)[None, :]
-        if TMA:
-            raw = matrix.load([(from_row + tile * ROWS).to(tl.int32), part * COLUMNS])
-            raw = tl.where(inside, raw, float("-inf"))
-        else:
-            raw = tl.load(base[:, None] + v[None, :], mask=inside, other=float("-inf"))
-        needed = tl.load(counts_ptr + v, mask=v < V, other=0) > 0
-        if tl.max(needed.to(tl.int32), axis=0) > 0:
-            places = tl.arange(0, ROWS)[:, None] + v[None, :] * LINE
-            tl.store(transposed_ptr + tile_of_lines(tile, V, ROWS, LINE) + places, raw, mask=needed[None, :])
-        x = raw.to(tl.float32)
-        if HEAD:
-            store_tile_sums(x, head_top_ptr, head_total_ptr, part.to(tl.int64) * width + local)
-        z = tl.where((v < V)[None, :], x, float("-inf")) * scale
-        store_tile_sums(z, top_ptr, total_ptr, part.to(tl.int64) * width + local)
+    inside = (rows < R)[:, None] & (v < V_head)[None, :]
+    raw = tl.load(base[:, None] + v[None, :], mask=inside, other=float("-inf"))
+    needed = tl.load(counts_ptr + v, mask=v < V, other=0) > 0
+    if tl.max(needed.to(tl.int32), axis=0) > 0:
+        places = tl.arange(0, ROWS)[:, None] + v[None, :] * LINE
+        tl.store(transposed_ptr + tile_of_lines(tile, V, ROWS, LINE) + places, raw, mask=needed[None, :])
+    x = raw.to(tl.float32)
+    if HEAD:
+        store_tile_sums(x, head_top_ptr, head_total_ptr, part * width + local)
+    z = tl.where((v < V)[None, :], x, float("-inf")) * scale
+    store_tile_sums(z, top_ptr, total_ptr, part * width + local)
 
 
 @triton.jit(do_not_specialize=["R", "T", "from_row"])

@@ -16,7 +16,6 @@ from xtoken_core.ops.numerics import EPSILON
 from xtoken_core.ops.p_kl import chunk_kernels, kernels
 from xtoken_core.ops.p_kl.reference import PKLOptions
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
-from xtoken_core.ops.tensor_maps import tile_matrix
 from xtoken_core.ops.tile_kernels import sum_kernel
 from xtoken_core.ops.triton_support import power_of_2, row_strides
 
@@ -26,8 +25,6 @@ PADDING = 64
 """Positions (or chunks) of a line; buffers hold whole lines, whatever the batch: layouts stay the same."""
 SLAB = 1024
 """Positions whose student logits are copied at once; a multiple of PADDING."""
-STUDENT_TILES, STUDENT_STAGES, STUDENT_TMA = 1, 1, False
-"""Tiles of a program that reads the student's rows, how many are on their way at once, and True to read them by TMA."""
 STUDENT_TILE = (64, 256)
 TEACHER_TILE = (64, 256)
 GRADIENT_TILE = (64, 32)
@@ -190,14 +187,12 @@ class Comparison:
         B, T, V_head = logits.shape
         rows, columns = STUDENT_TILE[0], min(STUDENT_TILE[1], power_of_2(V_head))
         parts = triton.cdiv(V_head, columns)
-        programs = triton.cdiv(parts, STUDENT_TILES)
-        sums = self._float(2, programs * STUDENT_TILES, width)
+        sums = self._float(2, parts, width)
         of_head = torch.empty_like(sums) if head else sums
         strides = *row_strides(logits), width
-        matrix = tile_matrix(logits, rows, columns) if STUDENT_TMA else None
-        kernels.p_kl_student_kernel[(programs, width // rows)](
-            logits, matrix, counts, transposed, *sums, *of_head, B * T, T, from_row, self.V, V_head, *strides,
-            self.scale, head, matrix is not None, STUDENT_TILES, STUDENT_STAGES, rows, columns, PADDING, num_warps=8,
+        kernels.p_kl_student_kernel[(parts, width // rows)](
+            logits, counts, transposed, *sums, *of_head, B * T, T, from_row, self.V, V_head, *strides, self.scale,
+            head, rows, columns, PADDING, num_warps=8,
         )  # fmt: skip
         known = targets is not None and out.losses is not None
         kernels.p_kl_student_rows_kernel[(width // ROWS,)](
