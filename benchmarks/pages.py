@@ -32,6 +32,8 @@ TEMPLATES = ROOT / "benchmarks" / "templates"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 OPERATORS = ROOT / "docs" / "operators"
 USABILITY = ROOT / "docs" / "usability.md"
+COMPARED = ("cross_entropy", "sparse_projection", "p_kl")
+"""Operators' pages with times of two ways or more to do the same."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,10 @@ def _kernel_ideas() -> dict[str, Any]:
     return kernel_ideas.variables(timed, real)
 
 
+def _compared_paths(page: str) -> Callable[[], dict[str, Any]]:
+    return lambda: {"page": page, "r": result("compared_paths")}
+
+
 def _operator(page: str) -> Callable[[], dict[str, Any]]:
     return lambda: operators.variables(page, result("gpu_tests"), result("ops"))
 
@@ -224,6 +230,7 @@ PARTS = [
     ),
     Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain")}),
     Part("kernel_ideas", OPERATORS / "chain.md", _kernel_ideas),
+    *(Part("compared_paths", OPERATORS / f"{page}.md", _compared_paths(page)) for page in COMPARED),
     *(Part("counters", OPERATORS / f"{page}.md", _counters(page)) for page in operators.COUNTED),
     *(
         Part("operator", page, _operator(page.stem))
