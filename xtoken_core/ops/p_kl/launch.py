@@ -25,7 +25,7 @@ PADDING = 64
 """Positions (or chunks) of a line; buffers hold whole lines, whatever the batch: layouts stay the same."""
 SLAB = 1024
 """Positions whose student logits are copied at once; a multiple of PADDING."""
-STUDENT_TILE = (64, 256)
+STUDENT_TILE = (64, 128)
 TEACHER_TILE = (64, 256)
 GRADIENT_TILE = (64, 32)
 """Positions and columns of a tile of logits."""
