@@ -220,10 +220,10 @@ def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
     values = dict(config)
     found = AutoConfig.for_model(values.pop("model_type"), **values)
-    if not found.tie_word_embeddings:
+    if not found.tie_word_embeddings or not torch.cuda.is_available():  # a CPU would draw them for minutes
         write_model(directory, found, seed)
         return
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(found, dtype=torch.bfloat16)
     model.save_pretrained(directory)
 

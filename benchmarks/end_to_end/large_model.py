@@ -1,4 +1,4 @@
-"""A model with random weights that is larger than a GPU, written as fast as the disk takes it."""
+"""A model with random weights, written as fast as the disk takes it: larger than a GPU, or where there is none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_model(directory: Path, config: Any, seed: int) -> None:
 
     Args:
         directory: Is made if it is not there.
-        config: A transformers configuration whose head is not tied.
+        config: A transformers configuration; a head that is tied is not written.
         seed: Of the values.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,11 @@ def write_model(directory: Path, config: Any, seed: int) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     files: dict[str, dict[str, tuple[int, ...]]] = {}
     largest = 0
+    tied = id(model.get_output_embeddings()) if config.tie_word_embeddings else None
+    heads = {f"{name}.weight" for name, module in model.named_modules() if id(module) == tied}
     for name, weight in model.state_dict().items():
+        if name in heads:
+            continue
         files.setdefault(_file_of(name), {})[name] = tuple(weight.shape)
         largest = max(largest, weight.numel())
     pool = torch.randn(min(POOL_VALUES, largest), generator=torch.Generator().manual_seed(seed)).mul_(SCALE).bfloat16()

@@ -85,14 +85,15 @@ def test_a_call_by_hand_leaves_the_page_s_files_alone(words: list[str]) -> None:
     )
 
 
-def test_a_large_model_is_written_as_transformers_reads_it(tmp_path: Path) -> None:
-    values = {**QWEN3_45B, **SMALL, "vocab_size": 100}
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_model_is_written_as_transformers_reads_it(tied: bool, tmp_path: Path) -> None:
+    values = {**QWEN3_45B, **SMALL, "vocab_size": 100, "tie_word_embeddings": tied}
     write_model(tmp_path / "model", AutoConfig.for_model(values.pop("model_type"), **values), 0)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.bfloat16
     assert (model.model.norm.weight == 1).all()
-    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight) == tied
     assert float(model.lm_head.weight.detach().float().std()) == pytest.approx(0.02, rel=0.05)
     assert torch.isfinite(model(torch.arange(5).unsqueeze(0)).logits).all()
 
