@@ -282,20 +282,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
         ),
         *(("eval.tasks", _tasks(condition)) for _ in condition.tasks[:1]),
         ("loss", {**method.loss, "kl_loss_weight": kl, "ce_loss_scale": ce}),
-        (
-            "train",
-            {
-                "samples_per_step": SAMPLES_PER_STEP,
-                "max_steps": steps,
-                "micro_batch_tokens": method.micro_batch_of(condition),
-                "learning_rate": cell.rate,
-                "min_learning_rate": cell.rate / 10,
-                "warmup_steps": max(1, steps // 20),
-                "weight_decay": 0.01,
-                "checkpoint_every": steps,
-                "keep_checkpoints": 1,
-            },
-        ),
+        ("train", _train(cell, steps)),
         ("workers", {"collators": 1, "device": device}),
     ]
     lines = [f'name = "{cell.name}"', f'output = "runs/{cell.name}"', f"seed = {cell.seed}"]
@@ -303,6 +290,20 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     options = ("--loss", method.custom) if method.custom else ()
     return Job(cell.name, "\n".join(lines) + "\n", options, discards=("checkpoints", "model"))
+
+
+def _train(cell: Cell, steps: int) -> dict[str, Any]:
+    return {
+        "samples_per_step": SAMPLES_PER_STEP,
+        "max_steps": steps,
+        "micro_batch_tokens": METHODS[cell.method].micro_batch_of(CONDITIONS[cell.condition]),
+        "learning_rate": cell.rate,
+        "min_learning_rate": cell.rate / 10,
+        "warmup_steps": max(1, steps // 20),
+        "weight_decay": 0.01,
+        "checkpoint_every": steps,
+        "keep_checkpoints": 1,
+    }
 
 
 def _tasks(condition: Condition) -> dict[str, Any]:
