@@ -138,7 +138,7 @@ bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the pla
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end.json --public-loss
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_chain.json --no-serial --steps 20 --warmup 5 \
 		--variants chain_wide chain_fp8_wide chain_hidden_wide
-	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_lengths.json --samples 16 --steps 16 --warmup 6 --no-serial \
+	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_lengths.json --samples 16 --steps 30 --warmup 24 --no-serial \
 		--variants fixed_lengths text_padded text_packed chat_padded chat_packed
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_small.json --samples 128 --steps 10 --warmup 4 --no-serial \
 		--variants small_fixed small_text_padded small_text_packed

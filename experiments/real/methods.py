@@ -254,12 +254,13 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
     steps = steps or condition.steps
     kl, ce = method.weights[cell.weight]
-    dtype = "bfloat16" if device != "cpu" else "float32"
-    teacher = {
+    # On a CPU a compiler is needed, and a trial's few steps do not pay for it.
+    computing = {"dtype": "bfloat16", "compile": True} if device != "cpu" else {"dtype": "float32"}
+    teacher: dict[str, Any] = {
         "model": f"models/{method.teacher or condition.teacher}",
         # With the student's tokenizer it reads rows as long as the student's.
         "context_length": STUDENT_CONTEXT if method.teacher else TEACHER_CONTEXT,
-        "dtype": dtype,
+        **computing,
     }
     if method.hidden:
         teacher["content"] = "hidden"
@@ -267,7 +268,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
         teacher["projection"] = projection_file(condition)
     evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]
     tables: list[tuple[str, dict[str, Any]]] = [
-        ("student", {"model": f"models/{condition.student}", "context_length": STUDENT_CONTEXT, "dtype": dtype}),
+        ("student", {"model": f"models/{condition.student}", "context_length": STUDENT_CONTEXT, **computing}),
         *(("[teacher]", teacher) for _ in range(method.teachers)),
         ("data", {"path": f"texts/{cell.text}", "epochs": 1000}),
         (

@@ -83,6 +83,7 @@ def page(result: dict[str, Any]) -> str:
         pair=(methods.SMOLLM2, methods.GEMMA3),
         runs=len(result["runs"]),
         ended=sum("stopped_at" in run for run in result["runs"]),
+        compiled=sum(run.get("compiled", False) for run in result["runs"]),
         micro_batch=methods.MICRO_BATCH_TOKENS,
         weights=methods.WEIGHTS,
         samples=methods.SAMPLES_PER_STEP,

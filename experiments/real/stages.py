@@ -233,7 +233,9 @@ def _run_record(directory: Path) -> dict[str, Any]:
         record["stopped_at"] = summary["steps"]
     settings = directory / "spec.json"
     if settings.is_file():
-        record["micro_batch_tokens"] = json.loads(settings.read_text(encoding="utf-8"))["train"]["micro_batch_tokens"]
+        spec = json.loads(settings.read_text(encoding="utf-8"))
+        record["micro_batch_tokens"] = spec["train"]["micro_batch_tokens"]
+        record["compiled"] = spec["student"]["compile"]
     return record
 
 

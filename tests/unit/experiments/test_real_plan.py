@@ -63,9 +63,9 @@ def test_runs_end_early_and_say_so(tmp_path: Path) -> None:
     run = tmp_path / "runs" / cell.name
     whole = stages.collect(tmp_path, [cell], tmp_path / "whole.json")["runs"][0]
     (run / "summary.json").write_text('{"steps": 75, "stopped_early": "2 evaluations in a row"}')
-    (run / "spec.json").write_text('{"train": {"micro_batch_tokens": 6912}}')
+    (run / "spec.json").write_text('{"student": {"compile": true}, "train": {"micro_batch_tokens": 6912}}')
     early = stages.collect(tmp_path, [cell], tmp_path / "early.json")["runs"][0]
-    assert early == whole | {"stopped_at": 75, "micro_batch_tokens": 6912}
+    assert early == whole | {"stopped_at": 75, "micro_batch_tokens": 6912, "compiled": True}
 
 
 def test_memory_stands_beside_the_micro_batches_that_it_belongs_to() -> None:
